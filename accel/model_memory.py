@@ -15,6 +15,7 @@ from accel.config.quantization import BnbQuantizationConfig
 from accel.errors import ConfigError, Problem, nearest, unknown_choice
 from accel.large.quantized_layers import to_quantize
 from accel.large.sizes import get_max_layer_size, own_parts
+from accel.logging import get_logger
 from accel.memory_estimate import Footprint, state_bytes
 from accel.planning.spec import MemoryLayout
 from accel.strategies.table import specs
@@ -26,6 +27,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "int4": {"load_in_4bit": True},
 }
 FORMATS = (*TRAINED, *QUANTIZED)
+logger = get_logger(__name__)
+
 _MIXED = "bf16"
 _BLOCK, _LEVELS = 64, 16  # weights a scale of 4-bit weights has, and values that they may take
 Shape = tuple[int, ...]
@@ -84,11 +87,12 @@ def estimates(
         optimizer: name of a class of `torch.optim`, called with its defaults.
 
     Raises:
-        ConfigError: for a format, strategy or optimizer that does not exist, or a format that the
-            model or none of the strategies has.
+        ConfigError: for a format, strategy or optimizer that does not exist, or where there is no
+            estimate at all.
 
     Returns:
-        Those that there are: quantized layers are replicated, and need linear layers.
+        Those that there are: quantized layers are replicated, and need linear layers. There is a
+        warning of each format of `formats` that the model or none of the strategies has.
     """
     known = {layout.name: layout for layout in layouts()}
     chosen = list(known) if strategies is None else strategies
@@ -101,14 +105,16 @@ def estimates(
         raise ConfigError.of(f"num_processes={num_processes}", "it is at least 1", "Give 8, say.")
     kind = _optimizer(optimizer)
     found: list[Estimate] = []
+    absent: list[Problem] = []
     for format in wanted:
         rows = [_one(model, format, known[name], num_processes, kind) for name in chosen]
         there = [row for row in rows if row is not None]
-        if not there and (formats is not None or len(wanted) == 1):
-            raise ConfigError(_absent(model, format, chosen))
+        absent += [] if there else [_absent(format, chosen)]
         found += there
     if not found:
-        raise ConfigError(_absent(model, wanted[0], chosen))
+        raise ConfigError(*absent)
+    for problem in absent if formats is not None else ():
+        logger.warning("There is no estimate: %s", problem)
     return found
 
 
@@ -127,7 +133,7 @@ def _one(
     return _trained(model, format, layout, num_processes, kind)
 
 
-def _absent(model: nn.Module, format: str, strategies: Sequence[str]) -> Problem:
+def _absent(format: str, strategies: Sequence[str]) -> Problem:
     """Return why there is no estimate of a format for some strategies."""
     value = f"format={format!r} with strategy={', '.join(strategies)}"
     replicated = [layout.name for layout in layouts() if not layout.sharded]
@@ -137,7 +143,7 @@ def _absent(model: nn.Module, format: str, strategies: Sequence[str]) -> Problem
     if not set(strategies) & set(replicated):
         remedy = f"Choose strategy={' or '.join(replicated)}."
         return Problem(value, "quantized layers are replicated", remedy)
-    rule = "linear layers but the last are quantized, and the model has none"
+    rule = "linear layers (torch.nn.Linear) but the last are quantized, and the model has none"
     return Problem(value, rule, f"Choose one of {', '.join(TRAINED)}.")
 
 

@@ -146,8 +146,16 @@ def _restore_models(run: RunObjects, saved: Saved, models: list[Any], strict: bo
             strategy.state.load_model_state(model, state, strict=strict)
         except RuntimeError as error:
             rule = f"its weights do not fit model {index} ({type(model).__name__}): {error}"
-            remedy = "Build the model as it was when it was saved, or pass strict=False."
+            remedy = _remedy(str(error))
             raise directory.broken(saved.path, rule, remedy) from error
+
+
+def _remedy(error: str) -> str:
+    """Return the remedy of weights that do not fit; names alone may be given up by strict=False."""
+    if "offloaded weights" in error:
+        return "Load the checkpoint before the model is offloaded, then prepare the model."
+    also = "" if "size mismatch" in error else ", or pass strict=False"
+    return f"Build the model as it was when it was saved{also}."
 
 
 def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int]]) -> None:

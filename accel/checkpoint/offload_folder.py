@@ -235,6 +235,8 @@ def offload_state_dict(save_dir: PathLike, state_dict: Mapping[str, torch.Tensor
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights by name, some in memory, others mapped from disk when they are asked for.
 
+    Another value of a weight is kept in memory; files stay as they are, as others may read them.
+
     Args:
         state_dict: weights in memory; they take precedence.
         save_folder: a folder that `offload_state_dict` wrote.
@@ -269,6 +271,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
         self._stamps = {path: _stamp(path) for path in map(self._file, self.index)}
+        self._written: dict[str, torch.Tensor] = {}
 
     def _file(self, key: str) -> Path:
         """Return the file that a weight on disk lies in."""
@@ -284,8 +287,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return stamp
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        if key in self.state_dict:
-            return self.state_dict[key]
+        for in_memory in (self._written, self.state_dict):
+            if key in in_memory:
+                return in_memory[key]
         info, path = self.index[key], self._file(key)
         stamp = self._check_unchanged(path)
         if info.get("safetensors_file") is None:
@@ -293,6 +297,22 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         tensor = load_mapped(path, str(info.get("weight_name", key)), stamp)
         dtype = as_dtype(str(info["dtype"])) if "dtype" in info else None
         return tensor.to(device=self.device, dtype=dtype)
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        if key not in self:
+            raise KeyError(key)
+        self._written[key] = value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def in_memory(self, key: str) -> bool:
+        """Return whether a weight is not read from a file.
+
+        Args:
+            key: name of the weight.
+        """
+        return key in self._written or key in self.state_dict
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

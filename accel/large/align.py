@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,12 +22,12 @@ from accel.large.tensors import (
     held_in,
     mark_offloaded,
     named_module_tensors,
-    set_module_tensor_to_device,
+    place_tensor,
 )
+from accel.large.weights_map import Weights, in_memory, write_weight
 from accel.ops import send_to_device
 from accel.tree import iterate
 
-Weights = Mapping[str, torch.Tensor]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -44,8 +45,30 @@ def _outside_graphs(method: Method) -> Method:
     return cast(Method, call)
 
 
+class LoadLock:
+    """Held by a thread while it loads or offloads weights of a model, not while the model computes.
+
+    So a forward pass may wait for another thread that runs the model, as autograd's threads do.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[LoadLock], tuple[()]]:
+        return LoadLock, ()  # copies of a model do not wait for one another
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class AlignDevicesHook(ModelHook):
     """Bring inputs and weights to one device for the forward pass, and offload weights after it.
+
+    Weights are offloaded when the last forward pass of the module ends: several threads may run
+    it. What a forward pass changes, such as running statistics, is kept in the weights map.
 
     Args:
         execution_device: where the forward pass runs; None: inputs and weights stay.
@@ -83,11 +106,19 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._guard: RemovableHandle | None = None
+        self.restores_all = False  # when it is removed, also what the module had no data for
         # Of tied weights, by name: a list that all their hooks have, of the one that is restored.
         self.restored: Mapping[str, list[torch.Tensor]] = {}
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
+        self.lock = LoadLock()  # hooks of one model have one
+        self._users = 0  # forward passes that use the loaded weights
+        self._loaded: dict[str, _Loaded] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        # Nobody uses the weights of a copy yet.
+        return {**self.__dict__, "_users": 0, "_loaded": {}}
 
     def __repr__(self) -> str:
         return (
@@ -110,13 +141,36 @@ class AlignDevicesHook(ModelHook):
 
     def _place(self, module: nn.Module, name: str, device: Device, value: Any = None) -> None:
         tied = self.tied_params_map
-        set_module_tensor_to_device(module, name, device, value=value, tied_params_map=tied)
+        place_tensor(module, name, device, value=value, tied_params_map=tied)
 
     def weight(self, name: str) -> torch.Tensor:
         """Return the offloaded weight of a name in the module."""
         if self.weights_map is None:
             raise StateError(f"weight {name!r}: the hook was not attached to a module yet.")
         return self.weights_map[name]
+
+    def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
+        """Keep another value of an offloaded tensor in the weights map; false if it is not one.
+
+        Args:
+            module: what the hook is attached to.
+            name: of the tensor, in the module.
+            value: of the tensor, on any device.
+
+        Raises:
+            StateError: if other modules are tied to the tensor, or the mapping is read-only.
+        """
+        first = next((one for one, known in self.aliases.items() if name in known), name)
+        if not self.offload or first not in self.offloaded(module):
+            return False
+        with self.lock:
+            self._write(first, value)
+        return True
+
+    def _write(self, name: str, value: torch.Tensor) -> None:
+        write_weight(self.weights_map, name, value, tied=name in self.restored)
+        if self.read_ahead is not None:
+            self.read_ahead[0].forget(self.read_ahead[1])
 
     # -- the callbacks ---------------------------------------------------------------------
 
@@ -140,13 +194,12 @@ class AlignDevicesHook(ModelHook):
         for restored in self.restored.values():
             restored.clear()
         if self.offload:
-            refuse = functools.partial(_refuse_to_load, self.place_submodules)
-            self._guard = module.register_load_state_dict_pre_hook(refuse)
+            self._guard = module.register_load_state_dict_pre_hook(self._load_state)
         return module
 
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
         for name in names:
-            set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+            place_tensor(module, name, "meta", clear_cache=False)
             held, key = held_in(module, name)
             mark_offloaded(held[key])
         self._tie(module)
@@ -169,28 +222,48 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             first = next(iterate([args, kwargs]), None)
             self.input_device = None if first is None else first.device
+        device = self.execution_device
+        if device is not None:
+            target = as_device(device)
+            args = send_to_device(args, target)
+            kwargs = send_to_device(kwargs, target, skip_keys=self.skip_keys)
         if self.offload:
             self._load(module)
-        device = self.execution_device
-        if device is None:
-            return args, kwargs
-        target = as_device(device)
-        skipped = self.skip_keys
-        return send_to_device(args, target), send_to_device(kwargs, target, skip_keys=skipped)
+        return args, kwargs
 
     @_outside_graphs
     def _load(self, module: nn.Module) -> None:
-        ahead = self.read_ahead
-        ready = {} if ahead is None else ahead[0].take(ahead[1])
+        # Tensors that are made in inference mode have no version, which tells of changes.
+        with self.lock, torch.inference_mode(False):
+            names = self.offloaded(module)
+            if self._users == 0:
+                _check_on_meta(module, names)
+                try:
+                    self._load_values(module, names)
+                except BaseException:
+                    self._to_meta(module, names)
+                    raise
+            self._users += 1
+
+    def _load_values(self, module: nn.Module, names: Iterable[str]) -> None:
+        ready = self._read_ahead()
         device = "cpu" if self.execution_device is None else self.execution_device
-        for name in self.offloaded(module):
+        self._loaded = {}
+        for name in names:
             value = ready[name] if name in ready else self.weight(name)
             self._place(module, name, device, value)
             held, key = held_in(module, name)
-            loaded = held[key]
-            if loaded is not None and loaded.requires_grad:
-                loaded.register_hook(_refuse_gradient)
+            self._loaded[name] = _Loaded(held[key])
+            if held[key].requires_grad:
+                held[key].register_hook(_refuse_gradient)
         self._tie(module)
+
+    def _read_ahead(self) -> dict[str, torch.Tensor]:
+        if self.read_ahead is None or self.weights_map is None:
+            return {}
+        ahead, number = self.read_ahead
+        ahead.read_from(number, self.weights_map)
+        return ahead.take(number)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Offload the weights again, and move the output to the device of the inputs.
@@ -205,13 +278,41 @@ class AlignDevicesHook(ModelHook):
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
+    def abort_forward(self, module: nn.Module) -> None:
+        """Offload the weights again.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        if self.offload:
+            self._unload(module)
+
     @_outside_graphs
     def _unload(self, module: nn.Module) -> None:
-        names = self.offloaded(module)
-        if self.read_ahead is not None:
-            self.read_ahead[0].release()
-        self._forget_copies(module, names)
-        self._to_meta(module, names)
+        with self.lock:
+            if self.read_ahead is not None:
+                self.read_ahead[0].release()
+            self._users = max(self._users - 1, 0)
+            if self._users > 0:
+                return
+            names = self.offloaded(module)
+            try:
+                self._keep_changes(module)
+            finally:
+                self._loaded = {}
+                self._forget_copies(module, names)
+                self._to_meta(module, names)
+
+    def _keep_changes(self, module: nn.Module) -> None:
+        for name, loaded in self._loaded.items():
+            held, key = held_in(module, name)
+            if loaded.changed(held[key], self.weight(name)):
+                self._write(name, held[key])
+
+    def compare_contents(self) -> None:
+        """Find changes of the loaded weights by their contents: writing to `data` has no trace."""
+        for loaded in self._loaded.values():
+            loaded.version = None
 
     def _forget_copies(self, module: nn.Module, names: Iterable[str]) -> None:
         """Drop the copies of tied weights that this forward pass made."""
@@ -219,6 +320,45 @@ class AlignDevicesHook(ModelHook):
         for copies in (self.tied_params_map or {}).values():
             for device in [d for d, copy in copies.items() if id(copy) in loaded]:
                 del copies[device]
+
+    def _load_state(
+        self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        """Take a state dict's values of offloaded tensors, or report those that have no place.
+
+        Values that are offloaded already are compared; buffers, and what lies in memory, are
+        written. torch then finds the tensors themselves, and leaves them as they are.
+        """
+        refused = list[str]()
+        for name in self.offloaded(module):
+            held, key = held_in(module, name)
+            for full in (f"{prefix}{one}" for one in (name, *self.aliases.get(name, ()))):
+                value = state_dict.get(full)
+                if value is None or value.is_meta or value.shape != held[key].shape:
+                    continue
+                if self._takes(name, value.to(held[key].dtype), held[key]):
+                    state_dict[full] = held[key]
+                else:
+                    refused.append(full)
+        if refused:
+            error_messages: list[str] = others[-1]
+            error_messages.append(
+                f"{', '.join(refused)}: offloaded weights cannot be loaded into a dispatched model "
+                "unless they are equal. Load them with accel.load_checkpoint_and_dispatch, or "
+                "before dispatch_model."
+            )
+
+    def _takes(self, name: str, value: torch.Tensor, held: torch.Tensor) -> bool:
+        """Return whether an offloaded tensor has a value of a state dict now."""
+        with self.lock:
+            present = self.weight(name).to(value.dtype)
+            if torch.equal(_content(present), _content(value)):
+                return True
+            fits = in_memory(self.weights_map, name) or not isinstance(held, nn.Parameter)
+            if fits and name not in self.restored:
+                self._write(name, value)
+                return True
+            return False
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Give a module the weights back that it had in memory.
@@ -232,6 +372,8 @@ class AlignDevicesHook(ModelHook):
         if self.offload and self.weights_map is not None:
             for name in self.offloaded(module):
                 device = self.original_devices.get(name, torch.device("cpu"))
+                if self.restores_all and device.type == "meta":
+                    device = torch.device("cpu")
                 if device.type != "meta":
                     self._restore(module, name, device, self.weights_map)
             self._tie(module)
@@ -248,6 +390,42 @@ class AlignDevicesHook(ModelHook):
         else:
             self._place(module, name, device, weights[name])
             tied.append(held[key])
+
+
+class _Loaded:
+    """One weight while it is loaded, to find out whether it was changed."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        # Of buffers, torch's batch_norm changes the data without counting.
+        counts = isinstance(tensor, nn.Parameter) and not tensor.is_inference()
+        self.version = tensor._version if counts else None
+
+    def changed(self, held: torch.Tensor, offloaded: torch.Tensor) -> bool:
+        """Return whether what a module holds now differs from the value that is offloaded."""
+        if held.is_meta or held.data_ptr() == offloaded.data_ptr():
+            return False
+        if held is not self.tensor:
+            return True
+        if self.version is None:
+            return not torch.equal(_content(held), _content(offloaded.to(held.dtype)))
+        return held._version != self.version
+
+
+def _content(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+
+
+def _check_on_meta(module: nn.Module, names: Iterable[str]) -> None:
+    """Refuse values that were assigned to offloaded tensors: the weights map has others."""
+    given = [name for name, tensor in _held(module, names) if not tensor.is_meta]
+    if given:
+        raise StateError(
+            f"{', '.join(given)} of {type(module).__name__}: offloaded tensors were assigned, or "
+            "are replaced by functional_call; their values come from the weights map. Set them by "
+            "accel.utils.set_module_tensor_to_device(module, name, device, value), or remove the "
+            "hooks with accel.hooks.remove_hook_from_submodules."
+        )
 
 
 def _aliases(module: nn.Module, names: Iterable[str], recurse: bool) -> dict[str, list[str]]:
@@ -269,21 +447,6 @@ def _held(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.
     for name in names:
         held, key = held_in(module, name)
         yield name, held[key]
-
-
-def _refuse_to_load(
-    recurse: bool, module: nn.Module, state_dict: Mapping[str, object], prefix: str, *others: Any
-) -> None:
-    """Report weights of a state dict that are offloaded: the next forward pass would undo them."""
-    tensors = named_module_tensors(module, recurse=recurse)
-    names = [f"{prefix}{name}" for name, held in tensors if held.is_meta]
-    found = [name for name in names if name in state_dict]
-    if found:
-        error_messages: list[str] = others[-1]
-        error_messages.append(
-            f"{', '.join(found)}: offloaded weights cannot be loaded into a dispatched model. Load "
-            "them with accel.load_checkpoint_and_dispatch, or before dispatch_model."
-        )
 
 
 def _refuse_gradient(_: torch.Tensor) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from accel.checkpoint.offload_folder import PrefixedDataset
-from accel.large.align import AlignDevicesHook, Weights
+from accel.large.align import AlignDevicesHook, LoadLock
 from accel.large.hooks import add_hook_to_module
 from accel.large.read_ahead import Block, ReadAhead
 from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in
+from accel.large.weights_map import Weights
 
 Keys = str | Iterable[str] | None
 # Modules of torch that use the weights of a submodule without calling it.
@@ -131,6 +132,7 @@ class _Attacher:
     adapts: bool
     ties: Mapping[str, list[torch.Tensor]]
     ahead: ReadAhead = field(default_factory=ReadAhead)
+    lock: LoadLock = field(default_factory=LoadLock)
 
     def blocks(
         self,
@@ -214,6 +216,7 @@ class _Attacher:
             kept=frozenset(self._trained(module) if offload else ()),
         )
         names = hook.offloaded(module) if offload else []
+        hook.lock = self.lock
         hook.restored = {n: self.ties[prefix + n] for n in names if prefix + n in self.ties}
         size = sum(held[key].nbytes for held, key in (held_in(module, n) for n in names))
         add_hook_to_module(module, hook, append=True)

@@ -18,7 +18,7 @@ from accel.checkpoint.offload_folder import (
 )
 from accel.device import default_device_type
 from accel.errors import ConfigError, StateError
-from accel.large.align import AlignDevicesHook, Weights
+from accel.large.align import AlignDevicesHook
 from accel.large.attach import (
     Keys,
     attach_align_device_hook,
@@ -27,7 +27,12 @@ from accel.large.attach import (
 from accel.large.device_hooks import CpuOffload, UserCpuOffloadHook
 from accel.large.device_map import DeviceMap, check_device_map
 from accel.large.device_memory import ELSEWHERE
-from accel.large.hooks import add_hook_to_module
+from accel.large.hooks import (
+    SequentialHook,
+    add_hook_to_module,
+    hooks_of,
+    remove_hook_from_module,
+)
 from accel.large.tensors import (
     Device,
     TiedParams,
@@ -38,6 +43,7 @@ from accel.large.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accel.large.weights_map import Weights
 from accel.logging import get_logger
 from accel.wrapping import is_dispatched
 
@@ -66,6 +72,7 @@ def cpu_offload(
     Returns:
         The model.
     """
+    _undo(model)
     weights = state_dict
     if weights is None:
         weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
@@ -92,6 +99,7 @@ def disk_offload(
     Returns:
         The model.
     """
+    _undo(model)
     weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
@@ -190,7 +198,8 @@ def dispatch_model(
 
     Weights of modules on "cpu" lie in memory, and on the main device while their module computes;
     those on "disk" are mapped from files. Where some weights are frozen, those that train (LoRA)
-    stay on the device of their module, so that they can be optimized.
+    stay on the device of their module, so that they can be optimized. A dispatch undoes the one
+    before.
 
     Args:
         model: its weights have data, but for those on disk.
@@ -211,6 +220,7 @@ def dispatch_model(
         ConfigError: for weights without a device, or on "disk" without a folder.
     """
     check_device_map(model, device_map)
+    _undo(model)
     placed = set(device_map.values())
     if len(placed) == 1 and placed != {"disk"} and not force_hooks:
         _load_missing(model, offload_dir, offload_index)
@@ -234,6 +244,28 @@ def dispatch_model(
         _guard(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment] # no tensor
     return model
+
+
+def _undo(model: nn.Module) -> None:
+    """Undo an earlier dispatch: its hooks are removed, and weights lie where it had them.
+
+    Those on disk are mapped from there, so that they take no memory before they are used. Other
+    hooks stay.
+    """
+    for module in model.modules():
+        others = [hook for hook in hooks_of(module) if not isinstance(hook, AlignDevicesHook)]
+        for hook in hooks_of(module):
+            if isinstance(hook, AlignDevicesHook):
+                hook.restores_all = True
+        if len(others) < len(hooks_of(module)):
+            remove_hook_from_module(module)
+            if others:
+                hook = others[0] if len(others) == 1 else SequentialHook(*others)
+                add_hook_to_module(module, hook)
+    for name in ("to", "cuda"):
+        if isinstance(model.__dict__.get(name), _Guarded):
+            delattr(model, name)
+    model.__dict__.pop("hf_device_map", None)
 
 
 def _load_missing(
@@ -332,6 +364,13 @@ class _Guarded:
         functools.update_wrapper(self, getattr(type(model), name))
         self.model = model
         self.name = name
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A decorated method, as of transformers, is found under its class alone.
+        return {"model": self.model, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc] # it is made in full
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
         if any(parameter.is_meta for parameter in self.model.parameters()):

@@ -50,6 +50,23 @@ class ModelHook:
         """
         return output
 
+    def abort_forward(self, module: nn.Module) -> None:
+        """Undo `pre_forward` where the forward pass raised an error.
+
+        Args:
+            module: what the hook is attached to.
+        """
+
+    def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
+        """Return whether the hook keeps a tensor of a module, and now has it with this value.
+
+        Args:
+            module: what the hook is attached to.
+            name: of the tensor, in the module.
+            value: of the tensor, on any device.
+        """
+        return False
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module when the hook is removed.
 
@@ -92,8 +109,12 @@ class SequentialHook(ModelHook):
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
-        for hook in self.hooks:
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        for position, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                SequentialHook(*self.hooks[:position]).abort_forward(module)
+                raise
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -106,6 +127,25 @@ class SequentialHook(ModelHook):
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
+
+    def abort_forward(self, module: nn.Module) -> None:
+        """Undo `pre_forward` of each hook.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        for hook in self.hooks:
+            hook.abort_forward(module)
+
+    def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
+        """Return whether one of the hooks keeps a tensor, and now has it with this value.
+
+        Args:
+            module: what the hook is attached to.
+            name: of the tensor, in the module.
+            value: of the tensor, on any device.
+        """
+        return any(hook.write(module, name, value) for hook in self.hooks)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module for each hook.
@@ -150,8 +190,12 @@ class HookedForward:
         if hook is None:  # removed, under another patch of `forward` that keeps this one
             return forward(*args, **kwargs)
         args, kwargs = hook.pre_forward(module, *args, **kwargs)
-        with torch.no_grad() if hook.no_grad else nullcontext():
-            output = forward(*args, **kwargs)
+        try:
+            with torch.no_grad() if hook.no_grad else nullcontext():
+                output = forward(*args, **kwargs)
+        except BaseException:
+            hook.abort_forward(module)
+            raise
         return hook.post_forward(module, output)
 
 
@@ -169,7 +213,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     present = getattr(module, "_hf_hook", None)
     if present is not None and append:
         remove_hook_from_module(module)
-        hook = SequentialHook(*_hooks_in(present), hook)
+        hook = SequentialHook(*hooks_in(present), hook)
     module = hook.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment] # a plain attribute of the module
     if not hasattr(module, "_old_forward"):
@@ -178,7 +222,14 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     return module
 
 
-def _hooks_in(hook: ModelHook) -> tuple[ModelHook, ...]:
+def hooks_of(module: nn.Module) -> tuple[ModelHook, ...]:
+    """Return the hooks of a module, in their order."""
+    hook = getattr(module, "_hf_hook", None)
+    return () if hook is None else hooks_in(hook)
+
+
+def hooks_in(hook: ModelHook) -> tuple[ModelHook, ...]:
+    """Return the hooks that a hook runs in turn."""
     return hook.hooks if isinstance(hook, SequentialHook) else (hook,)
 
 

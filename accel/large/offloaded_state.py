@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -11,21 +11,19 @@ from torch import nn
 from accel.checkpoint.offload_folder import Info, OffloadedWeightsLoader, PathLike
 from accel.errors import StateError
 from accel.large.align import AlignDevicesHook
-from accel.large.hooks import ModelHook, SequentialHook
+from accel.large.hooks import hooks_of
 from accel.large.tensors import (
     Device,
     held_in,
     named_module_tensors,
+    place_tensor,
     set_module_tensor_to_device,
 )
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """Return the hooks of a module that offload its weights."""
-    hook = getattr(module, "_hf_hook", None)
-    every: tuple[ModelHook | None, ...] = (hook,)
-    if isinstance(hook, SequentialHook):
-        every = hook.hooks
+    every = hooks_of(module)
     return [one for one in every if isinstance(one, AlignDevicesHook) and one.offload]
 
 
@@ -38,22 +36,34 @@ def has_offloaded_params(module: nn.Module) -> bool:
     return bool(align_hooks(module))
 
 
+def offloaded_names(model: nn.Module) -> list[str]:
+    """Return the full names of the tensors that hooks of a model offload."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for hook in align_hooks(module)
+        for name in hook.offloaded(module)
+    ]
+
+
 @contextmanager
 def align_module_device(
     module: nn.Module, execution_device: Device | None = None
 ) -> Iterator[None]:
     """Have the weights of one module on a device within the context; submodules do not count.
 
-    Offloaded weights are there for reading: changes to them may be lost.
+    Changes to offloaded weights are kept in memory; files that the weights lie in stay as they are.
 
     Args:
         module: with or without a hook.
         execution_device: where its weights are within; None: where its hook computes, or where
-            they are.
+            they are. Those of a module that runs meanwhile stay where it runs.
     """
     hooks = align_hooks(module)
     if hooks:
         with _loaded(module, hooks, execution_device):
+            for hook in hooks:
+                hook.compare_contents()
             yield
     elif execution_device is None:
         yield
@@ -67,7 +77,7 @@ def _moved(module: nn.Module, device: Device) -> Iterator[None]:
     present = dict(named_module_tensors(module))
     try:
         for name in present:
-            set_module_tensor_to_device(module, name, device)
+            place_tensor(module, name, device)
         yield
     finally:
         for name, tensor in present.items():
@@ -81,16 +91,16 @@ def _moved(module: nn.Module, device: Device) -> Iterator[None]:
 def _loaded(
     module: nn.Module, hooks: list[AlignDevicesHook], device: Device | None
 ) -> Iterator[None]:
-    before = [hook.execution_device for hook in hooks]
-    try:
+    with ExitStack() as loaded:
         for hook in hooks:
-            hook.execution_device = hook.execution_device if device is None else device
-            hook.pre_forward(module)
+            own = hook.execution_device
+            hook.execution_device = own if device is None else device
+            try:
+                hook.pre_forward(module)
+            finally:
+                hook.execution_device = own
+            loaded.callback(hook.post_forward, module, ())
         yield
-    finally:
-        for hook, own in zip(hooks, before, strict=True):
-            hook.execution_device = own
-            hook.post_forward(module, ())
 
 
 # -- state dicts ---------------------------------------------------------------------------
@@ -144,8 +154,7 @@ def get_state_dict_from_offload(
     """
     path = module_name.rpartition(".")[0]
     start = f"{path}." if path else ""
-    offloaded = has_offloaded_params(module)
-    with align_module_device(module, device_to_put_offload if offloaded else None):
+    with _loaded(module, align_hooks(module), device_to_put_offload):
         for name, tensor in named_module_tensors(module, remove_non_persistent=True):
             state_dict[f"{start}{name}"] = tensor.detach()
     return state_dict

@@ -69,6 +69,10 @@ class Structure:
         """Return the containers with other tensors in the place of theirs."""
         fresh = iter(tensors)
         leaves = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return self.around(leaves)
+
+    def around(self, leaves: Iterable[Any]) -> Any:
+        """Return the containers with other leaves."""
         return pytree.tree_unflatten(leaves, self.spec)
 
 

@@ -7,9 +7,9 @@ and of a mapped block that it has begun the pages are read by both.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -91,11 +91,37 @@ class _Reading:
         self._unwanted = True
 
 
+class _Reader:
+    """A thread that reads one block after another, and ends when there is none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: deque[_Reading] = deque()
+        self._runs = False
+
+    def read(self, reading: _Reading) -> None:
+        with self._lock:
+            self._wanted.append(reading)
+            if self._runs:
+                return
+            self._runs = True
+        threading.Thread(target=self._run, name="accel-read-ahead").start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._runs = False
+                    return
+                reading = self._wanted.popleft()
+            reading.run()
+
+
 class ReadAhead:
     """Reads the block after the one that runs, by the order in which blocks ran before.
 
     Before a block has run once, the one registered after it counts as next. At most one block is
-    read ahead; there is a thread from the first block of a forward pass to the last.
+    read ahead, in a thread that is there while it reads.
     """
 
     def __init__(self) -> None:
@@ -104,46 +130,49 @@ class ReadAhead:
         self._last: int | None = None
         self._ahead: tuple[int, _Reading] | None = None
         self._current: _Reading | None = None
-        self._executor: ThreadPoolExecutor | None = None
+        self._reader = _Reader()
 
     def __getstate__(self) -> dict[str, object]:
         # A thread is neither copied nor pickled.
-        return {**self.__dict__, "_ahead": None, "_current": None, "_executor": None}
+        own = {name: value for name, value in self.__dict__.items() if name != "_reader"}
+        return {**own, "_ahead": None, "_current": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _reader=_Reader())
 
     def register(self, block: Block) -> int:
         """Add the block that comes after those registered so far; return its number."""
         self._blocks.append(block)
         return len(self._blocks) - 1
 
+    def read_from(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Read the weights of a block from another mapping, if it is another."""
+        if self._blocks[number].weights is not weights:
+            self._blocks[number] = replace(self._blocks[number], weights=weights)
+            self.forget(number)
+
+    def forget(self, number: int) -> None:
+        """Drop what was read ahead of a block, as its weights have other values now."""
+        if self._ahead is not None and self._ahead[0] == number:
+            self._ahead[1].stop()
+            self._ahead = None
+
     def take(self, number: int) -> dict[str, torch.Tensor]:
         """Return what was read ahead of a block, if it was; start reading the next."""
         ahead, self._ahead = self._ahead, None
-        self._stop()
+        self.release()
         ready: dict[str, torch.Tensor] = {}
         if ahead is not None and ahead[0] == number:
             self._current = ahead[1]
-            ready = self._taken(ahead[1])
+            ready = ahead[1].take()
         elif ahead is not None:
             ahead[1].stop()
         self._learn(number)
         self._start(self._next.get(number, number + 1))
         return ready
 
-    def _taken(self, reading: _Reading) -> dict[str, torch.Tensor]:
-        try:
-            return reading.take()
-        except Exception:
-            self.release()
-            raise
-
     def release(self) -> None:
-        """Read no more of the block that was taken last; end the thread if no other is read."""
-        self._stop()
-        if self._ahead is None and self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
-
-    def _stop(self) -> None:
+        """Read no more of the block that was taken last."""
         if self._current is not None:
             self._current.stop()
         self._current = None
@@ -156,7 +185,5 @@ class ReadAhead:
     def _start(self, number: int) -> None:
         if number < len(self._blocks) and self._blocks[number].num_bytes >= MIN_BYTES:
             reading = _Reading(self._blocks[number])
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, "accel-read-ahead")
-            self._executor.submit(reading.run)
+            self._reader.read(reading)
             self._ahead = number, reading

@@ -189,7 +189,8 @@ def set_module_tensor_to_device(
     """Put one parameter or buffer of a module on a device, with another value if given.
 
     A parameter keeps its class, attributes and `requires_grad`; one that stays as it is keeps its
-    identity. A value of the right device and dtype is taken without a copy.
+    identity. A value of the right device and dtype is taken without a copy. The value of a tensor
+    that a hook offloads goes to the hook's weights map, and the tensor stays offloaded.
 
     Args:
         module: the module, or one that contains it.
@@ -206,7 +207,62 @@ def set_module_tensor_to_device(
     Raises:
         ConfigError: if there is no such tensor, its shape is another, or it is on the meta device
             and no value is given.
+        StateError: if it is offloaded, and by a hook of a module around `module`.
     """
+    old = get_tensor(module, tensor_name)
+    if value is not None and old is not None and old.is_meta and as_device(device).type != "meta":
+        _check(tensor_name, old, value, as_device(device))
+        kept = as_dtype(dtype or old.dtype) if value.is_floating_point() else value.dtype
+        if _write(module, tensor_name, value.to(kept)):
+            return
+        if isinstance(old, OffloadedWeight):
+            raise StateError(
+                f"{tensor_name!r} is offloaded by a hook of a module around this one. Pass the "
+                "whole model and the full name of the tensor."
+            )
+    place_tensor(
+        module,
+        tensor_name,
+        device,
+        value,
+        dtype,
+        fp16_statistics,
+        tied_params_map,
+        non_blocking,
+        clear_cache,
+    )
+
+
+def get_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return a parameter or buffer by its full name; None where one is registered as None."""
+    held, key = held_in(module, name)
+    tensor: torch.Tensor | None = held[key]
+    return tensor
+
+
+def _write(module: nn.Module, name: str, value: torch.Tensor) -> bool:
+    """Return whether a hook on the way to a tensor offloads it, and now has it with this value."""
+    path = name.split(".")
+    for depth in range(len(path)):
+        owner = module.get_submodule(".".join(path[:depth]))
+        hook = owner.__dict__.get("_hf_hook")
+        if hook is not None and hook.write(owner, ".".join(path[depth:]), value):
+            return True
+    return False
+
+
+def place_tensor(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedParams | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Do what `set_module_tensor_to_device` does, also within hooks that offload the tensor."""
     held, key = held_in(module, tensor_name)
     old = held[key]
     if old is None:

@@ -20,6 +20,7 @@ from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state
 from accel.device import copies_in_order
 from accel.errors import AccelError, ConfigError
 from accel.imports import load_attribute
+from accel.logging import get_logger
 from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.ops import send_to_device
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from accel.planning.plan import Plan
     from accel.planning.spec import StrategySpec
     from accel.precision.base import Precision
+
+logger = get_logger(__name__)
 
 Batch = TypeVar("Batch")
 
@@ -195,6 +198,13 @@ class StateIO:
 
         own = self.unwrap(model)
         own.load_state_dict(load_quantized(own, state), strict=strict)
+        if is_dispatched(own):
+            from accel.large.offloaded_state import offloaded_names
+
+            if names := offloaded_names(own):
+                logger.info(
+                    "%d offloaded weights have the checkpoint's values where they lie.", len(names)
+                )
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames

@@ -170,11 +170,17 @@ def test_every_pair_that_there_is_is_listed() -> None:
     assert [name for format, name in found if format.startswith("int")] == ["ddp", "ddp"]
 
 
-def test_without_linear_layers_nothing_is_quantized() -> None:
+def test_without_linear_layers_nothing_is_quantized(caplog: pytest.LogCaptureFixture) -> None:
     convolution = nn.Conv1d(1, 1, 1)
     assert not {one.format for one in estimates(convolution)} & {"int8", "int4"}
-    with pytest.raises(ConfigError, match=r"format='int4' with .*: linear layers but the last are"):
-        estimates(convolution, formats=["fp32", "int4"])
+    assert "no estimate" not in caplog.text
+    found = estimates(convolution, formats=["fp32", "int4"])
+    assert {one.format for one in found} == {"fp32"}
+    assert "There is no estimate: format='int4' with strategy=ddp" in caplog.text
+    assert "the last are quantized, and the model has none" in caplog.text
+    rule = r"format='int8' .*linear layers .*\n.*format='int4' with .*: linear layers"
+    with pytest.raises(ConfigError, match=rule):
+        estimates(convolution, formats=["int8", "int4"])
 
 
 def test_a_format_that_no_strategy_has_is_refused() -> None:

@@ -43,6 +43,18 @@ def chosen(options: argparse.Namespace) -> list[Cell]:
     ]
 
 
+def unknown(options: argparse.Namespace) -> str:
+    """Return which names of cells there are, where `options` leave none."""
+    cells = list(matrix(Task(num_steps=options.steps), options.device or "cpu"))
+    values = {
+        "--only": {cell.backend for cell in cells},
+        "--world": {str(cell.world_size) for cell in cells},
+        "--precision": {cell.precision for cell in cells},
+    }
+    known = [f"{option}: {', '.join(sorted(names))}" for option, names in values.items()]
+    return "\n  ".join(["no cell of the matrix is selected. There are", *known])
+
+
 def run_all(cells: Iterable[Cell], num_gpus: int, what: str) -> list[Verdict]:
     """Return a verdict for each of `cells`, in order; workers of one world size live at a time."""
     cells = list(cells)
@@ -71,6 +83,9 @@ def main() -> int:
     torch.set_num_threads(1)
     num_gpus = torch.cuda.device_count()
     cells = chosen(options)
+    if not cells:
+        print(unknown(options), file=sys.stderr)
+        return 2
     verdicts = run_all(cells, num_gpus, "matrix")
     done = [verdict for verdict in verdicts if verdict.reason is None]
     spoiled = [] if options.no_controls else list(controls(verdict.cell for verdict in done))

@@ -18,8 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.errors import ConfigError
 from tests.parity import reference
+from tests.parity.__main__ import main
 from tests.parity.cells import BACKENDS, FLOAT8, Cell, matrix, reason_not_to_run
 from tests.parity.controls import FAR_FROM_FP32, FLOAT8_SABOTAGES, SABOTAGES, controls
+from tests.parity.gates import FLOAT8 as FLOAT8_GATE
 from tests.parity.gates import Difference, Verdict, allowed_share, compare, judge, plain
 from tests.parity.memory import Walk
 from tests.parity.reference import Run
@@ -73,6 +75,17 @@ def test_the_reference_imports_nothing_of_the_project() -> None:
         )
     }
     assert imported <= {"torch", "collections", "contextlib", "dataclasses", "__future__"}
+
+
+def test_a_filter_that_selects_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["parity", "--only", "fp8"])
+    assert main() == 2
+    told = capsys.readouterr()
+    assert not told.out
+    assert "no cell of the matrix is selected" in told.err
+    assert "--precision: bf16, fp16, fp8, no" in told.err
 
 
 def test_every_cell_runs_or_has_a_reason() -> None:
@@ -207,13 +220,27 @@ def test_fp8_is_the_plain_loop_in_fp8_and_near_to_fp32(backend: str, world_size:
 
 @pytest.mark.parametrize("sabotage", FLOAT8_SABOTAGES)
 def test_a_mistake_in_fp8_turns_the_matrix_red(sabotage: str) -> None:
-    cell = Cell("single", "fp8", task=TASK)
+    verdict = spoiled_float8("single", 1, sabotage)
+    assert verdict.caught
+    assert verdict.caught_from_fp32 is (sabotage in FAR_FROM_FP32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sabotage", FAR_FROM_FP32)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard"])
+def test_a_mistake_in_fp8_turns_several_processes_red(backend: str, sabotage: str) -> None:
+    verdict = spoiled_float8(backend, 2, sabotage)
+    assert verdict.caught
+    assert verdict.caught_from_fp32
+    assert verdict.gate == Difference(FLOAT8_GATE, FLOAT8_GATE)
+
+
+def spoiled_float8(backend: str, world_size: int, sabotage: str) -> Verdict:
+    cell = Cell(backend, "fp8", world_size, task=TASK)
     if (reason := reason_not_to_run(cell, 0)) is not None:
         pytest.skip(reason)
     (spoiled,) = (found for found in controls([cell]) if found.sabotage == sabotage)
-    verdict = run(spoiled)
-    assert verdict.caught
-    assert verdict.caught_from_fp32 is (sabotage in FAR_FROM_FP32)
+    return run(spoiled)
 
 
 FAST_CONTROLS = [("ddp", "gradients divided by W twice"), ("ddp", "tied weight untied")]

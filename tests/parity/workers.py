@@ -39,7 +39,11 @@ def train(cell: Cell) -> dict[str, Any]:
     walk = Walk()
     if cell.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    spoilt = {"scale left out": _unscaled, "scale inverted": _inverted}
+    spoilt = {
+        "scale left out": _unscaled,
+        "scale of small values left out": _small_unscaled,
+        "scale inverted": _inverted,
+    }
     with spoilt.get(cell.sabotage, contextlib.nullcontext)():
         return _train(cell, task, walk)
 
@@ -68,10 +72,24 @@ def _train(cell: Cell, task: Task, walk: Walk) -> dict[str, Any]:
     return {"run": run, "replica": (index, count), "types": types}
 
 
-def _unscaled() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which matrices are rounded to fp8 without being scaled."""
+def _unscaled(size: float = 1.0) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which matrices are rounded to fp8 without being scaled.
+
+    Their values are `size` times what they are, and divided by it afterwards.
+    """
     scaling = import_torchao("torchao.float8.float8_scaling_utils")
-    return patch.object(scaling, "tensor_to_scale", lambda tensor, *_: tensor.new_ones(()).float())
+    return patch.object(
+        scaling, "tensor_to_scale", lambda tensor, *_: tensor.new_full((), size).float()
+    )
+
+
+def _small_unscaled() -> contextlib.AbstractContextManager[object]:
+    """Return `_unscaled` of values so small that they become 0.
+
+    Normalized inputs of a layer are below 2**5; the least number of e4m3 is 2**-9, and what is
+    below half of it is rounded to 0. Weights and gradients are smaller than inputs.
+    """
+    return _unscaled(2.0**-16)
 
 
 def _inverted() -> contextlib.AbstractContextManager[object]:

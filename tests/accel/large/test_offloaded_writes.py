@@ -1,0 +1,180 @@
+"""Values that are written to offloaded tensors are there in the next forward pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.func import functional_call
+
+from accel import cpu_offload, disk_offload, dispatch_model
+from accel.errors import StateError
+from accel.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    add_hook_to_module,
+    remove_hook_from_submodules,
+)
+from accel.large import read_ahead
+from accel.utils import align_module_device, offload_state_dict, set_module_tensor_to_device
+from accel.utils.modeling import get_state_dict_offloaded_model
+from tests.accel.large.models import Tied, inputs, net
+
+Offload = Callable[[nn.Module, Path], nn.Module]
+
+
+class Counter(nn.Module):
+    """Counts its calls in buffers: one is changed in place, one is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.replaced = self.replaced + 1
+        return x + self.calls + self.replaced
+
+
+def cpu(model: nn.Module, _: Path) -> nn.Module:
+    return cpu_offload(model, "cpu", offload_buffers=True)
+
+
+def disk(model: nn.Module, folder: Path) -> nn.Module:
+    return disk_offload(model, folder, "cpu", offload_buffers=True)
+
+
+def mapped(model: nn.Module, folder: Path) -> nn.Module:
+    """Offload a model to a checkpoint of safetensors."""
+    file = folder / "model.safetensors"
+    state = model.state_dict()
+    save_file(state, file)
+    index = {name: {"safetensors_file": str(file), "weight_name": name} for name in state}
+    where = {"": "disk"}
+    return dispatch_model(model, where, "cpu", offload_index=index, offload_buffers=True)
+
+
+OFFLOADS = pytest.mark.parametrize("offload", [cpu, disk, mapped])
+CONTEXTS = pytest.mark.parametrize(
+    "context", [torch.enable_grad, torch.no_grad, torch.inference_mode]
+)
+
+
+def files(folder: Path) -> Mapping[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@OFFLOADS
+@CONTEXTS
+def test_statistics_of_training_are_kept(offload: Offload, context: type, tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Counter()).requires_grad_(False)
+    model = offload(copy.deepcopy(plain), tmp_path)
+    before = files(tmp_path)
+    with context():
+        for _ in range(3):
+            assert torch.equal(model(inputs()), plain(inputs()))
+        assert torch.equal(model.eval()(inputs()), plain.eval()(inputs()))
+    state = get_state_dict_offloaded_model(model)
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert files(tmp_path) == before
+    copied = copy.deepcopy(model)
+    remove_hook_from_submodules(model)
+    for one in (model, copied):
+        assert torch.equal(one(inputs()), plain(inputs()))
+        plain[2].calls -= 1
+        plain[2].replaced -= 1
+
+
+@OFFLOADS
+def test_a_tensor_may_be_set(offload: Offload, tmp_path: Path) -> None:
+    model = offload(net(), tmp_path)
+    expected = net()
+    for name, value in (
+        ("1.linear.weight", torch.ones(4, 4)),
+        ("0.norm.running_mean", torch.ones(4)),
+    ):
+        set_module_tensor_to_device(expected, name, "cpu", value=value)
+        set_module_tensor_to_device(model, name, "cpu", value=value)
+    assert model[1].linear.weight.is_meta
+    for _ in range(2):
+        assert torch.equal(model(inputs()), expected(inputs()))
+    set_module_tensor_to_device(model[1].linear, "bias", "cpu", value=torch.ones(4).double())
+    expected[1].linear.bias.data.fill_(1)
+    assert torch.equal(model(inputs()), expected(inputs()))
+
+
+def test_a_tensor_is_set_through_the_module_that_offloads_it() -> None:
+    model = cpu_offload(net(), "cpu", preload_module_classes=["Block"])
+    with pytest.raises(StateError, match="Pass the whole model and the full name"):
+        set_module_tensor_to_device(model[0].linear, "weight", "cpu", value=torch.ones(4, 4))
+    set_module_tensor_to_device(model, "0.linear.weight", "cpu", value=torch.ones(4, 4))
+    expected = net()
+    expected[0].linear.weight.data.fill_(1)
+    assert torch.equal(model(inputs()), expected(inputs()))
+
+
+@OFFLOADS
+def test_changes_within_a_context_are_kept(offload: Offload, tmp_path: Path) -> None:
+    model, expected = offload(net(), tmp_path), net()
+    with align_module_device(model[0].linear):
+        model[0].linear.weight.data.zero_()
+        model[0].linear.bias = nn.Parameter(torch.ones(4))
+    expected[0].linear.weight.data.zero_()
+    expected[0].linear.bias.data.fill_(1)
+    assert torch.equal(model(inputs()), expected(inputs()))
+
+
+def test_what_was_read_ahead_is_not_used_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "MIN_BYTES", 1)
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    model = disk_offload(nn.Sequential(*layers), tmp_path, "cpu")
+    model[0](inputs())  # the weight of the next one is read ahead
+    set_module_tensor_to_device(model, "1.weight", "cpu", value=torch.eye(4))
+    assert torch.equal(model[1](inputs()), inputs())
+    model[0](inputs())
+    hook = model[1]._hf_hook
+    hook.weights_map = {"weight": torch.zeros(4, 4)}
+    assert torch.equal(model[1](inputs()), torch.zeros(2, 4))
+
+
+def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
+    model = disk_offload(net(), tmp_path, "cpu")
+    model[0].linear.weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
+        model(inputs())
+    model = disk_offload(net(), tmp_path / "other", "cpu")
+    with pytest.raises(StateError, match="are replaced by functional_call"):
+        functional_call(model, {"1.linear.bias": torch.ones(4)}, inputs())
+    tied = disk_offload(Tied(), tmp_path / "tied", "cpu")
+    with pytest.raises(StateError, match="'weight' is tied to others and was changed"):
+        set_module_tensor_to_device(tied, "head.weight", "cpu", value=torch.ones(6, 4))
+    counter = Counter()
+    weights = MappingProxyType({name: value.double() for name, value in counter.named_buffers()})
+    hook = AlignDevicesHook("cpu", offload=True, offload_buffers=True, weights_map=weights)
+    add_hook_to_module(counter, hook)
+    with pytest.raises(StateError, match="mappingproxy, which it is read from, keeps no other"):
+        counter(inputs())
+
+
+def test_a_sequence_of_hooks_keeps_changes(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, Counter().state_dict())
+    model = disk(Counter(), tmp_path)
+    add_hook_to_module(model, ModelHook(), append=True)
+    set_module_tensor_to_device(model, "calls", "cpu", value=torch.tensor(5.0))
+    for expected in (7, 9):
+        assert torch.allclose(model(inputs()), inputs() + expected)
+
+
+def test_a_checkpoint_is_never_written(tmp_path: Path) -> None:
+    model = mapped(Counter(), tmp_path)
+    model(inputs())
+    assert all(not value for value in load_file(tmp_path / "model.safetensors").values())
