@@ -264,6 +264,7 @@ def _of_how_many(known: _Known, states: dict[int, JobState], numbers: Sequence[i
 def _nothing_left(sweep: Sweep, request: Request, states: dict[int, JobState]) -> int:
     found = table.results(sweep, states)
     table.write_csv(sweep, found)
+    hparams.write(sweep.path, found, ())
     table.show(found, request.config_name, Console(highlight=False))
     print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
     return DONE

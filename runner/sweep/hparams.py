@@ -1,13 +1,16 @@
 """TensorBoard's HParams: the swept values of each job with its metrics, one session group a job.
 
-Written to ``<sweep directory>/tensorboard/<job>/`` with the API of TensorBoard's plugin: the values
+Written as a command ends to ``<sweep directory>/tensorboard/<job>/``, also for jobs of a command
+that was killed before it came to that, with the API of TensorBoard's plugin: the values
 and the status of a session, and its metrics as scalars.
 Source: https://www.tensorflow.org/tensorboard/hyperparameter_tuning_with_hparams
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,35 +23,48 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-FOLDER = "tensorboard"
+FOLDER, PARTIAL = "tensorboard", ".tensorboard-"
 
 
 def write(folder: Path, found: Results, jobs: Sequence[int]) -> None:
     """Write the sessions of `jobs` that have ended, in place of earlier ones, and the experiment.
 
-    `folder` is the sweep directory.
+    `folder` is the sweep directory. Sessions of other jobs that have ended are written where they
+    are missing.
     """
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    rows = [row for row in found.rows if row.job in set(jobs) and row.state.ended]
+    root, named = folder / FOLDER, set(jobs)
+    there = {path.name for path in os.scandir(root)} if root.is_dir() else set()
+    ended = (row for row in found.rows if row.state.ended)
+    rows = [row for row in ended if row.job in named or row.run_dir not in there]
     if not rows:
         return
-    root = folder / FOLDER
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
     for old in root.glob("events.*"):
-        old.unlink()
+        old.unlink(missing_ok=True)
     writer = EventFileWriter(str(root))
     _add(writer, _experiment(found), 0)
     writer.close()
     for row in rows:
-        place = root / row.run_dir
-        shutil.rmtree(place, ignore_errors=True)
-        writer = EventFileWriter(str(place))
+        # In one piece: a session that was cut off would count as written.
+        hidden = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
+        writer = EventFileWriter(str(hidden))
         step = int(str(row.field("best_step") or row.field("step") or 0))
         _add(writer, _session_start(row, found), 0)
         for tag, value in _metrics(row).items():
             _add(writer, _scalar(tag, value), step)
         _add(writer, _session_end(row), step)
         writer.close()
+        _put(hidden, root / row.run_dir)
+
+
+def _put(hidden: Path, place: Path) -> None:
+    hidden.chmod(place.parent.stat().st_mode & 0o777)
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        hidden.rename(place)
+    except OSError:  # another command has just written the same
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _add(writer: EventFileWriter, summary: Summary, step: int) -> None:

@@ -48,17 +48,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of a sweep, best first, and the keys that differ between them."""
+    """The rows of a sweep, best first, and the keys that differ between them.
+
+    Where jobs are judged by different metrics, `metric` and `mode` are empty: values of different
+    metrics have no order, so that rows are sorted by number and none is best.
+    """
 
     rows: list[Row]
     swept: list[str]
     metric: str
     mode: str
     folder: str
+    metrics: tuple[str, ...] = ()
+    """The metrics with their modes, where jobs are judged by several."""
 
     @property
     def best(self) -> Row | None:
         """The finished job with the best objective; None: no single objective was measured."""
+        if self.metrics:
+            return None
         scored = (row for row in self.rows if _rank(row.state.objective, self.mode)[0] == 0)
         return next((row for row in scored if row.state.status == FINISHED), None)
 
@@ -72,11 +80,19 @@ def results(sweep: Sweep, states: Mapping[int, JobState]) -> Results:
         Row(job, _values(given), given, states.get(job, JobState()), f"{job:04}")
         for job, given in sorted(overrides.items())
     ]
-    ends = [row.state.ended for row in rows if row.state.ended]
-    metric = next((str(end["metric"]) for end in ends if end.get("metric")), "")
-    mode = next((str(end["mode"]) for end in ends if end.get("mode")), "min")
+    judged = dict.fromkeys(one for row in rows if (one := _judged_by(row)))
+    if len(judged) > 1:
+        names = tuple(f"{metric} ({mode})" for metric, mode in judged)
+        return Results(rows, _swept(rows), "", "", str(sweep.path), names)
+    metric, mode = next(iter(judged), ("", "min"))
     rows.sort(key=lambda row: (_rank(row.state.objective, mode), row.job))
     return Results(rows, _swept(rows), metric, mode, str(sweep.path))
+
+
+def _judged_by(row: Row) -> tuple[str, str] | None:
+    """Return the metric of a job's objective and its mode; None: it has none."""
+    metric = str(row.field("metric"))
+    return (metric, str(row.field("mode") or "min")) if metric else None
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:
@@ -133,12 +149,13 @@ def table(found: Results) -> Table:
     for row in shown:
         value = row.state.objective
         values = [value] if isinstance(value, float) else value or []
+        unit = f"{row.field('metric')} " if found.metrics and values else ""
         seconds = row.field("seconds")
         result.add_row(
             f"{row.job:04}",
             *(Text(row.values.get(key, "")) for key in found.swept),
             Text(row.state.status, style=STYLES.get(row.state.status, "")),
-            "  ".join(map(number, values)),
+            Text(unit + "  ".join(map(number, values))),
             str(row.field("best_step")),
             clock(float(seconds)) if isinstance(seconds, (int, float)) else "",
         )
@@ -151,6 +168,14 @@ def show(found: Results, command: str, console: Console) -> None:
     left = len(found.rows) - MOST_ROWS
     if left > 0:
         console.print(f"and {left} more in {found.folder}/{FILE}", markup=False, soft_wrap=True)
+    if found.metrics:
+        shown = ", ".join(found.metrics)
+        console.print(
+            f"No job is best: they are judged by different metrics, {shown}.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if found.best is not None:
         console.print(f"best: job {found.best.job:04}", markup=False, highlight=False)
         console.print(

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from runner.compose import hydra_setup
-from runner.sweep import command, directory, jobs
+from runner.sweep import command, directory, hparams, jobs
 from runner.sweep.directory import KnownJob, _sha256
 
 
@@ -48,4 +48,5 @@ def _make(folder: Path, number: int, pending: int) -> list[str]:
             end = {"code": 0, "status": "finished", "objective": 1 / (job + 1), "mode": "min"}
             more = {"metric": "loss", "step": 9, "best_step": 7, "seconds": 1.5}
             file.write(json.dumps({"event": "ended", **common, **end, **place, **more}) + "\n")
+            (sweep.path / hparams.FOLDER / f"{job:04}").mkdir(parents=True)
     return ["-m", *given]

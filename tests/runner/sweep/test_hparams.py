@@ -72,6 +72,24 @@ def test_values_have_the_types_that_hparams_know() -> None:
     ]
 
 
+def test_jobs_of_a_command_that_was_killed_are_written_by_the_next(tmp_path: Path) -> None:
+    made = directory.create(str(tmp_path / "sweep"), Recipe(), described(1, 2, 3))
+    for job in (0, 1):
+        attempt = made.journal.started(job, [f"seed={job + 1}"])
+        made.journal.ended(job, attempt, [f"seed={job + 1}"], 0, objective=0.5)
+    hparams.write(made.path, table.results(made, made.journal.states()), [1])
+    root = made.path / "tensorboard"
+    assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["0000", "0001"]
+    before = sorted((root / "0000").iterdir())
+    hparams.write(made.path, table.results(made, made.journal.states()), [])
+    assert sorted((root / "0000").iterdir()) == before  # what is there is not written again
+    assert sorted(path.name for path in made.path.iterdir()) == [
+        "journal.jsonl",
+        "sweep.json",
+        "tensorboard",
+    ]
+
+
 def test_nothing_is_written_where_nothing_has_ended(tmp_path: Path) -> None:
     made = directory.create(str(tmp_path / "sweep"), Recipe(), described(1))
     hparams.write(made.path, table.results(made, {}), [0])

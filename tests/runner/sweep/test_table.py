@@ -96,3 +96,18 @@ def test_jobs_of_a_sweeper_are_found_in_the_journal(tmp_path: Path) -> None:
     made.journal.started(2, ["optimizer.lr=0.5", "~scheduler=null", "hydra/sweeper=three"])
     (row,) = results(made).rows
     assert row.values == {"optimizer.lr": "0.5", "scheduler": "null"}
+
+
+def test_values_of_different_metrics_are_not_compared(sweep: Sweep) -> None:
+    attempt = sweep.journal.started(4, ["seed=5"])
+    values = {"metric": "loss", "mode": "min", "objective": 0.01}
+    sweep.journal.ended(4, attempt, ["seed=5"], 0, **values)  # type: ignore[arg-type]
+    found = results(sweep)
+    assert [row.job for row in found.rows] == [0, 1, 2, 3, 4]
+    assert found.best is None
+    console = Console(record=True, width=120)
+    table.show(found, "config", console)
+    text = console.export_text()
+    assert "best: job" not in text
+    assert "judged by different metrics, accuracy (max), loss (min)." in text
+    assert "loss 0.01" in text
