@@ -205,8 +205,9 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     if rendezvous.is_member(examined.recipe.distributed):
         return member.follow(examined.recipe)
     startup.announce(examined.recipe.name)
-    parts.require([examined], missing)
-    return _train_one(examined, resumes, overrides)
+    with rendezvous.ending_with() as ended:
+        parts.require([examined], missing)
+        return ended(_train_one(examined, resumes, overrides))
 
 
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
