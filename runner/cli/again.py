@@ -106,14 +106,16 @@ def _start(run: RunRecord, examined: Examined, overrides: Sequence[str], fresh: 
     if rendezvous.is_member(examined.recipe.distributed):
         return member.follow(examined.recipe)
     claimed: list[Path] = []
-    with numerics.read(run.path).threads_exported():
-        code = start_run.start(
-            examined.recipe,
-            examined.overrides,
-            examined.config_name,
-            fresh=fresh,
-            on_claimed=claimed.append,
-            log_levels=examined.log_levels,
+    with numerics.read(run.path).threads_exported(), rendezvous.ending_with() as ended:
+        code = ended(
+            start_run.start(
+                examined.recipe,
+                examined.overrides,
+                examined.config_name,
+                fresh=fresh,
+                on_claimed=claimed.append,
+                log_levels=examined.log_levels,
+            )
         )
     verdict = ""
     if code == DONE and claimed and not overrides:

@@ -205,13 +205,15 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     if rendezvous.is_member(examined.recipe.distributed):
         return member.follow(examined.recipe)
     startup.announce(examined.recipe.name)
-    parts.require([examined], missing)
-    return _train_one(examined, resumes, overrides)
+    with rendezvous.ending_with() as ended:
+        parts.require([examined], missing)
+        return ended(_train_one(examined, resumes, overrides))
 
 
 def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
     """Compose one job; also return whether it resumes a run, which is then `recipe.resume`."""
     from runner.compose import composition, hydra_setup
+    from runner.config import processes
     from runner.launch import rendezvous
     from runner.run_dir import directory, resumable
 
@@ -222,8 +224,10 @@ def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool
         run_dir = directory.existing(value, "resume=")
         return _resumed(composition.resumed(run_dir, new), str(run_dir)), True
     examined = composition.new_run(overrides, config_name)
-    if examined.problems or examined.recipe.resume is None:
+    if examined.problems:
         return examined, False
+    if examined.recipe.resume is None:
+        return replace(examined, problems=processes.restarts_of_new_runs()), False
     if examined.recipe.resume != resumable.AUTO:
         value = f"resume={examined.recipe.resume!r} in a file"
         rule, remedy = "a file can set only resume: auto", "Name the run on the command line."

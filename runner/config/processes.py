@@ -18,6 +18,7 @@ from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Distributed, Recipe
 
 DEFAULT_CPU_PROCESSES = 2
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _expected: ContextVar[int | None] = ContextVar("accelerators_expected", default=None)
 
@@ -111,6 +112,18 @@ def _launchers_own(distributed: Distributed) -> Problems:
                 "the launcher has started the processes",
                 f"Leave distributed.{name} out: it is a matter of the launcher's.",
             )
+    return problems
+
+
+def restarts_of_new_runs() -> Problems:
+    """Return the problem of a launcher that, after a failure, would begin a new run once more."""
+    problems, restarts = Problems(), env.read(MAX_RESTARTS) or "0"
+    if restarts != "0" and adopted() is not None:
+        problems.add(
+            f"--max-restarts={restarts} of torchrun with a new run",
+            "processes that it starts again would begin another run",
+            "Add resume=auto (also for the first start), or leave --max-restarts out.",
+        )
     return problems
 
 

@@ -29,6 +29,9 @@ from runner.run_dir.atomic_update import run_dir_of
 OF_NODE_TIMEOUT = 0.7
 # How long a file that the first node has written may take to be seen through a network file system.
 SEEN_SECONDS = 15.0
+# How long the first node may take to answer one that has connected: meanwhile it loads PyTorch and
+# the user's packages. Added to `join_timeout`.
+ANSWER_SECONDS = 60.0
 
 
 def follow(recipe: Recipe) -> int:
@@ -93,6 +96,7 @@ class _Member:
         self._connection, self._endpoint = connection, endpoint
         self._local_addr, self._number = recipe.distributed.local_addr, num_processes
         self._stops, self._told = stops, 0
+        self._patience = nodes.seconds(recipe.distributed, "join_timeout") + ANSWER_SECONDS
 
     def run(self) -> int:
         for message in self._messages():
@@ -111,10 +115,23 @@ class _Member:
         return STOPPED
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what the first node says."""
+        """Yield what the first node says.
+
+        Raises:
+            StateError: if what listens there says nothing: it is perhaps another program.
+        """
+        begun, is_answered = time.monotonic(), False
         while True:
-            yield from self._connection.received()
+            found = self._connection.received()
+            is_answered = is_answered or bool(found)
+            yield from found
             self._tell_stops()
+            if not is_answered and time.monotonic() - begun > self._patience:
+                raise StateError(
+                    f"No first node answers at {self._endpoint}: something listens there, and has "
+                    f"said nothing for {self._patience:.0f} s. End it, or choose another port on "
+                    "all nodes."
+                )
             time.sleep(MONITOR_SECONDS)
 
     def _tell_stops(self) -> None:

@@ -5,13 +5,18 @@ Free of torch.
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
+from collections.abc import Callable, Iterator
 
-from accel.errors import ConfigError
+from accel.errors import AccelError, ConfigError
 from runner.config import nodes, processes
 from runner.config.nodes import Endpoint
 from runner.config.schema import Distributed
-from runner.launch import messages
+from runner.exit_codes import INTERRUPTED
+from runner.launch import failures, messages
+from runner.launch.messages import Connection
 
 # The socket of the first node, by address: bound once, so that a second command on the same machine
 # finds it taken, and kept for all runs of this process.
@@ -62,3 +67,29 @@ def listener(distributed: Distributed) -> socket.socket:
         remedy = "Choose another port on all nodes."
         raise ConfigError.of(f"distributed.rdzv_endpoint={endpoint}", rule, remedy)
     return _LISTENING[endpoint]
+
+
+@contextlib.contextmanager
+def ending_with() -> Iterator[Callable[[int], int]]:
+    """End nodes that have come, and whom no run has admitted, with this command's exit code.
+
+    It may be refused, or have nothing left to do, after it began to listen. The context gets a
+    function that takes the exit code, and returns it.
+    """
+
+    def end(code: int, text: str = "the first node has ended; see what it prints") -> int:
+        for waiting in _LISTENING.values():
+            while select.select([waiting], [], [], 0.0)[0]:
+                connection = Connection(waiting.accept()[0], messages.SEND_SECONDS)
+                connection.send("finish", code=code, text=text)
+                connection.close()
+        return code
+
+    try:
+        yield end
+    except AccelError as error:
+        end(failures.exit_code(error), f"the first node has ended: {error}")
+        raise
+    except KeyboardInterrupt:
+        end(INTERRUPTED)
+        raise

@@ -139,3 +139,14 @@ def test_ray_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(processes, "is_available", lambda name: False)
     with pytest.raises(MissingPackageError, match=r"accel-runner\[ray\]"):
         processes.count(Distributed(kind="ray", num_processes=3))
+
+
+def test_restarts_of_torchrun_would_begin_another_run() -> None:
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2}
+    for restarts in (None, "0"):
+        with env.patched(**place, TORCHELASTIC_MAX_RESTARTS=restarts):
+            assert not processes.restarts_of_new_runs()
+    with env.patched(**place, TORCHELASTIC_MAX_RESTARTS=2):
+        (problem,) = processes.restarts_of_new_runs()
+    assert "--max-restarts=2" in str(problem)
+    assert "resume=auto" in str(problem)

@@ -100,3 +100,16 @@ def test_nobody_answers(recipe: Recipe) -> None:
     short = replace(recipe, distributed=replace(recipe.distributed, join_timeout=0.5))
     with pytest.raises(StateError, match=r"No first node answers at 127\.0\.0\.1:"):
         member.follow(short)
+
+
+def test_what_listens_there_and_says_nothing_is_no_first_node(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "ANSWER_SECONDS", 0.1)
+    short = replace(recipe, distributed=replace(recipe.distributed, join_timeout=0.2))
+    endpoint = nodes.endpoint(short.distributed)
+    assert endpoint is not None
+    with messages.listen(endpoint):
+        said = r"No first node answers at 127\.0\.0\.1:\d+: something listens there, and has said"
+        with pytest.raises(StateError, match=said):
+            member.follow(short)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +15,7 @@ from accel.errors import ConfigError
 from runner.config import nodes
 from runner.config.schema import Distributed
 from runner.launch import messages, rendezvous
+from runner.launch.messages import Connection
 from tests.helpers import free_port
 
 
@@ -66,3 +70,42 @@ def test_processes_of_a_launcher_do_not_rendezvous_here() -> None:
     with env.patched(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0):
         assert not rendezvous.spans_nodes(several())
     assert not rendezvous.spans_nodes(Distributed(kind="multi_cpu"))
+
+
+@contextlib.contextmanager
+def _waiting_node() -> Iterator[list[dict[str, Any]]]:
+    """Connect to a first node; at the end of the context the list has what that has said."""
+    distributed = several()
+    endpoint = nodes.endpoint(distributed)
+    assert endpoint is not None
+    assert not rendezvous.is_member(distributed)
+    connection, heard = Connection(messages.connect(endpoint, 5.0, None), 60.0), list[Any]()
+    connection.send("hello")
+
+    def listen() -> None:
+        deadline = time.monotonic() + 60
+        while not heard and time.monotonic() < deadline:
+            heard.extend(connection.received())
+            time.sleep(0.01)
+        connection.close()
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    yield heard
+    thread.join(70)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError.of("x=1", "no", "Give 2."), 2), (KeyboardInterrupt(), 130)]
+)
+def test_a_first_node_that_is_refused_ends_nodes_that_wait(error: BaseException, code: int) -> None:
+    with _waiting_node() as heard, pytest.raises(type(error)), rendezvous.ending_with():
+        raise error
+    assert (heard[0]["kind"], heard[0]["code"]) == ("finish", code)
+    assert str(error) in heard[0]["text"]
+
+
+def test_a_first_node_with_nothing_to_do_ends_nodes_that_wait() -> None:
+    with _waiting_node() as heard, rendezvous.ending_with() as ended:
+        assert ended(0) == 0
+    assert (heard[0]["kind"], heard[0]["code"]) == ("finish", 0)
