@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runner.reporting import curves
+from runner.reporting import console, curves
 from runner.reporting.curves import Band, Curve, Group
 from runner.reporting.importance import Importance, importance
 from runner.reporting.run_table import newest_first
@@ -19,6 +19,7 @@ from runner.run_dir.record import RunRecord, number
 NO_CURVE = ("lr", "samples_per_second", "skipped_steps")
 MOST_METRICS = 8
 MOST_KEYS = 12
+Judge = tuple[str, str]  # metric and mode of an objective
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,15 @@ class Findings:
     """Runs, read for a report.
 
     Attributes:
-        runs: the best first, those without an objective last.
+        runs: the best first; behind them those that another metric judges, then those without an
+            objective.
         keys: in which their recipes differ, the seed apart; at most `MOST_KEYS`.
         num_keys: how many such keys there are.
         groups: of runs that are equal but for the seed.
         curves: by directory of a run, its curves by ``<split>/<metric>``.
         metrics: the names of the curves to show, the objective's first.
         importance: of the keys.
+        judged_by: metric and mode of the objective that most runs have; None: none has any.
     """
 
     runs: list[RunRecord]
@@ -42,11 +45,25 @@ class Findings:
     curves: dict[str, dict[str, Curve]]
     metrics: list[str]
     importance: Importance
+    judged_by: Judge | None = None
 
     @property
     def judged(self) -> list[RunRecord]:
-        """The runs with an objective, the best first."""
-        return [run for run in self.runs if is_judged(run)]
+        """The runs whose objective is of the one metric that is compared, the best first."""
+        return _judged(self.runs, self.judged_by)
+
+    @property
+    def summary(self) -> str:
+        """How many runs there are by status, and how many are not compared with the others."""
+        counted = counted_statuses(self.runs)
+        others = [run for run in self.runs if is_judged(run) and _judge(run) != self.judged_by]
+        if not others or self.judged_by is None:
+            return counted
+        names = ", ".join(dict.fromkeys(_named(one) for run in others if (one := _judge(run))))
+        return (
+            f"{counted}; the objective is {_named(self.judged_by)}; not compared with it: "
+            f"{len(others)} by {names}"
+        )
 
     def bands(self, metric: str) -> dict[str, Band]:
         """Return a metric's band by the label of each group that has measured it."""
@@ -66,7 +83,10 @@ def is_judged(run: RunRecord) -> bool:
 
 def find(runs: Sequence[RunRecord]) -> Findings:
     """Read runs for a report."""
-    ordered = sorted(newest_first(runs), key=_rank)
+    newest = newest_first(runs)
+    judges = Counter(one for run in newest if is_judged(run) and (one := _judge(run)))
+    judge = judges.most_common(1)[0][0] if judges else None
+    ordered = sorted(newest, key=lambda run: _rank(run, judge))
     readable = [run for run in ordered if run.status != records.BROKEN]
     every = curves.swept_keys(readable)
     keys = every[:MOST_KEYS]
@@ -78,14 +98,35 @@ def find(runs: Sequence[RunRecord]) -> Findings:
         for name in curves.metric_names(read.values(), metric)
         if name.partition("/")[2] not in NO_CURVE
     ]
-    found = importance([run for run in ordered if is_judged(run)], keys)
-    return Findings(ordered, keys, len(every), groups, read, names[:MOST_METRICS], found)
+    found = importance(_judged(ordered, judge), keys)
+    return Findings(ordered, keys, len(every), groups, read, names[:MOST_METRICS], found, judge)
 
 
-def _rank(run: RunRecord) -> tuple[bool, float]:
+def _judge(run: RunRecord) -> Judge | None:
+    return None if run.objective is None else (run.objective.metric, run.objective.mode)
+
+
+def _named(judge: Judge) -> str:
+    return f"{judge[0]} ({judge[1]})"
+
+
+def _judged(runs: Sequence[RunRecord], judge: Judge | None) -> list[RunRecord]:
+    return [run for run in runs if is_judged(run) and _judge(run) == judge]
+
+
+def _rank(run: RunRecord, judge: Judge | None) -> tuple[int, float]:
     if not is_judged(run) or run.objective is None:
-        return True, 0.0
-    return False, -run.objective.value if run.objective.mode == "max" else run.objective.value
+        return 2, 0.0
+    value = -run.objective.value if run.objective.mode == "max" else run.objective.value
+    return int(_judge(run) != judge), value
+
+
+def shown_objective(run: RunRecord, judge: Judge | None) -> str:
+    """Return the objective for a table, with its metric where that is not the one compared."""
+    if run.objective is None or not is_judged(run):
+        return ""
+    value = console.number(run.objective.value)
+    return value if _judge(run) == judge else f"{run.objective.metric} {value}"
 
 
 def counted_statuses(runs: Sequence[RunRecord]) -> str:

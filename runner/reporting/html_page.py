@@ -15,9 +15,9 @@ from runner.reporting.compare_runs import short_names
 from runner.reporting.console import clock, number
 from runner.reporting.findings import (
     Findings,
-    counted_statuses,
     is_judged,
     peak_memory,
+    shown_objective,
     spread,
     throughput,
 )
@@ -128,8 +128,7 @@ def page(title: str, found: Findings, figures: dict[str, list[Picture]]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{_text(title)}</h1>",
-        f'<p class="quiet">{_text(counted_statuses(found.runs))} · '
-        f"{time.strftime('%Y-%m-%d %H:%M')}</p>",
+        f'<p class="quiet">{_text(found.summary)} · {time.strftime("%Y-%m-%d %H:%M")}</p>',
         *_best(found),
         *_figures(figures, found),
         *_groups(found),
@@ -204,12 +203,12 @@ def _runs(found: Findings) -> str:
     rows, marks = [], []
     best = found.judged[0] if len(found.judged) > 1 else None
     for name, run in zip(names, found.runs, strict=True):
-        rows.append(_run_cells(name, run, shown))
+        rows.append(_run_cells(name, run, shown, found))
         marks.append("best" if run is best else "")
     return _table(heads, rows, marks)
 
 
-def _run_cells(name: str, run: RunRecord, keys: Sequence[str]) -> list[str]:
+def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Findings) -> list[str]:
     memory = peak_memory(run)
     reason = run.reason if run.status in (records.FAILED, records.BROKEN) else ""
     status = f'<td class="{run.status}" title="{_text(run.reason)}">{_text(run.status)}</td>'
@@ -220,7 +219,7 @@ def _run_cells(name: str, run: RunRecord, keys: Sequence[str]) -> list[str]:
         status,
         *(_cell(run.value(key)) for key in keys),
         _cell(run.step),
-        _cell(objective),
+        _cell(objective, lambda _: shown_objective(run, found.judged_by)),
         _cell(None if run.seconds is None else round(run.seconds, 1), clock),
         _cell(throughput(run), lambda value: f"{value:,.0f}"),
         _cell(None if memory is None else memory / 1e6, lambda value: f"{value:,.0f}"),

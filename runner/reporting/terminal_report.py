@@ -13,9 +13,8 @@ from runner.reporting.compare_runs import short_names
 from runner.reporting.console import clock, number
 from runner.reporting.findings import (
     Findings,
-    counted_statuses,
-    is_judged,
     peak_memory,
+    shown_objective,
     spread,
     throughput,
 )
@@ -30,7 +29,7 @@ BAR = 30
 def show(title: str, found: Findings, console: Console) -> None:
     """Print a report."""
     console.print(Text(title, style="bold"))
-    console.print(Text(counted_statuses(found.runs), style="dim"))
+    console.print(Text(found.summary, style="dim"))
     for metric in found.metrics:
         _curves(metric, found, console)
     if any(len(group.runs) > 1 for group in found.groups):
@@ -96,14 +95,12 @@ def _runs(found: Findings, console: Console) -> None:
 
 def _cells(name: str, run: RunRecord, found: Findings) -> list[Text]:
     rate, memory = throughput(run), peak_memory(run)
-    objective = run.objective
-    shown = "" if objective is None or not is_judged(run) else number(objective.value)
     return [
         Text(name),
         Text(run.status, style=STYLES[run.status]),
         *(Text(cell(run.value(key))) for key in found.keys),
         Text("" if run.step is None else str(run.step)),
-        Text(shown),
+        Text(shown_objective(run, found.judged_by)),
         Text("" if run.seconds is None else clock(run.seconds)),
         Text("" if rate is None else f"{rate:,.0f}"),
         Text("" if memory is None else size(memory)),

@@ -39,6 +39,21 @@ def test_mean_and_deviation_of_a_group(tmp_path: Path) -> None:
     assert findings.spread(runs[:1]) == (0.1, 0.0)
 
 
+def test_objectives_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"{n}", best=0.5 - n / 10) for n in range(3)]
+    text = (folders[0] / "summary.json").read_text()
+    text = text.replace('"metric": "loss", "mode": "min"', '"metric": "accuracy", "mode": "max"')
+    (folders[0] / "summary.json").write_text(text)
+    found = findings.find([RunRecord(folder) for folder in folders])
+    assert [run.path.name for run in found.runs] == ["2", "1", "0"]
+    assert [run.path.name for run in found.judged] == ["2", "1"]
+    assert found.summary == (
+        "3 runs: 3 finished; the objective is loss (min); not compared with it: 1 by accuracy (max)"
+    )
+    shown = [findings.shown_objective(run, found.judged_by) for run in found.runs]
+    assert shown == ["0.3000", "0.4000", "accuracy 0.5000"]
+
+
 def test_speed_and_memory(tmp_path: Path) -> None:
     run = RunRecord(write_run(tmp_path / "a"))
     assert (findings.throughput(run), findings.peak_memory(run)) == (1500.0, 3e8)
