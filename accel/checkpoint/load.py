@@ -154,8 +154,9 @@ def _remedy(error: str) -> str:
     """Return the remedy of weights that do not fit; names alone may be given up by strict=False."""
     if "offloaded weights" in error:
         return "Load the checkpoint before the model is offloaded, then prepare the model."
-    also = "" if "size mismatch" in error else ", or pass strict=False"
-    return f"Build the model as it was when it was saved{also}."
+    if "size mismatch" in error:
+        return "Build the model as it was when it was saved."
+    return "Build the model as it was when it was saved, or pass strict=False."
 
 
 def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int]]) -> None:
