@@ -17,6 +17,10 @@ CALLS = (
         "Leave the overrides of the model out: resume with the recipe that it was trained with.",
     ),
     (
+        "Build the model as it was when it was saved.",
+        "Leave the overrides of the model out: resume with the recipe that it was trained with.",
+    ),
+    (
         "Build the optimizer as it was when it was saved, over the same models.",
         "Leave the overrides of the model and the optimizer out.",
     ),
