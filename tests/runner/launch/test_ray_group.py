@@ -62,7 +62,10 @@ def test_two_nodes_train_what_two_processes_here_train(nodes: Cluster, tmp_path:
 
 @ray_nodes.in_a_cluster
 @pytest.mark.parametrize("strategy", ["fsdp=full_shard", "deepspeed=zero2"])
-def test_a_strategy_composes(nodes: Cluster, tmp_path: Path, strategy: str) -> None:
+def test_a_strategy_composes(
+    nodes: Cluster, tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # deepspeed sets it for good
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     code, output = nodes.run(*TWO, *SHORT, strategy, cwd=tmp_path)
