@@ -156,7 +156,7 @@ def _show(overrides: Sequence[str], config_name: str, package: str | None) -> in
     from runner.config import keys
 
     with hydra_setup.session():
-        examined, _ = _examine(overrides, config_name)
+        examined = _examine(overrides, config_name)
     _require_names([examined], _import_packages_named(examined.recipe))
     recipe = composition.require(examined)
     shown = OmegaConf.create(composition.to_yaml(recipe))
@@ -199,7 +199,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
 
     ConfigError.raise_if(settings.misplaced(overrides))
     with hydra_setup.session():
-        examined, resumes = _examine(overrides, config_name)
+        examined = _examine(overrides, config_name)
     missing = [*missing, *jobs.misplaced(overrides)]
     _require_names([examined], missing)
     if rendezvous.is_member(examined.recipe.distributed):
@@ -207,11 +207,11 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     startup.announce(examined.recipe.name)
     with rendezvous.ending_with() as ended:
         parts.require([examined], missing)
-        return ended(_train_one(examined, resumes, overrides))
+        return ended(_train_one(examined))
 
 
-def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool]:
-    """Compose one job; also return whether it resumes a run, which is then `recipe.resume`."""
+def _examine(overrides: Sequence[str], config_name: str) -> Examined:
+    """Compose one job; the run that it resumes, if any, is then `recipe.resume`."""
     from runner.compose import composition, hydra_setup
     from runner.config import processes
     from runner.launch import rendezvous
@@ -222,25 +222,25 @@ def _examine(overrides: Sequence[str], config_name: str) -> tuple[Examined, bool
     value = requested.partition("=")[2].strip("'\"")
     if requested and value not in (resumable.AUTO, "null", ""):
         run_dir = directory.existing(value, "resume=")
-        return _resumed(composition.resumed(run_dir, new), str(run_dir)), True
+        return _resumed(composition.resumed(run_dir, new), str(run_dir))
     examined = composition.new_run(overrides, config_name)
     if examined.problems:
-        return examined, False
+        return examined
     if examined.recipe.resume is None:
-        return replace(examined, problems=processes.restarts_of_new_runs()), False
+        return replace(examined, problems=processes.restarts_of_new_runs())
     if examined.recipe.resume != resumable.AUTO:
         value = f"resume={examined.recipe.resume!r} in a file"
         rule, remedy = "a file can set only resume: auto", "Name the run on the command line."
-        return replace(examined, problems=[Problem(value, rule, remedy)]), False
+        return replace(examined, problems=[Problem(value, rule, remedy)])
     if rendezvous.is_member(examined.recipe.distributed):
-        return examined, False  # the first node finds the run
+        return examined  # the first node finds the run
     found = resumable.newest(examined.recipe)
     if found is None:
-        return replace(examined, recipe=replace(examined.recipe, resume=None)), False
+        return replace(examined, recipe=replace(examined.recipe, resume=None))
     examined = replace(
         examined, overrides=tuple(new), origin=directory.fingerprint(found), auto=True
     )
-    return _resumed(examined, str(found)), True
+    return _resumed(examined, str(found))
 
 
 def _resumed(examined: Examined, run_dir: str) -> Examined:
@@ -266,28 +266,18 @@ def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> N
     ConfigError.raise_if(list(problems))
 
 
-def _train_one(examined: Examined, resumes: bool, overrides: Sequence[str]) -> int:
-    from runner.compose import hydra_setup
+def _train_one(examined: Examined) -> int:
+    """Train the job that has been composed and examined: Hydra has nothing more to compose."""
     from runner.launch import start_run
 
-    if resumes:  # with the frozen recipe: Hydra has nothing to compose
-        return start_run.start(
-            examined.recipe,
-            examined.overrides,
-            examined.config_name,
-            origin=examined.origin,
-            auto=examined.auto,
-            log_levels=examined.log_levels,
-        )
-    codes: list[int] = []
-
-    def task(_: DictConfig) -> None:  # Hydra composes the recipe that has been examined
-        job = examined.recipe, examined.overrides, examined.config_name
-        codes.append(start_run.start(*job, log_levels=examined.log_levels))
-
-    given = hydra_setup.without_levels(overrides)  # each process of the run sets them itself
-    line = ["--config-name", examined.config_name, *_for_hydra(given)]
-    return _hydra(line, task) or codes[0]
+    return start_run.start(
+        examined.recipe,
+        examined.overrides,
+        examined.config_name,
+        origin=examined.origin,
+        auto=examined.auto,
+        log_levels=examined.log_levels,
+    )
 
 
 def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
@@ -317,7 +307,7 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
 
     if not flags.multirun:
         with hydra_setup.session():
-            examined, _ = _examine(overrides, flags.config_name)
+            examined = _examine(overrides, flags.config_name)
         found, also = [examined], jobs.misplaced(overrides)
     else:
         request = command.Request.of(overrides, flags.config_name)
@@ -351,16 +341,13 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:
     import hydra
 
     from runner.compose import diagnose, hydra_setup
-    from runner.sweep.task import Task
-
-    raised: list[Exception | SystemExit] = []
 
     hydra_setup.prepare()
     main = hydra.main(
         version_base=hydra_setup.VERSION_BASE,
         config_path=str(paths.conf_folder()),
         config_name=hydra_setup.PRIMARY,
-    )(task if isinstance(task, Task) else _guarded(task, raised))
+    )(task)
     before, sys.argv = sys.argv, ["runner", *line]
     try:
         # With this variable Hydra raises an error instead of printing it and exiting.
@@ -371,24 +358,7 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:
     except diagnose.MISTAKES as error:
         raise ConfigError(*diagnose.translate(error, hydra_setup.PRIMARY)) from error
     except SystemExit as end:
-        if raised:
-            raise raised[0] from None
         return end.code if isinstance(end.code, int) else FAILED if end.code else DONE
     finally:
         sys.argv = before
     return DONE
-
-
-def _guarded(
-    task: Callable[[DictConfig], object], raised: list[Exception | SystemExit]
-) -> Callable[[DictConfig], object]:
-    """Return `task` with its errors added to `raised`: Hydra would reword them."""
-
-    def guarded(config: DictConfig) -> object:
-        try:
-            return task(config)
-        except (Exception, SystemExit) as error:
-            raised.append(error)
-            raise SystemExit(FAILED) from error
-
-    return guarded

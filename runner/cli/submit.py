@@ -25,9 +25,7 @@ is refused before anything is submitted.
 SWEEP = "runner -m … hydra/launcher=submitit_slurm hydra.launcher.partition=…"
 
 
-def main(
-    arguments: Sequence[str], examine: Callable[[Sequence[str], str], tuple[Examined, bool]]
-) -> int:
+def main(arguments: Sequence[str], examine: Callable[[Sequence[str], str], Examined]) -> int:
     """Submit a run, and print its job, its directory and how to follow it.
 
     Args:
@@ -55,7 +53,7 @@ def main(
         startup.announce("runner")
     missing = [*trust.missing_packages(), *jobs.misplaced(overrides, submits=True)]
     with hydra_setup.session():
-        examined, _ = examine(overrides, flags.config_name)
+        examined = examine(overrides, flags.config_name)
     startup.announce(examined.recipe.name)
     recipe = examined.recipe
     try:
