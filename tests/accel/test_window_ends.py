@@ -232,20 +232,30 @@ LOOPS = [
 ]
 
 
-def ends_of_all(dispatch: bool) -> dict[str, list[list[bool]]]:
+COUNTS = (2, 4, 5, 7)  # of batches
+
+
+def ends_of_all(dispatch: bool, counts: tuple[int, ...]) -> dict[str, list[list[bool]]]:
     return {
         f"{loop.__name__} {count} {other}": ends(loop, count, other or count, dispatch)
         for loop, other in LOOPS
-        for count in (2, 4, 5, 7)
+        for count in counts
     }
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dispatch"),
-    [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+    ("world_size", "dispatch", "counts"),
+    [
+        (1, False, COUNTS),
+        (2, True, (5,)),
+        pytest.param(2, False, COUNTS, marks=pytest.mark.slow),
+        pytest.param(2, True, COUNTS, marks=pytest.mark.slow),
+    ],
 )
-def test_a_pass_ends_its_last_window_once(world_size: int, dispatch: bool) -> None:
-    for found in run_distributed(ends_of_all, world_size, dispatch):
+def test_a_pass_ends_its_last_window_once(
+    world_size: int, dispatch: bool, counts: tuple[int, ...]
+) -> None:
+    for found in run_distributed(ends_of_all, world_size, dispatch, counts):
         wrong = {
             name: passes
             for name, passes in found.items()

@@ -72,9 +72,7 @@ def test_an_evaluation_is_written_with_the_run(
     assert "accuracy" in capsys.readouterr().out
 
 
-def test_two_processes_measure_and_predict_what_one_does(
-    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_measure_what_one_does(runs: list[Path]) -> None:
     line = ["eval", str(runs[0]), "trainer.eval_batch_size=50"]
     assert cli.main(line) == 0
     one = evaluations.read(runs[0])[-1]
@@ -84,6 +82,12 @@ def test_two_processes_measure_and_predict_what_one_does(
     for split, metrics in one["metrics"].items():
         assert two["metrics"][split] == pytest.approx(metrics, rel=1e-6)
         assert two["metrics"][split]["accuracy"] == metrics["accuracy"]
+
+
+@pytest.mark.slow  # as measuring does, it starts two processes, which import PyTorch
+def test_two_processes_predict_what_one_does(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     outputs = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     for output, more in zip(outputs, ([], ["--processes", "2"]), strict=True):
         command = ["predict", str(runs[0]), "--output", str(output), *more]

@@ -19,6 +19,7 @@ QUICK = (
 )
 
 
+@pytest.mark.slow  # two starts of the command and of its server
 def test_a_sweep_that_is_killed_goes_on(tmp_path: Path) -> None:
     line = ("seed=0,1,2", "sweep.jobs=2", "trainer.max_steps=40", *QUICK)
     ended = killed_sweep(line, tmp_path, kills=1, longest=1.0)
