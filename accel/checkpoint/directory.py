@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -293,7 +292,7 @@ def stage(final: str | os.PathLike[str]) -> Path:
     target = Path(final)
     if target.exists() and not target.is_dir():
         raise broken(target, "a file has that name", "Give the name of a directory.")
-    token = secrets.token_hex(4)
+    token = os.urandom(4).hex()
     inside = target / f".partial-{token}"
     beside = target.parent / f".{target.name}.partial-{token}"
     staged = inside if target.is_dir() else beside
@@ -408,7 +407,7 @@ def prune(
         old = [path for path in old if path != newest]
     for path in old:
         # The rename hides the full directory at once; removing its files does not.
-        os.rename(path, path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}"))
+        os.rename(path, path.with_name(f".{path.name}.partial-{os.urandom(4).hex()}"))
     for leftover in Path(folder).glob(".checkpoint_*.partial-*"):
         shutil.rmtree(leftover)
     return old
@@ -424,7 +423,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     A reader sees the old or the new content, never a part. What fails leaves nothing behind.
     """
     target = Path(path)
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    partial = target.with_name(f".{target.name}.partial-{os.urandom(4).hex()}")
     try:
         yield partial
         replace_file(partial, target)

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import gc
 import os
+import re
 import signal
 import sys
 import time
@@ -29,6 +30,8 @@ TIMED_OUT = 71
 SECONDS = 25.0  # that a mutant may take, beside `TIMES` what its test takes without it
 TIMES = 4.0
 PLAIN_SECONDS = 300.0
+# What pytest-timeout prints, and the tests' helper of several processes.
+LATE = re.compile(r"Timeout \(?>|gave no answer within")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class Outcome:
     code: int
     output: str
     seconds: float
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it took too long: a mutant that hangs, or a machine that is too busy."""
+        return self.code == TIMED_OUT or bool(LATE.search(self.output))
 
 
 def preload() -> None:
@@ -157,12 +165,13 @@ def run_all(jobs: Iterable[tuple[str, Callable[[], None], float]], workers: int)
     return [outcomes[index] for index in range(total)]
 
 
-def survivors(rows: list[Row], workers: int) -> list[str]:
+def survivors(rows: list[Row], workers: int) -> tuple[list[str], list[str]]:
     """Run every mutant of `rows` against its test.
 
     Returns:
         One line for each that its test does not reject: because it does not notice, because it
-        fails without a mutant, or because the mutant cannot be made.
+        fails without a mutant, or because the mutant cannot be made. Then the mutants that are
+        rejected because their test took too long.
     """
     from tests.conformance.mutants import apply
 
@@ -177,12 +186,15 @@ def survivors(rows: list[Row], workers: int) -> list[str]:
     sound = [row for row in rows if plain[row.test].code == PASSED]
     limits = {test: SECONDS + TIMES * outcome.seconds for test, outcome in plain.items()}
     jobs = [(row.test, lambda row=row: apply(row), limits[row.test]) for row in sound]
+    late: list[str] = []
     for row, outcome in zip(sound, run_all(jobs, workers), strict=True):
         if outcome.code == BROKEN:
             problems.append(f"{row}: the mutant cannot be made\n{_tail(outcome.output)}")
         elif outcome.code == PASSED:
             problems.append(f"{row}: survives {row.test}")
-    return problems
+        elif outcome.is_late:
+            late.append(str(row))
+    return problems, late
 
 
 def _tail(text: str, lines: int = 12) -> str:
@@ -203,7 +215,7 @@ def main() -> int:
     rows = [row for entry in entries(options.part) for row in entry.rows()]
     rows = [row for row in rows if options.only in str(row)][:: options.sample]
     start = time.monotonic()
-    problems = survivors(rows, options.workers)
+    problems, late = survivors(rows, options.workers)
     console = Console(soft_wrap=True, highlight=False)
     for problem in problems:
         console.print(problem, markup=False)
@@ -211,7 +223,8 @@ def main() -> int:
     score = 100.0 * killed / len(rows) if rows else 0.0
     console.print(
         f"{killed} of {len(rows)} mutants rejected: {score:.1f} % "
-        f"({len({row.test for row in rows})} tests, {time.monotonic() - start:.0f} s)"
+        f"({len({row.test for row in rows})} tests, {time.monotonic() - start:.0f} s), "
+        f"{len(late)} of them by a time-out{': ' if late else ''}{', '.join(late)}"
     )
     return 0 if rows and not problems else 1
 
