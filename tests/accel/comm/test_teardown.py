@@ -213,7 +213,7 @@ if end == "destroyed":
     [
         pytest.param("ddp", "raised", marks=pytest.mark.slow),
         pytest.param("fsdp", "raised", marks=pytest.mark.slow),
-        ("ddp", "destroyed"),
+        pytest.param("ddp", "destroyed", marks=pytest.mark.slow),
     ],
 )
 def test_no_thread_of_gloo_outlives_python(engine: str, end: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 from collections.abc import Iterator
@@ -298,8 +299,17 @@ def apart(kind: str, stops: list[int], folder: str) -> tuple[Any, Any]:
 
 
 # Thirteen samples in batches of two: four for rank 0, three for rank 1; 11 of the stream: three.
-@pytest.mark.parametrize("stops", [[1, 3], [3, 3], [3, 9], [2, 1]])
-@pytest.mark.parametrize("kind", ["random", "lazy", "stream"])
+STOPS = ([1, 3], [3, 3], [3, 9], [2, 1])
+FAST_STOPS = (("random", [1, 3]), ("lazy", [2, 1]), ("stream", [3, 9]), ("stream", [3, 3]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stops"),
+    [
+        pytest.param(*pair, marks=() if pair in FAST_STOPS else pytest.mark.slow)
+        for pair in itertools.product(("random", "lazy", "stream"), STOPS)
+    ],
+)
 def test_ranks_that_saved_at_different_batches_go_on_where_they_were(kind, stops, tmp_path) -> None:
     if kind == "stream" and stops[0] == 3:  # its last batch
         stops = [2, stops[1]]

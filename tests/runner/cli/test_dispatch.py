@@ -420,6 +420,7 @@ def test_levels_of_loggers_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> Non
     assert levels == [{"accel": "DEBUG", "": "INFO"}, {}]
 
 
+@pytest.mark.slow  # a sweep with processes of its own; those of one job are tested above
 def test_levels_of_loggers_reach_the_jobs_of_a_sweep(tmp_path: Path) -> None:
     line = ["-m", "seed=0,1", "debug=fdr", "tracker=none", f"output_dir={tmp_path}"]
     assert cli.main([*line, "hydra.verbose=[accel]"]) == 0

@@ -16,7 +16,12 @@ FLAGS = ["--standalone", "--nproc-per-node=1", "--no-python", "sh"]
 
 
 @pytest.mark.parametrize(
-    ("text", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -KILL $$", 128 + signal.SIGKILL)]
+    ("text", "code"),
+    [
+        ("exit 7", 7),
+        pytest.param("exit 0", 0, marks=pytest.mark.slow),
+        pytest.param("kill -KILL $$", 128 + signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_the_exit_code_is_that_of_the_process(tmp_path: Path, text: str, code: int) -> None:
     place = tmp_path / "x.sh"

@@ -90,11 +90,15 @@ def expected(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("shards", "one"),
         ("hybrid", "split"),
         *(
             pytest.param(*names, marks=pytest.mark.slow)
-            for names in (("shards", "shards"), ("split", "one"), ("nodes", "hybrid"))
+            for names in (
+                ("shards", "one"),
+                ("shards", "shards"),
+                ("split", "one"),
+                ("nodes", "hybrid"),
+            )
         ),
     ],
 )
