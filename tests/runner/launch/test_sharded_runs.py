@@ -87,19 +87,14 @@ def expected(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float
     return losses
 
 
+REPEATED = (("shards", "one"), ("shards", "shards"), ("split", "one"), ("nodes", "hybrid"))
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         ("hybrid", "split"),
-        *(
-            pytest.param(*names, marks=pytest.mark.slow)
-            for names in (
-                ("shards", "one"),
-                ("shards", "shards"),
-                ("split", "one"),
-                ("nodes", "hybrid"),
-            )
-        ),
+        *(pytest.param(*names, marks=pytest.mark.slow) for names in REPEATED),
     ],
 )
 def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_engine(
