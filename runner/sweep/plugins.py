@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from runner.compose import launchers
+from runner.sweep.task_launcher import TaskLauncher
 
 if TYPE_CHECKING:
     from runner.sweep.task import Task
@@ -30,17 +30,10 @@ LOCAL, KNOWN, SLURM = "local", "known", "submitit_slurm"
 PLACE = launchers.MODULE
 
 
-class LocalLauncher(Launcher):
+class LocalLauncher(TaskLauncher):
     """Runs jobs on this machine, in forks of the server of the task."""
 
     __module__ = PLACE
-    task_function: Task
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Keep the task; Hydra's configuration is not needed."""
-        self.task_function = task_function  # type: ignore[assignment]
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -49,20 +42,13 @@ class LocalLauncher(Launcher):
         return self.task_function.run_here(job_overrides, initial_job_idx)
 
 
-class RayLauncher(Launcher):
+class RayLauncher(TaskLauncher):
     """Runs jobs in a Ray cluster; its arguments are the keys of `hydra.launcher`."""
 
     __module__ = PLACE
-    task_function: Task
 
     def __init__(self, **settings: object) -> None:
         self._settings = {name: _plain(value) for name, value in settings.items()}
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Keep the task; Hydra's configuration is not needed."""
-        self.task_function = task_function  # type: ignore[assignment]
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int

@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from accel.errors import StateError
 from runner.exit_codes import DONE, FAILED, STOPPED
 from runner.run_dir import slurm_job
 from runner.sweep.journal import JobState, Journal
 from runner.sweep.slurm_task import SlurmTask
-from runner.sweep.task import Task, closed
+from runner.sweep.task import closed
+from runner.sweep.task_launcher import TaskLauncher
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
@@ -41,18 +40,11 @@ LOOK_SECONDS, MOST_SECONDS = 0.5, 15.0
 SRUN = ["--kill-on-bad-exit=1"]
 
 
-class SlurmLauncher(Launcher):
+class SlurmLauncher(TaskLauncher):
     """Runs jobs of a sweep as an array on Slurm; takes the keys of `hydra.launcher`."""
 
     def __init__(self, **params: Any) -> None:
         self._params = params
-        self.task_function: Task
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Keep the task; Hydra's configuration is not needed."""
-        self.task_function = task_function  # type: ignore[assignment]
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
