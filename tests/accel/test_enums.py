@@ -8,6 +8,7 @@ from accel import DistributedType
 from accel.enums import BaseEnum, FP8BackendType
 from accel.utils import (
     ComputeEnvironment,
+    CustomDtype,
     DynamoBackend,
     LoggerType,
     PrecisionType,
@@ -65,6 +66,7 @@ DOCUMENTED: dict[type[BaseEnum], dict[str, str]] = {
         "DATA_PARALLEL": "DATA_PARALLEL",
         "MODEL_PARALLEL": "MODEL_PARALLEL",
     },
+    CustomDtype: {"FP8": "fp8", "INT4": "int4", "INT2": "int2"},
     PrecisionType: {"NO": "no", "FP8": "fp8", "FP16": "fp16", "BF16": "bf16"},
 }
 

@@ -41,6 +41,12 @@ def test_compare_versions() -> None:
         imports.compare_versions("torch", "=", "2.9")
 
 
+def _kind(check: object) -> str:
+    """Return what stands between ``is_`` and ``_available`` in the name of a check."""
+    name = next(name for name, value in vars(imports).items() if value is check)
+    return name.removeprefix("is_").removesuffix("_available")
+
+
 PACKAGES = {
     imports.is_aim_available: "aim",
     imports.is_amdsmi_available: "amdsmi",
@@ -84,13 +90,19 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("package", PACKAGES.values())
-def test_a_check_asks_for_its_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = next(check for check, name in PACKAGES.items() if name == package)
+@pytest.mark.parametrize("kind", [_kind(check) for check in PACKAGES])
+def test_a_check_asks_for_its_package(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, package = next(pair for pair in PACKAGES.items() if _kind(pair[0]) == kind)
     monkeypatch.setattr(imports, "is_available", lambda name: name == package)
     assert check() is True
     monkeypatch.setattr(imports, "is_available", lambda name: False)
     assert check() is False
+
+
+def test_cuda_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for available in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
+        assert imports.is_cuda_available() is available
 
 
 def test_every_check_of_a_package_is_tested() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin, share_selection
-from accel.config.fp8 import AORecipeKwargs
+from accel.config.fp8 import AORecipeKwargs, TERecipeKwargs
 from accel.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -192,6 +193,11 @@ def test_the_recipe_of_fp8_is_that_of_its_library() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
     assert accelerator.ao_recipe_handler is recipe
     assert accelerator.te_recipe_handler is None
+    other = TERecipeKwargs()
+    fp8 = dataclasses.replace(accelerator.plan.fp8, backend=FP8BackendType.TE, recipe=other)
+    object.__setattr__(accelerator.plan, "fp8", fp8)
+    assert accelerator.te_recipe_handler is other
+    assert accelerator.ao_recipe_handler is None
 
 
 @pytest.mark.parametrize("name", ["autocast_handler", "ddp_handler", "profile_handler"])

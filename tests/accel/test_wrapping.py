@@ -14,6 +14,7 @@ from accel.utils import extract_model_from_parallel
 from accel.wrapping import (
     WrappedForward,
     get_module_children_bottom_up,
+    is_compiled_module,
     is_peft_model,
     unwrap_forward,
     wrap_forward,
@@ -63,6 +64,13 @@ def test_a_model_is_taken_out_of_its_containers() -> None:
     assert isinstance(inner.forward, WrappedForward)
     assert extract_model_from_parallel(outside, keep_fp32_wrapper=False) is inner
     assert "forward" not in inner.__dict__
+
+
+def test_a_compiled_module_is_recognized() -> None:
+    inner = torch.nn.Linear(1, 1)
+    assert is_compiled_module(torch.compile(inner)) is True
+    for other in (inner, torch.nn.DataParallel(inner), torch.compile(lambda: None), None):
+        assert is_compiled_module(other) is False
 
 
 def test_modules_come_after_those_inside_them() -> None:

@@ -7,15 +7,25 @@ import enum
 import inspect
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from tests.conformance.rows import REQUIRED, Entry, Row, function_of
+import accel
+import accel.utils
+from accel import Accelerator
+from tests.conformance.rows import REQUIRED, Entry, Row, find, function_of
 from tests.conformance.table import PARTS, entries
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = entries()
 ROWS = [row for entry in ENTRIES for row in entry.rows()]
+
+
+# Public names without rows → why.
+WITHOUT_ROWS = {
+    "DistributedOperationException": "it is raised, and caught by its name: no call, no parameter",
+}
 
 
 @cache
@@ -32,6 +42,40 @@ def _tests_in(path: str) -> set[str]:
 def test_every_part_has_entries() -> None:
     assert PARTS
     assert all(entries(part) for part in PARTS)
+
+
+def _root(row: Row) -> str:
+    """Return the documented name of a row, or that of the class whose member it is."""
+    module, _, path = row.name.partition(":")
+    return f"{module}:{path.partition('.')[0]}"
+
+
+def _public_names(package: ModuleType) -> list[str]:
+    shown = [n for n in dir(package) if not n.startswith("_") and n != "annotations"]
+    return [name for name in shown if not inspect.ismodule(getattr(package, name))]
+
+
+@pytest.mark.parametrize("package", [accel, accel.utils], ids=lambda package: package.__name__)
+def test_every_public_name_has_rows(package: ModuleType) -> None:
+    """Names of classes count if a row is of the class or of one of its members."""
+    covered = {id(find(root)) for root in map(_root, ROWS)}
+    names = _public_names(package)
+    assert {"Accelerator", "gather"} & set(names)
+    missing = [name for name in names if id(getattr(package, name)) not in covered]
+    assert sorted(set(missing) - WITHOUT_ROWS.keys()) == []
+
+
+def test_names_without_rows_are_public_and_have_none() -> None:
+    public = {*_public_names(accel), *_public_names(accel.utils)}
+    assert WITHOUT_ROWS.keys() <= public
+    assert {_root(row).partition(":")[2] for row in ROWS}.isdisjoint(WITHOUT_ROWS)
+
+
+def test_every_member_of_the_accelerator_has_rows() -> None:
+    prefix = "accel:Accelerator."
+    rows = {str(row).removeprefix(prefix).partition("(")[0] for row in ROWS if prefix in str(row)}
+    members = {name for name in dir(Accelerator) if not name.startswith("_")}
+    assert sorted(members - rows) == []
 
 
 def test_no_row_is_there_twice() -> None:

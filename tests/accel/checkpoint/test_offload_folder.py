@@ -104,6 +104,7 @@ def test_memory_comes_before_disk(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1)})
     weights = OffloadedWeightsLoader({"a": torch.ones(1)}, tmp_path)
     assert [weights[name].item() for name in weights] == [1.0, 0.0]
+    assert [weights.in_memory(name) for name in weights] == [True, False]
     assert len(weights) == 2
     assert len(pickle.loads(pickle.dumps(weights))) == 2
     with pytest.raises(KeyError):

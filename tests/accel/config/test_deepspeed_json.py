@@ -85,14 +85,25 @@ def test_a_configuration_answers_by_dotted_keys() -> None:
     config = HfDeepSpeedConfig(
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "a": {"b": False}}
     )
-    assert config.is_zero3()
-    assert not config.is_zero2()
-    assert config.is_offload()
+    assert config.is_zero3() is True
+    assert config.is_zero2() is False
+    assert HfDeepSpeedConfig({"zero_optimization": {"stage": 2}}).is_zero2() is True
+    assert config.is_offload() is True
+    assert config.is_true("zero_optimization.stage") is True
     assert config.is_false("a.b")
     assert not config.is_false("a.c")
     assert not config.is_true("a.b")
     assert config.get_value("a.c", 5) == 5
     assert DeepSpeedPlugin(config).stage == 3
+
+
+def test_a_file_gives_its_path_to_messages(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    config = HfDeepSpeedConfig(str(path))
+    assert config.is_zero2()
+    assert config.place == HfDeepSpeedConfig(config).place == str(path)
+    assert HfDeepSpeedConfig({}).place == "hf_ds_config"
 
 
 def test_libraries_fill_in_and_delete_by_dotted_keys() -> None:

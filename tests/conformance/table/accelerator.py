@@ -159,6 +159,17 @@ ENTRIES = [
         },
     ),
     Entry(
+        "accel:Accelerator.log_images",
+        OWN_TRACKER,
+        parameters={
+            "values": P(REQUIRED, OWN_TRACKER),
+            "step": P(None, OWN_TRACKER),
+            "log_kwargs": P(
+                None, TRACKERS + "test_arguments_of_a_call_name_a_tracker[None-log_images]"
+            ),
+        },
+    ),
+    Entry(
         "accel:Accelerator.log",
         OWN_TRACKER,
         parameters={

@@ -15,6 +15,11 @@ TRAINED = LAUNCHERS + "test_a_notebook_trains_on_several_processes"
 NODES = LAUNCHERS + "test_nodes_meet_at_the_first"
 PURGED = ENVIRONMENT + "test_a_functions_variables_are_purged"
 PATCHED = ENVIRONMENT + "test_variables_are_patched_in_a_context"
+LISTENED = LAUNCHERS + "test_a_port_is_in_use_while_a_program_listens"
+RANKED = LAUNCHERS + "test_a_process_learns_its_rank_from_its_index"
+TRUTH = ENVIRONMENT + "test_a_text_is_a_truth_value"
+DEFAULTS = ENVIRONMENT + "test_variables_are_read_with_a_default"
+NUMBERS = ENVIRONMENT + "test_the_first_number_of_several_variables_is_taken"
 IN_TURN = NUMA + "test_processes_take_the_nodes_in_turn"
 BOUND_ONCE = NUMA + "test_the_first_binding_stays_unless_it_is_overridden"
 
@@ -48,6 +53,41 @@ ENTRIES = [
             "monitor_interval": P(0.1, NODES),
             "log_line_prefix_template": P(None, NODES),
         },
+    ),
+    Entry("accel.utils:is_port_in_use", LISTENED, parameters={"port": P(None, LISTENED)}),
+    Entry(
+        "accel.utils:PrepareForLaunch",
+        RANKED,
+        parameters={
+            "launcher": P(REQUIRED, RANKED),
+            "distributed_type": P("NO", RANKED),
+            "debug": P(False, LAUNCHERS + "test_debugging_has_a_launcher_of_its_own"),
+        },
+    ),
+    Entry(
+        "accel.utils:PrepareForLaunch.__call__",
+        RANKED,
+        parameters={"index": P(REQUIRED, RANKED), "args": P(REQUIRED, RANKED)},
+    ),
+    Entry(
+        "accel.utils:str_to_bool",
+        TRUTH,
+        parameters={"value": P(REQUIRED, TRUTH), "to_bool": P(False, TRUTH)},
+    ),
+    Entry(
+        "accel.utils:parse_flag_from_env",
+        DEFAULTS,
+        parameters={"key": P(REQUIRED, DEFAULTS), "default": P(False, DEFAULTS)},
+    ),
+    Entry(
+        "accel.utils:parse_choice_from_env",
+        DEFAULTS,
+        parameters={"key": P(REQUIRED, DEFAULTS), "default": P("no", DEFAULTS)},
+    ),
+    Entry(
+        "accel.utils:get_int_from_env",
+        NUMBERS,
+        parameters={"env_keys": P(REQUIRED, NUMBERS), "default": P(REQUIRED, NUMBERS)},
     ),
     Entry(
         "accel.utils:patch_environment",

@@ -41,40 +41,13 @@ SAMPLER = LOADERS + "test_the_sampler_is_read_and_replaced"
 BY_HAND = LOADERS + "test_a_pass_by_hand_makes_the_loader_active"
 NAMED = "tests/accel/config/test_fsdp_setters.py::test_a_class_is_found_by_its_name"
 DEVICES = ("xpu", "npu", "mlu", "musa", "sdaa", "neuron")
-PACKAGES = {
-    "aim": "aim",
-    "amdsmi": "amdsmi",
-    "boto3": "boto3",
-    "ccl": "oneccl_bindings_for_pytorch",
-    "clearml": "clearml",
-    "comet_ml": "comet_ml",
-    "datasets": "datasets",
-    "deepspeed": "deepspeed",
-    "dvclive": "dvclive",
-    "import_timer": "import_timer",
-    "ipex": "intel_extension_for_pytorch",
-    "lomo": "lomo_optim",
-    "matplotlib": "matplotlib",
-    "megatron_lm": "megatron",
-    "mlflow": "mlflow",
-    "msamp": "msamp",
-    "pandas": "pandas",
-    "peft": "peft",
-    "pippy": "torch.distributed.pipelining",
-    "pynvml": "pynvml",
-    "sagemaker": "sagemaker",
-    "schedulefree": "schedulefree",
-    "swanlab": "swanlab",
-    "tensorboard": "tensorboard",
-    "timm": "timm",
-    "torchdata_stateful_dataloader": "torchdata.stateful_dataloader",
-    "torchvision": "torchvision",
-    "trackio": "trackio",
-    "transformer_engine": "transformer_engine",
-    "transformers": "transformers",
-    "triton": "triton",
-    "wandb": "wandb",
-}
+PACKAGES = (
+    *("aim", "amdsmi", "boto3", "ccl", "clearml", "comet_ml", "datasets", "deepspeed", "dvclive"),
+    *("fp8", "import_timer", "ipex", "lomo", "matplotlib", "megatron_lm", "mlflow", "msamp"),
+    *("pandas", "peft", "pippy", "pynvml", "pytest", "rich", "sagemaker", "schedulefree"),
+    *("swanlab", "tensorboard", "timm", "torchao", "torchdata", "torchdata_stateful_dataloader"),
+    *("torchvision", "tqdm", "trackio", "transformer_engine", "transformers", "triton", "wandb"),
+)
 APPLE = IMPORTS + "test_apples_gpu_needs_a_version_of_torch"
 GAUDI = IMPORTS + "test_gaudi_with_its_collectives"
 BITS = IMPORTS + "test_bits_of_bitsandbytes_by_its_version[0.37.2-True-False]"
@@ -83,6 +56,7 @@ MORE_BITS = IMPORTS + "test_bits_of_bitsandbytes_by_its_version[0.39.0-True-True
 CHECKS = {
     "4bit_bnb": MORE_BITS,
     "8bit_bnb": BITS,
+    "cuda": IMPORTS + "test_cuda_is_torchs",
     "bitsandbytes_multi_backend": IMPORTS + "test_bitsandbytes_for_several_devices",
     "fp16": IMPORTS + "test_fp16_is_missing_on_the_first_gaudi_alone",
     "rocm": IMPORTS + "test_rocm_is_a_build_of_torch_with_a_gpu",
@@ -114,9 +88,9 @@ ENTRIES = [
     *(
         Entry(
             f"{UTILS}is_{name}_available",
-            IMPORTS + f"test_a_check_asks_for_its_package[{package}]",
+            IMPORTS + f"test_a_check_asks_for_its_package[{name}]",
         )
-        for name, package in PACKAGES.items()
+        for name in PACKAGES
     ),
     *(Entry(f"{UTILS}is_{name}_available", test) for name, test in CHECKS.items()),
     Entry(UTILS + "is_bnb_available", BITS, parameters={"min_version": P(None, BITS)}),

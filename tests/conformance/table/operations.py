@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel.tree import is_tensor
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
 OPS = "tests/accel/test_ops.py::"
@@ -12,6 +13,11 @@ PADDING = OPS + "test_padding[2]"
 SENT = OPS + "test_send_to_device"
 SLICED = OPS + "test_slices_and_sizes"
 JOINED = OPS + "test_concatenate"
+TREE = "tests/accel/test_tree.py::"
+TYPES = TREE + "test_structure_and_types_stay"
+HANDED_ON = TREE + "test_arguments_are_handed_on"
+MERGED = TREE + "test_dicts_are_merged_in_place"
+OUTPUTS = OPS + "test_outputs_of_a_function_in_fp32"
 FP32 = OPS + "test_conversion_to_fp32"
 EXCHANGES = GATHERING + "test_exchanges[2]"
 METRICS = GATHERING + "test_each_sample_counts_once[False-9-5-2]"
@@ -86,6 +92,37 @@ ENTRIES = [
     ),
     Entry("accel.utils:find_batch_size", SLICED, NoOp.NONE, {"data": P(REQUIRED, SLICED)}),
     Entry("accel.utils:convert_to_fp32", FP32, NoOp.FIRST, {"tensor": P(REQUIRED, FP32)}),
+    Entry(
+        "accel.utils:convert_outputs_to_fp32",
+        OUTPUTS,
+        NoOp.FIRST,
+        {"model_forward": P(REQUIRED, OUTPUTS)},
+    ),
+    Entry(
+        "accel.utils:recursively_apply",
+        TYPES,
+        parameters={
+            "func": P(REQUIRED, TYPES),
+            "data": P(REQUIRED, TYPES),
+            "args": P(REQUIRED, HANDED_ON),
+            "test_type": P(is_tensor, TREE + "test_other_leaves_by_test"),
+            "error_on_other_type": P(False, TREE + "test_other_types_may_be_an_error"),
+            "kwargs": P(REQUIRED, HANDED_ON),
+        },
+    ),
+    Entry(
+        "accel.utils:honor_type",
+        TYPES,
+        NoOp.FIRST,
+        {"original": P(REQUIRED, TYPES), "values": P(REQUIRED, TYPES)},
+    ),
+    Entry("accel.utils:is_namedtuple", TYPES, parameters={"value": P(REQUIRED, TYPES)}),
+    Entry(
+        "accel.utils:merge_dicts",
+        MERGED,
+        NoOp.FIRST,
+        {"source": P(REQUIRED, MERGED), "destination": P(REQUIRED, MERGED)},
+    ),
     Entry("accel:Accelerator.gather", EXCHANGES, NoOp.FIRST, {"tensor": P(REQUIRED, EXCHANGES)}),
     Entry(
         "accel:Accelerator.gather_for_metrics",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accel.enums import DynamoBackend
 from tests.conformance.rows import REQUIRED, Entry, P
 
 SETTERS = "tests/accel/config/test_fsdp_setters.py::"
@@ -22,6 +23,25 @@ HOOK = HANDLERS + "test_a_communication_hook_is_registered_by_hand"
 HELD = "tests/accel/config/test_fsdp.py::test_fields_show_what_holds_and_count_as_not_given"
 SHOWN = PLUGIN + "test_fields_that_nobody_gave_show_what_holds"
 OUTLINE = PLUGIN + "test_the_outline_of_a_configuration_reaches_no_engine"
+TRAINING = "tests/accel/config/test_training.py::"
+COMPILE = "tests/accel/strategies/test_compile.py::"
+SHARDED = "tests/accel/config/test_tensor_parallel.py::"
+DYNAMO = {
+    "backend": P(DynamoBackend.NO, TRAINING + "test_a_backend_is_named_in_any_case"),
+    "mode": P(None, TRAINING + "test_wrong_values_are_named"),
+    "fullgraph": P(False, COMPILE + "test_graph_breaks_are_errors_on_request"),
+    "dynamic": P(None, COMPILE + "test_shapes_are_symbolic_on_request"),
+    "options": P(None, TRAINING + "test_wrong_values_are_named"),
+    "disable": P(False, COMPILE + "test_what_is_off_or_compiled_is_left_as_it_is"),
+    "use_regional_compilation": P(
+        None, COMPILE + "test_a_model_without_repeated_layers_is_compiled_whole"
+    ),
+}
+TENSOR_PARALLEL = {
+    "tp_size": P(1, SHARDED + "test_wrong_values_are_named"),
+    "torch_device_mesh": P(None, SHARDED + "test_the_size_is_that_of_the_mesh"),
+    "tp_plan": P(None, SHARDED + "test_wrong_values_are_named"),
+}
 FSDP = "accel:FullyShardedDataParallelPlugin."
 DEEPSPEED = "accel:DeepSpeedPlugin."
 
@@ -54,6 +74,22 @@ ENTRIES = [
             "deepspeed_config": OUTLINE,
         },
         call=False,
+    ),
+    *(
+        Entry(
+            f"accel:{name}",
+            test,
+            parameters=parameters,
+            attributes={field: parameter.test for field, parameter in parameters.items()},
+        )
+        for name, test, parameters in (
+            ("TorchDynamoPlugin", DYNAMO["backend"].test, DYNAMO),
+            (
+                "TorchTensorParallelPlugin",
+                TENSOR_PARALLEL["torch_device_mesh"].test,
+                TENSOR_PARALLEL,
+            ),
+        )
     ),
     Entry(FSDP + "set_auto_wrap_policy", POLICY, parameters={"model": P(REQUIRED, POLICY)}),
     Entry(

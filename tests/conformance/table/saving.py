@@ -26,7 +26,26 @@ NODES = PROCESSES + "each_node_has_a_state_of_its_own"
 DISK = WEIGHTS + "buffers_are_offloaded_on_request"
 REFUSED = WEIGHTS + "other_options_are_refused"
 
+NATIVE = (
+    "tests/accel/strategies/deepspeed/test_universal.py::"
+    "test_what_the_format_has_no_place_for_is_refused"
+)
+
 ENTRIES = [
+    Entry(
+        "accel:Accelerator.save_native",
+        NATIVE,
+        parameters={name: P(REQUIRED, NATIVE) for name in ("model", "save_directory")},
+    ),
+    Entry(
+        "accel:Accelerator.load_native",
+        NATIVE,
+        parameters={
+            "model": P(REQUIRED, NATIVE),
+            "input_dir": P(REQUIRED, NATIVE),
+            "trust_pickle": P(False, NATIVE),
+        },
+    ),
     Entry(
         "accel:Accelerator.save",
         SAVED,

@@ -6,6 +6,11 @@ from tests.conformance.rows import REQUIRED, Entry, P
 
 SETTINGS = "tests/accel/test_run_settings.py::"
 LOADERS = SETTINGS + "test_the_settings_of_loaders_are_read_and_set"
+GIVEN = SETTINGS + "test_handlers_are_those_that_were_given"
+RECIPES = SETTINGS + "test_the_recipe_of_fp8_is_that_of_its_library"
+NAMED = "tests/accel/trackers/test_table.py::test_trackers_are_named_to_the_accelerator"
+SCALED = "tests/accel/checkpoint/test_session.py::test_the_scaler_comes_back"
+ACCELERATOR = "tests/accel/test_accelerator.py::"
 ONE = SETTINGS + "test_what_a_run_of_one_process_shows"
 TWO = SETTINGS + "test_what_a_sharded_run_of_two_processes_shows"
 RANKS = SETTINGS + "test_ranks_along_the_axes[0-expected0-True]"
@@ -16,7 +21,7 @@ PROPERTIES = SIZES + "test_sizes_and_what_follows_from_them"
 SHARDS = SIZES + "test_shards_switch_fsdp_on"
 SPLIT_WEIGHTS = SIZES + "test_a_tensor_parallel_size_switches_that_on"
 WRONG = SIZES + "test_values_that_are_none"
-FP8 = "tests/accel/test_accelerator.py::test_fp8_takes_the_library_that_is_installed"
+FP8 = ACCELERATOR + "test_fp8_takes_the_library_that_is_installed"
 REFUSED = SIZES + "test_what_is_not_built_yet_is_refused"
 PLUGIN = STATE + "test_a_state_takes_the_plugin_of_tensor_parallelism"
 PLUGINS = STATE + "test_plugins_and_sizes_of_a_state"
@@ -34,6 +39,7 @@ ENTRIES = [
             "use_stateful_dataloader": LOADERS,
             "dataloader_config": LOADERS,
             "project_configuration": ONE,
+            "logging_dir": ONE,
             "step_scheduler_with_optimizer": ONE,
             "rng_types": ONE,
             "fp8_backend": FP8,
@@ -46,6 +52,21 @@ ENTRIES = [
             "parallelism_config": TWO,
             "should_save_model": TWO,
             "torch_device_mesh": TWO,
+            **dict.fromkeys(
+                (
+                    *("autocast_handler", "ddp_handler", "profile_handler"),
+                    *("scaler_handler", "init_handler"),
+                ),
+                GIVEN,
+            ),
+            "te_recipe_handler": RECIPES,
+            "ao_recipe_handler": RECIPES,
+            "scaler": SCALED,
+            "log_with": NAMED,
+            "gradient_state": ACCELERATOR + "test_the_number_of_micro_batches_can_change",
+            "has_lomo_optimizer": ACCELERATOR + "test_lomo_optimizers_update_in_the_backward_pass",
+            "flag_tensor": ACCELERATOR + "test_a_trigger_is_found_once",
+            "parallel_dims": ONE,
             "data_parallel_rank": RANKS,
             "data_parallel_shard_rank": RANKS,
             "tensor_parallel_rank": RANKS,
@@ -53,6 +74,11 @@ ENTRIES = [
             "pipeline_parallel_rank": OTHER_RANKS,
         },
         call=False,
+    ),
+    # Its parameters make no difference where there is one context-parallel rank: no mutant would.
+    Entry(
+        "accel:Accelerator.maybe_context_parallel",
+        SETTINGS + "test_sequences_are_not_sharded",
     ),
     Entry(
         "accel:Accelerator.deepspeed_ulysses_dl_adapter",

@@ -43,7 +43,14 @@ EQUAL_STEPS = (
     "::test_any_number_of_processes_makes_the_exact_steps[2-own]"
 )
 
+WINDOW = "tests/accel/strategies/test_base.py::test_a_window_is_that_of_a_plain_loop[1]"
+
 METHODS = [
+    Entry(
+        "accel:Accelerator.forward_backward",
+        WINDOW,
+        parameters={name: P(REQUIRED, WINDOW) for name in ("model", "micro_batches", "loss_fn")},
+    ),
     Entry("accel:Accelerator.accumulate", WINDOWS, NoOp.CONTEXT, {"models": P(REQUIRED, SEVERAL)}),
     Entry(
         "accel:Accelerator.backward",

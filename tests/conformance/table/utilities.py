@@ -14,6 +14,7 @@ VERSIONS = IMPORTS + "test_compare_versions"
 XLA = IMPORTS + "test_torch_xla_and_the_device_it_computes_on"
 BF16 = IMPORTS + "test_bf16_is_a_matter_of_the_device"
 EXTRACTED = "tests/accel/test_wrapping.py::test_a_model_is_taken_out_of_its_containers"
+COMPILED = "tests/accel/test_wrapping.py::test_a_compiled_module_is_recognized"
 
 
 def values(name: str, *members: str) -> Entry:
@@ -46,8 +47,19 @@ ENTRIES = [
     ),
     values("accel.utils.dataclasses:FP8BackendType", "NO", "TE", "MSAMP", "AO"),
     values("accel.utils:PrecisionType", "NO", "FP8", "FP16", "BF16"),
+    values("accel.utils:CustomDtype", "FP8", "INT4", "INT2"),
     values("accel.utils:ComputeEnvironment", "LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
     values("accel.utils:SageMakerDistributedType", "NO", "DATA_PARALLEL", "MODEL_PARALLEL"),
+    Entry("accel.utils:BaseEnum.list", f"{ENUMS}[PrecisionType]"),
+    Entry(
+        "accel.utils:compare_versions",
+        VERSIONS,
+        parameters={
+            name: P(REQUIRED, VERSIONS)
+            for name in ("library_or_version", "operation", "requirement")
+        },
+    ),
+    Entry("accel.utils:is_compiled_module", COMPILED, parameters={"module": P(REQUIRED, COMPILED)}),
     Entry("accel.utils:is_bf16_available", BF16, parameters={"ignore_tpu": P(False, BF16)}),
     Entry(
         "accel.utils:is_torch_version",

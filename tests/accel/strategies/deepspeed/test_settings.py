@@ -221,6 +221,8 @@ def test_a_schedule_takes_from_its_stand_in_what_the_configuration_leaves_out() 
     }
     cosine = scheduled("WarmupCosineLR", {"cos_min_ratio": 0.1}, dummy, **steps)
     assert cosine == {"cos_min_ratio": 0.1, "warmup_num_steps": 2, "total_num_steps": 11}
+    linear = scheduled("WarmupLR", {}, dummy, warmup_num_steps=4, warmup_type="linear")
+    assert linear == {"warmup_max_lr": 0.02, "warmup_num_steps": 2, "warmup_type": "linear"}
     assert scheduled("StepLR", {"step_size": 5}, dummy, **steps) == {"step_size": 5}
     own = DummyOptim([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])
     assert scheduled("WarmupLR", {"warmup_max_lr": "auto"}, own)["warmup_max_lr"] == [0.5, 0.001]

@@ -13,6 +13,8 @@ from accel.config.deepspeed import DeepSpeedPlugin
 from accel.errors import ConfigError, StateError
 from accel.strategies.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
     DummyOptim,
     DummyScheduler,
 )
@@ -32,8 +34,12 @@ def test_stand_ins_cannot_step_alone() -> None:
     dummy = DummyOptim([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(StateError, match="DummyOptim is a placeholder"):
         dummy.step()
-    with pytest.raises(StateError, match="DummyScheduler is a placeholder"):
-        DummyScheduler(dummy).step()
+    scheduler = DummyScheduler(dummy)
+    assert scheduler.optimizer is dummy
+    assert scheduler.state_dict() == {}
+    for call in (scheduler.step, lambda: scheduler.load_state_dict({})):
+        with pytest.raises(StateError, match="DummyScheduler is a placeholder"):
+            call()
 
 
 # -- schedules of an optimizer that the engine replaces --------------------------------------
@@ -209,6 +215,50 @@ def configurations() -> None:
 
 def test_optimizer_and_schedule_come_from_either_side() -> None:
     run_distributed(configurations, 2)
+
+
+# -- what `prepare` returns ------------------------------------------------------------------
+
+
+def steps_and_drops_gradients() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=1, gradient_clipping=100.0)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    reference, model = build(), build()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    stand_in = DummyScheduler(
+        given,
+        lr_scheduler_callable=lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5),
+    )
+    model, optimizer, scheduler = accelerator.prepare(model, given, stand_in)
+    assert isinstance(optimizer, DeepSpeedOptimizerWrapper)
+    assert isinstance(scheduler, DeepSpeedSchedulerWrapper)
+    assert scheduler.optimizers == [optimizer]
+    assert optimizer.engine is model
+    assert [len(group) for group in optimizer.groups] == [len(list(reference.parameters()))]
+    assert optimizer.clipping == 100.0
+    assert not optimizer.trainable.changed()
+    dropped, kept = list(data(4))[:2]
+    accelerator.backward(error_of(model(dropped[0]), dropped[1]))
+    assert optimizer.window_ended is True
+    optimizer.zero_grad()
+    assert optimizer.window_ended is False
+    accelerator.backward(error_of(model(kept[0]), kept[1]))
+    with pytest.raises(ConfigError, match="calls no closure"):
+        optimizer.step(lambda: 0.0)
+    optimizer.step()
+    assert optimizer.step_was_skipped is False
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.05]
+    with pytest.raises(ConfigError, match="add_param_group under DeepSpeed"):
+        optimizer.add_param_group({"params": []})
+    error_of(reference(kept[0]), kept[1]).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert largest(accelerator.get_state_dict(model), reference.state_dict()) < 1e-6
+    accelerator.end_training()
+
+
+def test_what_prepare_returns_steps_and_drops_gradients() -> None:
+    run_distributed(steps_and_drops_gradients, 1)
 
 
 class _Engine:

@@ -1,0 +1,107 @@
+"""DeepSpeed's placeholders, wrappers and configuration (documentation page: DeepSpeed)."""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+
+CONFIG = "tests/accel/config/"
+DEEPSPEED = "tests/accel/strategies/deepspeed/"
+WRAPPERS = DEEPSPEED + "test_wrappers.py::test_"
+SETTINGS = DEEPSPEED + "test_settings.py::test_"
+STEPPED = WRAPPERS + "what_prepare_returns_steps_and_drops_gradients"
+ALONE = WRAPPERS + "stand_ins_cannot_step_alone"
+AUTO = SETTINGS + "auto_values_come_from_the_run"
+FILLED = SETTINGS + "stand_ins_fill_what_is_left_out_and_contradict_nothing"
+SCHEDULE = SETTINGS + "a_schedule_takes_from_its_stand_in_what_the_configuration_leaves_out"
+ANSWERS = CONFIG + "test_deepspeed_json.py::test_a_configuration_answers_by_dotted_keys"
+CHANGED = CONFIG + "test_deepspeed_json.py::test_libraries_fill_in_and_delete_by_dotted_keys"
+A_FILE = CONFIG + "test_deepspeed_json.py::test_a_file_gives_its_path_to_messages"
+ACTIVE = CONFIG + "test_deepspeed_active.py::test_the_active_one_of_a_state"
+OPTIMIZER = "accel.utils:DeepSpeedOptimizerWrapper"
+SCHEDULER = "accel.utils:DeepSpeedSchedulerWrapper"
+CONFIGURATION = "accel.utils:HfDeepSpeedConfig"
+
+
+def query(name: str, test: str) -> Entry:
+    """Return the rows of a query of the configuration by dotted key."""
+    return Entry(f"{CONFIGURATION}.{name}", test, parameters={"ds_key_long": P(REQUIRED, test)})
+
+
+PLACEHOLDERS = [
+    Entry(
+        "accel.utils:DummyOptim",
+        FILLED,
+        parameters={
+            "params": P(REQUIRED, FILLED),
+            "lr": P(0.001, AUTO),
+            "weight_decay": P(0, AUTO),
+            "kwargs": P(REQUIRED, FILLED, keyword=True),
+        },
+        attributes=dict.fromkeys(("params", "values", "defaulted"), FILLED),
+    ),
+    Entry("accel.utils:DummyOptim.step", ALONE),
+    Entry(
+        "accel.utils:DummyScheduler",
+        AUTO,
+        parameters={
+            "optimizer": P(REQUIRED, ALONE),
+            "total_num_steps": P(None, AUTO),
+            "warmup_num_steps": P(0, AUTO),
+            "lr_scheduler_callable": P(None, STEPPED),
+            "kwargs": P(REQUIRED, SCHEDULE, keyword=True),
+        },
+    ),
+    Entry("accel.utils:DummyScheduler.step", ALONE),
+    Entry("accel.utils:DummyScheduler.state_dict", ALONE),
+    Entry("accel.utils:DummyScheduler.load_state_dict", ALONE),
+]
+PREPARED = [
+    Entry(
+        OPTIMIZER,
+        STEPPED,
+        parameters={name: P(REQUIRED, STEPPED) for name in ("engine", "groups", "given")},
+        attributes=dict.fromkeys(
+            ("engine", "groups", "step_was_skipped", "trainable", "clipping", "window_ended"),
+            STEPPED,
+        ),
+    ),
+    Entry(f"{OPTIMIZER}.step", STEPPED, parameters={"closure": P(None, STEPPED)}),
+    # set_to_none makes no difference, as the engine decides: no mutant would.
+    Entry(f"{OPTIMIZER}.zero_grad", STEPPED),
+    Entry(f"{OPTIMIZER}.add_param_group", STEPPED),
+    Entry(
+        SCHEDULER,
+        STEPPED,
+        parameters={name: P(REQUIRED, STEPPED) for name in ("scheduler", "optimizers")},
+    ),
+]
+QUERIES = [
+    Entry(
+        CONFIGURATION,
+        ANSWERS,
+        parameters={"config_file_or_dict": P(REQUIRED, ANSWERS)},
+        attributes={"config": CHANGED, "place": A_FILE},
+    ),
+    query("find_config_node", CHANGED),
+    query("is_true", ANSWERS),
+    query("is_false", ANSWERS),
+    Entry(
+        f"{CONFIGURATION}.get_value",
+        ANSWERS,
+        parameters={"ds_key_long": P(REQUIRED, ANSWERS), "default": P(None, ANSWERS)},
+    ),
+    Entry(
+        f"{CONFIGURATION}.del_config_sub_tree",
+        CHANGED,
+        parameters={"ds_key_long": P(REQUIRED, CHANGED), "must_exist": P(False, CHANGED)},
+    ),
+    *(Entry(f"{CONFIGURATION}.{name}", ANSWERS) for name in ("is_zero2", "is_zero3", "is_offload")),
+    Entry(
+        "accel.utils:get_active_deepspeed_plugin",
+        ACTIVE,
+        NoOp.FIRST,
+        {"state": P(REQUIRED, ACTIVE)},
+    ),
+]
+
+ENTRIES = [*PLACEHOLDERS, *PREPARED, *QUERIES]

@@ -1,0 +1,49 @@
+"""Memory: batches that fit, sizes as text and bytes (documentation pages: memory, utilities)."""
+
+from __future__ import annotations
+
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+
+MEMORY = "tests/accel/test_memory.py::test_"
+SIZES = "tests/accel/large/test_sizes.py::test_"
+DEVICES = "tests/accel/large/test_device_memory.py::test_"
+SHRINK = MEMORY + "batches_shrink_until_they_fit"
+RELEASED = MEMORY + "release_memory"
+COLLECTED = MEMORY + "clear_device_cache_collects_garbage_where_asked"
+SPEAKS = MEMORY + "which_errors_speak_of_memory"
+FROM_TEXT = SIZES + "sizes_as_text"
+AS_TEXT = SIZES + "bytes_as_text"
+DTYPE = SIZES + "bytes_of_a_dtype"
+IN_ORDER = DEVICES + "given_memory_is_put_in_order"
+UTILS = "accel.utils:"
+
+ENTRIES = [
+    Entry(
+        "accel:find_executable_batch_size",
+        SHRINK,
+        NoOp.DECORATOR,
+        {
+            "function": P(None, MEMORY + "other_errors_pass"),
+            "starting_batch_size": P(128, SHRINK),
+            "reduce_batch_size_fn": P(None, MEMORY + "a_rule_of_ones_own"),
+        },
+    ),
+    Entry(UTILS + "release_memory", RELEASED, parameters={"objects": P(REQUIRED, RELEASED)}),
+    Entry(
+        UTILS + "clear_device_cache",
+        COLLECTED,
+        parameters={"garbage_collection": P(False, COLLECTED)},
+    ),
+    Entry(
+        UTILS + "should_reduce_batch_size", SPEAKS, parameters={"exception": P(REQUIRED, SPEAKS)}
+    ),
+    Entry(
+        UTILS + "convert_file_size_to_int",
+        FROM_TEXT,
+        NoOp.FIRST,
+        {"size": P(REQUIRED, FROM_TEXT)},
+    ),
+    Entry(UTILS + "convert_bytes", AS_TEXT, NoOp.FIRST, {"size": P(REQUIRED, AS_TEXT)}),
+    Entry(UTILS + "dtype_byte_size", DTYPE, parameters={"dtype": P(REQUIRED, DTYPE)}),
+    Entry(UTILS + "get_max_memory", IN_ORDER, NoOp.FIRST, {"max_memory": P(None, IN_ORDER)}),
+]
