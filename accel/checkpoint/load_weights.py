@@ -287,7 +287,10 @@ class _Plan:
         if self.disk is None:
             return part
         versioned = OrderedDict(part)
-        versioned._metadata = self.state._metadata  # type: ignore[attr-defined] # torch's own
+        present: Any = self.state
+        # Copies: torch notes in them that weights are assigned, and would assign later ones, too.
+        versions = {name: dict(own) for name, own in present._metadata.items()}
+        versioned._metadata = versions  # type: ignore[attr-defined] # torch's own
         return versioned
 
     def _offload(self, part: Mapping[str, Any]) -> Mapping[str, Any]:

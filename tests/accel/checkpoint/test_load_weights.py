@@ -300,6 +300,35 @@ def test_a_folder_for_offloading_alone_does_no_harm(tmp_path: Path) -> None:
 DISK = {"0": "cpu", "1": "disk", "2": "disk"}
 
 
+@pytest.mark.parametrize("layout", ["folder", "shards", "legacy folder"])
+def test_what_is_in_memory_beside_weights_on_disk_keeps_its_identity(
+    tmp_path: Path, layout: str
+) -> None:
+    """Torch notes in the versions of modules that weights on meta were assigned."""
+    place, how = LAYOUTS[layout]
+    saved_model = saved(tmp_path, **how)
+    with torch.device("meta"):
+        model = net()
+    model[1] = nn.BatchNorm1d(4)
+    model[1].weight = nn.Parameter(torch.empty(4, device="meta"))
+    before = {name: tensor for name, tensor in model[1].state_dict(keep_vars=True).items()}
+    load_checkpoint_in_model(
+        model,
+        tmp_path / place,
+        device_map={"0": "disk", "1": "cpu", "2": "cpu"},
+        offload_folder=tmp_path / "offload",
+        dtype=torch.bfloat16,
+    )
+    for name in ("bias", "running_mean", "running_var", "num_batches_tracked"):
+        found = getattr(model[1], name)
+        assert found is before[name]
+        wanted = saved_model[1].state_dict()[name]
+        assert torch.equal(
+            found, wanted.to(torch.bfloat16) if wanted.is_floating_point() else wanted
+        )
+        assert found.dtype == (torch.bfloat16 if wanted.is_floating_point() else torch.int64)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("layout", ["folder", "shards", "legacy folder"])
 def test_weights_stay_on_disk(tmp_path: Path, device: str, layout: str) -> None:
