@@ -28,8 +28,8 @@ def test_how_a_process_ended_is_told_without_room_in_the_run(
     elsewhere.mkdir()
     monkeypatch.setattr(outcomes.tempfile, "gettempdir", lambda: str(elsewhere))
     logs = outcomes.log_folder(tmp_path)
-    monkeypatch.setattr(checkpoints.secrets, "token_hex", lambda size: "token")
-    (logs / ".launch_x_rank_0.json.partial-token").symlink_to("/dev/full")
+    monkeypatch.setattr(checkpoints.os, "urandom", lambda size: bytes(range(size)))
+    (logs / ".launch_x_rank_0.json.partial-00010203").symlink_to("/dev/full")
     Outcome(0, 1.0, 1, "no room").write(tmp_path, "launch_x")
     assert [found.message for found in outcomes.read_outcomes(tmp_path, "launch_x")] == ["no room"]
     assert list(elsewhere.iterdir()) == []
