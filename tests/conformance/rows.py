@@ -58,6 +58,11 @@ class P:
     keyword: bool = False
 
 
+def required(test: str, *names: str) -> dict[str, P]:
+    """Return parameters without a default that one test exercises."""
+    return {name: P(REQUIRED, test) for name in names}
+
+
 @dataclass(frozen=True)
 class Entry:
     """One documented name.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
 CONFIG = "tests/accel/config/"
 DEEPSPEED = "tests/accel/strategies/deepspeed/"
@@ -59,7 +59,7 @@ PREPARED = [
     Entry(
         OPTIMIZER,
         STEPPED,
-        parameters={name: P(REQUIRED, STEPPED) for name in ("engine", "groups", "given")},
+        parameters=required(STEPPED, "engine", "groups", "given"),
         attributes=dict.fromkeys(
             ("engine", "groups", "step_was_skipped", "trainable", "clipping", "window_ended"),
             STEPPED,
@@ -72,7 +72,7 @@ PREPARED = [
     Entry(
         SCHEDULER,
         STEPPED,
-        parameters={name: P(REQUIRED, STEPPED) for name in ("scheduler", "optimizers")},
+        parameters=required(STEPPED, "scheduler", "optimizers"),
     ),
 ]
 QUERIES = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
 LARGE = "tests/accel/large/"
 TENSORS = LARGE + "test_tensors.py::test_"
@@ -50,11 +50,6 @@ INTO_MODEL = STATE + "offloaded_weights_are_loaded_into_a_model"
 TO_FOLDER = FOLDER + "a_state_dict_goes_to_a_folder"
 A_VALUE = TENSORS + "a_value_is_taken_without_a_copy"
 RETIED = TENSORS + "parameters_are_tied_again"
-
-
-def required(test: str, *names: str) -> dict[str, P]:
-    """Return parameters without a default that one test exercises."""
-    return {name: P(REQUIRED, test) for name in names}
 
 
 def members(kind: str, tests: dict[str, str], noops: dict[str, NoOp]) -> list[Entry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
 FOLDER = "tests/accel/checkpoint/test_offload_folder.py::test_"
 TENSORS = "tests/accel/large/test_tensors.py::test_"
@@ -19,11 +19,6 @@ IDENTITY = TENSORS + "memory_has_an_identity"
 MAPPED = "tests/accel/large/test_device_map.py::test_every_weight_needs_a_device"
 ON_DEVICE = "tests/accel/large/test_empty_weights.py::test_any_device_will_do"
 UTILS = "accel.utils:"
-
-
-def required(test: str, *names: str) -> dict[str, P]:
-    """Return parameters without a default that one test exercises."""
-    return {name: P(REQUIRED, test) for name in names}
 
 
 FILES = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, P
+from tests.conformance.rows import REQUIRED, Entry, P, required
 
 LOADING = "tests/accel/checkpoint/test_load.py::test_"
 API = "tests/accel/checkpoint/test_save.py::test_"
@@ -35,7 +35,7 @@ ENTRIES = [
     Entry(
         "accel:Accelerator.save_native",
         NATIVE,
-        parameters={name: P(REQUIRED, NATIVE) for name in ("model", "save_directory")},
+        parameters=required(NATIVE, "model", "save_directory"),
     ),
     Entry(
         "accel:Accelerator.load_native",

@@ -3,7 +3,7 @@ classes, internals)."""
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
 ACCELERATOR = "tests/accel/test_accelerator.py::"
 ACCUMULATION = "tests/accel/test_accumulation.py::"
@@ -49,7 +49,7 @@ METHODS = [
     Entry(
         "accel:Accelerator.forward_backward",
         WINDOW,
-        parameters={name: P(REQUIRED, WINDOW) for name in ("model", "micro_batches", "loss_fn")},
+        parameters=required(WINDOW, "model", "micro_batches", "loss_fn"),
     ),
     Entry("accel:Accelerator.accumulate", WINDOWS, NoOp.CONTEXT, {"models": P(REQUIRED, SEVERAL)}),
     Entry(

@@ -6,7 +6,7 @@ Python's own `enum.EnumType.__call__`; of them only `value` means something for 
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
 ENUMS = "tests/accel/test_enums.py::test_values"
 IMPORTS = "tests/accel/test_imports.py::"
@@ -54,10 +54,7 @@ ENTRIES = [
     Entry(
         "accel.utils:compare_versions",
         VERSIONS,
-        parameters={
-            name: P(REQUIRED, VERSIONS)
-            for name in ("library_or_version", "operation", "requirement")
-        },
+        parameters=required(VERSIONS, "library_or_version", "operation", "requirement"),
     ),
     Entry("accel.utils:is_compiled_module", COMPILED, parameters={"module": P(REQUIRED, COMPILED)}),
     Entry("accel.utils:is_bf16_available", BF16, parameters={"ignore_tpu": P(False, BF16)}),
