@@ -8,6 +8,7 @@ start seconds. Start-up itself is tested with fresh launches in
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import functools
 import gc
@@ -36,6 +37,7 @@ MAX_SECONDS = float("inf")
 # Until something counts as hanging: a busy machine takes twenty times what an idle one takes.
 START_SECONDS = 240.0
 SECONDS = 300.0
+_held_ports: collections.deque[socket.socket] = collections.deque(maxlen=64)
 
 
 class WorkerError(AssertionError):
@@ -52,15 +54,25 @@ def alive(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on.
+    """Return a TCP port that nobody listens on, and that nobody else is given meanwhile.
 
-    It is below the ports that systems give to connections, one of which might take it meanwhile.
+    It stays bound here: neither a connection nor another call takes it, while a server that sets
+    SO_REUSEADDR, as all do that are tested here, can listen on it.
     """
     while True:
         port = secrets.randbelow(20_000) + 10_000
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
+        held = socket.socket()
+        try:
+            held.bind(("", port))
+        except OSError:
+            held.close()
+            continue
+        # Only now: with it from the start, two callers could hold the same port.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if len(_held_ports) == _held_ports.maxlen:
+            _held_ports.popleft().close()
+        _held_ports.append(held)
+        return port
 
 
 def gloo_threads() -> int:
