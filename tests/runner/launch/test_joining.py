@@ -140,7 +140,10 @@ def test_a_node_that_comes_back_early_waits_for_its_place(first: Joining, recipe
     assert back is not lost
 
 
-def test_strangers_do_not_disturb(first: Joining, recipe: Recipe) -> None:
+def test_strangers_do_not_disturb(
+    first: Joining, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "SEND_SECONDS", 1.0)
     endpoint = nodes.endpoint(recipe.distributed)
     assert endpoint is not None
     with socket.create_connection((endpoint.host, endpoint.port)) as stranger:

@@ -75,7 +75,7 @@ def test_it_describes_its_command(first: First) -> None:
     assert (hello["kind"], hello["num_processes"], hello["node_rank"]) == ("hello", 3, None)
     assert hello["recipe"]["distributed"]["kind"] == "multi_node"
     first.connection.send("finish", code=75, text="")
-    first.thread.join(60)
+    first.close()
     assert first.code == 75
 
 
@@ -106,6 +106,7 @@ def test_what_listens_there_and_says_nothing_is_no_first_node(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(messages, "SEND_SECONDS", 1.0)
     short = replace(recipe, distributed=replace(recipe.distributed, join_timeout=0.2))
     endpoint = nodes.endpoint(short.distributed)
     assert endpoint is not None

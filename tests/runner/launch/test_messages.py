@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -36,11 +37,17 @@ def received(connection: Connection) -> list[dict[str, Any]]:
     return []
 
 
+def close(*connections: Connection) -> None:
+    """Close both sides at once: each waits until the other has read what it sent."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Connection.close, connections))
+
+
 def test_messages_arrive_in_order(ends: tuple[socket.socket, socket.socket]) -> None:
     one, other = Connection(ends[0], 60.0), Connection(ends[1], 60.0)
     one.send("hello", name="a", big="x" * 300_000)
     one.send("stop", signal=15)
-    one.close()
+    ends[0].shutdown(socket.SHUT_WR)
     found: list[dict[str, Any]] = []
     while len(found) < 2:
         found += received(other)
@@ -48,7 +55,7 @@ def test_messages_arrive_in_order(ends: tuple[socket.socket, socket.socket]) -> 
     assert found[1] == {"kind": "stop", "signal": 15}
     with pytest.raises(Lost, match="its connection was closed"):
         received(other)
-    other.close()
+    close(one, other)
 
 
 def test_signs_of_life_keep_a_connection(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -59,8 +66,7 @@ def test_signs_of_life_keep_a_connection(ends: tuple[socket.socket, socket.socke
     while time.monotonic() < deadline:
         assert other.received() == []
         time.sleep(0.05)
-    one.close()
-    other.close()
+    close(one, other)
 
 
 def test_a_side_that_says_nothing_is_lost(ends: tuple[socket.socket, socket.socket]) -> None:
@@ -70,6 +76,7 @@ def test_a_side_that_says_nothing_is_lost(ends: tuple[socket.socket, socket.sock
     assert received(connection) == [{"kind": "hello"}]
     with pytest.raises(Lost, match="no word from it for"):
         received(connection)
+    ends[0].close()
     connection.close()
 
 
