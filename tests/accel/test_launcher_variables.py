@@ -199,6 +199,7 @@ def saved_states(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.is_dir()]
 
 
+@pytest.mark.slow  # it starts MPI and two processes that import PyTorch
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun (openmpi-bin) not installed")
 def test_two_processes_of_mpirun_are_one_run(tmp_path: Path) -> None:
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]

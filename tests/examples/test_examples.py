@@ -62,6 +62,7 @@ def resume_arguments(folder: Path, *more: str) -> tuple[str, ...]:
     return (*SMALL, "--project-dir", str(folder), *more)
 
 
+@pytest.mark.slow  # three processes import PyTorch; test_end_to_end.py resumes a run
 def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     crashed = Run("checkpoint_resume", resume_arguments(tmp_path / "cut", *CRASH))()
     assert (crashed.returncode, crashed.stdout) == (-signal.SIGKILL, "")
@@ -73,7 +74,7 @@ def test_a_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert whole[0].startswith("64 steps: error 0.")
 
 
-@pytest.mark.slow  # the same with one process is not
+@pytest.mark.slow
 def test_a_resumed_training_of_two_processes_ends_with_the_same_bits(tmp_path: Path) -> None:
     crashed = Run("checkpoint_resume", resume_arguments(tmp_path / "cut", *CRASH), 2)()
     assert (crashed.returncode, crashed.stdout) == (1, "")

@@ -21,6 +21,7 @@ def test_nothing_stays_behind(cell: Cell, tmp_path: Path) -> None:
     assert result.problems(cell) == [], result.output
 
 
+@pytest.mark.slow  # it starts three processes, which import PyTorch
 def test_a_killed_launcher_takes_its_processes_along(tmp_path: Path) -> None:
     cell = Cell("torchrun", "kill parent")
     assert run(cell, tmp_path).left == ()

@@ -72,6 +72,7 @@ def test_the_example_trains_from_its_own_directory(tmp_path: Path) -> None:
     assert all(len(row["prediction"]) == 3 for row in rows)  # the logits
 
 
+@pytest.mark.slow  # it trains a recipe
 def test_the_text_recipe_shows_baselines_and_a_sample(tmp_path: Path) -> None:
     printed, run_dir = run(
         tmp_path,

@@ -37,6 +37,7 @@ def weights(run_dir: Path) -> str:
     return str(json.loads(manifest.read_text())["files"]["model.safetensors"]["sha256"])
 
 
+@pytest.mark.slow  # it trains twice in processes of their own
 def test_the_same_code_gives_the_same_bits_also_from_a_dirty_work_tree(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / ".gitignore").write_text("runs\n")

@@ -72,6 +72,7 @@ def test_an_evaluation_is_written_with_the_run(
     assert "accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # it starts two processes, which import PyTorch
 def test_two_processes_measure_what_one_does(runs: list[Path]) -> None:
     line = ["eval", str(runs[0]), "trainer.eval_batch_size=50"]
     assert cli.main(line) == 0
@@ -84,7 +85,7 @@ def test_two_processes_measure_what_one_does(runs: list[Path]) -> None:
         assert two["metrics"][split]["accuracy"] == metrics["accuracy"]
 
 
-@pytest.mark.slow  # as measuring does, it starts two processes, which import PyTorch
+@pytest.mark.slow  # it starts two processes, which import PyTorch
 def test_two_processes_predict_what_one_does(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

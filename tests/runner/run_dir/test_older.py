@@ -12,6 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -21,6 +22,7 @@ OLDER = Path(__file__).parent / "older"
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow  # it trains in a process of its own
 def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     name = Path(json.loads((OLDER / "job.json").read_text())["run_dir"]).name
     run_dir = shutil.copytree(OLDER, tmp_path / name)
