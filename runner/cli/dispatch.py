@@ -194,7 +194,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     missing = trust.missing_packages()
     if multirun:
         return _train_all(overrides, config_name, missing)
-    from runner.launch import member, rendezvous
+    from runner.launch import member, rendezvous, warm_workers
     from runner.sweep import jobs, settings
 
     ConfigError.raise_if(settings.misplaced(overrides))
@@ -205,7 +205,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     if rendezvous.is_member(examined.recipe.distributed):
         return member.follow(examined.recipe)
     startup.announce(examined.recipe.name)
-    with rendezvous.ending_with() as ended:
+    with warm_workers.forked(examined.recipe), rendezvous.ending_with() as ended:
         parts.require([examined], missing)
         return ended(_train_one(examined))
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import ConfigError, Problem
+from runner import collector
 from runner.build import parts
 from runner.compose import composition, diagnose, hydra_setup
 from runner.config import processes
@@ -250,6 +251,7 @@ def _session(request: Request) -> Iterator[Session]:
                 for name, model in step.models.items()
             }
             batches = _batches(accelerator, recipe, request.splits)
+            collector.collect_usually()
             yield Session(accelerator, step, batches, checkpoint)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED
-from runner.launch import bootstrap, failures, rank_logs
+from runner.launch import bootstrap, failures, rank_logs, warm_workers
+from runner.launch.warm_workers import ForkedWorker
 from runner.launch.worker_group import Failure, Place, StopSignals, WorkerGroup
 from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
@@ -70,7 +71,8 @@ class ThisMachine:
         with hosted_store() as store:
             number = self.num_processes
             place = Place(number, 0, number, 0, 1, "localhost", store.port, launch, {})
-            group = workers(folder, launch, place, self._cwd, self._target)
+            waiting = warm_workers.take(number)
+            group = workers(folder, launch, place, self._cwd, self._target, waiting)
             with stops.running(group):
                 group.wait()
         return conclude(run_dir, launch, group.failed, outcomes.read_outcomes(run_dir, launch))
@@ -95,11 +97,21 @@ def new_launch() -> str:
     return f"launch_{uuid.uuid4().hex[:8]}"
 
 
-def workers(folder: Path, launch: str, place: Place, cwd: Path, target: str = TRAIN) -> WorkerGroup:
-    """Return the workers of an attempt at the job in `folder`, to be started on this machine."""
+def workers(
+    folder: Path,
+    launch: str,
+    place: Place,
+    cwd: Path,
+    target: str = TRAIN,
+    waiting: Sequence[ForkedWorker] = (),
+) -> WorkerGroup:
+    """Return the workers of an attempt at the job in `folder`, to be started on this machine.
+
+    Those that are `waiting` already are taken first.
+    """
     command = bootstrap.command(WORKER, json.dumps(order(folder, launch, cwd, target)))
     run_dir = run_dir_of(folder)
-    return WorkerGroup(command, place, lambda rank: has_outcome(run_dir, launch, rank))
+    return WorkerGroup(command, place, lambda rank: has_outcome(run_dir, launch, rank), waiting)
 
 
 def order(folder: Path, launch: str, cwd: Path, target: str = TRAIN) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from runner.launch import attempt, bootstrap, ray_cluster, remote_process
 from runner.launch.attempt import Ended
 from runner.launch.ray_cluster import Event, Watch
 from runner.launch.remote_process import Place
-from runner.launch.worker_group import GRACE_SECONDS, HELD_BACK, Failure, StopSignals
+from runner.launch.warm_workers import HELD_BACK
+from runner.launch.worker_group import GRACE_SECONDS, Failure, StopSignals
 from runner.run_dir import directory, outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.outcomes import Outcome

@@ -14,11 +14,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accel import env, parent_watch
 from accel.env import Environment
 from accel.imports import load_attribute
+from runner import collector
 from runner.config.error_keys import of_the_recipe
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from accel import Accelerator
 
 
-def main(order: Mapping[str, Any]) -> None:
+def main(order: Mapping[str, Any]) -> NoReturn:
     """Be one of several workers, and exit.
 
     Args:
@@ -43,6 +44,7 @@ def main(order: Mapping[str, Any]) -> None:
             ("module:function"), parent (process id); environment (variables) and cwd, unless they
             are the parent's.
     """
+    collector.collect_rarely()
     parent_watch.die_with(order["parent"])
     env.set_values(order.get("environment", {}))
     if order.get("cwd"):
@@ -99,7 +101,7 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
     return DONE if code == STOPPED else code
 
 
-def end_process(code: int) -> None:
+def end_process(code: int) -> NoReturn:
     """End this process.
 
     After a failure nothing is destroyed on the way out: process groups whose peers have ended would
@@ -169,6 +171,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
             stop_flag=stop,
             on_begin=lambda: _commit(job, accelerator),
         )
+        collector.collect_usually()
         summary = loop.run()
     return STOPPED if summary["stopped"] == "signal" else DONE
 

@@ -27,13 +27,14 @@ from dataclasses import dataclass
 from types import FrameType
 
 from accel import env
+from runner.launch.warm_workers import HELD_BACK, ForkedWorker
 from runner.training.stopping import STOP_SIGNALS, handlers_restored, signals_blocked
 
 MONITOR_SECONDS = 0.1
 # Time between "end now" and SIGKILL: to close the progress bar and to flush files.
 GRACE_SECONDS = 3.0
-HELD_BACK = (*STOP_SIGNALS, signal.SIGINT)
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+Process = subprocess.Popen[bytes] | ForkedWorker
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ class Place:
 class WorkerGroup:
     """The workers of one attempt on this machine.
 
-    `finished` tells whether the rank that has exited with 0 had come to its end.
+    `finished` tells whether the rank that has exited with 0 had come to its end. Workers that are
+    `waiting` get the order, the command's last argument; a fresh interpreter is what they lack in
+    number.
     """
 
     def __init__(
@@ -114,9 +117,11 @@ class WorkerGroup:
         command: Sequence[str],
         place: Place,
         finished: Callable[[int], bool] = lambda rank: True,
+        waiting: Sequence[ForkedWorker] = (),
     ) -> None:
         self._command, self._place, self._finished = list(command), place, finished
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._waiting = list(waiting)
+        self._processes: dict[int, Process] = {}
         self._seen: dict[int, float] = {}  # when each rank was last seen alive
         # How each rank ended that failed, not those that were ended because of it.
         self.failed: dict[int, Failure] = {}
@@ -127,9 +132,18 @@ class WorkerGroup:
         # here and, by inheritance, in the workers, which release them when they are ready.
         with signals_blocked(HELD_BACK):
             for local_rank, rank in enumerate(self._place.ranks):
-                self._processes[rank] = subprocess.Popen(
-                    self._command, env=self._place.environment(local_rank), process_group=0
-                )
+                self._processes[rank] = self._started(self._place.environment(local_rank))
+
+    def _started(self, environment: Mapping[str, str]) -> Process:
+        while self._waiting:
+            worker = self._waiting.pop(0)
+            try:
+                worker.begin(self._command[-1], environment)
+            except OSError:  # somebody has killed it
+                worker.wait()
+            else:
+                return worker
+        return subprocess.Popen(self._command, env=environment, process_group=0)
 
     def poll(self) -> bool:
         """Note who has ended; return whether any worker still runs."""

@@ -10,8 +10,6 @@ notices and ends its process group.
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import os
 import pickle
@@ -25,20 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from accel import env, parent_watch
-from accel.imports import is_available
-from runner.launch import bootstrap, rank_logs
+from runner import collector
+from runner.launch import bootstrap, preload, rank_logs
 from runner.run_dir import numerics
 from runner.training.stopping import STOP_SIGNALS
 
-# What a run of the built-in parts imports. None of it starts a thread or asks for devices.
+# What a run of the built-in parts imports.
 PRELOADED = (
-    *("torch", "torch._dynamo", "torch.utils.data", "torch.utils.tensorboard", "sklearn.datasets"),
-    *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.single"),
-    *("runner.build.parts", "runner.build.accelerator", "runner.training.loop"),
-    *("runner.launch.worker", "runner.launch.watchdog", "runner.compose.hydra_setup"),
-    *("runner.builtin.digits", "runner.builtin.optimizers", "runner.sweep.attempt"),
-    *("runner.build.deferred_init_check", "runner.data.train_eval_batches", "rich.progress"),
-    *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
+    *preload.RUN,
+    *(module for modules in preload.OF_FACTORIES.values() for module in modules),
+    *("runner.builtin.digits", "runner.sweep.attempt"),
 )
 HEARD = (*STOP_SIGNALS, signal.SIGINT)
 # With it, looking for GPUs starts no CUDA context, which a fork could not use.
@@ -92,8 +86,8 @@ class ServerDied(Exception):
 class ForkServer:
     """The parent's side of a server; starts it at once, and does not wait for its imports."""
 
-    def __init__(self, preload: Sequence[str] = PRELOADED) -> None:
-        self._preload = tuple(preload)
+    def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
+        self._modules = tuple(modules)
         self._used = False
         self._process, self._pipe = self._start()
 
@@ -102,7 +96,7 @@ class ForkServer:
         order = {
             "path": [str(Path(__file__).resolve().parents[2]), os.getcwd()],
             "pipe": theirs.fileno(),
-            "preload": self._preload,
+            "preload": self._modules,
             "environment": {NVML_CHECK: env.read(NVML_CHECK)},
         }
         with numerics.sleeping_when_idle(), env.patched(**{NVML_CHECK: "1"}):
@@ -181,23 +175,12 @@ def main(settings: Mapping[str, Any]) -> None:
     for number in HEARD:
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(settings["pipe"])
-    preload(settings["preload"])
+    collector.collect_rarely()
+    preload.preload(settings["preload"])
     server, order = os.getpid(), _serve(pipe)
     if order is not None:
         env.set_values(settings["environment"])
         be(order, server)
-
-
-def preload(modules: Sequence[str]) -> None:
-    """Import modules, those that are installed, and keep the collector away from them."""
-    for name in modules:
-        if is_available(name.partition(".")[0]):
-            importlib.import_module(name)
-    if "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first imports much more
-    gc.collect()
-    gc.freeze()  # it writes to the objects that it looks at, which would be copied
 
 
 def _serve(pipe: Connection) -> bytes | None:
@@ -261,7 +244,7 @@ def be(pickled: bytes, parent: int) -> None:
     rank_logs.close_input()
     os.chdir(order.cwd)
     env.set_values(order.environment)
-    _forget_random_state()
+    preload.forget_random_state()
     sys.orig_argv[:] = order.command
     from accel.imports import load_attribute
     from runner.config import paths, trust
@@ -278,12 +261,3 @@ def _redirect(log: Path) -> None:
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
-
-
-def _forget_random_state() -> None:
-    """Draw other random numbers than every other fork, as a fresh process does."""
-    import random
-
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()

@@ -38,7 +38,7 @@ def wait(path: str) -> int:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     monkeypatch.setenv("RUNNER_IMPORTS", "")
-    found = ForkServer(preload=("json", "not_installed_anywhere"))
+    found = ForkServer(modules=("json", "not_installed_anywhere"))
     yield found
     found.close()
     assert not alive(found.pid)
@@ -140,7 +140,7 @@ def until_ended(pid: int) -> None:
 
 def test_a_server_that_had_no_job_ends_at_once() -> None:
     began = time.monotonic()
-    ForkServer(preload=("time",)).close()
+    ForkServer(modules=("time",)).close()
     assert time.monotonic() - began < fork_server.END_SECONDS
 
 
