@@ -14,13 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
+from accel.large.offloaded_tensors import mark_in_state_dict, mark_offloaded
 from accel.large.read_ahead import ReadAhead
 from accel.large.tensors import (
     Device,
     TiedParams,
     as_device,
     held_in,
-    mark_offloaded,
     named_module_tensors,
     place_tensor,
 )
@@ -105,7 +105,7 @@ class AlignDevicesHook(ModelHook):
         self.kept = kept
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._guard: RemovableHandle | None = None
+        self._on_state_dicts: list[RemovableHandle] = []
         self.restores_all = False  # when it is removed, also what the module had no data for
         # Of tied weights, by name: a list that all their hooks have, of the one that is restored.
         self.restored: Mapping[str, list[torch.Tensor]] = {}
@@ -194,7 +194,10 @@ class AlignDevicesHook(ModelHook):
         for restored in self.restored.values():
             restored.clear()
         if self.offload:
-            self._guard = module.register_load_state_dict_pre_hook(self._load_state)
+            self._on_state_dicts = [
+                module.register_load_state_dict_pre_hook(self._load_state),
+                module.register_state_dict_post_hook(_StateDict(self)),
+            ]
         return module
 
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -366,9 +369,9 @@ class AlignDevicesHook(ModelHook):
         Args:
             module: what the hook was attached to.
         """
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
+        for handle in self._on_state_dicts:
+            handle.remove()
+        self._on_state_dicts = []
         if self.offload and self.weights_map is not None:
             for name in self.offloaded(module):
                 device = self.original_devices.get(name, torch.device("cpu"))
@@ -390,6 +393,24 @@ class AlignDevicesHook(ModelHook):
         else:
             self._place(module, name, device, weights[name])
             tied.append(held[key])
+
+
+class _StateDict:
+    """Has offloaded tensors in a module's state dict refuse to be saved without their values.
+
+    An object: torch notes in a hook of a state dict how it was registered.
+    """
+
+    def __init__(self, hook: AlignDevicesHook) -> None:
+        self.hook = hook
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+    ) -> None:
+        aliases = self.hook.aliases
+        names = self.hook.offloaded(module)
+        every = [*names, *(other for name in names for other in aliases.get(name, ()))]
+        mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in every])
 
 
 class _Loaded:

@@ -1,0 +1,137 @@
+"""Tensors without data that stand for offloaded weights: in a module, and in its state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from accel.errors import StateError
+from accel.tree import iterate
+
+_NO_DATA = "meta tensor"  # torch, of a copy from the meta device to another
+
+
+def _call(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[Any, bool]:
+    """Return the result of an operation, and whether it was computed without values it needs.
+
+    On a CPU, torch multiplies by a matrix on the meta device without an error, and returns whatever
+    lies in memory.
+    """
+    given = list(iterate([args, kwargs or {}]))
+    try:
+        result = func(*args, **(kwargs or {}))
+    except NotImplementedError as error:
+        if _NO_DATA not in str(error):
+            raise
+        return None, True
+    known = {id(tensor) for tensor in given}
+    has_data = any(not tensor.is_meta for tensor in given)
+    return result, has_data and any(not t.is_meta and id(t) not in known for t in iterate(result))
+
+
+class OffloadedWeight(nn.Parameter):
+    """A parameter without data, whose values are loaded for the forward pass of its module alone.
+
+    Operations that would need the values are refused.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return what `func` returns; raise `StateError` if that needs the values.
+
+        Args:
+            func: of torch.
+            types: of the arguments that have such a method.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            result, lacking = _call(func, args, kwargs)
+            if lacking:
+                raise StateError(
+                    f"an offloaded weight {_shape(args, kwargs, cls)} is used while its module "
+                    "does not run: its values are loaded for the forward pass of that module "
+                    "alone. Name the class of the module that uses it in preload_module_classes, "
+                    "or keep its module on a device."
+                )
+        return result
+
+
+class OffloadedValue(torch.Tensor):
+    """An offloaded weight in a state dict: shape and dtype alone, which are not to be saved.
+
+    Without data a saved state dict would have lost the weight, and nothing would tell. So pickling
+    is refused, and what would copy the values. What is derived from it (a view, another dtype) is
+    refused likewise. A module that is pickled as a whole has its weights map; it holds no such
+    tensor.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return what `func` returns; raise `StateError` if that needs the values.
+
+        Args:
+            func: of torch.
+            types: of the arguments that have such a method.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            result, lacking = _call(func, args, kwargs)
+            if lacking:
+                raise _not_saved(_shape(args, kwargs, cls))
+            return result.as_subclass(cls) if _is_plain(result) else result
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise _not_saved(_shape([self], None, OffloadedValue))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedValue:
+        return memo.setdefault(id(self), self.detach())
+
+
+def _is_plain(result: Any) -> bool:
+    return type(result) is torch.Tensor and result.is_meta
+
+
+def _not_saved(shape: str) -> StateError:
+    return StateError(
+        f"an offloaded weight {shape} of a state dict is saved or copied: state_dict() of a model "
+        "with offloaded weights has their shapes without their values. Save the model with "
+        "accelerator.save_model(model, folder), or save what "
+        "accel.utils.modeling.get_state_dict_offloaded_model(model) returns."
+    )
+
+
+def _shape(args: Sequence[Any], kwargs: Mapping[str, Any] | None, kind: type[torch.Tensor]) -> str:
+    found = (tensor for tensor in iterate([args, kwargs or {}]) if isinstance(tensor, kind))
+    return next((str(list(tensor.shape)) for tensor in found), "")
+
+
+def mark_offloaded(weight: torch.Tensor) -> None:
+    """Have a plain parameter on the meta device refuse computations with it, in place."""
+    if type(weight) is nn.Parameter and weight.is_meta:
+        weight.__class__ = OffloadedWeight
+
+
+def mark_in_state_dict(state: MutableMapping[str, Any], names: Iterable[str]) -> None:
+    """Have tensors of a state dict that have no data refuse to be saved."""
+    for name in names:
+        if _is_plain(state.get(name)):
+            state[name] = state[name].as_subclass(OffloadedValue)
