@@ -33,6 +33,7 @@ from accel.large.hooks import (
     hooks_of,
     remove_hook_from_module,
 )
+from accel.large.offloaded_tensors import CANNOT_MOVE
 from accel.large.tensors import (
     Device,
     TiedParams,
@@ -40,6 +41,7 @@ from accel.large.tensors import (
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     held_in,
+    named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
 )
@@ -50,6 +52,7 @@ from accel.wrapping import is_dispatched
 logger = get_logger(__name__)
 
 PathLike = str | os.PathLike[str]
+_MOVES = ("to", "cpu", "cuda")  # methods of a module
 
 
 def cpu_offload(
@@ -121,6 +124,7 @@ def _offload(
         offload_buffers=offload_buffers,
         preload_module_classes=preload,
     )
+    _guard(model)
     return model
 
 
@@ -262,7 +266,7 @@ def _undo(model: nn.Module) -> None:
             if others:
                 hook = others[0] if len(others) == 1 else SequentialHook(*others)
                 add_hook_to_module(module, hook)
-    for name in ("to", "cuda"):
+    for name in _MOVES:
         if isinstance(model.__dict__.get(name), _Guarded):
             delattr(model, name)
     model.__dict__.pop("hf_device_map", None)
@@ -358,7 +362,7 @@ def _retie(model: nn.Module, ties: list[list[str]]) -> None:
 
 
 class _Guarded:
-    """`to` or `cuda` of a dispatched model, whose hooks would not know of a move."""
+    """`to`, `cpu` or `cuda` of a dispatched model, whose hooks would not know of a move."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         functools.update_wrapper(self, getattr(type(model), name))
@@ -373,17 +377,18 @@ class _Guarded:
         self.__init__(**state)  # type: ignore[misc] # it is made in full
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
-        if any(parameter.is_meta for parameter in self.model.parameters()):
-            raise StateError(
-                "You can't move a model that has some modules offloaded to cpu or disk. Remove its "
-                "hooks with accel.hooks.remove_hook_from_submodules, or dispatch it anew."
-            )
-        if is_dispatched(self.model):
+        # Another dtype alone is no move: weights are converted when they are loaded.
+        given = (*args, *kwargs.values())
+        moves = not given or not all(isinstance(one, (torch.dtype, bool)) for one in given)
+        tensors = named_module_tensors(self.model, recurse=True)
+        if moves and any(tensor.is_meta for _, tensor in tensors):
+            raise StateError(CANNOT_MOVE)
+        if moves and is_dispatched(self.model):
             logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
         moved: nn.Module = getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         return moved
 
 
 def _guard(model: nn.Module) -> None:
-    for name in ("to", "cuda"):
+    for name in _MOVES:
         setattr(model, name, _Guarded(model, name))

@@ -12,15 +12,24 @@ from accel.errors import StateError
 from accel.tree import iterate
 
 _NO_DATA = "meta tensor"  # torch, of a copy from the meta device to another
+CANNOT_MOVE = (
+    "You can't move a model that has some modules offloaded to cpu or disk. Remove its hooks with "
+    "accel.hooks.remove_hook_from_submodules(model), or dispatch it anew."
+)
 
 
 def _call(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> tuple[Any, bool]:
-    """Return the result of an operation, and whether it was computed without values it needs.
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    copied: str,
+    computed: str,
+) -> Any:
+    """Return the result of an operation; raise `StateError` if it needs values that are offloaded.
 
     On a CPU, torch multiplies by a matrix on the meta device without an error, and returns whatever
-    lies in memory.
+    lies in memory. `copied` and `computed` are the messages, of a copy to another device and of a
+    result with data.
     """
     given = list(iterate([args, kwargs or {}]))
     try:
@@ -28,10 +37,12 @@ def _call(
     except NotImplementedError as error:
         if _NO_DATA not in str(error):
             raise
-        return None, True
+        raise StateError(copied) from error
     known = {id(tensor) for tensor in given}
     has_data = any(not tensor.is_meta for tensor in given)
-    return result, has_data and any(not t.is_meta and id(t) not in known for t in iterate(result))
+    if has_data and any(not t.is_meta and id(t) not in known for t in iterate(result)):
+        raise StateError(computed)
+    return result
 
 
 class OffloadedWeight(nn.Parameter):
@@ -57,15 +68,14 @@ class OffloadedWeight(nn.Parameter):
             kwargs: keyword arguments of the call.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            result, lacking = _call(func, args, kwargs)
-            if lacking:
-                raise StateError(
-                    f"an offloaded weight {_shape(args, kwargs, cls)} is used while its module "
-                    "does not run: its values are loaded for the forward pass of that module "
-                    "alone. Name the class of the module that uses it in preload_module_classes, "
-                    "or keep its module on a device."
-                )
-        return result
+            shape = _shape(args, kwargs, cls)
+            copied = f"an offloaded weight {shape} has no values to copy. {CANNOT_MOVE}"
+            computed = (
+                f"an offloaded weight {shape} is used while its module does not run: its values "
+                "are loaded for the forward pass of that module alone. Name the class of the "
+                "module that uses it in preload_module_classes, or keep its module on a device."
+            )
+            return _call(func, args, kwargs, copied, computed)
 
 
 class OffloadedValue(torch.Tensor):
@@ -94,13 +104,12 @@ class OffloadedValue(torch.Tensor):
             kwargs: keyword arguments of the call.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            result, lacking = _call(func, args, kwargs)
-            if lacking:
-                raise _not_saved(_shape(args, kwargs, cls))
+            rule = _not_saved(_shape(args, kwargs, cls))
+            result = _call(func, args, kwargs, rule, rule)
             return result.as_subclass(cls) if _is_plain(result) else result
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise _not_saved(_shape([self], None, OffloadedValue))
+        raise StateError(_not_saved(str(list(self.shape))))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedValue:
         return memo.setdefault(id(self), self.detach())
@@ -110,8 +119,8 @@ def _is_plain(result: Any) -> bool:
     return type(result) is torch.Tensor and result.is_meta
 
 
-def _not_saved(shape: str) -> StateError:
-    return StateError(
+def _not_saved(shape: str) -> str:
+    return (
         f"an offloaded weight {shape} of a state dict is saved or copied: state_dict() of a model "
         "with offloaded weights has their shapes without their values. Save the model with "
         "accelerator.save_model(model, folder), or save what "

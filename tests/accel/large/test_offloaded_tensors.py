@@ -98,3 +98,24 @@ def test_a_weight_on_a_device_is_saved(tmp_path: Path) -> None:
     resident = {name: value for name, value in model.state_dict().items() if name[0] == "0"}
     torch.save(resident, tmp_path / "resident.pt")
     assert type(resident["0.scale"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("move", [nn.Module.cpu, lambda m: m.cpu(), lambda m: m.to("cpu")])
+def test_an_offloaded_model_is_not_moved(offload: Any, move: Any, tmp_path: Path) -> None:
+    model = offload(net(), tmp_path)
+    rule = r"You can't move a model .*remove_hook_from_submodules\(model\)"
+    for module in (model, nn.Sequential(model), model[1].linear):
+        with pytest.raises(StateError, match=rule):
+            move(module)
+    assert torch.equal(model(inputs()), net()(inputs()))
+    remove_hook_from_submodules(model)
+    assert move(model) is model
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_offloaded_weights_get_another_dtype(offload: Any, tmp_path: Path) -> None:
+    model, expected = offload(net(), tmp_path), net().to(torch.float64)
+    x = inputs().double()
+    assert model.to(torch.float64, non_blocking=True) is model
+    assert torch.equal(model(x), expected(x))
