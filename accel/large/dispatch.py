@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.checkpoint.load_weights import listed
 from accel.checkpoint.offload_folder import (
     Info,
     OffloadedWeightsLoader,
@@ -45,7 +46,7 @@ from accel.large.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel.large.weights_map import Weights
+from accel.large.weights_map import Weights, in_memory
 from accel.logging import get_logger
 from accel.wrapping import is_dispatched
 
@@ -74,11 +75,16 @@ def cpu_offload(
 
     Returns:
         The model.
+
+    Raises:
+        ConfigError: for weights without a value.
     """
     _undo(model)
     weights = state_dict
     if weights is None:
-        weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
+        state = model.state_dict().items()
+        weights = {name: value.to("cpu") for name, value in state if not value.is_meta}
+    _check_values(model, weights)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -101,9 +107,13 @@ def disk_offload(
 
     Returns:
         The model.
+
+    Raises:
+        ConfigError: for weights without a value.
     """
     _undo(model)
     weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
+    _check_values(model, weights, offload_dir)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -145,15 +155,31 @@ def _with_disk(
     loaded = {name: value for name, value in state.items() if not value.is_meta}
     if loaded and folder is not None and index is None:
         offload_state_dict(folder, loaded)
-    weights = OffloadedWeightsLoader(in_memory, folder, index)
-    lacking = [name for name, value in state.items() if value.is_meta and name not in weights.index]
+    return OffloadedWeightsLoader(in_memory, folder, index)
+
+
+def _check_values(
+    model: nn.Module, weights: Weights | None = None, folder: PathLike | None = None
+) -> None:
+    """Refuse weights whose values neither the model nor the offloaded weights have.
+
+    With one on the meta device a forward pass ends with an error of torch, or computes from
+    whatever lies in memory.
+    """
+    known: Weights = {} if weights is None else weights
+
+    def lacks(name: str) -> bool:
+        return name not in known or (in_memory(known, name) and known[name].is_meta)
+
+    lacking = [name for name, value in model.state_dict().items() if value.is_meta and lacks(name)]
     if lacking:
+        given = "" if folder is None else f"offload_dir={os.fspath(folder)!r}, "
         raise ConfigError.of(
-            f"offload_dir={folder!r}",
-            f"it has no weights for {', '.join(lacking)}, which the model has no data for",
-            "Load the checkpoint with this folder as offload_folder.",
+            f"{given}weights {listed(lacking)}",
+            "they have no values, neither in the model nor where offloaded weights lie",
+            "Load a checkpoint that has them (with this folder as offload_folder), or give them "
+            "values first: set_module_tensor_to_device(model, name, 'cpu', value).",
         )
-    return weights
 
 
 def cpu_offload_with_hook(
@@ -221,17 +247,19 @@ def dispatch_model(
         The model, with the map as its attribute ``hf_device_map``.
 
     Raises:
-        ConfigError: for weights without a device, or on "disk" without a folder.
+        ConfigError: for weights without a device or a value, or on "disk" without a folder.
     """
     check_device_map(model, device_map)
     _undo(model)
     placed = set(device_map.values())
     if len(placed) == 1 and placed != {"disk"} and not force_hooks:
         _load_missing(model, offload_dir, offload_index)
+        _check_values(model)
         model.to(as_device(next(iter(placed))))
     else:
         spread = _Spread(model, device_map, main_device)
         weights = spread.weights(state_dict, offload_dir, offload_index)
+        _check_values(model, weights, offload_dir)
         ties = find_tied_parameters(model)
         check_tied_parameters_on_same_device(ties, device_map)
         attach_align_device_hook_on_blocks(

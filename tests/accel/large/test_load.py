@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel import init_empty_weights, load_checkpoint_and_dispatch
+from accel import cpu_offload, init_empty_weights, load_checkpoint_and_dispatch
 from accel.checkpoint.export import export_model
 from accel.errors import CheckpointError, ConfigError
-from accel.utils import load_state_dict
+from accel.utils import load_state_dict, set_module_tensor_to_device
 from tests.accel.large.models import Direct, Tied, hook_of, inputs, on_meta
 
 BIG = {"cpu": 10**9}
@@ -190,5 +190,35 @@ def test_a_used_folder_fills_in_no_weight_of_another_checkpoint(
     state = doubled().state_dict()
     del state["2.bias"]
     export_model(state, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"it has no weights for 2\.bias"):
+    with pytest.raises(ConfigError, match=r"weights 2\.bias: they have no values"):
         load(tmp_path / "other", device_map=HALF, offload_folder=tmp_path / "off")
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [{"": "disk"}, {"": "cpu"}, {"2": "cpu", "": "disk"}, {"0": "disk", "": "cpu"}],
+)
+def test_weights_that_nothing_has_values_for_are_told(
+    device_map: dict[str, Any], tmp_path: Path
+) -> None:
+    state = plain().state_dict()
+    value = state.pop("2.bias")
+    export_model(state, tmp_path / "short")
+    options: dict[str, Any] = {"device_map": device_map, "offload_folder": tmp_path / "off"}
+    rule = r"weights 2\.bias: they have no values.* Load a checkpoint that has them .* or give them"
+    with pytest.raises(ConfigError, match=rule):
+        load(tmp_path / "short", **options)
+    model = fresh()
+    set_module_tensor_to_device(model, "2.bias", "cpu", value)  # the remedy
+    model = load_checkpoint_and_dispatch(model, tmp_path / "short", **options)
+    assert torch.equal(model(inputs()), plain()(inputs()))
+
+
+def test_a_model_without_values_is_not_offloaded() -> None:
+    model = fresh()
+    with pytest.raises(ConfigError, match=r"weights 0\.weight, .*: they have no values"):
+        cpu_offload(model, "cpu")
+    state = plain().state_dict()
+    with pytest.raises(ConfigError, match=r"weights 2\.bias: they have no values"):
+        cpu_offload(model, "cpu", state_dict={n: v for n, v in state.items() if n != "2.bias"})
+    assert torch.equal(cpu_offload(model, "cpu", state_dict=state)(inputs()), plain()(inputs()))
