@@ -330,18 +330,19 @@ class AlignDevicesHook(ModelHook):
         """Take a state dict's values of offloaded tensors, or report those that have no place.
 
         Values that are offloaded already are compared; buffers, and what lies in memory, are
-        written. torch then finds the tensors themselves, and leaves them as they are.
+        written. torch then finds the tensors themselves, and leaves them as they are, also of those
+        that are refused: it would assign values of ``assign=True``, or propose that.
         """
         refused = list[str]()
         for name in self.offloaded(module):
             held, key = held_in(module, name)
             for full in (f"{prefix}{one}" for one in (name, *self.aliases.get(name, ()))):
                 value = state_dict.get(full)
-                if value is None or value.is_meta or value.shape != held[key].shape:
+                if value is None or value.shape != held[key].shape:
                     continue
-                if self._takes(name, value.to(held[key].dtype), held[key]):
-                    state_dict[full] = held[key]
-                else:
+                state_dict[full] = held[key]
+                has_value = not value.is_meta
+                if has_value and not self._takes(name, value.to(held[key].dtype), held[key]):
                     refused.append(full)
         if refused:
             error_messages: list[str] = others[-1]
