@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -107,8 +107,8 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._on_state_dicts: list[RemovableHandle] = []
         self.restores_all = False  # when it is removed, also what the module had no data for
-        # Of tied weights, by name: a list that all their hooks have, of the one that is restored.
-        self.restored: Mapping[str, list[torch.Tensor]] = {}
+        # Of tied weights, by name: the modules that have them and their names there, this one too.
+        self.tied: Mapping[str, Sequence[tuple[nn.Module, str]]] = {}
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
@@ -168,7 +168,7 @@ class AlignDevicesHook(ModelHook):
         return True
 
     def _write(self, name: str, value: torch.Tensor) -> None:
-        write_weight(self.weights_map, name, value, tied=name in self.restored)
+        write_weight(self.weights_map, name, value, tied=name in self.tied)
         if self.read_ahead is not None:
             self.read_ahead[0].forget(self.read_ahead[1])
 
@@ -191,8 +191,6 @@ class AlignDevicesHook(ModelHook):
             if device is not None and name not in leaving and not tensor.is_meta:
                 self._place(module, name, device)
         self._to_meta(module, leaving)
-        for restored in self.restored.values():
-            restored.clear()
         if self.offload:
             self._on_state_dicts = [
                 module.register_load_state_dict_pre_hook(self._load_state),
@@ -359,7 +357,7 @@ class AlignDevicesHook(ModelHook):
             if torch.equal(_content(present), _content(value)):
                 return True
             fits = in_memory(self.weights_map, name) or not isinstance(held, nn.Parameter)
-            if fits and name not in self.restored:
+            if fits and name not in self.tied:
                 self._write(name, value)
                 return True
             return False
@@ -387,13 +385,13 @@ class AlignDevicesHook(ModelHook):
         self, module: nn.Module, name: str, device: torch.device, weights: Weights
     ) -> None:
         """Give a module a weight back, the same one as other modules that it is tied to have."""
-        tied = self.restored.get(name, [])
-        held, key = held_in(module, name)
-        if tied:
-            held[key] = tied[0]
-        else:
+        others = (owner._parameters[key] for owner, key in self.tied.get(name, ()))
+        present = next((one for one in others if one is not None and not one.is_meta), None)
+        if present is None:
             self._place(module, name, device, weights[name])
-            tied.append(held[key])
+        else:
+            held, key = held_in(module, name)
+            held[key] = present
 
 
 class _StateDict:

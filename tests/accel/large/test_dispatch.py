@@ -345,7 +345,16 @@ def test_weights_that_are_offloaded_are_not_loaded_into(tmp_path: Path) -> None:
     assert torch.equal(model(inputs()), net()(inputs()))
 
 
-@pytest.mark.parametrize("device_map", [{"": "disk"}, {"block": "cpu", "": "disk"}, None])
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"": "disk"},
+        {"block": "cpu", "": "disk"},
+        {"": "cpu", "head": "disk"},
+        {"": "cpu", "embedding": "disk"},
+        None,
+    ],
+)
 def test_ties_are_there_again_without_the_hooks(
     device_map: dict[str, Any] | None, tmp_path: Path
 ) -> None:
