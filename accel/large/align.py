@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
-from accel.large.offloaded_tensors import mark_in_state_dict, mark_offloaded
+from accel.large.offloaded_tensors import mark_in_state_dict, mark_left, mark_offloaded
 from accel.large.read_ahead import ReadAhead
 from accel.large.tensors import (
     Device,
@@ -373,25 +373,24 @@ class AlignDevicesHook(ModelHook):
         self._on_state_dicts = []
         if self.offload and self.weights_map is not None:
             for name in self.offloaded(module):
-                device = self.original_devices.get(name, torch.device("cpu"))
-                if self.restores_all and device.type == "meta":
-                    device = torch.device("cpu")
-                if device.type != "meta":
-                    self._restore(module, name, device, self.weights_map)
+                self._restore(module, name, self.weights_map)
             self._tie(module)
         return module
 
-    def _restore(
-        self, module: nn.Module, name: str, device: torch.device, weights: Weights
-    ) -> None:
+    def _restore(self, module: nn.Module, name: str, weights: Weights) -> None:
         """Give a module a weight back, the same one as other modules that it is tied to have."""
         others = (owner._parameters[key] for owner, key in self.tied.get(name, ()))
         present = next((one for one in others if one is not None and not one.is_meta), None)
-        if present is None:
-            self._place(module, name, device, weights[name])
-        else:
-            held, key = held_in(module, name)
+        device = self.original_devices.get(name, torch.device("cpu"))
+        held, key = held_in(module, name)
+        if present is not None:
             held[key] = present
+        elif device.type != "meta":
+            self._place(module, name, device, weights[name])
+        elif self.restores_all:
+            self._place(module, name, "cpu", weights[name])
+        else:
+            mark_left(held[key])
 
 
 class _StateDict:

@@ -11,10 +11,10 @@ from torch import nn
 from accel.errors import StateError
 from accel.tree import iterate
 
-_NO_DATA = "meta tensor"  # torch, of a copy from the meta device to another
 CANNOT_MOVE = (
     "You can't move a model that has some modules offloaded to cpu or disk. Remove its hooks with "
-    "accel.hooks.remove_hook_from_submodules(model), or dispatch it anew."
+    "accel.hooks.remove_hook_from_submodules(model), or dispatch it anew, such as with "
+    "dispatch_model(model, {'': 'cpu'}, offload_dir=folder)."
 )
 
 
@@ -32,14 +32,14 @@ def _call(
     result with data.
     """
     given = list(iterate([args, kwargs or {}]))
+    has_data = any(not tensor.is_meta for tensor in given)
     try:
         result = func(*args, **(kwargs or {}))
-    except NotImplementedError as error:
-        if _NO_DATA not in str(error):
+    except (RuntimeError, TypeError) as error:  # others of torch are subclasses
+        if "meta" not in str(error).lower():
             raise
-        raise StateError(copied) from error
+        raise StateError(computed if has_data else copied) from error
     known = {id(tensor) for tensor in given}
-    has_data = any(not tensor.is_meta for tensor in given)
     if has_data and any(not t.is_meta and id(t) not in known for t in iterate(result)):
         raise StateError(computed)
     return result
@@ -50,6 +50,12 @@ class OffloadedWeight(nn.Parameter):
 
     Operations that would need the values are refused.
     """
+
+    _unused = (
+        "is used while its module does not run: its values are loaded for the forward pass of that "
+        "module alone. Name the class of the module that uses it in preload_module_classes, or "
+        "keep its module on a device."
+    )
 
     @classmethod
     def __torch_function__(
@@ -70,12 +76,20 @@ class OffloadedWeight(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             shape = _shape(args, kwargs, cls)
             copied = f"an offloaded weight {shape} has no values to copy. {CANNOT_MOVE}"
-            computed = (
-                f"an offloaded weight {shape} is used while its module does not run: its values "
-                "are loaded for the forward pass of that module alone. Name the class of the "
-                "module that uses it in preload_module_classes, or keep its module on a device."
-            )
-            return _call(func, args, kwargs, copied, computed)
+            computed = f"an offloaded weight {shape} {cls._unused}"
+            result = _call(func, args, kwargs, copied, computed)
+            # For state_dict(), also of a model whose hooks were removed and left weights on disk.
+            detached = func is torch.Tensor.detach and _is_plain(result)
+            return result.as_subclass(OffloadedValue) if detached else result
+
+
+class LeftWeight(OffloadedWeight):
+    """An offloaded weight whose hook was removed, and which the module never had in memory."""
+
+    _unused = (
+        "is used whose hooks were removed, which loaded its values. Dispatch the model again, such "
+        "as with dispatch_model(model, {'': 'cpu'}, offload_dir=folder)."
+    )
 
 
 class OffloadedValue(torch.Tensor):
@@ -135,8 +149,14 @@ def _shape(args: Sequence[Any], kwargs: Mapping[str, Any] | None, kind: type[tor
 
 def mark_offloaded(weight: torch.Tensor) -> None:
     """Have a plain parameter on the meta device refuse computations with it, in place."""
-    if type(weight) is nn.Parameter and weight.is_meta:
+    if type(weight) in (nn.Parameter, LeftWeight) and weight.is_meta:
         weight.__class__ = OffloadedWeight
+
+
+def mark_left(weight: torch.Tensor) -> None:
+    """Mark an offloaded weight that no hook loads any more, in place."""
+    if type(weight) is OffloadedWeight:
+        weight.__class__ = LeftWeight
 
 
 def mark_in_state_dict(state: MutableMapping[str, Any], names: Iterable[str]) -> None:

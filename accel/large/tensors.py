@@ -11,7 +11,7 @@ from torch import nn
 from accel.checkpoint.dtypes import as_dtype
 from accel.device import default_device_type
 from accel.errors import ConfigError, StateError, nearest
-from accel.large.offloaded_tensors import OffloadedValue, OffloadedWeight
+from accel.large.offloaded_tensors import LeftWeight, OffloadedValue, OffloadedWeight
 from accel.logging import get_logger
 from accel.memory import clear_device_cache
 
@@ -122,7 +122,7 @@ def like(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     if not isinstance(old, nn.Parameter):
         return data.detach()
     trains = old.requires_grad and (data.is_floating_point() or data.is_complex())
-    if type(old) in (nn.Parameter, OffloadedWeight, OffloadedValue):
+    if type(old) in (nn.Parameter, OffloadedWeight, LeftWeight, OffloadedValue):
         fresh: torch.Tensor = nn.Parameter(data.detach(), requires_grad=trains)
     else:
         fresh = torch.Tensor._make_subclass(type(old), data.detach(), trains)
@@ -170,7 +170,7 @@ def set_module_tensor_to_device(
         kept = as_dtype(dtype or old.dtype) if value.is_floating_point() else value.dtype
         if _write(module, tensor_name, value.to(kept)):
             return
-        if isinstance(old, OffloadedWeight):
+        if type(old) is OffloadedWeight:
             raise StateError(
                 f"{tensor_name!r} is offloaded by a hook of a module around this one. Pass the "
                 "whole model and the full name of the tensor."

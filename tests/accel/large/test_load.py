@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from accel import cpu_offload, init_empty_weights, load_checkpoint_and_dispatch
+from accel import (
+    cpu_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from accel.checkpoint.export import export_model
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError, StateError
+from accel.hooks import remove_hook_from_submodules
 from accel.utils import load_state_dict, set_module_tensor_to_device
 from tests.accel.large.models import Direct, Tied, hook_of, inputs, on_meta
 
@@ -222,3 +228,35 @@ def test_a_model_without_values_is_not_offloaded() -> None:
     with pytest.raises(ConfigError, match=r"weights 2\.bias: they have no values"):
         cpu_offload(model, "cpu", state_dict={n: v for n, v in state.items() if n != "2.bias"})
     assert torch.equal(cpu_offload(model, "cpu", state_dict=state)(inputs()), plain()(inputs()))
+
+
+def test_what_hooks_leave_on_disk_is_neither_saved_nor_moved(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, device_map=HALF, offload_folder=tmp_path / "off")
+    remove_hook_from_submodules(model)
+    assert on_meta(model) == {"2.weight", "2.bias"}
+    with pytest.raises(StateError, match=r"offloaded weight .* without their values"):
+        torch.save(model.state_dict(), tmp_path / "lost.pt")
+    with pytest.raises(StateError, match=r"whose hooks were removed.*Dispatch the model again"):
+        model(inputs())
+    with pytest.raises(StateError, match=r"or dispatch it anew, such as with dispatch_model"):
+        model.cpu()
+    dispatch_model(model, {"": "cpu"}, offload_dir=tmp_path / "off")  # the remedy
+    assert model.cpu() is model
+    torch.save(model.state_dict(), tmp_path / "full.pt")
+    assert torch.equal(model(inputs()), plain()(inputs()))
+
+
+def test_what_hooks_leave_on_disk_is_loaded_or_offloaded_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = load(folder, device_map=HALF, offload_folder=tmp_path / "off")
+    for _ in range(2):
+        remove_hook_from_submodules(model)
+        dispatch_model(model, HALF, offload_dir=tmp_path / "off")
+        assert torch.equal(model(inputs()), plain()(inputs()))
+    remove_hook_from_submodules(model)
+    for name in ("weight", "bias"):
+        value = plain().state_dict()[f"2.{name}"]
+        set_module_tensor_to_device(model, f"2.{name}", "cpu", value)
+    assert {type(weight) for weight in model.parameters()} == {nn.Parameter}
+    assert torch.equal(model(inputs()), plain()(inputs()))

@@ -89,6 +89,9 @@ def test_a_state_dict_is_looked_at_and_loaded_again(offload: Any, tmp_path: Path
         net().load_state_dict(state)
     with pytest.raises(StateError, match=RULE):
         torch.ones(4, 4) @ state["1.linear.weight"]
+    for use in (torch.Tensor.numpy, torch.Tensor.tolist, lambda value: value[0, 0].item()):
+        with pytest.raises(StateError, match=RULE):
+            use(state["1.linear.weight"])
     remove_hook_from_submodules(model)
     torch.save(model.state_dict(), tmp_path / "full.pt")
 
