@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from accel import (
     cpu_offload,
     dispatch_model,
+    infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
@@ -260,3 +262,15 @@ def test_what_hooks_leave_on_disk_is_loaded_or_offloaded_again(
         set_module_tensor_to_device(model, f"2.{name}", "cpu", value)
     assert {type(weight) for weight in model.parameters()} == {nn.Parameter}
     assert torch.equal(model(inputs()), plain()(inputs()))
+
+
+def test_an_inferred_map_may_name_a_buffer_that_no_checkpoint_has(tmp_path: Path) -> None:
+    model = Tied().eval()
+    export_model(model.state_dict(), tmp_path / "weights")
+    loaded = copy.deepcopy(model)
+    nn.init.zeros_(loaded.block.linear.weight)
+    device_map = infer_auto_device_map(loaded, {"cpu": 200})
+    assert device_map["block.shift"] == "disk"
+    load(tmp_path / "weights", loaded, device_map=device_map, offload_folder=tmp_path / "off")
+    tokens = torch.tensor([1, 2])
+    assert torch.equal(loaded(tokens), model(tokens))
