@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator, cpu_offload, disk_offload, dispatch_model, load_checkpoint_in_model
-from accel.errors import StateError
+from accel.errors import CheckpointError, StateError
 from accel.hooks import remove_hook_from_submodules
 from accel.utils.modeling import get_state_dict_offloaded_model
 from tests.accel.large.models import Tied, inputs, net
@@ -42,6 +42,14 @@ def test_a_state_dict_is_not_saved_without_its_values(offload: Any, tmp_path: Pa
         safetensors.torch.save_file(model.state_dict(), tmp_path / "lost.safetensors")
     with pytest.raises(StateError, match=RULE):
         {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+def test_the_remedy_of_a_file_of_safetensors_saves_the_values(tmp_path: Path) -> None:
+    accelerator, model = Accelerator(cpu=True), cpu_offload(net(), "cpu")
+    rule = r"\(meta\): .*offloaded weights .*save_model\(model"
+    with pytest.raises(CheckpointError, match=rule) as caught:
+        accelerator.save(model.state_dict(), tmp_path / "lost", safe_serialization=True)
+    assert "safe_serialization=False" not in str(caught.value)
 
 
 def test_an_offloaded_buffer_is_not_saved_without_its_values() -> None:
