@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
@@ -22,8 +23,8 @@ def _call(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    copied: str,
-    computed: str,
+    copied: Callable[[], str],
+    computed: Callable[[], str],
 ) -> Any:
     """Return the result of an operation; raise `StateError` if it needs values that are offloaded.
 
@@ -38,11 +39,15 @@ def _call(
     except (RuntimeError, TypeError) as error:  # others of torch are subclasses
         if "meta" not in str(error).lower():
             raise
-        raise StateError(computed if has_data else copied) from error
-    known = {id(tensor) for tensor in given}
-    if has_data and any(not t.is_meta and id(t) not in known for t in iterate(result)):
-        raise StateError(computed)
+        raise StateError(computed() if has_data else copied()) from error
+    if has_data and _is_new(result, given):
+        raise StateError(computed())
     return result
+
+
+def _is_new(result: Any, given: Sequence[torch.Tensor]) -> bool:
+    known = {id(tensor) for tensor in given}
+    return any(not t.is_meta and id(t) not in known for t in iterate(result))
 
 
 class OffloadedWeight(nn.Parameter):
@@ -74,10 +79,16 @@ class OffloadedWeight(nn.Parameter):
             kwargs: keyword arguments of the call.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            shape = _shape(args, kwargs, cls)
-            copied = f"an offloaded weight {shape} has no values to copy. {CANNOT_MOVE}"
-            computed = f"an offloaded weight {shape} {cls._unused}"
-            result = _call(func, args, kwargs, copied, computed)
+            result = _call(
+                func,
+                args,
+                kwargs,
+                lambda: (
+                    f"an offloaded weight {_shape(args, kwargs, cls)} has no values to copy. "
+                    f"{CANNOT_MOVE}"
+                ),
+                lambda: f"an offloaded weight {_shape(args, kwargs, cls)} {cls._unused}",
+            )
             # For state_dict(), also of a model whose hooks were removed and left weights on disk.
             detached = func is torch.Tensor.detach and _is_plain(result)
             return result.as_subclass(OffloadedValue) if detached else result
@@ -118,12 +129,12 @@ class OffloadedValue(torch.Tensor):
             kwargs: keyword arguments of the call.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            rule = _not_saved(_shape(args, kwargs, cls))
+            rule = functools.partial(_not_saved, args, kwargs)
             result = _call(func, args, kwargs, rule, rule)
             return result.as_subclass(cls) if _is_plain(result) else result
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise StateError(_not_saved(str(list(self.shape))))
+        raise StateError(_not_saved([self], None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedValue:
         return memo.setdefault(id(self), self.detach())
@@ -133,7 +144,8 @@ def _is_plain(result: Any) -> bool:
     return type(result) is torch.Tensor and result.is_meta
 
 
-def _not_saved(shape: str) -> str:
+def _not_saved(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
+    shape = _shape(args, kwargs, OffloadedValue)
     return (
         f"an offloaded weight {shape} of a state dict is saved or copied: state_dict() of a model "
         "with offloaded weights has their shapes without their values. Save the model with "
