@@ -172,7 +172,8 @@ class _Plan:
 
     def _unknown_names(self) -> Iterator[Problem]:
         modules = [name for name, _ in self.model.named_modules() if name]
-        known = ["", *modules, *self.state]
+        buffers = [name for name, _ in self.model.named_buffers()]  # also what no checkpoint has
+        known = {"", *modules, *self.state, *buffers}
         for name in self._devices:
             if name not in known:
                 value = f"device_map[{name!r}]"

@@ -216,6 +216,9 @@ def refuse_unwritable(state: Mapping[str, torch.Tensor]) -> None:
         if kind != str(torch.strided):
             rule = "safetensors holds dense tensors that have data"
             remedy = "Make it dense, or save with safe_serialization=False."
+            if tensor.is_meta:
+                remedy = "Load its values; those of offloaded weights are saved by "
+                remedy += "accelerator.save_model(model, folder)."
             raise CheckpointError(Problem(f"tensor {name!r} ({kind})", rule, remedy))
 
 

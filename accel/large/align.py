@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,13 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
+from accel.large.offloaded_tensors import mark_in_state_dict, mark_left, mark_offloaded
 from accel.large.read_ahead import ReadAhead
 from accel.large.tensors import (
     Device,
     TiedParams,
     as_device,
     held_in,
-    mark_offloaded,
     named_module_tensors,
     place_tensor,
 )
@@ -105,10 +105,10 @@ class AlignDevicesHook(ModelHook):
         self.kept = kept
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._guard: RemovableHandle | None = None
+        self._on_state_dicts: list[RemovableHandle] = []
         self.restores_all = False  # when it is removed, also what the module had no data for
-        # Of tied weights, by name: a list that all their hooks have, of the one that is restored.
-        self.restored: Mapping[str, list[torch.Tensor]] = {}
+        # Of tied weights, by name: the modules that have them and their names there, this one too.
+        self.tied: Mapping[str, Sequence[tuple[nn.Module, str]]] = {}
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
@@ -168,7 +168,7 @@ class AlignDevicesHook(ModelHook):
         return True
 
     def _write(self, name: str, value: torch.Tensor) -> None:
-        write_weight(self.weights_map, name, value, tied=name in self.restored)
+        write_weight(self.weights_map, name, value, tied=name in self.tied)
         if self.read_ahead is not None:
             self.read_ahead[0].forget(self.read_ahead[1])
 
@@ -191,10 +191,11 @@ class AlignDevicesHook(ModelHook):
             if device is not None and name not in leaving and not tensor.is_meta:
                 self._place(module, name, device)
         self._to_meta(module, leaving)
-        for restored in self.restored.values():
-            restored.clear()
         if self.offload:
-            self._guard = module.register_load_state_dict_pre_hook(self._load_state)
+            self._on_state_dicts = [
+                module.register_load_state_dict_pre_hook(self._load_state),
+                module.register_state_dict_post_hook(_StateDict(self)),
+            ]
         return module
 
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -327,18 +328,19 @@ class AlignDevicesHook(ModelHook):
         """Take a state dict's values of offloaded tensors, or report those that have no place.
 
         Values that are offloaded already are compared; buffers, and what lies in memory, are
-        written. torch then finds the tensors themselves, and leaves them as they are.
+        written. torch then finds the tensors themselves, and leaves them as they are, also of those
+        that are refused: it would assign values of ``assign=True``, or propose that.
         """
         refused = list[str]()
         for name in self.offloaded(module):
             held, key = held_in(module, name)
             for full in (f"{prefix}{one}" for one in (name, *self.aliases.get(name, ()))):
                 value = state_dict.get(full)
-                if value is None or value.is_meta or value.shape != held[key].shape:
+                if value is None or value.shape != held[key].shape:
                     continue
-                if self._takes(name, value.to(held[key].dtype), held[key]):
-                    state_dict[full] = held[key]
-                else:
+                state_dict[full] = held[key]
+                has_value = not value.is_meta
+                if has_value and not self._takes(name, value.to(held[key].dtype), held[key]):
                     refused.append(full)
         if refused:
             error_messages: list[str] = others[-1]
@@ -355,7 +357,7 @@ class AlignDevicesHook(ModelHook):
             if torch.equal(_content(present), _content(value)):
                 return True
             fits = in_memory(self.weights_map, name) or not isinstance(held, nn.Parameter)
-            if fits and name not in self.restored:
+            if fits and name not in self.tied:
                 self._write(name, value)
                 return True
             return False
@@ -366,30 +368,47 @@ class AlignDevicesHook(ModelHook):
         Args:
             module: what the hook was attached to.
         """
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
+        for handle in self._on_state_dicts:
+            handle.remove()
+        self._on_state_dicts = []
         if self.offload and self.weights_map is not None:
             for name in self.offloaded(module):
-                device = self.original_devices.get(name, torch.device("cpu"))
-                if self.restores_all and device.type == "meta":
-                    device = torch.device("cpu")
-                if device.type != "meta":
-                    self._restore(module, name, device, self.weights_map)
+                self._restore(module, name, self.weights_map)
             self._tie(module)
         return module
 
-    def _restore(
-        self, module: nn.Module, name: str, device: torch.device, weights: Weights
-    ) -> None:
+    def _restore(self, module: nn.Module, name: str, weights: Weights) -> None:
         """Give a module a weight back, the same one as other modules that it is tied to have."""
-        tied = self.restored.get(name, [])
+        others = (owner._parameters[key] for owner, key in self.tied.get(name, ()))
+        present = next((one for one in others if one is not None and not one.is_meta), None)
+        device = self.original_devices.get(name, torch.device("cpu"))
         held, key = held_in(module, name)
-        if tied:
-            held[key] = tied[0]
-        else:
+        if present is not None:
+            held[key] = present
+        elif device.type != "meta":
             self._place(module, name, device, weights[name])
-            tied.append(held[key])
+        elif self.restores_all:
+            self._place(module, name, "cpu", weights[name])
+        else:
+            mark_left(held[key])
+
+
+class _StateDict:
+    """Has offloaded tensors in a module's state dict refuse to be saved without their values.
+
+    An object: torch notes in a hook of a state dict how it was registered.
+    """
+
+    def __init__(self, hook: AlignDevicesHook) -> None:
+        self.hook = hook
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+    ) -> None:
+        aliases = self.hook.aliases
+        names = self.hook.offloaded(module)
+        every = [*names, *(other for name in names for other in aliases.get(name, ()))]
+        mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in every])
 
 
 class _Loaded:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from accel.checkpoint.offload_folder import PrefixedDataset
 from accel.large.align import AlignDevicesHook, LoadLock
 from accel.large.hooks import add_hook_to_module
 from accel.large.read_ahead import Block, ReadAhead
-from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in
+from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in, owner_of
 from accel.large.weights_map import Weights
 
 Keys = str | Iterable[str] | None
+Places = list[tuple[nn.Module, str]]  # modules that have one weight, and its name there
 # Modules of torch that use the weights of a submodule without calling it.
 _DIRECT = (nn.MultiheadAttention,)
 
@@ -130,7 +130,7 @@ class _Attacher:
     preload: frozenset[str]
     tied: TiedParams | None
     adapts: bool
-    ties: Mapping[str, list[torch.Tensor]]
+    ties: Mapping[str, Places]
     ahead: ReadAhead = field(default_factory=ReadAhead)
     lock: LoadLock = field(default_factory=LoadLock)
 
@@ -217,7 +217,7 @@ class _Attacher:
         )
         names = hook.offloaded(module) if offload else []
         hook.lock = self.lock
-        hook.restored = {n: self.ties[prefix + n] for n in names if prefix + n in self.ties}
+        hook.tied = {n: self.ties[prefix + n] for n in names if prefix + n in self.ties}
         size = sum(held[key].nbytes for held, key in (held_in(module, n) for n in names))
         add_hook_to_module(module, hook, append=True)
         if names and hook.weights_map is not None:
@@ -230,13 +230,13 @@ def _adapts(model: nn.Module) -> bool:
     return len({parameter.requires_grad for parameter in model.parameters()}) == 2
 
 
-def _ties(model: nn.Module, name: str) -> dict[str, list[torch.Tensor]]:
-    """Return a list for each tied weight, by all of its full names."""
+def _ties(model: nn.Module, name: str) -> dict[str, Places]:
+    """Return all places of each tied weight, by all of its full names."""
     prefix = f"{name}." if name else ""
-    ties: dict[str, list[torch.Tensor]] = {}
+    ties: dict[str, Places] = {}
     for group in find_tied_parameters(model):
-        shared = list[torch.Tensor]()
-        ties |= {f"{prefix}{one}": shared for one in group}
+        places = [owner_of(model, one) for one in group]
+        ties |= {f"{prefix}{one}": places for one in group}
     return ties
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.checkpoint.load_weights import listed
 from accel.checkpoint.offload_folder import (
     Info,
     OffloadedWeightsLoader,
@@ -33,6 +34,7 @@ from accel.large.hooks import (
     hooks_of,
     remove_hook_from_module,
 )
+from accel.large.offloaded_tensors import CANNOT_MOVE
 from accel.large.tensors import (
     Device,
     TiedParams,
@@ -40,16 +42,18 @@ from accel.large.tensors import (
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     held_in,
+    named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel.large.weights_map import Weights
+from accel.large.weights_map import Weights, in_memory
 from accel.logging import get_logger
 from accel.wrapping import is_dispatched
 
 logger = get_logger(__name__)
 
 PathLike = str | os.PathLike[str]
+_MOVES = ("to", "cpu", "cuda")  # methods of a module
 
 
 def cpu_offload(
@@ -71,11 +75,16 @@ def cpu_offload(
 
     Returns:
         The model.
+
+    Raises:
+        ConfigError: for weights without a value.
     """
     _undo(model)
     weights = state_dict
     if weights is None:
-        weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
+        state = model.state_dict().items()
+        weights = {name: value.to("cpu") for name, value in state if not value.is_meta}
+    _check_values(model, weights)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -98,9 +107,13 @@ def disk_offload(
 
     Returns:
         The model.
+
+    Raises:
+        ConfigError: for weights without a value.
     """
     _undo(model)
     weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
+    _check_values(model, weights, offload_dir)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -121,6 +134,7 @@ def _offload(
         offload_buffers=offload_buffers,
         preload_module_classes=preload,
     )
+    _guard(model)
     return model
 
 
@@ -141,15 +155,31 @@ def _with_disk(
     loaded = {name: value for name, value in state.items() if not value.is_meta}
     if loaded and folder is not None and index is None:
         offload_state_dict(folder, loaded)
-    weights = OffloadedWeightsLoader(in_memory, folder, index)
-    lacking = [name for name, value in state.items() if value.is_meta and name not in weights.index]
+    return OffloadedWeightsLoader(in_memory, folder, index)
+
+
+def _check_values(
+    model: nn.Module, weights: Weights | None = None, folder: PathLike | None = None
+) -> None:
+    """Refuse weights whose values neither the model nor the offloaded weights have.
+
+    With one on the meta device a forward pass ends with an error of torch, or computes from
+    whatever lies in memory.
+    """
+    known: Weights = {} if weights is None else weights
+
+    def lacks(name: str) -> bool:
+        return name not in known or (in_memory(known, name) and known[name].is_meta)
+
+    lacking = [name for name, value in model.state_dict().items() if value.is_meta and lacks(name)]
     if lacking:
+        given = "" if folder is None else f"offload_dir={os.fspath(folder)!r}, "
         raise ConfigError.of(
-            f"offload_dir={folder!r}",
-            f"it has no weights for {', '.join(lacking)}, which the model has no data for",
-            "Load the checkpoint with this folder as offload_folder.",
+            f"{given}weights {listed(lacking)}",
+            "they have no values, neither in the model nor where offloaded weights lie",
+            "Load a checkpoint that has them (with this folder as offload_folder), or give them "
+            "values first: set_module_tensor_to_device(model, name, 'cpu', value).",
         )
-    return weights
 
 
 def cpu_offload_with_hook(
@@ -217,17 +247,19 @@ def dispatch_model(
         The model, with the map as its attribute ``hf_device_map``.
 
     Raises:
-        ConfigError: for weights without a device, or on "disk" without a folder.
+        ConfigError: for weights without a device or a value, or on "disk" without a folder.
     """
     check_device_map(model, device_map)
     _undo(model)
     placed = set(device_map.values())
     if len(placed) == 1 and placed != {"disk"} and not force_hooks:
         _load_missing(model, offload_dir, offload_index)
+        _check_values(model)
         model.to(as_device(next(iter(placed))))
     else:
         spread = _Spread(model, device_map, main_device)
         weights = spread.weights(state_dict, offload_dir, offload_index)
+        _check_values(model, weights, offload_dir)
         ties = find_tied_parameters(model)
         check_tied_parameters_on_same_device(ties, device_map)
         attach_align_device_hook_on_blocks(
@@ -262,7 +294,7 @@ def _undo(model: nn.Module) -> None:
             if others:
                 hook = others[0] if len(others) == 1 else SequentialHook(*others)
                 add_hook_to_module(module, hook)
-    for name in ("to", "cuda"):
+    for name in _MOVES:
         if isinstance(model.__dict__.get(name), _Guarded):
             delattr(model, name)
     model.__dict__.pop("hf_device_map", None)
@@ -358,7 +390,7 @@ def _retie(model: nn.Module, ties: list[list[str]]) -> None:
 
 
 class _Guarded:
-    """`to` or `cuda` of a dispatched model, whose hooks would not know of a move."""
+    """`to`, `cpu` or `cuda` of a dispatched model, whose hooks would not know of a move."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         functools.update_wrapper(self, getattr(type(model), name))
@@ -373,17 +405,18 @@ class _Guarded:
         self.__init__(**state)  # type: ignore[misc] # it is made in full
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
-        if any(parameter.is_meta for parameter in self.model.parameters()):
-            raise StateError(
-                "You can't move a model that has some modules offloaded to cpu or disk. Remove its "
-                "hooks with accel.hooks.remove_hook_from_submodules, or dispatch it anew."
-            )
-        if is_dispatched(self.model):
+        # Another dtype alone is no move: weights are converted when they are loaded.
+        given = (*args, *kwargs.values())
+        moves = not given or not all(isinstance(one, (torch.dtype, bool)) for one in given)
+        tensors = named_module_tensors(self.model, recurse=True)
+        if moves and any(tensor.is_meta for _, tensor in tensors):
+            raise StateError(CANNOT_MOVE)
+        if moves and is_dispatched(self.model):
             logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
         moved: nn.Module = getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         return moved
 
 
 def _guard(model: nn.Module) -> None:
-    for name in ("to", "cuda"):
+    for name in _MOVES:
         setattr(model, name, _Guarded(model, name))

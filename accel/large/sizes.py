@@ -91,7 +91,7 @@ def tensor_bytes(
     size: int | float = tensor.element_size()
     if special_dtypes and name in special_dtypes:
         size = _bytes_of(special_dtypes[name])
-    elif dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
+    elif dtype is not None and tensor.is_floating_point():  # loading leaves complex ones
         size = min(_bytes_of(dtype), size)
     return math.ceil(tensor.numel() * size)
 
@@ -107,6 +107,7 @@ def compute_module_sizes(
     Args:
         model: on any device, also meta.
         dtype: that floating tensors are going to have, unless theirs is smaller; None: theirs.
+            Complex tensors and integers keep theirs, as when a checkpoint is loaded.
         special_dtypes: dtype by full name of a tensor, where it is another.
         buffers_only: whether buffers alone count.
     """

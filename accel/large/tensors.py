@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import nn
 from accel.checkpoint.dtypes import as_dtype
 from accel.device import default_device_type
 from accel.errors import ConfigError, StateError, nearest
+from accel.large.offloaded_tensors import LeftWeight, OffloadedValue, OffloadedWeight
 from accel.logging import get_logger
 from accel.memory import clear_device_cache
-from accel.tree import iterate
 
 logger = get_logger(__name__)
 
@@ -117,57 +117,12 @@ def held_in(module: nn.Module, name: str) -> tuple[Held, str]:
 # -- placing -------------------------------------------------------------------------------
 
 
-class OffloadedWeight(nn.Parameter):
-    """A parameter without data, whose values are loaded for the forward pass of its module alone.
-
-    On a CPU, torch multiplies by a matrix on the meta device without an error, and returns whatever
-    lies in memory. So results with data that are computed with an offloaded weight are refused.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Return what `func` returns; raise `StateError` if that was computed without the values.
-
-        Args:
-            func: of torch.
-            types: of the arguments that have such a method.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            given = list(iterate([args, kwargs]))
-            has_data = any(not tensor.is_meta for tensor in given)
-            known = {id(tensor) for tensor in given}
-            if has_data and any(not t.is_meta and id(t) not in known for t in iterate(result)):
-                shapes = [list(tensor.shape) for tensor in given if isinstance(tensor, cls)]
-                raise StateError(
-                    f"an offloaded weight {shapes[0] if shapes else ''} is used while its module "
-                    "does not run: its values are loaded for the forward pass of that module "
-                    "alone. Name the class of the module that uses it in preload_module_classes, "
-                    "or keep its module on a device."
-                )
-        return result
-
-
-def mark_offloaded(weight: torch.Tensor) -> None:
-    """Have a plain parameter on the meta device refuse computations with it, in place."""
-    if type(weight) is nn.Parameter and weight.is_meta:
-        weight.__class__ = OffloadedWeight
-
-
 def like(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return `data` as what `old` is: a parameter of its class and attributes, or a buffer."""
     if not isinstance(old, nn.Parameter):
         return data.detach()
     trains = old.requires_grad and (data.is_floating_point() or data.is_complex())
-    if type(old) in (nn.Parameter, OffloadedWeight):
+    if type(old) in (nn.Parameter, OffloadedWeight, LeftWeight, OffloadedValue):
         fresh: torch.Tensor = nn.Parameter(data.detach(), requires_grad=trains)
     else:
         fresh = torch.Tensor._make_subclass(type(old), data.detach(), trains)
@@ -215,7 +170,7 @@ def set_module_tensor_to_device(
         kept = as_dtype(dtype or old.dtype) if value.is_floating_point() else value.dtype
         if _write(module, tensor_name, value.to(kept)):
             return
-        if isinstance(old, OffloadedWeight):
+        if type(old) is OffloadedWeight:
             raise StateError(
                 f"{tensor_name!r} is offloaded by a hook of a module around this one. Pass the "
                 "whole model and the full name of the tensor."

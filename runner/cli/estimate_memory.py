@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,11 +114,12 @@ def _model(name: str, arguments: Sequence[str]) -> nn.Module:
     from runner.build.factory import factory_of
     from runner.factories.registry import register
 
-    if "." not in name and name not in register.model.names():
+    dotted = "." in name and os.sep not in name
+    if not dotted and name not in register.model.names():
         rule = f"there is no such folder, and the model factories are {register.model.names()}"
         remedy = f"Name the folder of a {CONFIG}, or a trusted package.module.factory."
         raise ConfigError.of(name, rule, remedy)
-    node = {"_target_" if "." in name else "name": name, **_parsed(arguments)}
+    node = {"_target_" if dotted else "name": name, **_parsed(arguments)}
     factory = factory_of("model", node, register.model)
     ConfigError.raise_if(factory.problems())
     with init_empty_weights(include_buffers=False):
@@ -131,7 +133,11 @@ def _parsed(arguments: Sequence[str]) -> JsonObject:
         key, given, value = argument.partition("=")
         if not given or not key.isidentifier():
             raise ConfigError.of(argument, "it is KEY=VALUE", "Give dim=64, say.")
-        found[key] = yaml.safe_load(value)
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            rule = f"the value is YAML ({str(error).splitlines()[0]})"
+            raise ConfigError.of(argument, rule, "Correct it, or quote it.") from error
     return found
 
 

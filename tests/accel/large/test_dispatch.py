@@ -186,7 +186,7 @@ def test_weights_without_data_come_from_the_folder(tmp_path: Path) -> None:
         setattr(
             model[1], name, nn.Parameter(part.to("meta")) if name == "scale" else part.to("meta")
         )
-    with pytest.raises(ConfigError, match=r"no weights for 1\.scale"):
+    with pytest.raises(ConfigError, match=r"weights 1\.scale, .*: they have no values"):
         dispatch_model(model, HALF, offload_dir=tmp_path / "empty")
     dispatch_model(model, HALF, offload_dir=tmp_path, offload_buffers=True)
     assert torch.equal(model(inputs()), shift())
@@ -345,7 +345,16 @@ def test_weights_that_are_offloaded_are_not_loaded_into(tmp_path: Path) -> None:
     assert torch.equal(model(inputs()), net()(inputs()))
 
 
-@pytest.mark.parametrize("device_map", [{"": "disk"}, {"block": "cpu", "": "disk"}, None])
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"": "disk"},
+        {"block": "cpu", "": "disk"},
+        {"": "cpu", "head": "disk"},
+        {"": "cpu", "embedding": "disk"},
+        None,
+    ],
+)
 def test_ties_are_there_again_without_the_hooks(
     device_map: dict[str, Any] | None, tmp_path: Path
 ) -> None:

@@ -69,7 +69,9 @@ def test_weights_that_were_never_in_memory_are_found(
     assert torch.equal(model(inputs()), expected)
 
 
-@pytest.mark.parametrize("second", [{"": "cpu"}, {"": "disk"}, {"block": "disk", "": "cpu"}])
+@pytest.mark.parametrize(
+    "second", [{"": "cpu"}, {"": "disk"}, {"block": "disk", "": "cpu"}, {"head": "disk", "": "cpu"}]
+)
 def test_ties_survive(second: dict[str, Any], tmp_path: Path) -> None:
     model, tokens = Tied().eval(), torch.tensor([1, 2])
     expected = copy.deepcopy(model)(tokens)

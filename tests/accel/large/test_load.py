@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from accel import init_empty_weights, load_checkpoint_and_dispatch
+from accel import (
+    cpu_offload,
+    dispatch_model,
+    infer_auto_device_map,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from accel.checkpoint.export import export_model
-from accel.errors import CheckpointError, ConfigError
-from accel.utils import load_state_dict
+from accel.errors import CheckpointError, ConfigError, StateError
+from accel.hooks import remove_hook_from_submodules
+from accel.utils import load_state_dict, set_module_tensor_to_device
 from tests.accel.large.models import Direct, Tied, hook_of, inputs, on_meta
 
 BIG = {"cpu": 10**9}
@@ -190,5 +198,79 @@ def test_a_used_folder_fills_in_no_weight_of_another_checkpoint(
     state = doubled().state_dict()
     del state["2.bias"]
     export_model(state, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"it has no weights for 2\.bias"):
+    with pytest.raises(ConfigError, match=r"weights 2\.bias: they have no values"):
         load(tmp_path / "other", device_map=HALF, offload_folder=tmp_path / "off")
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [{"": "disk"}, {"": "cpu"}, {"2": "cpu", "": "disk"}, {"0": "disk", "": "cpu"}],
+)
+def test_weights_that_nothing_has_values_for_are_told(
+    device_map: dict[str, Any], tmp_path: Path
+) -> None:
+    state = plain().state_dict()
+    value = state.pop("2.bias")
+    export_model(state, tmp_path / "short")
+    options: dict[str, Any] = {"device_map": device_map, "offload_folder": tmp_path / "off"}
+    rule = r"weights 2\.bias: they have no values.* Load a checkpoint that has them .* or give them"
+    with pytest.raises(ConfigError, match=rule):
+        load(tmp_path / "short", **options)
+    model = fresh()
+    set_module_tensor_to_device(model, "2.bias", "cpu", value)  # the remedy
+    model = load_checkpoint_and_dispatch(model, tmp_path / "short", **options)
+    assert torch.equal(model(inputs()), plain()(inputs()))
+
+
+def test_a_model_without_values_is_not_offloaded() -> None:
+    model = fresh()
+    with pytest.raises(ConfigError, match=r"weights 0\.weight, .*: they have no values"):
+        cpu_offload(model, "cpu")
+    state = plain().state_dict()
+    with pytest.raises(ConfigError, match=r"weights 2\.bias: they have no values"):
+        cpu_offload(model, "cpu", state_dict={n: v for n, v in state.items() if n != "2.bias"})
+    assert torch.equal(cpu_offload(model, "cpu", state_dict=state)(inputs()), plain()(inputs()))
+
+
+def test_what_hooks_leave_on_disk_is_neither_saved_nor_moved(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, device_map=HALF, offload_folder=tmp_path / "off")
+    remove_hook_from_submodules(model)
+    assert on_meta(model) == {"2.weight", "2.bias"}
+    with pytest.raises(StateError, match=r"offloaded weight .* without their values"):
+        torch.save(model.state_dict(), tmp_path / "lost.pt")
+    with pytest.raises(StateError, match=r"whose hooks were removed.*Dispatch the model again"):
+        model(inputs())
+    with pytest.raises(StateError, match=r"or dispatch it anew, such as with dispatch_model"):
+        model.cpu()
+    dispatch_model(model, {"": "cpu"}, offload_dir=tmp_path / "off")  # the remedy
+    assert model.cpu() is model
+    torch.save(model.state_dict(), tmp_path / "full.pt")
+    assert torch.equal(model(inputs()), plain()(inputs()))
+
+
+def test_what_hooks_leave_on_disk_is_loaded_or_offloaded_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = load(folder, device_map=HALF, offload_folder=tmp_path / "off")
+    for _ in range(2):
+        remove_hook_from_submodules(model)
+        dispatch_model(model, HALF, offload_dir=tmp_path / "off")
+        assert torch.equal(model(inputs()), plain()(inputs()))
+    remove_hook_from_submodules(model)
+    for name in ("weight", "bias"):
+        value = plain().state_dict()[f"2.{name}"]
+        set_module_tensor_to_device(model, f"2.{name}", "cpu", value)
+    assert {type(weight) for weight in model.parameters()} == {nn.Parameter}
+    assert torch.equal(model(inputs()), plain()(inputs()))
+
+
+def test_an_inferred_map_may_name_a_buffer_that_no_checkpoint_has(tmp_path: Path) -> None:
+    model = Tied().eval()
+    export_model(model.state_dict(), tmp_path / "weights")
+    loaded = copy.deepcopy(model)
+    nn.init.zeros_(loaded.block.linear.weight)
+    device_map = infer_auto_device_map(loaded, {"cpu": 200})
+    assert device_map["block.shift"] == "disk"
+    load(tmp_path / "weights", loaded, device_map=device_map, offload_folder=tmp_path / "off")
+    tokens = torch.tensor([1, 2])
+    assert torch.equal(loaded(tokens), model(tokens))

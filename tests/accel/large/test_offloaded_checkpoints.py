@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel import Accelerator, cpu_offload, disk_offload, dispatch_model
+from accel import Accelerator, cpu_offload, disk_offload, dispatch_model, init_empty_weights
 from accel.errors import CheckpointError
+from accel.utils import set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
 from tests.accel.large.models import Tied, inputs, net, on_meta
 
@@ -111,3 +112,28 @@ def test_tied_weights_are_compared(tmp_path: Path) -> None:
         model.load_state_dict({**state, "embedding.weight": torch.zeros(6, 4)})
     with pytest.raises(RuntimeError, match=r"size mismatch for embedding.weight"):
         model.load_state_dict({**state, "embedding.weight": torch.zeros(7, 4)})
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_refused_load_leaves_the_model_as_it_was(assign: bool, tmp_path: Path) -> None:
+    model = disk_offload(net(), tmp_path, "cpu")
+    other = {name: value + 1 for name, value in net().state_dict().items()}
+    rule = r"1.scale: offloaded weights cannot .*Load them with accel.load_checkpoint_and_dispatch"
+    with pytest.raises(RuntimeError, match=rule):
+        model.load_state_dict(other, assign=assign)
+    model.load_state_dict(net().state_dict(), assign=assign)  # buffers, which are not offloaded
+    assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_a_state_dict_without_values_is_assigned_to_no_harm(tmp_path: Path) -> None:
+    model = disk_offload(net(), tmp_path / "off", "cpu")
+    model.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(model(inputs()), net()(inputs()))
+    with init_empty_weights():
+        fresh = net()
+    fresh.load_state_dict(model.state_dict(), strict=False, assign=True)
+    for name, value in net().state_dict().items():
+        set_module_tensor_to_device(fresh, name, "cpu", value)
+    torch.save(fresh.state_dict(), tmp_path / "full.pt")
+    assert {type(weight) for weight in fresh.parameters()} == {nn.Parameter}

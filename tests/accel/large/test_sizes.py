@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from accel import init_empty_weights, load_checkpoint_in_model
+from accel.checkpoint.export import export_model
 from accel.errors import ConfigError
 from accel.large.sizes import compute_module_total_buffer_size, get_module_leaves, own_parts
 from accel.utils import (
@@ -41,6 +45,21 @@ def test_a_dtype_makes_tensors_smaller_only() -> None:
     assert compute_module_sizes(Block(), torch.float64)["linear"] == LINEAR
     with pytest.raises(ConfigError, match="flaot"):
         compute_module_sizes(Block(), "flaot")
+
+
+def test_complex_tensors_keep_their_size_as_loading_keeps_their_dtype(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        module = nn.Linear(4, 4, bias=False)
+        module.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
+        return module
+
+    with init_empty_weights(include_buffers=True):
+        loaded = model()
+    export_model(model().state_dict(), tmp_path)
+    load_checkpoint_in_model(loaded, tmp_path, dtype="float16")
+    held = {name: tensor.nbytes for name, tensor in loaded.state_dict().items()}
+    sizes = compute_module_sizes(model(), "float16")
+    assert {name: sizes[name] for name in held} == held == {"weight": 32, "phases": 24}
 
 
 def test_some_tensors_have_a_dtype_of_their_own() -> None:

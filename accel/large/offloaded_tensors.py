@@ -1,0 +1,178 @@
+"""Tensors without data that stand for offloaded weights: in a module, and in its state dict."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from accel.errors import StateError
+from accel.tree import iterate
+
+CANNOT_MOVE = (
+    "You can't move a model that has some modules offloaded to cpu or disk. Remove its hooks with "
+    "accel.hooks.remove_hook_from_submodules(model), or dispatch it anew, such as with "
+    "dispatch_model(model, {'': 'cpu'}, offload_dir=folder)."
+)
+
+
+def _call(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    copied: Callable[[], str],
+    computed: Callable[[], str],
+) -> Any:
+    """Return the result of an operation; raise `StateError` if it needs values that are offloaded.
+
+    On a CPU, torch multiplies by a matrix on the meta device without an error, and returns whatever
+    lies in memory. `copied` and `computed` are the messages, of a copy to another device and of a
+    result with data.
+    """
+    given = list(iterate([args, kwargs or {}]))
+    has_data = any(not tensor.is_meta for tensor in given)
+    try:
+        result = func(*args, **(kwargs or {}))
+    except (RuntimeError, TypeError) as error:  # others of torch are subclasses
+        if "meta" not in str(error).lower():
+            raise
+        raise StateError(computed() if has_data else copied()) from error
+    if has_data and _is_new(result, given):
+        raise StateError(computed())
+    return result
+
+
+def _is_new(result: Any, given: Sequence[torch.Tensor]) -> bool:
+    known = {id(tensor) for tensor in given}
+    return any(not t.is_meta and id(t) not in known for t in iterate(result))
+
+
+class OffloadedWeight(nn.Parameter):
+    """A parameter without data, whose values are loaded for the forward pass of its module alone.
+
+    Operations that would need the values are refused.
+    """
+
+    _unused = (
+        "is used while its module does not run: its values are loaded for the forward pass of that "
+        "module alone. Name the class of the module that uses it in preload_module_classes, or "
+        "keep its module on a device."
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return what `func` returns; raise `StateError` if that needs the values.
+
+        Args:
+            func: of torch.
+            types: of the arguments that have such a method.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            result = _call(
+                func,
+                args,
+                kwargs,
+                lambda: (
+                    f"an offloaded weight {_shape(args, kwargs, cls)} has no values to copy. "
+                    f"{CANNOT_MOVE}"
+                ),
+                lambda: f"an offloaded weight {_shape(args, kwargs, cls)} {cls._unused}",
+            )
+            # For state_dict(), also of a model whose hooks were removed and left weights on disk.
+            detached = func is torch.Tensor.detach and _is_plain(result)
+            return result.as_subclass(OffloadedValue) if detached else result
+
+
+class LeftWeight(OffloadedWeight):
+    """An offloaded weight whose hook was removed, and which the module never had in memory."""
+
+    _unused = (
+        "is used whose hooks were removed, which loaded its values. Dispatch the model again, such "
+        "as with dispatch_model(model, {'': 'cpu'}, offload_dir=folder)."
+    )
+
+
+class OffloadedValue(torch.Tensor):
+    """An offloaded weight in a state dict: shape and dtype alone, which are not to be saved.
+
+    Without data a saved state dict would have lost the weight, and nothing would tell. So pickling
+    is refused, and what would copy the values. What is derived from it (a view, another dtype) is
+    refused likewise. A module that is pickled as a whole has its weights map; it holds no such
+    tensor.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return what `func` returns; raise `StateError` if that needs the values.
+
+        Args:
+            func: of torch.
+            types: of the arguments that have such a method.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            rule = functools.partial(_not_saved, args, kwargs)
+            result = _call(func, args, kwargs, rule, rule)
+            return result.as_subclass(cls) if _is_plain(result) else result
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StateError(_not_saved([self], None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedValue:
+        return memo.setdefault(id(self), self.detach())
+
+
+def _is_plain(result: Any) -> bool:
+    return type(result) is torch.Tensor and result.is_meta
+
+
+def _not_saved(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
+    shape = _shape(args, kwargs, OffloadedValue)
+    return (
+        f"an offloaded weight {shape} of a state dict is saved or copied: state_dict() of a model "
+        "with offloaded weights has their shapes without their values. Save the model with "
+        "accelerator.save_model(model, folder), or save what "
+        "accel.utils.modeling.get_state_dict_offloaded_model(model) returns."
+    )
+
+
+def _shape(args: Sequence[Any], kwargs: Mapping[str, Any] | None, kind: type[torch.Tensor]) -> str:
+    found = (tensor for tensor in iterate([args, kwargs or {}]) if isinstance(tensor, kind))
+    return next((str(list(tensor.shape)) for tensor in found), "")
+
+
+def mark_offloaded(weight: torch.Tensor) -> None:
+    """Have a plain parameter on the meta device refuse computations with it, in place."""
+    if type(weight) in (nn.Parameter, LeftWeight) and weight.is_meta:
+        weight.__class__ = OffloadedWeight
+
+
+def mark_left(weight: torch.Tensor) -> None:
+    """Mark an offloaded weight that no hook loads any more, in place."""
+    if type(weight) is OffloadedWeight:
+        weight.__class__ = LeftWeight
+
+
+def mark_in_state_dict(state: MutableMapping[str, Any], names: Iterable[str]) -> None:
+    """Have tensors of a state dict that have no data refuse to be saved."""
+    for name in names:
+        if _is_plain(state.get(name)):
+            state[name] = state[name].as_subclass(OffloadedValue)
