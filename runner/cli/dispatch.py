@@ -186,28 +186,42 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         rule = "a sweep starts the processes of each job itself"
         remedy = "Start it without torchrun, mpirun or srun."
         raise ConfigError.of("--multirun on processes of a launcher", rule, remedy)
-    from runner.build import parts
-    from runner.compose import hydra_setup
-
+    if not multirun:
+        return _train_alone(overrides, config_name)
     if trust.asked_for():  # packages of the user's import torch
         startup.announce("runner")
-    missing = trust.missing_packages()
-    if multirun:
-        return _train_all(overrides, config_name, missing)
+    return _train_all(overrides, config_name, trust.missing_packages())
+
+
+def _train_alone(overrides: Sequence[str], config_name: str) -> int:
+    from runner.build import parts
+    from runner.compose import hydra_setup
     from runner.launch import member, rendezvous, warm_workers
     from runner.sweep import jobs, settings
 
     ConfigError.raise_if(settings.misplaced(overrides))
     with hydra_setup.session():
         examined = _examine(overrides, config_name)
-    missing = [*missing, *jobs.misplaced(overrides)]
-    _require_names([examined], missing)
-    if rendezvous.is_member(examined.recipe.distributed):
+    problems: list[Problem] = []
+
+    def require_names() -> None:
+        problems.extend([*trust.missing_packages(), *jobs.misplaced(overrides)])
+        _require_names([examined], problems)
+
+    # Packages of the user's import torch, and may compute: workers are forked before.
+    is_member = rendezvous.is_member(examined.recipe.distributed)
+    comes_first = is_member or not trust.asked_for()
+    if comes_first:
+        require_names()
+    if is_member:
         return member.follow(examined.recipe)
     startup.announce(examined.recipe.name)
-    with warm_workers.forked(examined.recipe), rendezvous.ending_with() as ended:
-        parts.require([examined], missing)
-        return ended(_train_one(examined))
+    with warm_workers.forked(examined.recipe):
+        if not comes_first:
+            require_names()
+        with rendezvous.ending_with() as ended:
+            parts.require([examined], problems)
+            return ended(_train_one(examined))
 
 
 def _examine(overrides: Sequence[str], config_name: str) -> Examined:

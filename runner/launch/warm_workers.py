@@ -140,7 +140,7 @@ def be(order: Mapping[str, Any]) -> NoReturn:
 def _number(recipe: Recipe) -> int:
     if not _ahead.is_allowed or recipe.distributed.kind != "multi_cpu":
         return 0
-    if processes.adopted() is not None:
+    if processes.adopted() is not None or sys.gettrace() is not None:  # a debugger's
         return 0
     return recipe.distributed.num_processes or processes.DEFAULT_CPU_PROCESSES
 
