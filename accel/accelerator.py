@@ -26,7 +26,7 @@ from accel.config.training import (
 from accel.enums import DynamoBackend, PrecisionType, RNGType
 from accel.logging import get_logger
 from accel.optimizer import AcceleratedOptimizer
-from accel.planning.arguments import Arguments
+from accel.planning.arguments import ONE_BY_DEFAULT, Arguments
 from accel.planning.plan import Plan, resolve
 from accel.precision.build import build_precision
 from accel.preparation import Preparation
@@ -51,7 +51,8 @@ class Accelerator(ProcessControl, RunSettings):
         split_batches: older spelling of `DataLoaderConfiguration.split_batches`.
         mixed_precision: no, fp16, bf16 or fp8; None: ACCELERATE_MIXED_PRECISION, else no.
         gradient_accumulation_steps: micro-batches per optimizer step; where it is 1,
-            ACCELERATE_GRADIENT_ACCUMULATION_STEPS holds.
+            ACCELERATE_GRADIENT_ACCUMULATION_STEPS holds. All Accelerators of a process share the
+            number: a later one that does not give it keeps that of the earlier.
         cpu: whether accelerators are ignored.
         dataloader_config: how prepared loaders divide batches over processes.
         deepspeed_plugin: DeepSpeed, in one plugin or several by name.
@@ -111,7 +112,7 @@ class Accelerator(ProcessControl, RunSettings):
         device_placement: bool = True,
         split_batches: bool | None = None,
         mixed_precision: PrecisionType | str | None = None,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int = ONE_BY_DEFAULT,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: object = None,

@@ -64,12 +64,16 @@ def current_environment() -> Environment:
 
 
 def settled_arguments(arguments: Arguments) -> Arguments:
-    """Return `arguments`, with the shared plugins of this process where they name no strategy.
+    """Return `arguments`, with what this process has settled where they say nothing of it.
 
-    Several models are trained by several `Accelerator`s that share their plugins.
+    Several models are trained by several `Accelerator`s that share their plugins, and the number of
+    micro-batches.
     """
     if not AcceleratorState._shared_state or PartialState().comm.closed:
         return arguments
+    if GradientState._shared_state:
+        kept = GradientState()._settings()
+        arguments = dataclasses.replace(arguments, accumulation=kept)
     plan = AcceleratorState().plan
     if arguments.names_a_strategy:
         return arguments
@@ -353,12 +357,15 @@ class GradientState:
     @property
     def plugin_kwargs(self) -> dict[str, object]:
         """The settings that differ from the defaults of `GradientAccumulationPlugin`."""
+        return self._settings().to_kwargs()
+
+    def _settings(self) -> GradientAccumulationPlugin:
         return GradientAccumulationPlugin(
             num_steps=self.num_steps,
             adjust_scheduler=self.adjust_scheduler,
             sync_with_dataloader=self.sync_with_dataloader,
             sync_each_batch=self.sync_each_batch,
-        ).to_kwargs()
+        )
 
     @property
     def active_dataloader(self) -> Any | None:

@@ -21,17 +21,25 @@ from accel.planning.spec import Plugins
 from accel.strategies.table import plugins
 
 
+class _NotGiven(int):
+    """A default that reads and counts as its number, and differs from the number given."""
+
+
+ONE_BY_DEFAULT = _NotGiven(1)
+
+
 @dataclass
 class Arguments:
     """The arguments of `Accelerator` that decide how a run is set up.
 
-    `plugins` are those of strategies, by the argument that each one is given in.
+    `plugins` are those of strategies, by the argument that each one is given in. `accumulation` is
+    what an earlier `Accelerator` of the process set, which one that says nothing of it keeps.
     """
 
     device_placement: bool = True
     split_batches: bool | None = None
     mixed_precision: PrecisionType | str | None = None
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = ONE_BY_DEFAULT
     cpu: bool = False
     device: str | None = None
     dataloader_config: DataLoaderConfiguration | None = None
@@ -50,11 +58,12 @@ class Arguments:
     even_batches: bool | None = None
     use_seedable_sampler: bool | None = None
     parallelism_config: ParallelismConfig | None = None
+    accumulation: GradientAccumulationPlugin | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
         """Return the arguments among `given`, the local names of a function that takes them."""
-        known = {field.name for field in dataclasses.fields(cls)} - {"plugins"}
+        known = {field.name for field in dataclasses.fields(cls)} - {"plugins", "accumulation"}
         names = [name for plugin in plugins() for name in (plugin.argument, *plugin.aliases)]
         return cls(
             plugins={name: given[name] for name in names if given.get(name) is not None},
