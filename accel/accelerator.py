@@ -139,9 +139,7 @@ class Accelerator(ProcessControl, RunSettings):
         use_seedable_sampler: bool | None = None,
         kwarg_handler: Sequence[KwargsHandler] | None = None,
     ) -> None:
-        arguments = Arguments.of(locals())
-        arguments.kwargs_handlers = [*(kwargs_handlers or ()), *(kwarg_handler or ())]
-        plan = resolve(settled_arguments(arguments), current_environment())
+        plan = resolve(settled_arguments(Arguments.of(locals())), current_environment())
         chosen = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu, chosen)
         for note in plan.notes:

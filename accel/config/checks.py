@@ -11,7 +11,6 @@ from typing import Any
 from accel.enums import BaseEnum
 from accel.errors import ConfigError, Problem, Problems, unknown_choice
 
-
 # By annotation: the types that such a field takes, the rule, and an example.
 _KINDS: dict[str, tuple[type, str, str]] = {
     "bool": (bool, "expected true or false", "Give True or False."),

@@ -125,6 +125,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         NotBuiltError: if all there is to say is that an option does not exist yet.
     """
     found = Problems()
+    arguments = arguments.checked(found)
     choice = choose(arguments, environment, found)
     _check_world(environment, found)
     handlers = _handlers(arguments.kwargs_handlers or (), found)
