@@ -34,14 +34,9 @@ TOP_LEVEL = (
 UNDOCUMENTED = (
     *("dataloader_drop_last", "disable_allgather", "disable_python_gc", "gradient_allreduce_op"),
     *("log_level", "managed_gradient_accumulation", "memory_breakdown", "pipeline", "nebula"),
-    *(
-        "use_data_before_expert_parallelism",
-        "use_node_local_storage",
-        "hybrid_engine",
-        "eigenvalue",
-    ),
+    *("use_data_before_expert_parallelism", "use_node_local_storage", "hybrid_engine"),
     *("weight_quantization", "progressive_layer_drop", "seq_parallel_communication_data_type"),
-    *("vocabulary_size", "quantize_training", "timers", "zero_quantized_weights", "bfloat16"),
+    *("vocabulary_size", "quantize_training", "timers", "eigenvalue", "bfloat16"),
 )
 # Keys whose value is a section, with an example of one.
 SECTIONS = {
