@@ -54,6 +54,12 @@ def _is_boolean(value: object) -> bool:
     return isinstance(value, Integral) and value in (0, 1)
 
 
+def check_whole(value: object, where: str, remedy: str) -> None:
+    """Raise `ConfigError` unless the argument `value`, called `where`, is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError.of(f"{where}={value!r}", "it is a whole number", remedy)
+
+
 def check_choice(owner: object, name: str, known: Iterable[str], problems: list[Problem]) -> None:
     """Add a problem unless the field `name` of `owner` is None or one of `known`."""
     value = getattr(owner, name)
