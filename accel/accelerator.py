@@ -15,7 +15,7 @@ from accel.accumulation import Accumulation
 from accel.checkpoint.contents import RunObjects
 from accel.checkpoint.session import CheckpointSession
 from accel.collectives import Collectives
-from accel.config.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs
+from accel.config.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs, check_handler
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import (
     DataLoaderConfiguration,
@@ -199,7 +199,11 @@ class Accelerator(ProcessControl, RunSettings):
         Args:
             autocast_handler: takes the place of the run's own, for instance
                 ``AutocastKwargs(enabled=False)`` to compute in fp32.
+
+        Raises:
+            ConfigError: for a handler of another kind.
         """
+        check_handler(autocast_handler, AutocastKwargs, "autocast")
         return self.precision.autocast(autocast_handler)
 
     # -- collectives ---------------------------------------------------------------------------
@@ -352,7 +356,11 @@ class Accelerator(ProcessControl, RunSettings):
 
         Returns:
             The context of the profiler; with a schedule, call its `step` after each step.
+
+        Raises:
+            ConfigError: for a handler of another kind.
         """
+        check_handler(profile_handler, ProfileKwargs, "profile")
         return profiling.profile(profile_handler or self.plan.profile, self.process_index)
 
     def end_training(self) -> None:

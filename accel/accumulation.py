@@ -103,6 +103,9 @@ class Accumulation:
             sync_gradients: whether this micro-batch ends the window; None: counts them, and the end
                 of a loader ends a window, too.
 
+        Raises:
+            ConfigError: for a model that is no module.
+
         Example:
             >>> for inputs, targets in loader:
             ...     with accelerator.accumulate(model):
@@ -111,6 +114,13 @@ class Accumulation:
             ...         scheduler.step()
             ...         optimizer.zero_grad()
         """
+        for model in models:
+            if not isinstance(model, torch.nn.Module):
+                raise ConfigError.of(
+                    f"accumulate({model!r})",
+                    "each argument is a model, a torch.nn.Module",
+                    "Give the prepared models: accumulate(model), or accumulate(first, second).",
+                )
         if sync_gradients is None and self.gradient_state.num_steps == 1:
             return self._windows
         return _MicroBatchContext(self._windows, self._strategy, models, sync_gradients)

@@ -41,6 +41,13 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
+def check_handler(handler: object, kind: type[KwargsHandler], method: str) -> None:
+    """Raise `ConfigError` unless `handler`, given to `method`, is None or of a kind."""
+    if handler is not None and not isinstance(handler, kind):
+        remedy = f"Give {kind.__name__}(…), or None."
+        raise ConfigError.of(f"{method}({handler!r})", f"it takes {kind.__name__}", remedy)
+
+
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """How `torch.autocast` behaves.
