@@ -104,11 +104,12 @@ class PartialState(SharedState):
 
     def __init__(self, cpu: bool = False, *, _plan: Plan | None = None, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
+        handlers = _init_handler(kwargs)  # unknown names are refused also where the rest is settled
         if self.initialized:
             ConfigError.raise_if(self._cpu_problems(cpu))
             return
         if _plan is None:
-            arguments = Arguments(cpu=cpu, kwargs_handlers=_init_handler(kwargs))
+            arguments = Arguments(cpu=cpu, kwargs_handlers=handlers)
             _plan = resolve(arguments, Environment.read())
         use_device(_plan.device)
         if _plan.environment.launcher is not None:
@@ -165,6 +166,7 @@ class AcceleratorState(SharedState):
         **kwargs: Any,
     ) -> None:
         arguments = Arguments.of(locals())
+        arguments.kwargs_handlers = _init_handler(kwargs)
         self.__dict__ = self._shared_state
         if _from_accelerator and PartialState._shared_state and PartialState().comm.closed:
             AcceleratorState._reset_state(reset_partial_state=True)  # a run that has ended
@@ -172,7 +174,6 @@ class AcceleratorState(SharedState):
             self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
             return
         if _plan is None:
-            arguments.kwargs_handlers = _init_handler(kwargs)
             _plan = resolve(arguments, current_environment())
         partial = PartialState(cpu, _plan=_plan)
         if _plan.backend is not None and partial.backend is None:  # an engine wants a group of one
