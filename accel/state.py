@@ -274,6 +274,17 @@ class AcceleratorState(SharedState):
             PartialState._reset_state()
 
 
+def is_initialized() -> bool:
+    """Return whether this process has an `AcceleratorState`, as an `Accelerator` builds one.
+
+    Unlike ``AcceleratorState().initialized``, the question builds none.
+
+    Example:
+        >>> plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
+    """
+    return bool(AcceleratorState._shared_state)
+
+
 class GradientState:
     """Where gradient accumulation stands; filled by the first instance.
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+import accel
 from accel import Accelerator, env
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
@@ -106,6 +107,17 @@ def test_unknown_arguments_are_refused_by_later_ones_too() -> None:
     with pytest.raises(ConfigError, match="foo=1: known are backend"):
         AcceleratorState(foo=1)
     PartialState(timeout=60)  # libraries give it again
+
+
+def test_whether_there_is_a_state_is_asked_without_building_one() -> None:
+    assert accel.state.is_initialized() is False
+    PartialState(cpu=True)
+    assert accel.state.is_initialized() is False
+    assert not AcceleratorState._shared_state
+    Accelerator(cpu=True)
+    assert accel.state.is_initialized() is True
+    AcceleratorState._reset_state()
+    assert accel.state.is_initialized() is False
 
 
 def test_a_plan_is_taken_over() -> None:

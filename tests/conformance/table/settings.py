@@ -100,6 +100,10 @@ ENTRIES = [
         call=False,
     ),
     Entry(
+        "accel.state:is_initialized",
+        STATE + "test_whether_there_is_a_state_is_asked_without_building_one",
+    ),
+    Entry(
         "accel.state:GradientState",
         attributes={
             "is_xla_gradients_synced": STATE + "test_gradients_of_a_tpu_are_never_in_sync",
