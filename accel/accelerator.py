@@ -244,8 +244,12 @@ class Accelerator(ProcessControl, RunSettings):
 
     @property
     def log_with(self) -> list[Choice]:
-        """The chosen trackers: classes, or instances of the caller's own."""
+        """The chosen trackers: classes, or instances; what is set holds for `init_trackers`."""
         return self.tracker_group.log_with
+
+    @log_with.setter
+    def log_with(self, log_with: Wanted | Iterable[Wanted] | None) -> None:
+        self.tracker_group.log_with = filter_trackers(log_with, self.logging_dir)
 
     @property
     def trackers(self) -> list[GeneralTracker]:

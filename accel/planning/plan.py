@@ -116,6 +116,13 @@ class Plan:
         """Return the plugin called `name`; None where it is off."""
         return self.plugins.get(name)
 
+    def assign(self, name: str, value: object) -> None:
+        """Change what a documented attribute of an `Accelerator` sets, for objects prepared later.
+
+        It is changed in place, as all that read it hold this plan.
+        """
+        object.__setattr__(self, name, value)
+
 
 def resolve(arguments: Arguments, environment: Environment) -> Plan:
     """Decide how a run is set up. Pure but for asking which devices there are.
@@ -141,7 +148,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     dynamo = _dynamo(arguments, environment, found)
     request = Request(choice.plugins, environment, device.type, mixed_precision, dynamo)
     _check_strategy(choice, request, found)
-    rng_types = _rng_types(arguments.rng_types, device.type, found)
+    rng_types = usable_rng_types(arguments.rng_types, device.type, found)
     init = _handler(handlers, InitProcessGroupKwargs)
     backend = _backend(init, device.type, environment, choice, found)
     found.raise_if()
@@ -421,9 +428,10 @@ def _dynamo(arguments: Arguments, environment: Environment, found: Problems) -> 
         return TorchDynamoPlugin()
 
 
-def _rng_types(
+def usable_rng_types(
     given: Sequence[str | RNGType] | None, device_type: str, found: Problems
 ) -> tuple[str, ...]:
+    """Return the names of generators to synchronise; None: of loaders' own. Note unknown ones."""
     names = tuple(str(name) for name in (("generator",) if given is None else given))
     usable = {"torch", "generator", device_type} & set(RNGType.list())
     for name in names:
