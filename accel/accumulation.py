@@ -42,6 +42,7 @@ class Accumulation:
         self.gradient_state = GradientState(plan.accumulation)
         self.scaler: Any = strategy.gradients.scaler
         self._windows = Windows(self.gradient_state)
+        self._model_types: set[type] = set()
         self._divides_loss = not strategy.spec.owns_accumulation
 
     def restart(self) -> None:
@@ -115,15 +116,20 @@ class Accumulation:
             ...         optimizer.zero_grad()
         """
         for model in models:
-            if not isinstance(model, torch.nn.Module):
-                raise ConfigError.of(
-                    f"accumulate({model!r})",
-                    "each argument is a model, a torch.nn.Module",
-                    "Give the prepared models: accumulate(model), or accumulate(first, second).",
-                )
+            if type(model) not in self._model_types:  # no call for what was seen before
+                self._admit_model(model)
         if sync_gradients is None and self.gradient_state.num_steps == 1:
             return self._windows
         return _MicroBatchContext(self._windows, self._strategy, models, sync_gradients)
+
+    def _admit_model(self, model: torch.nn.Module) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError.of(
+                f"accumulate({model!r})",
+                "each argument is a model, a torch.nn.Module",
+                "Give the prepared models: accumulate(model), or accumulate(first, second).",
+            )
+        self._model_types.add(type(model))
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module | None = None) -> Iterator[None]:
