@@ -15,7 +15,7 @@ from accel.accumulation import Accumulation
 from accel.checkpoint.contents import RunObjects
 from accel.checkpoint.session import CheckpointSession
 from accel.collectives import Collectives
-from accel.config.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs
+from accel.config.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs, check_handler
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import (
     DataLoaderConfiguration,
@@ -26,7 +26,7 @@ from accel.config.training import (
 from accel.enums import DynamoBackend, PrecisionType, RNGType
 from accel.logging import get_logger
 from accel.optimizer import AcceleratedOptimizer
-from accel.planning.arguments import Arguments
+from accel.planning.arguments import ONE_BY_DEFAULT, Arguments
 from accel.planning.plan import Plan, resolve
 from accel.precision.build import build_precision
 from accel.preparation import Preparation
@@ -51,7 +51,8 @@ class Accelerator(ProcessControl, RunSettings):
         split_batches: older spelling of `DataLoaderConfiguration.split_batches`.
         mixed_precision: no, fp16, bf16 or fp8; None: ACCELERATE_MIXED_PRECISION, else no.
         gradient_accumulation_steps: micro-batches per optimizer step; where it is 1,
-            ACCELERATE_GRADIENT_ACCUMULATION_STEPS holds.
+            ACCELERATE_GRADIENT_ACCUMULATION_STEPS holds. All Accelerators of a process share the
+            number: a later one that does not give it keeps that of the earlier.
         cpu: whether accelerators are ignored.
         dataloader_config: how prepared loaders divide batches over processes.
         deepspeed_plugin: DeepSpeed, in one plugin or several by name.
@@ -111,7 +112,7 @@ class Accelerator(ProcessControl, RunSettings):
         device_placement: bool = True,
         split_batches: bool | None = None,
         mixed_precision: PrecisionType | str | None = None,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int = ONE_BY_DEFAULT,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: object = None,
@@ -138,9 +139,7 @@ class Accelerator(ProcessControl, RunSettings):
         use_seedable_sampler: bool | None = None,
         kwarg_handler: Sequence[KwargsHandler] | None = None,
     ) -> None:
-        arguments = Arguments.of(locals())
-        arguments.kwargs_handlers = [*(kwargs_handlers or ()), *(kwarg_handler or ())]
-        plan = resolve(settled_arguments(arguments), current_environment())
+        plan = resolve(settled_arguments(Arguments.of(locals())), current_environment())
         chosen = filter_trackers(log_with, plan.project.logging_dir)
         self._set_up(plan, cpu, chosen)
         for note in plan.notes:
@@ -200,7 +199,11 @@ class Accelerator(ProcessControl, RunSettings):
         Args:
             autocast_handler: takes the place of the run's own, for instance
                 ``AutocastKwargs(enabled=False)`` to compute in fp32.
+
+        Raises:
+            ConfigError: for a handler of another kind.
         """
+        check_handler(autocast_handler, AutocastKwargs, "autocast")
         return self.precision.autocast(autocast_handler)
 
     # -- collectives ---------------------------------------------------------------------------
@@ -241,8 +244,12 @@ class Accelerator(ProcessControl, RunSettings):
 
     @property
     def log_with(self) -> list[Choice]:
-        """The chosen trackers: classes, or instances of the caller's own."""
+        """The chosen trackers: classes, or instances; what is set holds for `init_trackers`."""
         return self.tracker_group.log_with
+
+    @log_with.setter
+    def log_with(self, log_with: Wanted | Iterable[Wanted] | None) -> None:
+        self.tracker_group.log_with = filter_trackers(log_with, self.logging_dir)
 
     @property
     def trackers(self) -> list[GeneralTracker]:
@@ -353,7 +360,11 @@ class Accelerator(ProcessControl, RunSettings):
 
         Returns:
             The context of the profiler; with a schedule, call its `step` after each step.
+
+        Raises:
+            ConfigError: for a handler of another kind.
         """
+        check_handler(profile_handler, ProfileKwargs, "profile")
         return profiling.profile(profile_handler or self.plan.profile, self.process_index)
 
     def end_training(self) -> None:

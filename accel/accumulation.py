@@ -42,6 +42,7 @@ class Accumulation:
         self.gradient_state = GradientState(plan.accumulation)
         self.scaler: Any = strategy.gradients.scaler
         self._windows = Windows(self.gradient_state)
+        self._model_types: set[type] = set()
         self._divides_loss = not strategy.spec.owns_accumulation
 
     def restart(self) -> None:
@@ -103,6 +104,9 @@ class Accumulation:
             sync_gradients: whether this micro-batch ends the window; None: counts them, and the end
                 of a loader ends a window, too.
 
+        Raises:
+            ConfigError: for a model that is no module.
+
         Example:
             >>> for inputs, targets in loader:
             ...     with accelerator.accumulate(model):
@@ -111,9 +115,21 @@ class Accumulation:
             ...         scheduler.step()
             ...         optimizer.zero_grad()
         """
+        for model in models:
+            if type(model) not in self._model_types:  # no call for what was seen before
+                self._admit_model(model)
         if sync_gradients is None and self.gradient_state.num_steps == 1:
             return self._windows
         return _MicroBatchContext(self._windows, self._strategy, models, sync_gradients)
+
+    def _admit_model(self, model: torch.nn.Module) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError.of(
+                f"accumulate({model!r})",
+                "each argument is a model, a torch.nn.Module",
+                "Give the prepared models: accumulate(model), or accumulate(first, second).",
+            )
+        self._model_types.add(type(model))
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module | None = None) -> Iterator[None]:

@@ -106,6 +106,11 @@ class NotBuiltError(ConfigError):
 class StateError(AccelError, RuntimeError):
     """A call at the wrong time, such as the use of a state that was reset."""
 
+    @classmethod
+    def of(cls, value: str, rule: str, remedy: str) -> Self:
+        """Return the error of one problem: what was called, what holds instead, what to do."""
+        return cls(str(Problem(value, rule, remedy)))
+
 
 class ResetError(StateError, AttributeError):
     """The use of a state that was reset; what asks for an attribute that may lack finds none."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from accel.errors import ConfigError
+from accel.errors import ConfigError, Problems
 from accel.ops import reduce
 
 if TYPE_CHECKING:
@@ -27,12 +27,13 @@ class LocalSGD:
 
     Args:
         accelerator: of the run: one process, or DistributedDataParallel.
-        model: prepared.
+        model: what `prepare` returned for it.
         local_sgd_steps: calls of `step` from one average to the next.
         enabled: whether it does anything; gradients are else averaged at every step.
 
     Raises:
-        ConfigError: if ranks do not hold the full model, or `local_sgd_steps` is below 1.
+        ConfigError: if ranks do not hold the full model, `model` is not prepared, or
+            `local_sgd_steps` is no whole number, at least 1.
 
     Example:
         >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
@@ -53,9 +54,7 @@ class LocalSGD:
         local_sgd_steps: int,
         enabled: bool = True,
     ) -> None:
-        if local_sgd_steps < 1:
-            rule, remedy = "it is at least 1", "Give local_sgd_steps=8, for instance."
-            raise ConfigError.of(f"local_sgd_steps={local_sgd_steps}", rule, remedy)
+        _check_types(accelerator, model, local_sgd_steps)
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
@@ -73,6 +72,12 @@ class LocalSGD:
                 f"LocalSGD with {self.accelerator.plan.strategy}",
                 "each process has to hold and update the full model",
                 "Train with DistributedDataParallel (no plugin), or give enabled=False.",
+            )
+        if not any(self.model is prepared for prepared in self.accelerator._models):
+            raise ConfigError.of(
+                f"LocalSGD with a {type(self.model).__name__} that was not prepared",
+                "the prepared model exchanges gradients until its no_sync is entered",
+                "Give the model that accelerator.prepare(model) returned.",
             )
 
     def __enter__(self) -> Self:
@@ -101,3 +106,17 @@ class LocalSGD:
         own = [p for p in self.model.parameters() if p.requires_grad]
         for parameter, mean in zip(own, reduce([p.data for p in own], "mean"), strict=True):
             parameter.copy_(mean)
+
+
+def _check_types(accelerator: object, model: object, num_steps: object) -> None:
+    problems = Problems()
+    if not callable(getattr(accelerator, "no_sync", None)):
+        value = f"LocalSGD(accelerator={accelerator!r})"
+        problems.add(value, "an Accelerator is required", "Give the Accelerator of the run.")
+    if not isinstance(model, torch.nn.Module):
+        value, rule = f"LocalSGD(model={model!r})", "a torch.nn.Module is required"
+        problems.add(value, rule, "Give the model that accelerator.prepare(model) returned.")
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        rule, remedy = "it is a whole number, at least 1", "Give local_sgd_steps=8, for instance."
+        problems.add(f"local_sgd_steps={num_steps!r}", rule, remedy)
+    problems.raise_if()

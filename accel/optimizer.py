@@ -9,7 +9,7 @@ import torch
 
 from accel.errors import ConfigError
 from accel.precision.amp import StepScaler, step_unless_overflow
-from accel.state import GradientState
+from accel.state import AcceleratorState, GradientState
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -53,6 +53,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The state that this process was set up with."""
+        return AcceleratorState()
 
     @property
     def state(self) -> Any:

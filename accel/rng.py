@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from accel import env
+from accel.config.checks import check_whole
 from accel.device import default_device_type
 from accel.enums import RNGType
 from accel.errors import CheckpointError, ConfigError, unknown_choice
@@ -51,10 +52,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         deterministic: whether torch uses only deterministic algorithms, and raises where it has
             none.
 
+    Raises:
+        ConfigError: if `seed` is no whole number.
+
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    if device_specific:
-        seed += _dp_rank()
+    check_whole(seed, "seed", "Give set_seed(42), say.")
+    seed = int(seed) + (_dp_rank() if device_specific else 0)
     random.seed(seed)
     np.random.seed(seed % SEED_LIMIT)
     torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -19,9 +20,11 @@ from accel.config.handlers import (
 )
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
-from accel.enums import FP8BackendType
-from accel.errors import ConfigError, NotBuiltError, not_built
+from accel.enums import FP8BackendType, RNGType
+from accel.errors import ConfigError, NotBuiltError, Problems, not_built
 from accel.parallel import CP, DP_REPLICATE, DP_SHARD, PP, TP, ParallelDims
+from accel.planning.arguments import Arguments
+from accel.planning.plan import usable_rng_types
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -52,8 +55,27 @@ class RunSettings:
 
     @property
     def mixed_precision(self) -> str:
-        """The number format of a step: no, fp16, bf16 or fp8."""
+        """The number format of a step: no, fp16, bf16 or fp8; it cannot be set."""
         return self.plan.mixed_precision
+
+    @mixed_precision.setter
+    def mixed_precision(self, mixed_precision: object) -> NoReturn:
+        raise ConfigError.of(
+            f"accelerator.mixed_precision={mixed_precision!r}",
+            f"this run was set up with {self.plan.mixed_precision!r}, which cannot change",
+            "Give it to the first Accelerator(mixed_precision=…), or compute a block in full "
+            "precision with accelerator.autocast(AutocastKwargs(enabled=False)).",
+        )
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether the run computes in fp8."""
+        return self.plan.mixed_precision == "fp8"
+
+    @property
+    def delayed_fp8_autocast(self) -> bool:
+        """Whether the context of fp8 is entered later than the forward pass; it never is."""
+        return False
 
     @property
     def native_amp(self) -> bool:
@@ -260,7 +282,7 @@ class RunSettings:
 
     @split_batches.setter
     def split_batches(self, split_batches: bool) -> None:
-        self.plan.dataloader.split_batches = split_batches
+        self._set_loading("split_batches", split_batches)
 
     @property
     def dispatch_batches(self) -> bool | None:
@@ -269,7 +291,7 @@ class RunSettings:
 
     @dispatch_batches.setter
     def dispatch_batches(self, dispatch_batches: bool | None) -> None:
-        self.plan.dataloader.dispatch_batches = dispatch_batches
+        self._set_loading("dispatch_batches", dispatch_batches)
 
     @property
     def even_batches(self) -> bool:
@@ -278,7 +300,7 @@ class RunSettings:
 
     @even_batches.setter
     def even_batches(self, even_batches: bool) -> None:
-        self.plan.dataloader.even_batches = even_batches
+        self._set_loading("even_batches", even_batches)
 
     @property
     def use_seedable_sampler(self) -> bool:
@@ -287,7 +309,7 @@ class RunSettings:
 
     @use_seedable_sampler.setter
     def use_seedable_sampler(self, use_seedable_sampler: bool) -> None:
-        self.plan.dataloader.use_seedable_sampler = use_seedable_sampler
+        self._set_loading("use_seedable_sampler", use_seedable_sampler)
 
     @property
     def non_blocking(self) -> bool:
@@ -296,7 +318,7 @@ class RunSettings:
 
     @non_blocking.setter
     def non_blocking(self, non_blocking: bool) -> None:
-        self.plan.dataloader.non_blocking = non_blocking
+        self._set_loading("non_blocking", non_blocking)
 
     @property
     def use_stateful_dataloader(self) -> bool:
@@ -305,19 +327,40 @@ class RunSettings:
 
     @use_stateful_dataloader.setter
     def use_stateful_dataloader(self, use_stateful_dataloader: bool) -> None:
-        self.plan.dataloader.use_stateful_dataloader = use_stateful_dataloader
+        self._set_loading("use_stateful_dataloader", use_stateful_dataloader)
+
+    def _set_loading(self, name: str, value: object) -> None:
+        config = self.plan.dataloader
+        checked = dataclasses.replace(config, **{name: value})  # type: ignore[arg-type]
+        setattr(config, name, getattr(checked, name))
 
     # -- the rest ------------------------------------------------------------------------------
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers step when their optimizer does."""
+        """Whether schedulers that are prepared from now on step when their optimizer does."""
         return self.plan.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, step_scheduler_with_optimizer: bool) -> None:
+        found = Problems()
+        name = "step_scheduler_with_optimizer"
+        arguments = Arguments(step_scheduler_with_optimizer=step_scheduler_with_optimizer)
+        value = getattr(arguments.checked(found), name)
+        found.raise_if()
+        self.plan.assign(name, value)
 
     @property
     def rng_types(self) -> tuple[str, ...]:
-        """The generators that processes synchronise."""
+        """The generators that processes synchronise, for loaders that are prepared from now on."""
         return self.plan.rng_types
+
+    @rng_types.setter
+    def rng_types(self, rng_types: Sequence[str | RNGType] | None) -> None:
+        found = Problems()
+        names = usable_rng_types(rng_types, self.plan.device_type, found)
+        found.raise_if()
+        self.plan.assign("rng_types", names)
 
     @property
     def project_configuration(self) -> ProjectConfiguration:

@@ -64,12 +64,16 @@ def current_environment() -> Environment:
 
 
 def settled_arguments(arguments: Arguments) -> Arguments:
-    """Return `arguments`, with the shared plugins of this process where they name no strategy.
+    """Return `arguments`, with what this process has settled where they say nothing of it.
 
-    Several models are trained by several `Accelerator`s that share their plugins.
+    Several models are trained by several `Accelerator`s that share their plugins, and the number of
+    micro-batches.
     """
     if not AcceleratorState._shared_state or PartialState().comm.closed:
         return arguments
+    if GradientState._shared_state:
+        kept = GradientState()._settings()
+        arguments = dataclasses.replace(arguments, accumulation=kept)
     plan = AcceleratorState().plan
     if arguments.names_a_strategy:
         return arguments
@@ -100,11 +104,12 @@ class PartialState(SharedState):
 
     def __init__(self, cpu: bool = False, *, _plan: Plan | None = None, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
+        handlers = _init_handler(kwargs)  # unknown names are refused also where the rest is settled
         if self.initialized:
             ConfigError.raise_if(self._cpu_problems(cpu))
             return
         if _plan is None:
-            arguments = Arguments(cpu=cpu, kwargs_handlers=_init_handler(kwargs))
+            arguments = Arguments(cpu=cpu, kwargs_handlers=handlers)
             _plan = resolve(arguments, Environment.read())
         use_device(_plan.device)
         if _plan.environment.launcher is not None:
@@ -161,6 +166,7 @@ class AcceleratorState(SharedState):
         **kwargs: Any,
     ) -> None:
         arguments = Arguments.of(locals())
+        arguments.kwargs_handlers = _init_handler(kwargs)
         self.__dict__ = self._shared_state
         if _from_accelerator and PartialState._shared_state and PartialState().comm.closed:
             AcceleratorState._reset_state(reset_partial_state=True)  # a run that has ended
@@ -168,7 +174,6 @@ class AcceleratorState(SharedState):
             self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
             return
         if _plan is None:
-            arguments.kwargs_handlers = _init_handler(kwargs)
             _plan = resolve(arguments, current_environment())
         partial = PartialState(cpu, _plan=_plan)
         if _plan.backend is not None and partial.backend is None:  # an engine wants a group of one
@@ -269,6 +274,17 @@ class AcceleratorState(SharedState):
             PartialState._reset_state()
 
 
+def is_initialized() -> bool:
+    """Return whether this process has an `AcceleratorState`, as an `Accelerator` builds one.
+
+    Unlike ``AcceleratorState().initialized``, the question builds none.
+
+    Example:
+        >>> plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
+    """
+    return bool(AcceleratorState._shared_state)
+
+
 class GradientState:
     """Where gradient accumulation stands; filled by the first instance.
 
@@ -353,12 +369,15 @@ class GradientState:
     @property
     def plugin_kwargs(self) -> dict[str, object]:
         """The settings that differ from the defaults of `GradientAccumulationPlugin`."""
+        return self._settings().to_kwargs()
+
+    def _settings(self) -> GradientAccumulationPlugin:
         return GradientAccumulationPlugin(
             num_steps=self.num_steps,
             adjust_scheduler=self.adjust_scheduler,
             sync_with_dataloader=self.sync_with_dataloader,
             sync_each_batch=self.sync_each_batch,
-        ).to_kwargs()
+        )
 
     @property
     def active_dataloader(self) -> Any | None:

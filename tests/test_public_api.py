@@ -37,7 +37,7 @@ DOCUMENTED = {
     "accel.utils.dataclasses": "ComputeEnvironment CustomDtype SageMakerDistributedType",
     "accel.utils.fsdp_utils": "merge_fsdp_weights",
     "accel.accelerator": "Accelerator",
-    "accel.state": "AcceleratorState GradientState PartialState",
+    "accel.state": "AcceleratorState GradientState PartialState is_initialized",
     "accel.optimizer": "AcceleratedOptimizer",
     "accel.scheduler": "AcceleratedScheduler",
     "accel.data_loader": """

@@ -22,6 +22,7 @@ from accel.checkpoint.dataloader_state import load_positions
 from accel.checkpoint.directory import Manifest, numbered
 from accel.checkpoint.serialization import load_plain
 from accel.comm.all_or_none import decided, together
+from accel.errors import StateError
 from accel.logging import get_logger
 
 logger = get_logger(__name__)
@@ -55,8 +56,9 @@ def load(
 
     Raises:
         CheckpointError: on every rank, if it failed on any. Objects may then be partly restored.
+        StateError: on every rank, if one has nothing that the state could be loaded into.
     """
-    comm = run.comm
+    comm, hooks = run.comm, tuple(hooks)
     path = require_path(decided(comm, lambda: _load_path(run, input_dir), "load_state"))
     with together(comm, f"verifying {path}"):
         if run.plan.local_rank == 0:
@@ -64,6 +66,8 @@ def load(
             _verify(path, trust_unverified)
     with together(comm, f"loading {path}"):
         saved = _saved(path)
+    _check_prepared(run, saved, hooks)
+    with together(comm, f"loading {path}"):
         _check_counts(run, saved)
         models = list(run.objects.models)
         for hook in hooks:
@@ -113,6 +117,33 @@ def _load_path(run: RunObjects, input_dir: AnyPath | None) -> Path | None:
     if newest is None:
         raise directory.broken(folder, "no complete checkpoint lies there", "Save one first.")
     return newest
+
+
+def _check_prepared(run: RunObjects, checkpoint: Saved, hooks: tuple[Hook, ...]) -> None:
+    """Refuse to load into nothing; tell what is loaded in part. Hooks may load by themselves."""
+    saved = checkpoint.manifest.engine["objects"]
+    trained = {kind: saved.get(kind, 0) for kind in ("models", "optimizers", "schedulers")}
+    empty = not any(vars(run.objects).values()) and not hooks
+    if any(run.comm.all_gather_object(empty)) and any(trained.values()):
+        held = ", ".join(f"{kind}: {number}" for kind, number in trained.items() if number)
+        raise StateError.of(
+            f"load_state({fspath(checkpoint.path)!r}) before prepare (the checkpoint has {held})",
+            "a state is loaded into prepared or registered objects, and there are none",
+            "Call accelerator.prepare(model, optimizer, …) first, then load_state.",
+        )
+    held_here = {kind: len(getattr(run.objects, kind)) for kind in (*trained, "custom")}
+    partly = [
+        f"{number} of {saved[kind]} {'registered objects' if kind == 'custom' else kind}"
+        for kind, number in held_here.items()
+        if number < saved.get(kind, 0)
+    ]
+    if partly and not empty:
+        logger.warning(
+            "The checkpoint %s is loaded in part: %s. Prepare and register the others before "
+            "load_state if they are to be loaded, too.",
+            checkpoint.path,
+            ", ".join(partly),
+        )
 
 
 def _check_counts(run: RunObjects, checkpoint: Saved) -> None:

@@ -92,8 +92,8 @@ class CheckpointSession:
         """Restore what `save_state` saved, after verifying every file.
 
         Call it on every process, after preparing and registering the same objects. The number of
-        processes may differ. Saved objects that are not registered here are not loaded. No file is
-        read in a way that could run code.
+        processes may differ. Saved objects that are neither prepared nor registered here are not
+        loaded, which the log tells. No file is read in a way that could run code.
 
         Args:
             input_dir: the checkpoint. None: under automatic naming, the newest complete one.
@@ -111,6 +111,8 @@ class CheckpointSession:
             CheckpointError: on every process, if it is missing, incomplete or altered, or does not
                 fit the run. Objects may then be partly restored.
             ConfigError: for arguments that do not exist.
+            StateError: on every process, if it holds models, optimizers or schedulers, and one has
+                neither prepared nor registered any object, nor a hook that loads them itself.
 
         Example:
             >>> accelerator.register_for_checkpointing(my_state)

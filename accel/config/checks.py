@@ -2,11 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from numbers import Integral, Real
+from typing import Any
 
 from accel.enums import BaseEnum
 from accel.errors import ConfigError, Problem, Problems, unknown_choice
+
+# By annotation: the types that such a field takes, the rule, and an example.
+_KINDS: dict[str, tuple[type, str, str]] = {
+    "bool": (bool, "expected true or false", "Give True or False."),
+    "int": (Integral, "it is a whole number", "Give {name}=1, say."),
+    "float": (Real, "it is a number", "Give {name}=1.0, say."),
+}
+
+
+def check_types(
+    owner: Any, problems: list[Problem], *, where: str | None = None, skip: Collection[str] = ()
+) -> None:
+    """Add a problem for each field annotated bool, int or float that has a value of another type.
+
+    For true and false, 1 and 0 and NumPy's booleans are taken, too, and turned into Python's. None
+    is valid where the annotation has it, and so is a field's default, whatever it is.
+
+    Args:
+        owner: a dataclass.
+        problems: what is found is added.
+        where: name before each field's; None: the class and a dot.
+        skip: fields that are checked elsewhere.
+    """
+    prefix = f"{type(owner).__name__}." if where is None else where
+    for field in dataclasses.fields(owner):
+        name, value = field.name, getattr(owner, field.name)
+        kind, _, optional = str(getattr(field.type, "__name__", field.type)).partition(" | ")
+        if name in skip or kind not in _KINDS or optional not in ("", "None"):
+            continue
+        expected, rule, remedy = _KINDS[kind]
+        if value is field.default or (value is None and optional):
+            continue
+        if kind == "bool" and _is_boolean(value):
+            setattr(owner, name, bool(value))
+        elif not isinstance(value, expected) or isinstance(value, bool):
+            problems.append(Problem(f"{prefix}{name}={value!r}", rule, remedy.format(name=name)))
+
+
+def _is_boolean(value: object) -> bool:
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's bear these names
+        return True
+    return isinstance(value, Integral) and value in (0, 1)
+
+
+def check_whole(value: object, where: str, remedy: str) -> None:
+    """Raise `ConfigError` unless the argument `value`, called `where`, is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError.of(f"{where}={value!r}", "it is a whole number", remedy)
 
 
 def check_choice(owner: object, name: str, known: Iterable[str], problems: list[Problem]) -> None:
@@ -18,10 +69,16 @@ def check_choice(owner: object, name: str, known: Iterable[str], problems: list[
 
 
 def check_minimum(owner: object, name: str, minimum: float, problems: list[Problem]) -> None:
-    """Add a problem if the field `name` of `owner` is a number below `minimum`."""
+    """Add a problem if the field `name` of `owner` is below `minimum`, or no number."""
     value = getattr(owner, name)
-    if value is not None and value < minimum:
-        where, rule = f"{type(owner).__name__}.{name}={value!r}", f"it is at least {minimum}"
+    where = f"{type(owner).__name__}.{name}={value!r}"
+    if value is None or any(problem.value == where for problem in problems):
+        return
+    if not isinstance(value, Real):
+        rule = f"it is a number, at least {minimum}"
+        problems.append(Problem(where, rule, f"Give {name}={minimum} or more."))
+    elif value < minimum:
+        rule = f"it is at least {minimum}"
         problems.append(Problem(where, rule, f"Give {name}={minimum} or more."))
 
 

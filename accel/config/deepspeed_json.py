@@ -30,6 +30,14 @@ TOP_LEVEL = (
     *("csv_monitor", "tensorboard", "wandb", "comet", "monitor_config", "elasticity", "checkpoint"),
     *("comms_logger", "data_types", "tensor_parallel", "sequence_parallel_size", "compile"),
 )
+# Further keys that DeepSpeed's code reads.
+UNDOCUMENTED = (
+    *("dataloader_drop_last", "disable_allgather", "disable_python_gc", "gradient_allreduce_op"),
+    *("log_level", "managed_gradient_accumulation", "memory_breakdown", "pipeline", "nebula"),
+    *("use_data_before_expert_parallelism", "use_node_local_storage", "hybrid_engine"),
+    *("weight_quantization", "progressive_layer_drop", "seq_parallel_communication_data_type"),
+    *("vocabulary_size", "quantize_training", "timers", "eigenvalue", "bfloat16"),
+)
 # Keys whose value is a section, with an example of one.
 SECTIONS = {
     "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
@@ -265,8 +273,8 @@ def _config_problems(config: Config, place: str) -> list[Problem]:
 
 def _key_problems(config: Config, place: str) -> Iterator[Problem]:
     """Yield mistyped and deprecated keys, and sections that are not mappings."""
-    for key in (key for key in config if key not in (*TOP_LEVEL, *SECTIONS)):
-        near = closest(key, TOP_LEVEL, cutoff=0.85)
+    for key in (key for key in config if key not in (*TOP_LEVEL, *SECTIONS, *UNDOCUMENTED)):
+        near = _mistyped(str(key))
         if near is not None:  # DeepSpeed has further keys, which its documentation does not list
             yield Problem(f"{place}: {key}", "unknown key", f"Did you mean {near!r}?")
     for key, example in SECTIONS.items():
@@ -278,6 +286,17 @@ def _key_problems(config: Config, place: str) -> Iterator[Problem]:
         if found is not None:
             rule = "deprecated key"
             yield Problem(f"{place}: {key}={found!r}", rule, f"Write {newer}.")
+
+
+def _mistyped(key: str) -> str | None:
+    """Return the documented key that an unknown one stands for; None: it may be someone's own.
+
+    Of several words, the beginning of a documented key ("train_micro_batch_size") and one with more
+    at its end count as mistyped, too.
+    """
+    longer = [known for known in TOP_LEVEL if "_" in key and known.startswith(key)]
+    shorter = [known for known in TOP_LEVEL if "_" in known and key.startswith(f"{known}_")]
+    return next(iter(longer + shorter), None) or closest(key, TOP_LEVEL, cutoff=0.75)
 
 
 def _value_problems(config: Config, place: str) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.checks import check_choice, check_minimum, import_callable
+from accel.config.checks import check_choice, check_minimum, check_types, import_callable
 from accel.config.handlers import KwargsHandler
 from accel.errors import Problems
 
@@ -39,6 +39,7 @@ def _fill(owner: object, defaults: Mapping[str, object]) -> None:
 
 
 def _check_delayed_scaling(owner: TERecipeKwargs | FP8RecipeKwargs, problems: Problems) -> None:
+    check_types(owner, problems)
     check_choice(owner, "fp8_format", ("HYBRID", "E4M3", "E5M2"), problems)
     check_choice(owner, "amax_compute_algo", ("max", "most_recent"), problems)
     check_minimum(owner, "interval", 1, problems)
@@ -149,6 +150,7 @@ class AORecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         import_callable(self, "module_filter_func")
         problems = Problems()
+        check_types(self, problems)
         _check_filter(self.module_filter_func, problems)
         if isinstance(self.config, str):
             check_choice(self, "config", AO_RECIPES, problems)

@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import inf
 from typing import TYPE_CHECKING, Any
 
-from accel.config.checks import as_enum, check_choice, check_minimum, import_callable
+from accel.config.checks import as_enum, check_choice, check_minimum, check_types, import_callable
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ConfigError, Problem, Problems, nearest
 from accel.imports import load_attribute
@@ -40,6 +41,13 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
+def check_handler(handler: object, kind: type[KwargsHandler], method: str) -> None:
+    """Raise `ConfigError` unless `handler`, given to `method`, is None or of a kind."""
+    if handler is not None and not isinstance(handler, kind):
+        remedy = f"Give {kind.__name__}(…), or None."
+        raise ConfigError.of(f"{method}({handler!r})", f"it takes {kind.__name__}", remedy)
+
+
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """How `torch.autocast` behaves.
@@ -53,6 +61,11 @@ class AutocastKwargs(KwargsHandler):
 
     enabled: bool = True
     cache_enabled: bool | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        check_types(self, problems)
+        problems.raise_if()
 
 
 @dataclass
@@ -89,6 +102,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         as_enum(self, "comm_hook", DDPCommunicationHookType)
         as_enum(self, "comm_wrapper", DDPCommunicationHookType)
         problems = Problems()
+        check_types(self, problems)
         check_choice(self, "comm_wrapper", ("no", "fp16", "bf16"), problems)
         check_minimum(self, "bucket_cap_mb", 1, problems)
         problems.raise_if()
@@ -121,6 +135,19 @@ class GradScalerKwargs(KwargsHandler):
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        check_types(self, problems)
+        check_minimum(self, "growth_interval", 1, problems)
+        bounds = {"init_scale": (0, inf), "growth_factor": (1, inf), "backoff_factor": (0, 1)}
+        for name in () if problems else bounds:
+            (low, high), value = bounds[name], getattr(self, name)
+            if not low < value < high:
+                rule = f"it is above {low}" + (f" and below {high}" if high < inf else "")
+                remedy = f"Give {name}={getattr(type(self), name)}, say."
+                problems.add(f"GradScalerKwargs.{name}={value!r}", rule, remedy)
+        problems.raise_if()
 
 
 @dataclass
@@ -209,6 +236,7 @@ class ProfileKwargs(KwargsHandler):
             for key in schedule
             if key not in SCHEDULE_KEYS
         ]
+        check_types(self, problems)
         if schedule and schedule.get("active", 0) < 1:
             problems.add(
                 f"ProfileKwargs.schedule_option={schedule!r}",

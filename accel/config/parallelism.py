@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from accel.config.checks import check_choice, check_minimum
+from accel.config.checks import check_choice, check_minimum, check_types
 from accel.errors import Problems
 
 if TYPE_CHECKING:
@@ -70,13 +70,15 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         problems = Problems()
+        check_types(self, problems)
         for axis in AXES:
             check_minimum(self, f"{axis}_size", 1, problems)
         check_choice(self, "cp_backend", ("torch",), problems)
         check_choice(self, "sp_backend", ("deepspeed",), problems)
         for axis, name in NOT_BUILT.items():
-            if self.size(axis) > 1:
-                value = f"ParallelismConfig.{axis}_size={self.size(axis)} ({name})"
+            size: object = self.size(axis)
+            if isinstance(size, int) and size > 1:
+                value = f"ParallelismConfig.{axis}_size={size} ({name})"
                 problems.add_not_built(value, f"Leave {axis}_size out.")
         for axis in ("tp", "cp", "sp"):
             if (handler := getattr(self, f"{axis}_handler")) is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.checks import check_minimum
+from accel.config.checks import check_minimum, check_types
 from accel.errors import Problem, Problems, nearest
 
 # Replicated parameters among sharded activations: each rank computes a part of their gradient.
@@ -49,6 +49,7 @@ class TorchTensorParallelPlugin:
 
     def __post_init__(self) -> None:
         problems = Problems()
+        check_types(self, problems)
         check_minimum(self, "tp_size", 1, problems)
         mesh = self.torch_device_mesh
         if mesh is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.checks import as_enum, check_choice, check_minimum
+from accel.config.checks import as_enum, check_choice, check_minimum, check_types
 from accel.config.handlers import KwargsHandler
 from accel.enums import DynamoBackend
 from accel.errors import Problem, Problems
@@ -40,6 +40,11 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
+    def __post_init__(self) -> None:
+        problems = Problems()
+        check_types(self, problems)
+        problems.raise_if()
+
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
@@ -60,6 +65,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         problems = Problems()
+        check_types(self, problems)
         check_minimum(self, "num_steps", 1, problems)
         problems.raise_if()
 
@@ -87,6 +93,7 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
         problems = Problems()
+        check_types(self, problems)
         check_minimum(self, "total_limit", 1, problems)
         check_minimum(self, "iteration", 0, problems)
         problems.raise_if()
@@ -131,6 +138,7 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = DynamoBackend.NO if self.backend is None else str(self.backend).lower()
         as_enum(self, "backend", DynamoBackend)
         problems = Problems()
+        check_types(self, problems)
         modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
         check_choice(self, "mode", modes, problems)
         if self.options is not None and not isinstance(self.options, Mapping):

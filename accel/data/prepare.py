@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe
 
 from accel.comm.base import Communicator
+from accel.config.checks import check_whole
 from accel.data import stream_checks
 from accel.data.dispatch_transfer import SliceFunction
 from accel.data.iterable import IterableDatasetShard
@@ -192,8 +193,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         num_batches: number of batches of this process that are skipped.
 
     Raises:
-        ConfigError: if `num_batches` is negative.
+        ConfigError: if `num_batches` is negative, or no whole number.
     """
+    check_whole(num_batches, "num_batches", "Give how many to skip.")
     if num_batches < 0:
         raise ConfigError.of(
             f"num_batches={num_batches}", "it is at least 0", "Give how many to skip."

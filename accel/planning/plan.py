@@ -31,7 +31,7 @@ from accel.enums import DistributedType, PrecisionType, RNGType
 from accel.env import Environment
 from accel.errors import ConfigError, Problems, nearest, unknown_choice
 from accel.parallel import ParallelDims
-from accel.planning.arguments import Arguments
+from accel.planning.arguments import ONE_BY_DEFAULT, Arguments
 from accel.planning.choose_strategy import Choice, check_sizes, choose, parallelism
 from accel.planning.fp8 import Float8, resolve_fp8
 from accel.planning.spec import Plugins, Request, StrategySpec
@@ -116,6 +116,13 @@ class Plan:
         """Return the plugin called `name`; None where it is off."""
         return self.plugins.get(name)
 
+    def assign(self, name: str, value: object) -> None:
+        """Change what a documented attribute of an `Accelerator` sets, for objects prepared later.
+
+        It is changed in place, as all that read it hold this plan.
+        """
+        object.__setattr__(self, name, value)
+
 
 def resolve(arguments: Arguments, environment: Environment) -> Plan:
     """Decide how a run is set up. Pure but for asking which devices there are.
@@ -125,6 +132,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         NotBuiltError: if all there is to say is that an option does not exist yet.
     """
     found = Problems()
+    arguments = arguments.checked(found)
     choice = choose(arguments, environment, found)
     _check_world(environment, found)
     handlers = _handlers(arguments.kwargs_handlers or (), found)
@@ -140,7 +148,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     dynamo = _dynamo(arguments, environment, found)
     request = Request(choice.plugins, environment, device.type, mixed_precision, dynamo)
     _check_strategy(choice, request, found)
-    rng_types = _rng_types(arguments.rng_types, device.type, found)
+    rng_types = usable_rng_types(arguments.rng_types, device.type, found)
     init = _handler(handlers, InitProcessGroupKwargs)
     backend = _backend(init, device.type, environment, choice, found)
     found.raise_if()
@@ -176,7 +184,11 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         rng_types=rng_types,
         debug=environment.debug,
         given_handlers=set(handlers),
-        notes=(*choice.spec.notes(request), *_unread(choice, handlers.values())),
+        notes=(
+            *choice.spec.notes(request),
+            *_unread(choice, handlers.values()),
+            *_kept(arguments, accumulation),
+        ),
         environment=environment,
     )
 
@@ -333,6 +345,10 @@ def _accumulation(
     if owned and plugin is not None:  # a single micro-batch, where the caller accumulates itself
         alone = plugin.num_steps == 1
         return dataclasses.replace(plugin, num_steps=(alone and implied) or plugin.num_steps)
+    kept = arguments.accumulation
+    silent = plugin is None and steps is ONE_BY_DEFAULT and environment.accumulation_steps is None
+    if kept is not None and silent and implied is None:
+        return kept
     if steps == 1 and environment.accumulation_steps is not None:
         steps, source = environment.accumulation_steps, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     if steps == 1:
@@ -340,7 +356,18 @@ def _accumulation(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         found.add(f"{source}={steps!r}", "it is a whole number, at least 1", "Give 1 or more.")
         steps = 1
-    return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=steps)
+    return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=int(steps))
+
+
+def _kept(arguments: Arguments, accumulation: GradientAccumulationPlugin) -> list[str]:
+    """Return a note of micro-batches that an earlier run of the process has settled."""
+    if accumulation is not arguments.accumulation or accumulation.num_steps == 1:
+        return []
+    return [
+        f"This Accelerator keeps gradient_accumulation_steps={accumulation.num_steps}, which an "
+        "earlier one of this process set: they share it. Give gradient_accumulation_steps to "
+        "change it."
+    ]
 
 
 def _project(arguments: Arguments, found: Problems) -> ProjectConfiguration:
@@ -401,9 +428,10 @@ def _dynamo(arguments: Arguments, environment: Environment, found: Problems) -> 
         return TorchDynamoPlugin()
 
 
-def _rng_types(
+def usable_rng_types(
     given: Sequence[str | RNGType] | None, device_type: str, found: Problems
 ) -> tuple[str, ...]:
+    """Return the names of generators to synchronise; None: of loaders' own. Note unknown ones."""
     names = tuple(str(name) for name in (("generator",) if given is None else given))
     usable = {"torch", "generator", device_type} & set(RNGType.list())
     for name in names:

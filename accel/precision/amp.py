@@ -12,7 +12,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.config.handlers import AutocastKwargs
+from accel.config.handlers import AutocastKwargs, check_handler
 from accel.errors import StateError
 from accel.precision.base import COMPUTE_DTYPES, Precision
 from accel.state import AcceleratorState
@@ -305,7 +305,11 @@ def get_mixed_precision_context_manager(
     Args:
         native_amp: whether it does; else the context changes nothing.
         autocast_kwargs: takes the place of `AutocastKwargs()`.
+
+    Raises:
+        ConfigError: for a handler of another kind.
     """
+    check_handler(autocast_kwargs, AutocastKwargs, "get_mixed_precision_context_manager")
     if not native_amp:
         return contextlib.nullcontext()
     state, chosen = AcceleratorState(), autocast_kwargs or AutocastKwargs()

@@ -274,6 +274,7 @@ def test_fp8_takes_the_library_that_is_installed(monkeypatch: pytest.MonkeyPatch
     accelerator = Accelerator(cpu=True, mixed_precision="fp8")
     assert accelerator.mixed_precision == accelerator.state.mixed_precision == "fp8"
     assert accelerator.fp8_backend == "AO"
+    assert accelerator.fp8_enabled is True
     assert accelerator.fp8_recipe_handler == AORecipeKwargs()
     AcceleratorState._reset_state()
     with pytest.raises(ConfigError, match="MSAMPRecipeKwargs with mixed_precision='no'"):

@@ -175,6 +175,24 @@ def test_the_number_of_micro_batches_comes_from_one_place(monkeypatch: pytest.Mo
         settings_of()
 
 
+def test_a_later_accelerator_that_says_nothing_keeps_the_micro_batches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    first = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    second = Accelerator(cpu=True)
+    assert first.gradient_accumulation_steps == second.gradient_accumulation_steps == 4
+    assert first.gradient_state.sync_with_dataloader is False
+    assert "keeps gradient_accumulation_steps=4, which an earlier one" in caplog.text
+    third = Accelerator(cpu=True, gradient_accumulation_steps=1)  # says so
+    assert first.gradient_accumulation_steps == third.gradient_accumulation_steps == 1
+    assert third.gradient_state.sync_with_dataloader is True
+    Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert first.gradient_accumulation_steps == 2
+    first.end_training()
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 1  # a run of its own
+
+
 def test_the_environment_gives_the_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
     accelerator = Accelerator(cpu=True)
@@ -441,3 +459,13 @@ def batches_where_none_joins() -> list[int]:
 
 def test_batches_stay_even_where_processes_cannot_join() -> None:
     assert run_distributed(batches_where_none_joins, 2) == [[3, 3]] * 2
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_is_no_model_is_refused(steps: int) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    for wrong in ("m", [model], None):
+        with pytest.raises(ConfigError, match="each argument is a model"):
+            accelerator.accumulate(wrong)
+    assert accelerator.step == 0

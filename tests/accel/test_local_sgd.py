@@ -130,6 +130,35 @@ def test_a_sharded_model_is_refused() -> None:
     assert all("full model" in words for words in run_distributed(refused, 2))
 
 
+def unprepared() -> str:
+    accelerator = Accelerator(cpu=True)
+    raw = build()
+    model = accelerator.prepare(raw)
+    LocalSGD(accelerator, model, 2)
+    assert LocalSGD(accelerator, raw, 2, enabled=False).enabled is False
+    with pytest.raises(ConfigError) as caught:
+        LocalSGD(accelerator, raw, 2)
+    accelerator.end_training()
+    return str(caught.value)
+
+
+def test_a_model_that_was_not_prepared_is_refused() -> None:
+    for words in run_distributed(unprepared, 2):
+        assert "Sequential that was not prepared" in words
+        assert "Give the model that accelerator.prepare(model) returned" in words
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    accelerator, model = Accelerator(cpu=True), build()
+    for wrong in (2.5, True, "8", None):
+        with pytest.raises(ConfigError, match=r"local_sgd_steps=.*a whole number, at least 1"):
+            LocalSGD(accelerator, model, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        LocalSGD(model, "model", 2)  # type: ignore[arg-type]
+    assert "an Accelerator is required" in str(caught.value)
+    assert "LocalSGD(model='model'): a torch.nn.Module is required" in str(caught.value)
+
+
 def test_a_number_below_one_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigError, match="local_sgd_steps=0"):

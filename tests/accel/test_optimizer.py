@@ -36,6 +36,12 @@ def test_it_is_an_optimizer_with_the_state_of_the_wrapped_one() -> None:
     assert len(optimizer.optimizer.param_groups) == 2
 
 
+def test_it_knows_the_state_of_the_process() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    _, optimizer = make()
+    assert optimizer.accelerator_state.plan is accelerator.state.plan
+
+
 def test_step_and_zero_grad_wait_for_the_end_of_a_window() -> None:
     model, optimizer = make()
     model(torch.ones(1, 2)).sum().backward()

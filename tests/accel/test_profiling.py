@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from accel import Accelerator, ProfileKwargs
+from accel import Accelerator, AutocastKwargs, ProfileKwargs
 from accel.errors import ConfigError
 from tests.helpers import run_distributed
 
@@ -238,3 +238,8 @@ def test_each_process_writes_its_own_chrome_trace(world_size: int, tmp_path: Pat
         names = [event.get("name") for event in trace["traceEvents"]]
         assert names.count("aten::addmm") == rank + 1
     assert len(list(tmp_path.iterdir())) == world_size
+
+
+def test_a_handler_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"profile\(AutocastKwargs.*it takes ProfileKwargs"):
+        Accelerator(cpu=True).profile(AutocastKwargs())  # type: ignore[arg-type]

@@ -191,3 +191,12 @@ def test_the_devices_generator_is_captured(tmp_path: Path) -> None:
     assert torch.rand(3, device="cuda").tolist() == expected
     with rng.preserved():
         torch.rand(3, device="cuda")
+
+
+def test_a_seed_is_a_whole_number() -> None:
+    wrong: list[Any] = ["1", 1.5, None, True]
+    for seed in wrong:
+        with pytest.raises(ConfigError, match=r"seed=.*: it is a whole number. Give set_seed"):
+            rng.set_seed(seed)
+    rng.set_seed(np.int64(3))  # type: ignore[arg-type]
+    assert torch.initial_seed() == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,59 @@ def test_the_settings_of_loaders_are_read_and_set() -> None:
         assert getattr(accelerator, name) is value
         setattr(accelerator, name, not value)
         assert getattr(accelerator, name) is getattr(config, name) is not value
+
+
+def test_a_setting_of_loaders_is_a_boolean() -> None:
+    accelerator = Accelerator(cpu=True)
+    for name in SETTINGS:
+        with pytest.raises(ConfigError, match=f"{name}='no': expected true or false"):
+            setattr(accelerator, name, "no")
+        assert getattr(accelerator, name) != "no"
+
+
+def test_generators_and_schedulers_are_set_for_what_is_prepared_later() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
+    data = TensorDataset(torch.zeros(4, 1))
+    before = accelerator.prepare(optimizer, schedulers[0], DataLoader(data))
+    accelerator.rng_types = ["torch"]
+    accelerator.step_scheduler_with_optimizer = False
+    assert accelerator.rng_types == ("torch",)
+    assert accelerator.step_scheduler_with_optimizer is False
+    after = accelerator.prepare(schedulers[1], DataLoader(data))
+    assert (before[1].step_with_optimizer, after[0].step_with_optimizer) == (True, False)
+    assert after[1].rng_types == ["torch"] != before[2].rng_types
+    with pytest.raises(ConfigError, match="rng_types: 'x': each is one of"):
+        accelerator.rng_types = ["x"]
+    with pytest.raises(ConfigError, match="step_scheduler_with_optimizer='x': expected true"):
+        accelerator.step_scheduler_with_optimizer = "x"  # type: ignore[assignment]
+    assert accelerator.rng_types == ("torch",)
+    assert accelerator.step_scheduler_with_optimizer is False
+
+
+def test_trackers_are_set_for_the_next_start(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.log_with = "csv"
+    accelerator.init_trackers("run")
+    assert [tracker.name for tracker in accelerator.trackers] == ["csv"]
+    accelerator.log_with = None
+    assert accelerator.log_with == []
+    with pytest.raises(ConfigError, match="tensorbord"):
+        accelerator.log_with = "tensorbord"
+    accelerator.end_training()
+
+
+def test_the_precision_cannot_be_set() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(ConfigError, match=r"mixed_precision='no': .*set up with 'bf16'.*autocast"):
+        accelerator.mixed_precision = "no"
+    assert accelerator.mixed_precision == "bf16"
+
+
+def test_a_run_without_fp8_says_so() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.fp8_enabled is accelerator.delayed_fp8_autocast is False
 
 
 def test_a_setting_holds_for_loaders_that_are_prepared_later() -> None:

@@ -9,7 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from accel import env
+import accel
+from accel import Accelerator, env
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -97,6 +98,26 @@ def test_what_was_set_up_cannot_change() -> None:
     PartialState().device = torch.device("meta")
     with pytest.raises(ConfigError, match="cpu=True"):
         PartialState(cpu=True)
+
+
+def test_unknown_arguments_are_refused_by_later_ones_too() -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="cpuu=True: known are backend"):
+        PartialState(cpuu=True)
+    with pytest.raises(ConfigError, match="foo=1: known are backend"):
+        AcceleratorState(foo=1)
+    PartialState(timeout=60)  # libraries give it again
+
+
+def test_whether_there_is_a_state_is_asked_without_building_one() -> None:
+    assert accel.state.is_initialized() is False
+    PartialState(cpu=True)
+    assert accel.state.is_initialized() is False
+    assert not AcceleratorState._shared_state
+    Accelerator(cpu=True)
+    assert accel.state.is_initialized() is True
+    AcceleratorState._reset_state()
+    assert accel.state.is_initialized() is False
 
 
 def test_a_plan_is_taken_over() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.comm.flat import by_dtype
 from accel.enums import DistributedType
-from accel.errors import ConfigError
+from accel.errors import ConfigError, unknown_choice
 from accel.memory_estimate import local
 from accel.precision.amp import StepScaler, parameters_of
 from accel.state import PartialState
@@ -81,8 +81,12 @@ def get_grad_scaler(
         kwargs: of `torch.amp.GradScaler`.
 
     Raises:
-        ConfigError: for FSDP: a scaler has to know the models whose shards it unscales.
+        ConfigError: for an unknown type, and for FSDP: a scaler has to know the models whose shards
+            it unscales.
     """
+    known = DistributedType.list()
+    if distributed_type is not None and str(distributed_type) not in known:
+        raise ConfigError(unknown_choice("distributed_type", distributed_type, known))
     if distributed_type == DistributedType.FSDP:
         raise ConfigError.of(
             f"get_grad_scaler({distributed_type})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError, StateError
 from tests.accel.checkpoint.test_save import accelerator
 from tests.accel.checkpoint.test_session import Counter, names
 
@@ -121,3 +122,42 @@ def test_a_hook_before_loading_takes_models_over(tmp_path: Path) -> None:
     engine.load_state(str(tmp_path))
     assert model.weight.any()
     assert len(seen) == 2
+
+
+def test_a_state_is_not_loaded_into_nothing(tmp_path: Path) -> None:
+    engine = accelerator()
+    model = engine.prepare(nn.Linear(2, 2))
+    weight = model.weight.detach().clone()
+    engine.save_state(tmp_path)
+    engine.free_memory()
+    with pytest.raises(StateError, match=r"before prepare .*models: 1.*Call accelerator.prepare"):
+        engine.load_state(tmp_path)
+    model = engine.prepare(nn.Linear(2, 2))
+    engine.load_state(tmp_path)
+    assert torch.equal(model.weight, weight)
+
+
+def test_a_hook_loads_where_nothing_is_prepared(tmp_path: Path) -> None:
+    engine = accelerator()
+    engine.prepare(nn.Linear(2, 2))
+    engine.save_state(tmp_path)
+    other = accelerator()
+    seen: list[Any] = []
+    other.register_load_state_pre_hook(lambda models, folder: seen.append((models, folder)))
+    other.load_state(tmp_path)
+    assert seen == [([], str(tmp_path))]
+
+
+def test_what_is_loaded_in_part_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = accelerator()
+    engine.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
+    engine.register_for_checkpointing(Counter(1))
+    engine.save_state(tmp_path)
+    other = accelerator()
+    other.prepare(nn.Linear(2, 2))
+    with caplog.at_level(logging.WARNING):
+        other.load_state(tmp_path)
+    assert "in part: 1 of 2 models, 0 of 1 registered objects" in caplog.text
+    caplog.clear()
+    engine.load_state(tmp_path)
+    assert not caplog.text

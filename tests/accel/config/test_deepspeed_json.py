@@ -57,6 +57,35 @@ def test_values_that_a_configuration_cannot_have_are_named(
         completed(DeepSpeedPlugin(config))
 
 
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
+        ("gradient_accumulation", "gradient_accumulation_steps"),
+        ("zero_opt", "zero_optimization"),
+        ("gradient_clipping_value", "gradient_clipping"),
+        ("zero_optimization_stage", "zero_optimization"),
+        ("batch_size", "train_batch_size"),
+        ("zero_optimisation", "zero_optimization"),
+        ("FP16", "fp16"),
+    ],
+)
+def test_a_mistyped_key_is_named(key: str, known: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: unknown key. Did you mean '{known}'?"):
+        HfDeepSpeedConfig({key: 1})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("gradient_allreduce_op", "disable_allgather", "weight_quantization", "hybrid_engine"),
+        *("seq_parallel_communication_data_type", "train", "model", "data", "checkpoint_folder"),
+    ],
+)
+def test_further_keys_of_deepspeed_and_of_users_are_left_alone(key: str) -> None:
+    assert HfDeepSpeedConfig({key: 1}).config == {key: 1}
+
+
 def test_sections_that_are_off_or_null_have_no_effect() -> None:
     config = {
         "fp16": None,

@@ -214,3 +214,9 @@ def test_a_stateful_loader_wants_torchdata(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("accel.imports.is_available", lambda package: False)
     with pytest.raises(MissingPackageError, match="torchdata"):
         prepare_data_loader(DataLoader(range(4)), use_stateful_dataloader=True)
+
+
+def test_batches_to_skip_are_a_whole_number() -> None:
+    for wrong in ("2", 1.5, None):
+        with pytest.raises(ConfigError, match=r"num_batches=.*: it is a whole number"):
+            skip_first_batches(DataLoader(range(4)), wrong)  # type: ignore[arg-type]

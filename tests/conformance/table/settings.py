@@ -12,6 +12,8 @@ NAMED = "tests/accel/trackers/test_table.py::test_trackers_are_named_to_the_acce
 SCALED = "tests/accel/checkpoint/test_session.py::test_the_scaler_comes_back"
 ACCELERATOR = "tests/accel/test_accelerator.py::"
 ONE = SETTINGS + "test_what_a_run_of_one_process_shows"
+LATER = SETTINGS + "test_generators_and_schedulers_are_set_for_what_is_prepared_later"
+NO_FP8 = SETTINGS + "test_a_run_without_fp8_says_so"
 TWO = SETTINGS + "test_what_a_sharded_run_of_two_processes_shows"
 RANKS = SETTINGS + "test_ranks_along_the_axes[0-expected0-True]"
 OTHER_RANKS = SETTINGS + "test_ranks_along_axes_that_are_not_built[pp-1]"
@@ -40,8 +42,10 @@ ENTRIES = [
             "dataloader_config": LOADERS,
             "project_configuration": ONE,
             "logging_dir": ONE,
-            "step_scheduler_with_optimizer": ONE,
-            "rng_types": ONE,
+            "step_scheduler_with_optimizer": LATER,
+            "rng_types": LATER,
+            "fp8_enabled": FP8,
+            "delayed_fp8_autocast": NO_FP8,
             "fp8_backend": FP8,
             "fp8_recipe_handler": FP8,
             "native_amp": SETTINGS + "test_autocast_is_switched_off",
@@ -98,6 +102,10 @@ ENTRIES = [
             "parallelism_config": PLUGINS,
         },
         call=False,
+    ),
+    Entry(
+        "accel.state:is_initialized",
+        STATE + "test_whether_there_is_a_state_is_asked_without_building_one",
     ),
     Entry(
         "accel.state:GradientState",

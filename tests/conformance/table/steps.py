@@ -152,7 +152,10 @@ WRAPPERS = [
             "device_placement": P(True, PLACED),
             "scaler": P(None, SCALER),
         },
-        attributes={"step_was_skipped": SCALER},
+        attributes={
+            "step_was_skipped": SCALER,
+            "accelerator_state": OPTIMIZER + "test_it_knows_the_state_of_the_process",
+        },
     ),
     Entry(
         "accel.optimizer:AcceleratedOptimizer.step",

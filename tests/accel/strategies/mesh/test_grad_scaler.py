@@ -259,3 +259,8 @@ def test_a_gradient_scaler_on_its_own() -> None:
 def test_the_scaler_of_sharded_gradients_is_that_of_the_run() -> None:
     with pytest.raises(ConfigError, match=r"accelerator\.scaler"):
         get_grad_scaler(DistributedType.FSDP)
+
+
+def test_an_unknown_type_of_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="distributed_type='x': it is one of NO, MULTI_CPU"):
+        get_grad_scaler("x")  # type: ignore[arg-type]
