@@ -55,7 +55,8 @@ ENTRIES = [
                 "cpu_ram_efficient_loading",
             ),
             HELD,
-        ),
+        )
+        | dict.fromkeys(("state_dict_config", "optim_state_dict_config"), KIND),
         call=False,
     ),
     Entry(
