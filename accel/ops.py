@@ -125,19 +125,19 @@ def gather(tensor: T) -> T:
 
 
 @_verified(lambda _: "objects")
-def gather_object(object: Any) -> list[Any]:
+def gather_object(object: Any) -> Any:
     """Gather picklable values from all processes.
 
     Args:
         object: a list or tuple, whose elements are joined over ranks, or one value per rank.
 
     Returns:
-        The elements by rank, on every rank.
+        The list of elements by rank, on every rank; `object` itself in a run of one process.
     """
     several = isinstance(object, (list, tuple))
     comm = PartialState().comm
     if comm.world_size == 1:
-        return list(object) if several else [object]
+        return object
     values = comm.all_gather_object(object)
     return [item for value in values for item in value] if several else values
 
