@@ -54,7 +54,9 @@ class Collectives:
         """Return nested tensors [n, ...] of all processes, joined along dim 0.
 
         Args:
-            tensor: nested tensors of one shape on every process; a 0-d tensor counts as [1].
+            tensor: nested tensors of one shape on every process; a 0-d tensor counts as [1]. Other
+                shapes: see `pad_across_processes`; ``ACCELERATE_DEBUG_MODE=1`` names them, where a
+                process ended in an error of the backend, or was aborted.
         """
         return ops.gather(tensor)
 
