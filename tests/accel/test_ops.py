@@ -383,3 +383,9 @@ def test_tensors_become_lists_of_numbers() -> None:
     data = {"a": [torch.tensor([[1, 2], [3, 4]]), "text"], "b": (torch.tensor(0.5), None)}
     assert ops.listify(data) == {"a": [[[1, 2], [3, 4]], "text"], "b": (0.5, None)}
     assert ops.listify(torch.ones(2, dtype=torch.bfloat16)) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("empty", [[], ()])
+def test_nothing_to_join_is_refused(empty: Any) -> None:
+    with pytest.raises(ConfigError, match=r"nothing to join\. Give at least one"):
+        ops.concatenate(empty)

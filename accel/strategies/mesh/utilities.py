@@ -82,15 +82,23 @@ def fsdp2_switch_optimizer_parameters(
         mapping: from the `data_ptr` of each of its parameters to the one that replaces it.
 
     Raises:
-        KeyError: if a parameter is not in `mapping`: it would not be trained any more. Nothing is
-            changed then.
+        KeyError: naming every parameter that is not in `mapping`: it would not be trained any more.
+            Nothing is changed then.
     """
     own = unwrap_optimizer(optimizer)
-    new = {
-        parameter: mapping[parameter.data_ptr()]
-        for group in own.param_groups
-        for parameter in group["params"]
-    }
+    held = [
+        (f"parameter {index} of group {number}, {list(parameter.shape)}", parameter)
+        for number, group in enumerate(own.param_groups)
+        for index, parameter in enumerate(group["params"])
+    ]
+    missing = [name for name, parameter in held if parameter.data_ptr() not in mapping]
+    if missing:
+        raise KeyError(
+            f"mapping lacks {'; '.join(missing)}: each parameter of the optimizer is replaced, or "
+            "is not trained any more. Map its data_ptr(), taken before the model was sharded, to "
+            "its shard."
+        )
+    new = {parameter: mapping[parameter.data_ptr()] for _, parameter in held}
     for group in own.param_groups:
         group["params"] = [new[parameter] for parameter in group["params"]]
     for old, parameter in new.items():
