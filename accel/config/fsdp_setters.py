@@ -23,11 +23,7 @@ DTYPES = {
 
 @dataclass
 class ShardingSetters:
-    """Setters of fields, and checks of what was assigned to them.
-
-    Attributes:
-        saves_shards: whether each rank writes its own shards.
-    """
+    """Setters of fields, and checks of what was assigned to them."""
 
     if TYPE_CHECKING:  # fields of the plugin
         mixed_precision_policy: Any
@@ -39,6 +35,7 @@ class ShardingSetters:
 
     @property
     def saves_shards(self) -> bool:
+        """Whether each rank writes its own shards."""
         return vars(self)["state_dict_type"] == SHARDED
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
