@@ -10,6 +10,7 @@ from accel import launchers as launchers
 from accel import local_sgd as local_sgd
 from accel import logging as logging
 from accel import memory as memory
+from accel import memory_utils as memory_utils
 from accel import optimizer as optimizer
 from accel import parallelism_config as parallelism_config
 from accel import scheduler as scheduler

@@ -14,7 +14,18 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
+
+
+class Package(ModuleType):
+    """A package whose names keep their values where a module in it is called alike.
+
+    Python binds a module to its name in the package at the first import, as of `accel.utils.tqdm`.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and name in public_names(self.__name__)):
+            super().__setattr__(name, value)
 
 
 @functools.cache

@@ -54,7 +54,9 @@ class Collectives:
         """Return nested tensors [n, ...] of all processes, joined along dim 0.
 
         Args:
-            tensor: nested tensors of one shape on every process; a 0-d tensor counts as [1].
+            tensor: nested tensors of one shape on every process; a 0-d tensor counts as [1]. Other
+                shapes: see `pad_across_processes`; ``ACCELERATE_DEBUG_MODE=1`` names them, where a
+                process ended in an error of the backend, or was aborted.
         """
         return ops.gather(tensor)
 
@@ -70,10 +72,11 @@ class Collectives:
         count in them; of other data everything is kept, with one warning.
         So it is where loaders are read side by side, as by ``zip``, and the rows fit the samples in
         hand of several, of which other numbers are real; and where the rows of a whole pass are
-        gathered after it. A single process completes no batch; but as many rows for its short last
-        batch as for full ones, as of a loss repeated for each sample of a full batch, are cut, too.
-        Rows must be those of a prepared loader: what a loader outside of
-        `prepare` gave, gathered with a prepared one's last batch in hand, is taken for that one's.
+        gathered after it. A single process completes no batch, and keeps everything but repetitions
+        of a loss: of as many equal numbers for its short last batch as for full ones, as of
+        ``loss.repeat(batch_size)``, one stays for each sample.
+        Rows must be those of a prepared loader: what a loader outside of `prepare` gave, gathered
+        on several processes with a prepared one's last batch in hand, is taken for that one's.
 
         Args:
             input_data: nested tensors [n, ...], or any objects.
@@ -81,11 +84,16 @@ class Collectives:
                 tensors of different shapes.
 
         Returns:
-            As `gather`; for objects, the lists of all processes in one.
+            As `gather`; for objects, the lists of all processes in one, or a list of what is no
+            list by rank. A single process gets the objects as they are.
         """
         leaders = self._dims.dp_leaders
         last = self._last_batch()
-        if use_gather_object or not _only_tensors(input_data):
+        are_objects = use_gather_object or not _only_tensors(input_data)
+        if self._comm.world_size == 1:
+            cut = self._without_those_of_full_batches
+            return input_data if are_objects else recursively_apply(cut, input_data)
+        if are_objects:
             gathered = ops.gather_object([input_data])
             values = [gathered[rank] for rank in leaders]
             several = isinstance(input_data, (list, tuple))
@@ -101,8 +109,6 @@ class Collectives:
     def _last_batch(self) -> list[_LastBatch]:
         """Return the counts of the last batches in hand, one of which has repetitions; else []."""
         state = self._gradient_state
-        if self._comm.world_size == 1:  # a short batch is not completed
-            return []
         if not state.in_dataloader:
             real, size = state.abandoned_remainder
             return [_LastBatch(real, size, in_hand=False)] if 0 < real < size else []
@@ -129,8 +135,6 @@ class Collectives:
         `even`: whether each process gave as many rows.
         """
         if not ended:
-            if self._comm.world_size == 1:
-                return self._without_those_of_full_batches(rows)
             self._tell_late(len(rows))
             return rows
         if even and len(rows) == len(self._dims.dp_leaders) and ended[0].in_hand:
@@ -173,11 +177,10 @@ class Collectives:
             )
         return rows[:num_rows]
 
-    def _without_those_of_full_batches(self, rows: Any) -> Any:
-        """Return the rows of the batch in hand, cut if it is short and they are of a full one."""
+    def _without_those_of_full_batches(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the batch in hand; of a loss for a full one, as many as it has."""
         active: Any = self._gradient_state.active_dataloader
-        is_single = isinstance(rows, torch.Tensor) and rows.ndim == 0
-        if active is None or active.reading is None or is_single:
+        if active is None or active.reading is None or rows.ndim != 1:
             return rows
         if self._full_rows[0] is not active.reading:
             self._full_rows = active.reading, set()
@@ -187,7 +190,10 @@ class Collectives:
             return rows
         full = active.total_batch_size
         is_of_full = num_rows in seen and num_rows % full == 0
-        return rows[: num_rows // full * active.remainder] if is_of_full else rows
+        # Other rows may be those of another loader, which is not prepared.
+        if not (is_of_full and rows.is_floating_point() and bool((rows == rows[:1]).all())):
+            return rows
+        return rows[: num_rows // full * active.remainder]
 
     def _warn_once(self, message: str, *values: object) -> None:
         if message not in self._warned:

@@ -16,7 +16,11 @@ Test = Callable[[Any], bool]
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether `value` is a tensor."""
+    """Return whether a value is a tensor.
+
+    Args:
+        value: any object.
+    """
     return isinstance(value, torch.Tensor)
 
 

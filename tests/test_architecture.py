@@ -24,6 +24,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.hooks", 9),
     ("accel.big_modeling", 9),
     ("accel.checkpointing", 9),
+    ("accel.memory_utils", 9),
     ("accel.parallelism_config", 9),
     ("accel.errors", 0),
     ("accel.enums", 0),

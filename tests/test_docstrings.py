@@ -22,7 +22,7 @@ def _public() -> Iterator[tuple[str, Any]]:
         module = importlib.import_module(module_name)
         for name in module.__all__:
             found = getattr(module, name)
-            if id(found) in seen:
+            if id(found) in seen or name.isupper():  # constants have no docstrings
                 continue
             seen.add(id(found))
             yield f"{module_name}.{name}", found

@@ -29,7 +29,7 @@ class FieldDefaults:
         Args:
             field: its name.
         """
-        return None if field in self._shown() else getattr(self, field)
+        return None if field in self._shown() else vars(self)[field]
 
     def given_fields(self) -> dict[str, Any]:
         """Return the fields by name, None where nobody gave one."""

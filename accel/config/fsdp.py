@@ -11,9 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.checks import check_choice, check_minimum
+from accel.config.checks import check_minimum
 from accel.config.field_defaults import FieldDefaults
 from accel.config.fsdp_setters import DTYPES, ShardingSetters
+from accel.config.fsdp_state_dicts import (
+    StateDictConfigField,
+    StateDictTypeField,
+    is_translatable,
+    says_what_holds,
+)
 from accel.env import parse_bool
 from accel.errors import NotBuiltError, Problem, Problems, nearest, not_built
 
@@ -106,8 +112,10 @@ class FullyShardedDataParallelPlugin(ShardingSetters, FieldDefaults):
         ignored_modules: modules that are replicated, not sharded, or names and regular expressions
             of names. `Accelerator.backward` averages the gradients of those that are trained.
         state_dict_type: what `save_state` writes: FULL_STATE_DICT, gathered and written by rank 0,
-            or SHARDED_STATE_DICT, where each rank writes its own shards.
-        state_dict_config: older; full state dicts are always on the host.
+            or SHARDED_STATE_DICT, where each rank writes its own shards. Given as a name or as
+            torch's `StateDictType`, as which it reads.
+        state_dict_config: older; reads as what holds for `state_dict_type`: state dicts are on the
+            host, full ones on rank 0.
         optim_state_dict_config: older; the same of optimizers.
         limit_all_gathers: older: True, which FSDP2 always does.
         use_orig_params: older: FSDP2 always keeps each parameter.
@@ -139,9 +147,9 @@ class FullyShardedDataParallelPlugin(ShardingSetters, FieldDefaults):
     auto_wrap_policy: Any = None
     cpu_offload: Any = None
     ignored_modules: Any = None
-    state_dict_type: Any = None
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
+    state_dict_type: Any = StateDictTypeField()  # noqa: RUF009 (a descriptor)
+    state_dict_config: Any = StateDictConfigField()  # noqa: RUF009
+    optim_state_dict_config: Any = StateDictConfigField("Optim")  # noqa: RUF009
     limit_all_gathers: bool | None = True
     use_orig_params: bool | None = None
     param_init_fn: Any = None
@@ -337,23 +345,25 @@ def _translate_prefetch(
 def _translate_states(
     plugin: FullyShardedDataParallelPlugin, problems: Problems, replaced: list[str]
 ) -> None:
-    given = plugin.state_dict_type
-    if given is not None:
-        plugin.state_dict_type = str(getattr(given, "name", given)).strip().upper()
-        check_choice(plugin, "state_dict_type", STATE_TYPES, problems)
-    if plugin.state_dict_type == "LOCAL_STATE_DICT":
+    name = plugin.given("state_dict_type")
+    where = f"{type(plugin).__name__}.state_dict_type={name!r}"
+    if name == "LOCAL_STATE_DICT":
         rule = "flattened shards exist only in the older wrapper"
-        _add(problems, plugin, "state_dict_type", rule, "Give SHARDED_STATE_DICT.")
-    for name in ("state_dict_config", "optim_state_dict_config"):
-        config = getattr(plugin, name)
+        problems.add(where, rule, "Give SHARDED_STATE_DICT.")
+    elif name is not None and name not in STATE_TYPES:
+        rule = f"it is one of {', '.join(STATE_TYPES)}"
+        problems.add(where, rule, nearest(name, STATE_TYPES))
+    for field in ("state_dict_config", "optim_state_dict_config"):
+        config = plugin.given(field)
         if config is None:
             continue
-        if type(config).__name__.startswith(("Full", "Sharded")):
-            replaced.append(f"{name} needs no argument any more: state_dict_type says all")
-            setattr(plugin, name, None)
-        else:
+        if not is_translatable(config):
             rule = "full or sharded state dicts are saved"
-            _add(problems, plugin, name, rule, "Leave it out.")
+            _add(problems, plugin, field, rule, "Leave it out.")
+            continue
+        if not says_what_holds(config):
+            replaced.append(f"{field} needs no argument any more: state_dict_type says all")
+        setattr(plugin, field, None)
 
 
 # -- checks --------------------------------------------------------------------------------

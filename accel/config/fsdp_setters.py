@@ -7,6 +7,7 @@ import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel.config.fsdp_state_dicts import SHARDED
 from accel.errors import ConfigError, unknown_choice
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ class ShardingSetters:
         state_dict_type: Any
         transformer_cls_names_to_wrap: Any
         min_num_params: int | None
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether each rank writes its own shards."""
+        return vars(self)["state_dict_type"] == SHARDED
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Replace the name of a wrapping policy by torch's function for the units of a model.

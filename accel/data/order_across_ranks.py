@@ -360,11 +360,17 @@ class Ordering:
                 drawing.data_source, drawing.replacement, drawing._num_samples, data_seed=seed
             ), None
         if self.several:
-            seed = self._seed(loader, drawing)
+            is_free = drawing.generator is None and self.data_seed is None
+            reads = self.state.num_processes > 1 and not self.dispatched
+            seed = self._seed(loader, drawing, is_drawn=is_free and reads)
             if drawing.generator is None:
                 return drawing, torch.Generator().manual_seed(seed)
         return drawing, None
 
-    def _seed(self, loader: DataLoader[object], drawing: Any) -> int:
-        seed = order_seed(drawing.generator, self.data_seed, self.loader_index)
+    def _seed(self, loader: DataLoader[object], drawing: Any, is_drawn: bool = False) -> int:
+        """Return rank 0's seed; `is_drawn`: from torch's generator, as the sampler does alone."""
+        if is_drawn:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        else:
+            seed = order_seed(drawing.generator, self.data_seed, self.loader_index)
         return agreed_seed(self.state.comm, seed, loader, drawing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -54,6 +54,19 @@ class PreparedLoader(OrderedLoader):
         self._passes: list[Pass] = []  # that are under way
         self._last_size = 0
         self._non_blocking = non_blocking
+
+    if not TYPE_CHECKING:  # checkers know the attributes that there are
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in ("state_dict", "load_state_dict"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"{type(self).__name__}.{name}: only stateful loaders have a state of their own. "
+                "Set DataLoaderConfiguration(use_stateful_dataloader=True); "
+                "accelerator.save_state keeps the order of the others.",
+                name=name,
+                obj=self,
+            )
 
     @property
     def base_dataloader(self) -> Self:

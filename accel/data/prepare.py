@@ -91,7 +91,8 @@ def prepare_data_loader(
             num_processes=…)``; None: tensors along dim 0, and lists of plain objects.
         use_seedable_sampler: whether random samplers are replaced by `SeedableRandomSampler`.
         data_seed: its seed, and that of the loader's own stream, mixed with `loader_index`; None:
-            the initial seed of the sampler's generator, or of torch's.
+            the initial seed of the sampler's generator, or of torch's. Where all ranks read, that
+            of the stream is then drawn from torch's generator on rank 0.
         non_blocking: whether copies to the device overlap with computation (wants pinned memory).
         use_stateful_dataloader: whether the loader is torchdata's `StatefulDataLoader`.
         torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" read the same data.

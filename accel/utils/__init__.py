@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from accel import _lazy
+
+sys.modules[__name__].__class__ = _lazy.Package
 
 
 def __getattr__(name: str) -> object:

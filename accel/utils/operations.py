@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accel.ops import (
+    ConvertOutputsToFp32,
     broadcast,
     broadcast_object_list,
     concatenate,
@@ -22,8 +23,10 @@ from accel.tree import (
     is_namedtuple,
     recursively_apply,
 )
+from accel.tree import is_tensor as is_torch_tensor
 
 __all__ = [
+    "ConvertOutputsToFp32",
     "broadcast",
     "broadcast_object_list",
     "concatenate",
@@ -34,6 +37,7 @@ __all__ = [
     "gather_object",
     "honor_type",
     "is_namedtuple",
+    "is_torch_tensor",
     "listify",
     "pad_across_processes",
     "recursively_apply",

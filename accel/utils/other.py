@@ -5,6 +5,7 @@ from __future__ import annotations
 from accel.checkpoint.export import save
 from accel.checkpoint.serialization import load
 from accel.large.sizes import convert_bytes
+from accel.launch_config import write_basic_config
 from accel.launchers import is_port_in_use
 from accel.ops import wait_for_everyone
 from accel.tree import merge_dicts
@@ -24,4 +25,5 @@ __all__ = [
     "merge_dicts",
     "save",
     "wait_for_everyone",
+    "write_basic_config",
 ]

@@ -124,13 +124,14 @@ def break_off() -> dict[str, Any]:
 @SIZE
 def test_a_last_batch_in_hand_is_cut_and_nothing_else(size: int) -> None:
     every = list(range(5 * size - 1))
+    by_rank = [{"rank": str(rank)} for rank in range(size)]
     for found in run_distributed(break_off, size):
         assert found["batch"] == every
         assert found["prediction"] == [2 * n for n in every]
         assert found["text"] == [str(n) for n in every]
         assert found["loss"] == size
         assert found["longer"] == 7 * size
-        assert found["object"] == [{"rank": str(rank)} for rank in range(size)]
+        assert found["object"] == (by_rank if size > 1 else by_rank[0])
         assert found["again"] == len(every)
         assert found["other"] == found["forgotten"] == 5 * size
 
@@ -184,6 +185,31 @@ def test_a_loss_repeated_as_for_full_batches_counts_once_per_sample(
     samples: int, expected: list[float]
 ) -> None:
     assert repeated_for_full_batches(samples) == [4, *expected]
+
+
+def test_a_single_process_keeps_the_rows_of_a_loader_that_is_not_prepared() -> None:
+    accelerator = Accelerator(cpu=True)
+    unprepared = DataLoader(torch.arange(10.0), batch_size=4)
+    found = [
+        [row for each in unprepared for row in accelerator.gather_for_metrics(each).tolist()]
+        for _ in accelerator.prepare(DataLoader(torch.arange(22), batch_size=4))
+    ]
+    labels = torch.ones(4, dtype=torch.int64)
+    for _ in accelerator.prepare(DataLoader(torch.arange(6), batch_size=4)):
+        assert accelerator.gather_for_metrics(labels) is labels
+        assert accelerator.gather_for_metrics([1.0] * 4) == [1.0] * 4
+    accelerator.end_training()
+    assert found == [list(range(10))] * 6
+
+
+def test_a_single_process_gets_objects_as_they_are() -> None:
+    accelerator = Accelerator(cpu=True)
+    mixed = {"a": ["x"], "b": torch.ones(1)}
+    for given in (mixed, "text", ("a", 1), ["a"]):
+        assert accelerator.gather_for_metrics(given) is given
+    rows = torch.ones(2)
+    assert accelerator.gather_for_metrics(rows, use_gather_object=True) is rows
+    accelerator.end_training()
 
 
 # -- several rows per sample -------------------------------------------------------------------

@@ -87,7 +87,8 @@ def test_type_checkers_are_told_of_modules_that_are_there(package: str) -> None:
         assert module is sys.modules[f"{package}.{name}"]
     if package == "accel.utils":
         files = ROOT.joinpath("accel", "utils").glob("[a-z]*.py")
-        assert found == {path.stem for path in files}
+        alike = set(public_names(package))  # `accel.utils.tqdm` is the function
+        assert found == {path.stem for path in files} - alike
 
 
 CHECKED = """
@@ -116,3 +117,45 @@ def test_a_type_checker_knows_the_modules(tmp_path: Path) -> None:
 def test_a_package_has_no_other_modules(name: str) -> None:
     with pytest.raises(AttributeError, match=f"module 'accel' has no attribute '{name}'"):
         attribute("accel", name)
+
+
+def test_a_name_keeps_its_value_where_a_module_is_called_alike() -> None:
+    importlib.import_module("accel.utils.tqdm")
+    alike = importlib.import_module("accel.utils")
+    assert alike.tqdm is importlib.import_module("accel.progress").tqdm
+    assert sys.modules["accel.utils.tqdm"].tqdm is alike.tqdm
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "home"),
+    [
+        ("accel.memory_utils", "find_executable_batch_size", "accel.memory"),
+        ("accel.utils", "is_torch_tensor", "accel.utils.operations"),
+        ("accel.utils.operations", "ConvertOutputsToFp32", "accel.ops"),
+        ("accel.utils.other", "write_basic_config", "accel.launch_config"),
+    ],
+)
+def test_a_documented_path_leads_to_the_working_module(path: str, name: str, home: str) -> None:
+    found = getattr(importlib.import_module(path), name)
+    assert found is getattr(importlib.import_module(home), name)
+
+
+def test_constants_name_the_files_of_a_checkpoint(tmp_path: Path) -> None:
+    import torch
+
+    from accel import Accelerator, utils
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    accelerator.prepare(model, optimizer, scheduler)
+    accelerator.save_state(tmp_path / "safe")
+    accelerator.save_state(tmp_path / "pickled", safe_serialization=False)
+    accelerator.end_training()
+    names = {f"{utils.OPTIMIZER_NAME}.bin", f"{utils.SCHEDULER_NAME}.bin"}
+    names.add(f"{utils.RNG_STATE_NAME}_0.pkl")
+    for folder, weights in (("safe", utils.SAFE_WEIGHTS_NAME), ("pickled", utils.WEIGHTS_NAME)):
+        assert names | {weights} <= {path.name for path in (tmp_path / folder).iterdir()}
+    assert f"{utils.SAFE_MODEL_NAME}.safetensors" == utils.SAFE_WEIGHTS_NAME
+    assert f"{utils.MODEL_NAME}.bin" == utils.WEIGHTS_NAME

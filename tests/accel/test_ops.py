@@ -105,7 +105,8 @@ def test_collectives(size: int) -> None:
         assert result["max"] == [[last, last]] * 2
         assert result["none"] == [[rank, rank]] * 2
         assert result["objects"] == [item for r in ranks for item in (r, f"rank {r}")]
-        assert result["object"] == [{"rank": r} for r in ranks]
+        by_rank = [{"rank": r} for r in ranks]
+        assert result["object"] == (by_rank if size > 1 else by_rank[0])
         assert result["sent"] == [[[last, last]] * 2] * 2
         assert result["sent_objects"] == [last, {"of": last}]
         assert result["same_list"]
@@ -268,7 +269,8 @@ def test_one_process_keeps_its_values() -> None:
     assert ops.gather(own) is own
     assert ops.broadcast([own])[0] is own
     assert ops.pad_across_processes(own) is own
-    assert ops.gather_object(("a", 1)) == ["a", 1]
+    for given in (("a", 1), {"a": 1}, "text"):
+        assert ops.gather_object(given) is given
     reduced = ops.reduce(own, scale=3.0)
     assert reduced.tolist() == [3.0, 3.0]
     assert own.tolist() == [1.0, 1.0]
@@ -381,3 +383,9 @@ def test_tensors_become_lists_of_numbers() -> None:
     data = {"a": [torch.tensor([[1, 2], [3, 4]]), "text"], "b": (torch.tensor(0.5), None)}
     assert ops.listify(data) == {"a": [[[1, 2], [3, 4]], "text"], "b": (0.5, None)}
     assert ops.listify(torch.ones(2, dtype=torch.bfloat16)) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("empty", [[], ()])
+def test_nothing_to_join_is_refused(empty: Any) -> None:
+    with pytest.raises(ConfigError, match=r"nothing to join\. Give at least one"):
+        ops.concatenate(empty)

@@ -204,7 +204,7 @@ def shards() -> tuple[Any, ...]:
         accelerator.should_save_model,
         mesh.mesh_dim_names,
         accelerator.data_parallel_shard_rank,
-        accelerator.state.fsdp_plugin.state_dict_type,
+        accelerator.state.fsdp_plugin.state_dict_type.name,
     )
     accelerator.end_training()
     return found

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_conflicts import Claims, is_equal
 from accel.config.deepspeed_defaults import KEYS
 from accel.config.deepspeed_json import AUTO, Config, autos, set_at, value_at
+from accel.errors import nearest
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from accel.wrapping import MakeContext
 
@@ -36,6 +38,14 @@ SCHEDULES = {
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
     "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
 }
+# Those that one of these schedules takes, too.
+SCHEDULE_PARAMS = ("warmup_type", "warmup_min_ratio", "cos_min_ratio", "last_batch_iteration")
+# Optimizers that DeepSpeed builds from classes of its own; Adam and AdamW have both.
+OWN_OPTIMIZERS = ("adagrad", "lamb", "lion", "muon")
+ADAM_PARAMS = (
+    *("torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "set_grad_none"),
+    "fp32_optimizer_states",
+)
 
 
 class Settings(Claims):
@@ -161,6 +171,7 @@ class Settings(Claims):
                     "Add the section optimizer, or build an optimizer of torch.",
                 )
                 return
+            self._check_names("DummyOptim", optimizer.kwargs, section, _optimizer_params(section))
             for name, value in optimizer.values.items():
                 key = f"optimizer.params.{name}"
                 if name in optimizer.defaulted:
@@ -206,12 +217,22 @@ class Settings(Claims):
             self.config.pop("scheduler")  # a model that is only evaluated
         self._check_rate(scheduler, optimizer)
 
+    def _check_names(
+        self, owner: str, given: Mapping[str, object], section: Config, known: Sequence[str]
+    ) -> None:
+        """Add a problem for each keyword of a placeholder that is none of the `known` (if any)."""
+        for name in [name for name in given if known and name not in known]:
+            rule = f"the configuration's {section.get('type')} has no parameter {name}"
+            self.problems.add(f"{owner}({name}={given[name]!r})", rule, nearest(name, known))
+
     def _resolve_schedule(
         self, section: Config, scheduler: DummyScheduler, optimizer: torch.optim.Optimizer | None
     ) -> None:
+        taken = SCHEDULES.get(str(section.get("type")), ())
+        known = (*taken, *SCHEDULE_PARAMS) if taken else ()
+        self._check_names("DummyScheduler", scheduler.kwargs, section, known)
         for name, value in scheduler.kwargs.items():
             self.claim(f"scheduler.params.{name}", value, f"DummyScheduler({name}={value!r})")
-        taken = SCHEDULES.get(str(section.get("type")), ())
         params = "scheduler.params"
         if value_at(self.config, f"{params}.warmup_min_lr") == AUTO:
             self.default(f"{params}.warmup_min_lr", 0)
@@ -353,3 +374,13 @@ def _even(size: int) -> int:
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _optimizer_params(section: Config) -> list[str]:
+    """Return the names of a section's `params`; [] of types that are DeepSpeed's alone."""
+    name = str(section.get("type"))
+    kind = {"adam": "Adam", "adamw": "AdamW"}.get(name.lower(), name)
+    if name.lower() in OWN_OPTIMIZERS or not hasattr(torch.optim, kind):
+        return []
+    found = list(inspect.signature(getattr(torch.optim, kind)).parameters)[1:]
+    return [*found, *(ADAM_PARAMS if kind in ("Adam", "AdamW") else ())]

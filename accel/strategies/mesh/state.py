@@ -66,7 +66,7 @@ class MeshState(StateIO):
 
     @property
     def saves_shards(self) -> bool:
-        return self._fsdp is not None and self._fsdp.state_dict_type == "SHARDED_STATE_DICT"
+        return self._fsdp is not None and self._fsdp.saves_shards
 
     def sharded_model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return self.unwrap(model).state_dict()

@@ -82,15 +82,23 @@ def fsdp2_switch_optimizer_parameters(
         mapping: from the `data_ptr` of each of its parameters to the one that replaces it.
 
     Raises:
-        KeyError: if a parameter is not in `mapping`: it would not be trained any more. Nothing is
-            changed then.
+        KeyError: naming every parameter that is not in `mapping`: it would not be trained any more.
+            Nothing is changed then.
     """
     own = unwrap_optimizer(optimizer)
-    new = {
-        parameter: mapping[parameter.data_ptr()]
-        for group in own.param_groups
-        for parameter in group["params"]
-    }
+    held = [
+        (f"parameter {index} of group {number}, {list(parameter.shape)}", parameter)
+        for number, group in enumerate(own.param_groups)
+        for index, parameter in enumerate(group["params"])
+    ]
+    missing = [name for name, parameter in held if parameter.data_ptr() not in mapping]
+    if missing:
+        raise KeyError(
+            f"mapping lacks {'; '.join(missing)}: each parameter of the optimizer is replaced, or "
+            "is not trained any more. Map its data_ptr(), taken before the model was sharded, to "
+            "its shard."
+        )
+    new = {parameter: mapping[parameter.data_ptr()] for _, parameter in held}
     for group in own.param_groups:
         group["params"] = [new[parameter] for parameter in group["params"]]
     for old, parameter in new.items():
@@ -180,17 +188,13 @@ def _adapter(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
     return {name: value for name, value in state.items() if name in trained}
 
 
-def _saves_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
-    return "SHARDED" in str(plugin.state_dict_type)
-
-
 def _file(folder: Folder, name: str, index: int) -> Path:
     return Path(folder) / directory.numbered(name, ".bin", index)
 
 
 def _kept(shards: Path, file: Path, plugin: FullyShardedDataParallelPlugin) -> Path:
     """Return which of the two kinds is there; of both or none, that of the plugin."""
-    wanted, other = (shards, file) if _saves_shards(plugin) else (file, shards)
+    wanted, other = (shards, file) if plugin.saves_shards else (file, shards)
     return other if other.exists() and not wanted.exists() else wanted
 
 
@@ -238,7 +242,7 @@ def save_fsdp_model(
             all are, either way.
     """
     comm, io, what = accelerator.comm, accelerator.strategy.state, f"model {model_index}"
-    in_shards = _saves_shards(fsdp_plugin)
+    in_shards = fsdp_plugin.saves_shards
     state = io.sharded_model_state(model) if in_shards else io.model_state(model)
     state = _adapter(model, state) if adapter_only else state
     if in_shards:
@@ -303,7 +307,7 @@ def save_fsdp_optimizer(
     """
     comm, io = accelerator.comm, accelerator.strategy.state
     names, what = ParameterNames([own_module(model)]), f"optimizer {optimizer_index}"
-    if _saves_shards(fsdp_plugin):
+    if fsdp_plugin.saves_shards:
         state = sharded_state.nested_optimizer(io.sharded_optimizer_state(optimizer, names), what)
         _save_shards(
             comm, state, Path(output_dir) / directory.sharded_optimizer_name(optimizer_index)

@@ -70,7 +70,7 @@ def test_older_arguments_are_translated_with_one_warning() -> None:
     for word in ("fsdp_version=1", "reshard_after_forward=True", "BACKWARD_PRE", "use_orig_params"):
         assert word in text
     assert plugin.fsdp_version == 2
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert dataclasses.replace(plugin) == plugin  # translated once
@@ -150,7 +150,7 @@ def test_a_switch_is_what_its_word_says(given: Any, expected: bool | None) -> No
 SHOWN = {
     "reshard_after_forward": True,
     "cpu_offload": False,
-    "state_dict_type": "FULL_STATE_DICT",
+    "state_dict_type": StateDictType.FULL_STATE_DICT,
     "activation_checkpointing": False,
     "activation_checkpointing_offload": False,
     "cpu_ram_efficient_loading": False,
@@ -244,7 +244,7 @@ def test_the_documented_variables_fill_the_plugin() -> None:
     assert plugin.cpu_offload is True
     assert plugin.activation_checkpointing is True
     assert plugin.cpu_ram_efficient_loading is False
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
     with pytest.warns(FutureWarning):
         plugin = from_environment(
             ACCELERATE_USE_FSDP="1",

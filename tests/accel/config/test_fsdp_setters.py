@@ -10,7 +10,6 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    StateDictType,
 )
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
@@ -87,19 +86,6 @@ def test_a_precision_becomes_a_policy() -> None:
     assert build_formats(plugin.mixed_precision_policy, "no").buffers == torch.bfloat16
     with pytest.raises(ConfigError, match="mixed_precision"):
         plugin.set_mixed_precision("fp8")
-
-
-def test_the_kind_of_state_dict_is_set() -> None:
-    plugin = Plugin()
-    plugin.set_state_dict_type()
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
-    plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
-    plugin.set_state_dict_type("SHARDED_STATE_DICT")
-    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
-    with pytest.raises(ConfigError, match="state_dict_type"):
-        plugin.set_state_dict_type("SOME_STATE_DICT")
-    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
 
 
 def test_offloading_becomes_a_policy() -> None:

@@ -487,3 +487,13 @@ def test_the_torch_loader_is_the_prepared_one() -> None:
     for one in (loader, loader._skipping(1), SkipDataLoader(range(4), batch_size=2)):
         assert one.base_dataloader is one
         assert isinstance(one.base_dataloader, DataLoader)
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_a_loader_without_a_state_says_how_it_gets_one(name: str) -> None:
+    loader = prepare_data_loader(DataLoader(torch.arange(3)))
+    assert not hasattr(loader, name)
+    with pytest.raises(AttributeError, match=rf"Shard\.{name}: .*use_stateful_dataloader=True"):
+        getattr(loader, name)
+    with pytest.raises(AttributeError, match="'DataLoaderShard' object has no attribute 'states'"):
+        loader.states  # noqa: B018

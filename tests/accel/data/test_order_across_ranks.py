@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from accel import Accelerator, rng
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.utils import TorchTensorParallelPlugin, set_seed
+from accel.utils import DataLoaderConfiguration, TorchTensorParallelPlugin, set_seed
 from tests.helpers import run_distributed
 
 
@@ -223,6 +223,43 @@ def test_a_sampler_of_single_indices_is_sharded(rank: int) -> None:
     loader = DataLoader(list(range(5)), batch_size=None, sampler=Shuffled(5))
     loader = prepare_data_loader(loader, num_processes=2, process_index=rank)
     assert list(loader) == [*order, order[0]][rank::2]
+
+
+def of_torchs_generator(dispatch: bool) -> tuple[list[list[int]], float]:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    set_seed(0)
+    torch.rand(3)  # of a model
+    given = torch.Generator().manual_seed(3)  # of which nothing is drawn before a pass
+    prepared = [
+        accelerator.prepare(DataLoader(range(8), 2, shuffle=True, generator=generator))
+        for generator in (None, None, given)
+    ]
+    drawn = torch.rand(1).item()
+    found = [[i for batch in loader for i in batch.tolist()] for loader in prepared]
+    accelerator.end_training()
+    return found, drawn
+
+
+def test_a_shuffled_loader_takes_its_seed_from_torchs_generator() -> None:
+    """As torch's own sampler does in a single process, and the documented package on several."""
+    set_seed(0)
+    torch.rand(3)
+    seeds = [int(torch.empty((), dtype=torch.int64).random_()) for _ in range(2)]
+    drawn = torch.rand(1).item()
+    orders = [torch.randperm(8, generator=torch.Generator().manual_seed(s)) for s in seeds]
+    for rank, found in enumerate(run_distributed(of_torchs_generator, 2, False)):
+        own = [order.view(4, 2)[rank::2].flatten().tolist() for order in orders]
+        assert found[0][:2] == own
+        assert found[1] == drawn
+
+
+def test_a_dispatched_loader_leaves_torchs_generator_alone() -> None:
+    set_seed(0)
+    torch.rand(3)
+    assert {drawn for _, drawn in run_distributed(of_torchs_generator, 2, True)} == {
+        torch.rand(1).item()
+    }
 
 
 # -- metrics -------------------------------------------------------------------------------------

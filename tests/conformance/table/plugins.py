@@ -8,7 +8,7 @@ from tests.conformance.rows import REQUIRED, Entry, P
 SETTERS = "tests/accel/config/test_fsdp_setters.py::"
 POLICY = SETTERS + "test_a_policy_becomes_a_function_with_the_same_units[fields0]"
 PRECISION = SETTERS + "test_a_precision_becomes_a_policy"
-KIND = SETTERS + "test_the_kind_of_state_dict_is_set"
+KIND = "tests/accel/config/test_fsdp_state_dicts.py::test_the_kind_of_state_dict_is_set"
 OFFLOAD = SETTERS + "test_offloading_becomes_a_policy"
 PLUGIN = "tests/accel/config/test_deepspeed.py::"
 FILLING = "tests/accel/config/test_deepspeed_filled.py::"
@@ -55,7 +55,8 @@ ENTRIES = [
                 "cpu_ram_efficient_loading",
             ),
             HELD,
-        ),
+        )
+        | dict.fromkeys(("state_dict_config", "optim_state_dict_config"), KIND),
         call=False,
     ),
     Entry(

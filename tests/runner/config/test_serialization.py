@@ -125,7 +125,7 @@ def test_a_plugin_of_a_strategy_that_is_not_installed_is_named(tmp_path: Path) -
 def test_what_nobody_gave_a_plugin_is_frozen_as_not_given() -> None:
     recipe = serialization.from_plain({"fsdp": {"reshard_after_forward": False}})
     assert recipe.fsdp is not None
-    assert recipe.fsdp.state_dict_type == "FULL_STATE_DICT"
+    assert recipe.fsdp.state_dict_type.name == "FULL_STATE_DICT"
     plain = serialization.to_plain(recipe.fsdp)
     assert (plain["reshard_after_forward"], plain["state_dict_type"]) == (False, None)
     text = serialization.yaml_text(serialization.frozen_plain(recipe))

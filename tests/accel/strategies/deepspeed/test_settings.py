@@ -177,11 +177,11 @@ def test_optimizer_and_scheduler_have_one_owner() -> None:
 def test_stand_ins_fill_what_is_left_out_and_contradict_nothing() -> None:
     model = torch.nn.Linear(6, 5)
     dummy = DummyOptim(model.parameters(), lr=0.05, betas=(0.5, 0.6))
-    found = completed(DeepSpeedPlugin({"optimizer": {"type": "SGD"}}), None, model, dummy)
+    found = completed(DeepSpeedPlugin({"optimizer": {"type": "RAdam"}}), None, model, dummy)
     expected = {"lr": 0.05, "weight_decay": 0, "betas": (0.5, 0.6)}
     assert found["optimizer"]["params"] == expected
     params = {"lr": 0.01, "weight_decay": 0.3, "betas": [0.5, 0.6]}
-    config = {"optimizer": {"type": "SGD", "params": params}}
+    config = {"optimizer": {"type": "RAdam", "params": params}}
     with pytest.raises(ConfigError) as error:
         completed(DeepSpeedPlugin(config), None, model, dummy)
     assert "optimizer.params.lr=0.01 with DummyOptim(lr=0.05)" in told_by(error)
@@ -194,6 +194,43 @@ def test_stand_ins_fill_what_is_left_out_and_contradict_nothing() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(dummy, lambda step: 1.0)
     with pytest.raises(ConfigError, match=r"lr=0.01 with LambdaLR on DummyOptim\(lr=0.001\)"):
         completed(DeepSpeedPlugin(config), None, model, dummy, schedule)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "adamw"])
+def test_a_keyword_that_the_optimizer_does_not_have_is_refused(kind: str) -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), learning_rate=0.5, wieght_decay=0.1)
+    with pytest.raises(ConfigError) as error:
+        completed(DeepSpeedPlugin({"optimizer": {"type": kind}}), None, model, dummy)
+    first, second = map(str, error.value.problems)
+    assert f"DummyOptim(learning_rate=0.5): the configuration's {kind} has no parameter" in first
+    assert "Known names: " in first
+    assert " lr," in first
+    assert "DummyOptim(wieght_decay=0.1)" in second
+    assert "Did you mean 'weight_decay'?" in second
+
+
+@pytest.mark.parametrize("name", ["torch_adam", "fused", "amsgrad", "adam_w_mode"])
+def test_a_keyword_of_torch_or_of_deepspeed_is_taken(name: str) -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), **{name: False})
+    found = completed(DeepSpeedPlugin({"optimizer": {"type": "AdamW"}}), None, model, dummy)
+    assert found["optimizer"]["params"][name] is False
+    native = DummyOptim(model.parameters(), max_coeff=2.0)
+    assert completed(DeepSpeedPlugin({"optimizer": {"type": "Lamb"}}), None, model, native)
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_a_keyword_that_the_schedule_does_not_have_is_refused(kind: str) -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters())
+    sections = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": kind}}
+    schedule = DummyScheduler(dummy, warmup_steps=3, total_num_steps=10, warmup_type="linear")
+    with pytest.raises(ConfigError) as error:
+        completed(DeepSpeedPlugin(sections), None, model, dummy, schedule)
+    (problem,) = map(str, error.value.problems)
+    assert f"DummyScheduler(warmup_steps=3): the configuration's {kind} has no" in problem
+    assert "Did you mean 'warmup_num_steps'?" in problem
 
 
 def scheduled(kind: str, params: dict[str, Any], dummy: Any, **steps: Any) -> dict[str, Any]:

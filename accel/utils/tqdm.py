@@ -1,0 +1,7 @@
+"""The progress bar, at the documented path: a re-export."""
+
+from __future__ import annotations
+
+from accel.progress import tqdm
+
+__all__ = ["tqdm"]
