@@ -21,8 +21,8 @@ CANNOT_MOVE = (
 
 def _call(
     func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
     copied: Callable[[], str],
     computed: Callable[[], str],
 ) -> Any:
@@ -45,7 +45,7 @@ def _call(
     return result
 
 
-def _is_new(result: Any, given: Sequence[torch.Tensor]) -> bool:
+def _is_new(result: object, given: Sequence[torch.Tensor]) -> bool:
     known = {id(tensor) for tensor in given}
     return any(not t.is_meta and id(t) not in known for t in iterate(result))
 
@@ -67,8 +67,8 @@ class OffloadedWeight(nn.Parameter):
         cls,
         func: Callable[..., Any],
         types: Collection[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Return what `func` returns; raise `StateError` if that needs the values.
 
@@ -117,8 +117,8 @@ class OffloadedValue(torch.Tensor):
         cls,
         func: Callable[..., Any],
         types: Collection[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Return what `func` returns; raise `StateError` if that needs the values.
 
@@ -140,11 +140,11 @@ class OffloadedValue(torch.Tensor):
         return memo.setdefault(id(self), self.detach())
 
 
-def _is_plain(result: Any) -> bool:
+def _is_plain(result: object) -> bool:
     return type(result) is torch.Tensor and result.is_meta
 
 
-def _not_saved(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
+def _not_saved(args: Sequence[object], kwargs: Mapping[str, object] | None) -> str:
     shape = _shape(args, kwargs, OffloadedValue)
     return (
         f"an offloaded weight {shape} of a state dict is saved or copied: state_dict() of a model "
@@ -154,7 +154,7 @@ def _not_saved(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
     )
 
 
-def _shape(args: Sequence[Any], kwargs: Mapping[str, Any] | None, kind: type[torch.Tensor]) -> str:
+def _shape(args: Sequence[object], kwargs: Mapping[str, object] | None, kind: type[torch.Tensor]) -> str:
     found = (tensor for tensor in iterate([args, kwargs or {}]) if isinstance(tensor, kind))
     return next((str(list(tensor.shape)) for tensor in found), "")
 
