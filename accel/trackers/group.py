@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.logging import get_logger
 from accel.trackers.base import GeneralTracker
-from accel.trackers.table import REGISTERED, TRACKERS
+from accel.trackers.table import OWN, REGISTERED, TRACKERS
 
 if TYPE_CHECKING:
     from accel.trackers.table import Choice
@@ -88,7 +88,8 @@ class TrackerGroup:
 
         Scripts give arguments of a tracker that this run does not choose: they take no effect.
         """
-        others = [name for name in arguments if name not in TRACKERS and name not in REGISTERED]
+        known = {*TRACKERS, *OWN, *REGISTERED}
+        others = [name for name in arguments if name not in known]
         unknown = [self._unknown(f"{parameter}[{name!r}]", name) for name in others]
         ConfigError.raise_if([problem for problem in unknown if problem is not None])
 
