@@ -96,7 +96,8 @@ def test_a_tracker_is_found_by_its_name_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("log_with", "other"), [(None, "wandb"), ("csv", "wandb"), (None, "csv"), ("tensorboard", "csv")]
+    ("log_with", "other"),
+    [(None, "wandb"), ("csv", "wandb"), (None, "csv"), ("tensorboard", "csv")],
 )
 def test_arguments_of_a_tracker_that_is_not_chosen_take_no_effect(
     log_with: str | None, other: str, tmp_path: Path
