@@ -21,7 +21,14 @@ def delegate(
     @functools.wraps(method)
     def call(self: object, /, *args: P.args, **kwargs: P.kwargs) -> R:
         owned, own = found(self)
-        answer: R = own(owned, *args, **kwargs)
+        try:
+            answer: R = own(owned, *args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            # Wrong arguments: Python names the owner's method, which its caller does not know.
+            name = f"{type(self).__name__}.{method.__name__}"
+            raise TypeError(str(error).replace(own.__qualname__, name)) from None
         return answer
 
     vars(call)["owner"] = owner

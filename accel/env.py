@@ -21,6 +21,14 @@ from accel.errors import ConfigError, Problem
 FunctionOrClass = TypeVar("FunctionOrClass", bound=Callable[..., object])
 
 LAUNCHER = "ACCELERATE_LAUNCHER_PID"  # set by `runner launch` for its processes
+# What is read of ``ACCELERATE_*`` beside the variables of strategies.
+NAMES = (
+    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", LAUNCHER),
+    *("ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY"),
+    *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH"),
+    *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
+    *("ACCELERATE_LOG_LEVEL", "ACCELERATE_INIT_INCLUDE_BUFFERS"),
+)
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "y", "on", "t"), True),
     **dict.fromkeys(("0", "false", "no", "n", "off", "f"), False),

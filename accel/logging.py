@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accel import env
+from accel.errors import ConfigError, unknown_choice
 from accel.state import PartialState
 
 
@@ -78,6 +79,9 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         name: usually ``__name__``.
         log_level: level of this logger and of the root; None: ACCELERATE_LOG_LEVEL, else they stay.
 
+    Raises:
+        ConfigError: for a level that does not exist.
+
     Example:
         >>> logger = get_logger(__name__)
         >>> logger.info("once")
@@ -86,6 +90,10 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     logger = logging.getLogger(name)
     level = log_level or env.read("ACCELERATE_LOG_LEVEL")
     if level:
+        source = "log_level" if log_level else "ACCELERATE_LOG_LEVEL"
+        known = logging.getLevelNamesMapping()  # programs may add names
+        if level.upper() not in known:
+            raise ConfigError(unknown_choice(source, level, known))
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())
     return MultiProcessAdapter(logger)

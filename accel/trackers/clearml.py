@@ -8,10 +8,12 @@ Source: https://clear.ml/docs/latest/docs/references/sdk/task
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from accel import env
+from accel.logging import get_logger
 from accel.trackers.base import (
     LibraryTracker,
     images_of,
@@ -20,6 +22,7 @@ from accel.trackers.base import (
     scalars_and_texts,
 )
 
+logger = get_logger(__name__)
 SPLITS = ("train", "validation", "eval", "test")
 
 
@@ -41,6 +44,7 @@ class ClearMLTracker(LibraryTracker):
         self.run_name = run_name
         self._kwargs = kwargs
         self._is_own = True
+        self._not_finite: set[str] = set()
 
     def _open(self) -> object:
         from clearml import Task
@@ -86,6 +90,10 @@ class ClearMLTracker(LibraryTracker):
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         """Record numbers and text.
 
+        ClearML records NaN and infinity as 0, or as `clearml.Logger.set_reporting_nan_value` and
+        `set_reporting_inf_value` say; while they say 0, such a value is in the text log instead,
+        with a warning.
+
         Args:
             values: by name: ``<split>/<name>`` and ``<split>_<name>`` are the series of one chart.
             step: optimizer step; None: single values of the task.
@@ -94,7 +102,10 @@ class ClearMLTracker(LibraryTracker):
         numbers, texts = scalars_and_texts(values)
         report = self.tracker.get_logger()
         for name, value in numbers.items():
-            if step is None:
+            if not math.isfinite(value) and _is_zero_there(value):
+                self._tell_of_not_finite(name, value, step)
+                texts[name] = str(value)
+            elif step is None:
                 report.report_single_value(name=name, value=value, **kwargs)
             else:
                 title, series = _chart(name)
@@ -103,6 +114,18 @@ class ClearMLTracker(LibraryTracker):
                 )
         for name, text in texts.items():
             report.report_text(f"{name}: {text}" if step is None else f"{step}: {name}: {text}")
+
+    def _tell_of_not_finite(self, name: str, value: float, step: int | None) -> None:
+        if name not in self._not_finite:
+            logger.warning(
+                "clearml: %s=%s (step %s) is no point of its series, as others of that name that "
+                "are not finite: ClearML would record 0. They are in the text log; or set "
+                "clearml.Logger.set_reporting_nan_value and set_reporting_inf_value.",
+                name,
+                value,
+                step,
+            )
+        self._not_finite.add(name)
 
     @on_main_process
     def log_images(
@@ -157,6 +180,16 @@ class ClearMLTracker(LibraryTracker):
         title, series = _chart(table_name)
         report = self.tracker.get_logger()
         report.report_table(title=title, series=series, iteration=step, table_plot=table, **kwargs)
+
+
+def _is_zero_there(value: float) -> bool:
+    """Return whether ClearML records a value that is not finite as 0, its default."""
+    try:
+        from clearml.backend_interface.metrics.events import MetricsEventAdapter
+    except ImportError:
+        return True
+    kind = "nan" if math.isnan(value) else "inf"
+    return not getattr(MetricsEventAdapter, f"default_{kind}_value", 0.0)
 
 
 def _chart(name: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.logging import get_logger
 from accel.trackers.base import GeneralTracker
-from accel.trackers.table import REGISTERED, TRACKERS
+from accel.trackers.table import OWN, REGISTERED, TRACKERS
 
 if TYPE_CHECKING:
     from accel.trackers.table import Choice
@@ -43,6 +43,7 @@ class TrackerGroup:
         self._logging_dir = logging_dir
         self._is_main_process = is_main_process
         self._resumed: dict[str, str] = {}
+        self._follows_a_state = False  # since `resume`, for the next `init_trackers`
         self._is_used = False  # since `init_trackers`: an unused run may be exchanged
         self._opening = Opening("", None, {})
 
@@ -77,7 +78,9 @@ class TrackerGroup:
         for choice in self.log_with:
             if not choice.main_process_only or self._is_main_process:
                 self.trackers.append(self._build(choice))
-        self._resumed = {}
+        if self._follows_a_state:
+            self._tell("resumed", True)
+        self._resumed, self._follows_a_state = {}, False
         if self.trackers:
             atexit.register(self._finish_at_exit)
         for tracker in self.trackers:
@@ -88,7 +91,8 @@ class TrackerGroup:
 
         Scripts give arguments of a tracker that this run does not choose: they take no effect.
         """
-        others = [name for name in arguments if name not in TRACKERS and name not in REGISTERED]
+        known = {*TRACKERS, *OWN, *REGISTERED}
+        others = [name for name in arguments if name not in known]
         unknown = [self._unknown(f"{parameter}[{name!r}]", name) for name in others]
         ConfigError.raise_if([problem for problem in unknown if problem is not None])
 
@@ -144,7 +148,7 @@ class TrackerGroup:
         Args:
             run_ids: by name of the tracker, as `run_ids` returned them.
         """
-        self._resumed = dict(run_ids)
+        self._resumed, self._follows_a_state = dict(run_ids), not self.trackers
         for index, tracker in enumerate(self.trackers):
             if self._is_another(tracker):
                 if self._is_used or tracker in self.log_with:
@@ -154,6 +158,7 @@ class TrackerGroup:
                     self.trackers[index] = self._build(type(tracker))
                     self._start(self.trackers[index])
                     del self._resumed[tracker.name]
+        self._tell("resumed", True)
 
     def _is_another(self, tracker: GeneralTracker) -> bool:
         """Return whether a tracker is open with another run than it would continue by itself."""
@@ -279,12 +284,16 @@ class TrackerGroup:
             Exception: that of the first tracker that could not be closed, after all others are.
         """
         atexit.unregister(self._finish_at_exit)
+        self._tell("failed", failed)
         open_trackers, self.trackers = self.trackers, []
-        for tracker in open_trackers:
-            if isinstance(inspect.getattr_static(tracker, "failed"), bool):
-                tracker.failed = failed
         # Libraries wrap the standard output in one another's: the last one takes its wrapper off.
         _each(reversed(open_trackers), lambda one: one.finish())
+
+    def _tell(self, attribute: str, value: bool) -> None:
+        """Set an attribute, where a user's class has not something else under its name."""
+        for tracker in self.trackers:
+            if isinstance(inspect.getattr_static(tracker, attribute), bool):
+                setattr(tracker, attribute, value)
 
     def _finish_at_exit(self) -> None:
         # Python keeps the exception that ended the script there.

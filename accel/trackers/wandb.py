@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel.trackers.base import LibraryTracker, detached, images_of, on_main_process, plain
+from accel.trackers.wandb_file import Rows, frequent_writes
 
 
 class WandBTracker(LibraryTracker):
@@ -28,11 +29,16 @@ class WandBTracker(LibraryTracker):
         super().__init__()
         self.run_name = run_name
         self._kwargs = kwargs
+        self._rows: Rows | None = None
 
     def _open(self) -> object:
         import wandb
 
-        return wandb.init(**{"project": self.run_name, **self._kwargs})
+        settings = frequent_writes(self._kwargs.get("settings"))
+        own = {} if settings is None else {"settings": settings}
+        run = wandb.init(**{"project": self.run_name, **self._kwargs, **own})
+        self._rows = Rows(run)
+        return run
 
     def _close(self, run: Any) -> None:
         run.finish(exit_code=1 if self.failed else None)
@@ -55,7 +61,18 @@ class WandBTracker(LibraryTracker):
     @on_main_process
     def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
         """Record numbers, text, or anything else that `wandb.log` takes."""
-        self.tracker.log(detached(values), step=step, **kwargs)
+        self._record(detached(values), step, **kwargs)
+
+    def _record(self, values: dict[str, object], step: int | None, **kwargs: object) -> None:
+        assert self.tracker is not None
+        assert self._rows is not None
+        self._rows.log(values, step, **kwargs)
+
+    @on_main_process
+    def flush(self) -> None:
+        """Close the row of the newest step, and wait until the run's file has it."""
+        if self._run is not None and self._rows is not None:
+            self._rows.flush()
 
     @on_main_process
     def log_images(
@@ -70,11 +87,11 @@ class WandBTracker(LibraryTracker):
         """
         import wandb
 
-        images = {
+        images: dict[str, object] = {
             name: [wandb.Image(image, **kwargs) for image in images_of(found)]
             for name, found in values.items()
         }
-        self.tracker.log(images, step=step)
+        self._record(images, step)
 
     @on_main_process
     def log_table(
@@ -100,4 +117,4 @@ class WandBTracker(LibraryTracker):
 
         columns = None if columns is None else list(columns)
         table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
-        self.tracker.log({table_name: table}, step=step, **kwargs)
+        self._record({table_name: table}, step, **kwargs)

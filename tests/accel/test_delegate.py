@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+
 from accel._delegate import connect, delegate
 
 
@@ -20,6 +22,13 @@ class Fast(Engine):
 
     def start(self, speed: int, *, loud: bool = False) -> str:
         return "fast " + super().start(speed, loud=loud)
+
+
+class Broken(Engine):
+    """Calls another with a wrong argument."""
+
+    def start(self, speed: int, *, loud: bool = False) -> str:
+        return Engine().start(speed, sped=1)  # type: ignore[call-arg]
 
 
 class Car:
@@ -59,3 +68,14 @@ def test_the_facade_holds_the_methods_of_each_step_themselves() -> None:
     car = Car(Engine())
     connect(car, Car, per_step=("start",))
     assert car.start == car.engine.start
+
+
+def test_wrong_arguments_name_the_facades_method() -> None:
+    for car in (Car(Engine()), Car(Fast())):
+        with pytest.raises(TypeError, match=r"^Car\.start\(\) got an unexpected .*'sped'"):
+            car.start(3, sped=1)  # type: ignore[call-arg]
+
+
+def test_an_error_within_the_method_stays() -> None:
+    with pytest.raises(TypeError, match=r"^Engine\.start\(\) got an unexpected"):
+        Car(Broken()).start(3)

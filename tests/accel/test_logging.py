@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from accel import env
+from accel.errors import ConfigError
 from accel.logging import MultiProcessAdapter, get_logger, silenced
 from accel.state import PartialState
 from tests.helpers import run_distributed
@@ -86,6 +87,18 @@ def test_level(recorder: Recorder) -> None:
     assert logger.logger.level == logger.logger.root.level == logging.DEBUG
     get_logger(NAME, log_level="ERROR").info("no")
     assert recorder.texts() == []
+
+
+@pytest.mark.parametrize("argument", [None, "BLAH"])
+def test_an_unknown_level_is_refused(argument: str | None) -> None:
+    before = logging.root.level
+    where = "log_level" if argument else "ACCELERATE_LOG_LEVEL"
+    with (
+        env.patched(ACCELERATE_LOG_LEVEL="BLAH"),
+        pytest.raises(ConfigError, match=rf"{where}='BLAH': it is one of .*WARNING"),
+    ):
+        get_logger(NAME, log_level=argument)
+    assert logging.root.level == before
 
 
 def test_warning_once(recorder: Recorder) -> None:

@@ -1,7 +1,8 @@
 """A script that is killed after a checkpoint, and goes on from it: what its tracker holds then.
 
 Usage: ``killed.py TRACKER PHASE ORDER``, in the folder of the run. PHASE is "first", which ends by
-SIGKILL, "second", or "read"; ORDER is "load" (`load_state` before `init_trackers`) or "init".
+SIGKILL, "second", "third", which is a second that ends by SIGKILL after its state of step 5, or
+"read"; ORDER is "load" (`load_state` before `init_trackers`) or "init".
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "mlflow": {"logging_dir": "store"},
     "dvclive": {"save_dvc_exp": False},
     "trackio": {},
+    "wandb": {"mode": "offline"},
 }
 
 
@@ -44,6 +46,9 @@ def main(name: str, phase: str, order: str) -> None:
             accelerator.save_state("state")
             if order == "init":
                 os.kill(os.getpid(), signal.SIGKILL)
+        if phase == "third" and step == 5:
+            accelerator.save_state("again")
+            os.kill(os.getpid(), signal.SIGKILL)
         if is_first and step == 4:
             accelerator.tracker_group.flush()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -85,10 +90,28 @@ def dvclive_runs() -> list[dict[str, list[int]]]:
     return [steps]
 
 
+def wandb_runs() -> list[dict[str, list[int]]]:
+    """Return the steps of the values of each file, of the run that the state names."""
+    from tests.accel.trackers.test_wandb import items, records
+
+    found = []
+    for path in sorted(Path("wandb").glob("offline-run-*/run-*.wandb")):
+        steps: dict[str, list[int]] = {}
+        for record in records(path):
+            row = items(record.history.item)
+            for name in set(row) & {"loss", "late"}:
+                assert row[name] == row["_step"]
+                steps.setdefault(name, []).append(row["_step"])
+        if steps:  # else a run that was open for a moment
+            found.append(steps)
+    return found
+
+
 RUNS: dict[str, Callable[[], list[dict[str, list[int]]]]] = {
     "mlflow": mlflow_runs,
     "trackio": trackio_runs,
     "dvclive": dvclive_runs,
+    "wandb": wandb_runs,
 }
 
 if __name__ == "__main__":

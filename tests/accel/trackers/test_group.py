@@ -95,12 +95,16 @@ def test_a_tracker_is_found_by_its_name_alone() -> None:
         accelerator.init_trackers("run", init_kwargs={"memry": {}})
 
 
-@pytest.mark.parametrize("log_with", [None, "csv"])
+@pytest.mark.parametrize(
+    ("log_with", "other"),
+    [(None, "wandb"), ("csv", "wandb"), (None, "csv"), ("tensorboard", "csv")],
+)
 def test_arguments_of_a_tracker_that_is_not_chosen_take_no_effect(
-    log_with: str | None, tmp_path: Path
+    log_with: str | None, other: str, tmp_path: Path
 ) -> None:
     accelerator = Accelerator(cpu=True, log_with=log_with, project_dir=tmp_path)
-    accelerator.init_trackers("run", init_kwargs={"wandb": {"entity": "team"}})
+    accelerator.init_trackers("run", init_kwargs={other: {"entity": "team"}})
+    accelerator.log({"x": 1.0}, step=0, log_kwargs={other: {"commit": True}})
     assert [tracker.name for tracker in accelerator.trackers] == ([log_with] if log_with else [])
     with pytest.raises(ConfigError, match=r"'wandbb'.*no such tracker is used"):
         accelerator.init_trackers("run", init_kwargs={"wandbb": {"entity": "team"}})

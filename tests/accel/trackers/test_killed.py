@@ -53,3 +53,16 @@ def test_trackio_has_every_step_once_in_one_run(order: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("order", ["load", "init"])
 def test_dvclive_has_every_step_once_in_one_folder(order: str, tmp_path: Path) -> None:
     check("dvclive", order, tmp_path)
+
+
+@needs("wandb")
+@pytest.mark.parametrize(("order", "last"), [("init", 2), ("load", 4)])
+def test_wandb_has_on_disk_what_was_logged_before_a_state(
+    order: str, last: int, tmp_path: Path
+) -> None:
+    run(tmp_path, "wandb", "first", order, returncode=-signal.SIGKILL)
+    first = {"loss": list(range(last + 1)), "late": [0, 1, 2]}
+    assert json.loads(run(tmp_path, "wandb", "read").splitlines()[-1]) == [first]
+    run(tmp_path, "wandb", "third", order, returncode=-signal.SIGKILL)
+    found = json.loads(run(tmp_path, "wandb", "read").splitlines()[-1])
+    assert found == [first, {"loss": [3, 4, 5], "late": [3, 4, 5]}]
