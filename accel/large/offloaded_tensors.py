@@ -154,7 +154,9 @@ def _not_saved(args: Sequence[object], kwargs: Mapping[str, object] | None) -> s
     )
 
 
-def _shape(args: Sequence[object], kwargs: Mapping[str, object] | None, kind: type[torch.Tensor]) -> str:
+def _shape(
+    args: Sequence[object], kwargs: Mapping[str, object] | None, kind: type[torch.Tensor]
+) -> str:
     found = (tensor for tensor in iterate([args, kwargs or {}]) if isinstance(tensor, kind))
     return next((str(list(tensor.shape)) for tensor in found), "")
 
