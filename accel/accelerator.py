@@ -26,7 +26,6 @@ from accel.config.training import (
 from accel.enums import DynamoBackend, PrecisionType, RNGType
 from accel.logging import get_logger
 from accel.optimizer import AcceleratedOptimizer
-from accel.planning import misspelt_variables
 from accel.planning.arguments import ONE_BY_DEFAULT, Arguments
 from accel.planning.plan import Plan, resolve
 from accel.precision.build import build_precision
@@ -145,8 +144,11 @@ class Accelerator(ProcessControl, RunSettings):
         self._set_up(plan, cpu, chosen)
         for note in plan.notes:
             logger.warning(note)
-        for note in misspelt_variables.notes(plan.environment.variables):
-            logger.warning_once("%s", note)
+        if any(name.startswith("ACCELERATE_") for name in plan.environment.variables):
+            from accel.planning import misspelt_variables
+
+            for note in misspelt_variables.notes(plan.environment.variables):
+                logger.warning_once("%s", note)
         connect(self, Accelerator, per_step=("accumulate", "backward"))
 
     def _set_up(self, plan: Plan, cpu: bool, trackers: list[Choice]) -> None:
