@@ -8,7 +8,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from accel.checkpoint import directory
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.errors import CheckpointError, Problem
 
@@ -57,6 +56,8 @@ class RunObjects:
         project = self.plan.project
         if not project.automatic_checkpoint_naming or project.project_dir is None:
             return None
+        from accel.checkpoint import directory  # imported when the first state is saved or loaded
+
         return Path(project.project_dir) / directory.FOLDER
 
     @property
