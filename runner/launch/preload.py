@@ -32,13 +32,19 @@ OF_FACTORIES = {
 
 def preload(modules: Sequence[str]) -> None:
     """Import modules, those that are installed, and keep the collector away from them."""
-    for name in modules:
-        if is_available(name.partition(".")[0]):
-            importlib.import_module(name)
-    if "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first imports much more
-    gc.freeze()  # the collector writes to the objects that it looks at, which would be copied
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for name in modules:
+            if is_available(name.partition(".")[0]):
+                importlib.import_module(name)
+        if "torch" in sys.modules:
+            torch = sys.modules["torch"]
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # it imports much more
+    finally:
+        gc.freeze()  # the collector writes to the objects that it looks at, which would be copied
+        if collects:
+            gc.enable()
 
 
 def forget_random_state() -> None:
