@@ -130,7 +130,11 @@ def test_a_read_only_run_is_measured_and_it_is_said(
     [
         (["eval", "--processes", "0"], "it is at least 1"),
         (["eval", "--processes", "2", "--device-map", "auto"], "is used by one process"),
-        (["eval", "--processes", "3", "trainer.limit_eval_batches=1"], "cannot share evenly"),
+        pytest.param(  # refused by processes that have imported PyTorch
+            ["eval", "--processes", "3", "trainer.limit_eval_batches=1"],
+            "cannot share evenly",
+            marks=pytest.mark.slow,
+        ),
         (["predict", "--processes", "2", "--output", "/dev/null"], "write a file, not a pipe"),
     ],
 )

@@ -69,6 +69,7 @@ def one_node(folder: Path, num_processes: int) -> list[float]:
     return losses(run_dir)
 
 
+@pytest.mark.slow  # six processes import PyTorch
 def test_two_nodes_train_one_run(tmp_path: Path) -> None:
     two = Nodes(nodes.loopback(), tmp_path)
     try:

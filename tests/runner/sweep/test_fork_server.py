@@ -153,6 +153,7 @@ def test_signals_of_a_whole_session_leave_the_server(server: ForkServer, tmp_pat
     assert events_of(server, 2)[-1].status == 0
 
 
+@pytest.mark.slow  # it imports all that a run does
 def test_what_is_preloaded_starts_no_thread(tmp_path: Path, server: ForkServer) -> None:
     warm = ForkServer()
     try:

@@ -124,6 +124,7 @@ print(len(losses), {"LOCAL_RANK", "LOCAL_SIZE"} & os.environ.keys())
 """
 
 
+@pytest.mark.slow  # a process of its own imports PyTorch and DeepSpeed
 def test_a_script_that_no_launcher_started_trains_under_stage_3() -> None:
     done = subprocess.run(
         python("-c", ALONE), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
