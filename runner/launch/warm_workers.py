@@ -24,11 +24,13 @@ from typing import Any, NoReturn
 from runner.config import processes
 from runner.config.schema import Recipe
 from runner.launch import preload
+from runner.run_dir import numerics
 from runner.training.stopping import STOP_SIGNALS
 
 # Signals that reach a worker before it can handle them are held back until it can.
 HELD_BACK = (*STOP_SIGNALS, signal.SIGINT)
 WAIT_SECONDS = 0.01
+MOST = 64  # a number that is refused a moment later starts no thousands of processes
 
 
 class Began(BaseException):
@@ -114,9 +116,12 @@ def forked(recipe: Recipe) -> Iterator[None]:
     """
     number = _number(recipe)
     if number > 1:
-        preload.preload((*preload.RUN, *_modules(recipe)))
+        # As in a fresh worker, which has the variable before numeric libraries are loaded.
+        threads = numerics.choose(recipe, number)
+        with numerics.Numerics(threads, recipe.deterministic).exported():
+            preload.preload((*preload.RUN, *_modules(recipe)))
         if threading.active_count() == 1:
-            _fork(number)
+            _fork(min(number, MOST))
     try:
         yield
     finally:
@@ -138,7 +143,10 @@ def be(order: Mapping[str, Any]) -> NoReturn:
 
 
 def _number(recipe: Recipe) -> int:
-    if not _ahead.is_allowed or recipe.distributed.kind != "multi_cpu":
+    # On macOS, forks of a process that has loaded the system's frameworks are not safe.
+    if not _ahead.is_allowed or sys.platform != "linux":
+        return 0
+    if recipe.distributed.kind != "multi_cpu":
         return 0
     if processes.adopted() is not None or sys.gettrace() is not None:  # a debugger's
         return 0
