@@ -8,6 +8,6 @@ from runner.config import paths
 
 if __name__ == "__main__":
     paths.move_project_last()
-    from runner.cli import main
+    from runner.cli import program
 
-    sys.exit(main())
+    sys.exit(program.main())

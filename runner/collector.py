@@ -18,5 +18,9 @@ def collect_rarely() -> None:
 
 
 def collect_usually() -> None:
-    """Look for garbage as often as before: what comes now may last for days."""
-    gc.set_threshold(*_usual)
+    """Look for garbage as often as before: what comes now may last for days.
+
+    Thresholds that the user's code has set meanwhile stay.
+    """
+    if gc.get_threshold() == RARE:
+        gc.set_threshold(*_usual)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from runner import collector
 from runner.config import paths
 from runner.exit_codes import REFUSED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code (`runner.exit_codes`).
+    """Run a command line in this process and return its exit code (`runner.exit_codes`).
 
     Args:
         argv: arguments without the program's name; None: those of the process.
@@ -25,13 +24,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:  # a strategy of another package cannot be loaded
         print(error, file=sys.stderr)
         return REFUSED
-    from runner.launch import warm_workers
-
-    if argv is None:  # else it is a function of somebody's program, to whose frames a fork returns
-        collector.collect_rarely()
-        warm_workers.allow()
-    try:
-        return dispatch.run(arguments)
-    except warm_workers.Began as began:
-        order = began.order
-    return warm_workers.be(order)
+    return dispatch.run(arguments)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from runner.training.stopping import STOP_SIGNALS
 # Signals that reach a worker before it can handle them are held back until it can.
 HELD_BACK = (*STOP_SIGNALS, signal.SIGINT)
 WAIT_SECONDS = 0.01
+PARENT_SECONDS = 0.5  # between looks whether the command still lives
+END_SECONDS = 5.0
 MOST = 64  # a number that is refused a moment later starts no thousands of processes
 
 
@@ -54,19 +57,32 @@ class ForkedWorker:
         Raises:
             OSError: if it has ended.
         """
-        message = json.dumps({"order": json.loads(order), "environment": dict(environment)})
-        with open(self._pipe, "wb") as pipe:
-            pipe.write(message.encode())
+        message = {"order": json.loads(order), "environment": dict(environment)}
+        self._send(json.dumps(message).encode())
 
     def dismiss(self) -> None:
-        """Let it end: there is no order."""
-        os.close(self._pipe)
-        self.wait()
+        """End it: there is no order."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._send(b"")
+        try:
+            self.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.send_signal(signal.SIGKILL)
+            self.wait()
+
+    def _send(self, message: bytes) -> None:
+        # The end of the line ends the message: the end of the file would not come while a process
+        # that the user's code has forked holds the pipe.
+        with open(self._pipe, "wb") as pipe:
+            pipe.write(message + b"\n")
 
     def poll(self) -> int | None:
         """Return the exit status (negative: minus the number of a signal); None: it runs."""
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # SIGCHLD is ignored: the status is lost, as in `subprocess`
+                pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -103,7 +119,7 @@ _ahead = _Ahead()
 
 
 def allow() -> None:
-    """Allow forks: this process is the command alone, and its `main` handles `Began`."""
+    """Allow forks: this process is the command alone, which handles `Began`."""
     _ahead.is_allowed = True
 
 
@@ -117,7 +133,7 @@ def forked(recipe: Recipe) -> Iterator[None]:
     number = _number(recipe)
     if number > 1:
         # As in a fresh worker, which has the variable before numeric libraries are loaded.
-        threads = numerics.choose(recipe, number)
+        threads = numerics.threads(recipe, number)
         with numerics.Numerics(threads, recipe.deterministic).exported():
             preload.preload((*preload.RUN, *_modules(recipe)))
         if threading.active_count() == 1:
@@ -148,7 +164,9 @@ def _number(recipe: Recipe) -> int:
         return 0
     if recipe.distributed.kind != "multi_cpu":
         return 0
-    if processes.adopted() is not None or sys.gettrace() is not None:  # a debugger's
+    if sys.gettrace() is not None or sys.getprofile() is not None:  # a debugger's, a profiler's
+        return 0
+    if processes.adopted() is not None:
         return 0
     return recipe.distributed.num_processes or processes.DEFAULT_CPU_PROCESSES
 
@@ -164,8 +182,8 @@ def _modules(recipe: Recipe) -> list[str]:
 
 
 def _fork(number: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     parent = os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     try:
@@ -176,7 +194,7 @@ def _fork(number: int) -> None:
                 for file in (ours, *(worker._pipe for worker in _ahead.waiting)):
                     os.close(file)  # else it would keep another one waiting
                 _ahead.waiting.clear()
-                _wait_for_order(theirs)
+                _wait_for_order(theirs, parent)
             os.close(theirs)
             with contextlib.suppress(OSError):  # it has done so itself
                 os.setpgid(pid, pid)
@@ -186,10 +204,15 @@ def _fork(number: int) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait_for_order(pipe: int) -> None:
+def _wait_for_order(pipe: int, parent: int) -> None:
     os.setpgid(0, 0)
+    waiter = select.poll()
+    waiter.register(pipe, select.POLLIN)
+    while not waiter.poll(1000 * PARENT_SECONDS):
+        if os.getppid() != parent:  # it was killed
+            os._exit(0)
     with open(pipe, "rb") as file:
-        message = file.read()
+        message = file.readline().strip()
     if not message:  # the command was refused, or has ended
         os._exit(0)
     content = json.loads(message)

@@ -103,13 +103,23 @@ def record_threads(
 ) -> None:
     """Choose the number of threads and write it down for all processes of the run.
 
-    A deterministic run that is resumed keeps the number it started with, on whatever machine. It is
-    written into `folder`; None: the run directory.
+    It is written into `folder`; None: the run directory.
     """
-    kept = read(run_dir).num_threads
-    if not recipe.deterministic or kept is None or recipe.distributed.num_threads is not None:
-        kept = choose(recipe, local_processes)
-    write_json((folder or run_dir) / FILE, asdict(Numerics(kept, recipe.deterministic)))
+    number = threads(recipe, local_processes, run_dir)
+    write_json((folder or run_dir) / FILE, asdict(Numerics(number, recipe.deterministic)))
+
+
+def threads(recipe: Recipe, local_processes: int, run_dir: Path | None = None) -> int | None:
+    """Return the intra-op threads of each process, as `choose` does.
+
+    A deterministic run that is resumed keeps the number it started with, on whatever machine. Its
+    directory is `run_dir`; None: that of the recipe's `resume`.
+    """
+    if run_dir is None and recipe.resume is not None:
+        run_dir = Path(recipe.resume)
+    is_kept = recipe.deterministic and recipe.distributed.num_threads is None
+    kept = read(run_dir).num_threads if run_dir is not None and is_kept else None
+    return choose(recipe, local_processes) if kept is None else kept
 
 
 def read(run_dir: Path) -> Numerics:

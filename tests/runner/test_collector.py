@@ -15,3 +15,14 @@ def test_it_is_rare_and_then_as_before() -> None:
     finally:
         collector.collect_usually()
     assert gc.get_threshold() == before
+
+
+def test_what_the_users_code_has_set_stays() -> None:
+    before = gc.get_threshold()
+    collector.collect_rarely()
+    try:
+        gc.set_threshold(12_345, 10, 10)
+        collector.collect_usually()
+        assert gc.get_threshold() == (12_345, 10, 10)
+    finally:
+        gc.set_threshold(*before)
