@@ -16,13 +16,14 @@ from runner.config import processes, ray_placement
 from runner.config.processes import Adopted
 from runner.config.schema import Recipe
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED
-from runner.launch import attempt, attempts, failures, rank_logs, rendezvous
+from runner.launch import attempt, attempts, exit_guards, failures, rank_logs, rendezvous
 from runner.launch.attempt import new_launch
 from runner.launch.first_node import FirstNode
 from runner.launch.worker_group import StopSignals
 from runner.reporting import run_log
 from runner.run_dir import abandoned, numerics
 from runner.run_dir.atomic_update import run_dir_of
+from runner.training.stopping import StopFlag
 
 if TYPE_CHECKING:
     from runner.run_dir.job import Job
@@ -100,19 +101,23 @@ def run_adopted(folder: Path, place: Adopted) -> int:
     """Run a job in this process, one of several that a launcher has started."""
     from runner.launch import worker
 
-    code = run_here(folder, place.rank)
-    if code not in CLEAN:
-        is_new = folder == run_dir_of(folder)  # a resumed run keeps its files, whatever comes
-        if place.rank == 0 and is_new:
-            abandoned.remove(run_dir_of(folder), code)
-        worker.end_process(code)
+    # Until the process has ended: srun sends SIGTERM to the others as soon as one has failed, and
+    # takes one that it kills for stopped.
+    with StopFlag().installed() as stop, exit_guards.explained(stop):
+        code = run_here(folder, place.rank, stop)
+        if code not in CLEAN:
+            is_new = folder == run_dir_of(folder)  # a resumed run keeps its files, whatever comes
+            if place.rank == 0 and is_new:
+                abandoned.remove(run_dir_of(folder), code)
+            worker.end_process(code)
     return code
 
 
-def run_here(folder: Path, rank: int = 0) -> int:
+def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
     """Run a job in this process, print the cause of a failure, and return the exit code.
 
-    The folder with the frozen job is the run directory, or an attempt in it.
+    The folder with the frozen job is the run directory, or an attempt in it; for `stop` see
+    `worker.run`.
     """
     from runner.launch import worker
 
@@ -120,7 +125,7 @@ def run_here(folder: Path, rank: int = 0) -> int:
         faulthandler.enable()
     run_dir = run_dir_of(folder)
     try:
-        return worker.run(folder)
+        return worker.run(folder, stop)
     except KeyboardInterrupt:
         if rank == 0:
             failures.print_interrupted(run_dir)

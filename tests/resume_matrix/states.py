@@ -169,7 +169,10 @@ def two_at_once(folder: Path, line: list[str], known: Known) -> str:
     if first.code != 0:
         return f"codes {first.code}, {second.code}: {first.output[-300:]}"
     told = ("another command", "finished", "changed the run meanwhile")
-    if second.code not in (0, 2) or not any(words in second.output for words in told):
+    # Where both end with 0, either may have found the run finished.
+    others = answers if second.code == 0 else [second]
+    told_by = [any(words in answer.output for words in told) for answer in others]
+    if second.code not in (0, 2) or not any(told_by):
         return f"the second: code {second.code}: {second.output[-300:]}"
     (run_dir,) = runs(folder)
     return reached(run_dir, LAST, known)

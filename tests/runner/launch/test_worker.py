@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 
 from accel import env
 from accel.imports import load_attribute
+from runner.config.processes import Adopted
 from runner.config.schema import Distributed, Recipe
+from runner.exit_codes import FAILED
 from runner.launch import attempt, attempts, launcher, worker
 from runner.run_dir.job import Job
 
@@ -24,8 +27,27 @@ ALONE = {"RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": None, "OMP_NU
 def test_the_code_of_a_run_is_handed_on(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "run", lambda run_dir: code)
+    monkeypatch.setattr(worker, "run", lambda run_dir, stop: code)
     assert launcher.run_here(tmp_path) == code
+
+
+def test_a_rank_that_has_failed_ends_with_its_code_whatever_signal_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+
+    def fail(*given: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)  # srun's: another rank has ended
+        return FAILED
+
+    def end(code: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        codes.append(code)
+
+    monkeypatch.setattr(launcher, "run_here", fail)
+    monkeypatch.setattr(worker, "end_process", end)
+    launcher.run_adopted(tmp_path, Adopted(1, 0, 2, 1))
+    assert codes == [FAILED]
 
 
 # -- where a job runs ----------------------------------------------------------------------

@@ -21,7 +21,7 @@ def test_under_a_launcher_only_a_new_run_is_removed(
 ) -> None:
     run_dir = new_run(tmp_path)
     folder = run_dir if is_new else run_dir / ".attempt-1"
-    monkeypatch.setattr(launcher, "run_here", lambda folder, rank: REFUSED)
+    monkeypatch.setattr(launcher, "run_here", lambda *given: REFUSED)
     monkeypatch.setattr(worker, "end_process", lambda code: None)
     place = Adopted(**{name: 0 for name in Adopted.__dataclass_fields__})
     assert launcher.run_adopted(folder, place) == REFUSED

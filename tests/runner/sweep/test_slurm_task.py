@@ -44,7 +44,7 @@ def sweep_of_one(cluster: Cluster, cwd: Path, *line: str) -> Iterator[tuple[str,
         sweep.kill()
         sweep.communicate()
     assert sweep.returncode == 0, output
-    assert cluster.jobs() == []
+    wait_until(lambda: cluster.jobs() == [], "a job is queued still")
     assert [one.name for one in (cwd / "sweep").glob("0*")] == ["0000"]
     assert journal(cwd)[-1]["status"] == "finished"
 
