@@ -16,10 +16,14 @@ def main() -> int:
     """
     paths.move_project_last()
     open_missing_streams()
+    from accel.errors import ConfigError
     from runner import cli, collector
-    from runner.launch import warm_workers
 
     collector.collect_rarely()
+    try:
+        from runner.launch import warm_workers
+    except ConfigError:  # a strategy of another package cannot be loaded
+        return cli.main()  # it tells
     warm_workers.allow()
     try:
         return cli.main()
