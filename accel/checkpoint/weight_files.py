@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +25,7 @@ T = TypeVar("T")
 # Of each format: what a folder may hold; safetensors first, as it cannot run code.
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
+_REQUEST = 1 << 20  # bytes: Linux cuts a larger request of its disk cache to about so many
 # Shape by name; None for a value that is no tensor (`Module.get_extra_state`).
 Shapes = dict[str, tuple[int, ...] | None]
 
@@ -69,12 +73,19 @@ class Source:
         }
 
     def parts(self) -> Iterator[Mapping[str, object]]:
-        """Yield the weights of one file after the other, on the CPU; emptied before the next."""
-        for path in self.paths:
-            is_safe = path.suffix == ".safetensors"
-            part = read_tensors(path) if is_safe else dict(load_plain(path, mmap=self.mmap))
-            yield part
-            part.clear()  # who still holds it does not hold two files in memory
+        """Yield the weights of one file after the other, on the CPU; emptied before the next.
+
+        While one is used, the next is read from the disk into the system's cache.
+        """
+        with ThreadPoolExecutor(max_workers=1) as reader:
+            reader.submit(_request, self.paths[0])
+            for path, following in zip_longest(self.paths, self.paths[1:]):
+                if following is not None:
+                    reader.submit(_request, following)
+                is_safe = path.suffix == ".safetensors"
+                part = read_tensors(path) if is_safe else dict(load_plain(path, mmap=self.mmap))
+                yield part
+                part.clear()  # who still holds it does not hold two files in memory
 
 
 class Broadcast:
@@ -143,6 +154,17 @@ class Broadcast:
 
 def _form(value: object) -> object:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _request(path: Path) -> None:
+    """Have the system read a file into its cache, where it can be asked to.
+
+    What is wrong with the file is told of by who uses it.
+    """
+    if hasattr(os, "posix_fadvise") and path.is_file():
+        with open(path, "rb") as file:
+            for start in range(0, os.fstat(file.fileno()).st_size, _REQUEST):
+                os.posix_fadvise(file.fileno(), start, _REQUEST, os.POSIX_FADV_WILLNEED)
 
 
 # -- which files ---------------------------------------------------------------------------

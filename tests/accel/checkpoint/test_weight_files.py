@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,34 @@ def test_safetensors_go_before_pickles(tmp_path: Path) -> None:
     model, fresh = saved(tmp_path), net()
     load_checkpoint_in_model(fresh, tmp_path)
     assert same(fresh, model)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system's cache takes no requests")
+def test_the_next_file_is_read_while_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, max_shard_size=60)
+    asked: dict[int, list[tuple[int, int]]] = {}
+    second = threading.Event()
+
+    def advise(file: int, start: int, num_bytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        asked.setdefault(os.fstat(file).st_ino, []).append((start, num_bytes))
+        if len(asked) == 2:
+            second.set()
+
+    monkeypatch.setattr(weight_files, "_REQUEST", 100)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    source = weight_files.find(tmp_path)
+    parts = source.parts()
+    next(parts)
+    assert second.wait(60)
+    assert len(list(parts)) == len(source.paths) - 1 == 3
+    whole = {
+        path.stat().st_ino: [(start, 100) for start in range(0, path.stat().st_size, 100)]
+        for path in source.paths
+    }
+    assert asked == whole
 
 
 def test_a_damaged_index_is_told(tmp_path: Path) -> None:
