@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from accel.errors import ConfigError
 from runner.config import ray_placement
 from runner.launch import remote_process
 from runner.run_dir import numerics
-from runner.training.stopping import STOP_SIGNALS, handlers_restored
+from runner.training.stopping import HEARD_SIGNALS, handlers_restored
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -63,12 +62,11 @@ def connected(address: str | None, key: str) -> Iterator[ModuleType]:
         ConfigError: if there is no cluster.
     """
     ray = imports.require("ray", f"{key.removesuffix('.address')}", extra=ray_placement.KIND)
-    numbers = (*STOP_SIGNALS, signal.SIGINT)
     options: dict[str, object] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == ray_placement.LOCAL:
         options["include_dashboard"] = False
     require_cluster(address, key)
-    with handlers_restored(numbers):
+    with handlers_restored(HEARD_SIGNALS):
         try:
             ray.init(address=address or "auto", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -149,7 +147,7 @@ def num_gpus(ray: ModuleType) -> int:
 
 
 class Watch:
-    """Waits for events of processes under their actors, by the caller's numbers."""
+    """Waits for events of processes under their actors, by the caller's HEARD_SIGNALS."""
 
     def __init__(self, ray: ModuleType) -> None:
         self._ray = ray

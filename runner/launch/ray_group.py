@@ -28,12 +28,11 @@ from runner.launch import attempt, bootstrap, ray_cluster, remote_process
 from runner.launch.attempt import Ended
 from runner.launch.ray_cluster import Event, Watch
 from runner.launch.remote_process import Place
-from runner.launch.warm_workers import HELD_BACK
 from runner.launch.worker_group import GRACE_SECONDS, Failure, StopSignals
 from runner.run_dir import directory, outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.outcomes import Outcome
-from runner.training.stopping import STOP_SIGNALS, handlers_restored
+from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, handlers_restored
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -112,7 +111,7 @@ def _heard(stops: StopSignals) -> Iterator[list[int]]:
         if number in STOP_SIGNALS:
             stops.take(number)
 
-    with handlers_restored(HELD_BACK) as before:
+    with handlers_restored(HEARD_SIGNALS) as before:
         for number in STOP_SIGNALS:
             signal.signal(number, note)
         # A shell lets background jobs ignore Ctrl-C; they still do.

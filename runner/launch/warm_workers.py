@@ -26,10 +26,8 @@ from runner.config import processes
 from runner.config.schema import Recipe
 from runner.launch import preload
 from runner.run_dir import numerics
-from runner.training.stopping import STOP_SIGNALS
+from runner.training.stopping import HEARD_SIGNALS
 
-# Signals that reach a worker before it can handle them are held back until it can.
-HELD_BACK = (*STOP_SIGNALS, signal.SIGINT)
 WAIT_SECONDS = 0.01
 PARENT_SECONDS = 0.5  # between looks whether the command still lives
 END_SECONDS = 5.0
@@ -185,7 +183,7 @@ def _fork(number: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD_SIGNALS)
     try:
         for _ in range(number):
             theirs, ours = os.pipe()

@@ -30,7 +30,7 @@ from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job
 from runner.run_dir.numerics import read as read_numerics
 from runner.run_dir.outcomes import Outcome
-from runner.training.stopping import STOP_SIGNALS, StopFlag
+from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, StopFlag
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -74,7 +74,7 @@ def _logged(run_dir: Path, rank: int) -> contextlib.AbstractContextManager[None]
 
 def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag) -> int:
     # The parent held them back while it started this process.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGINT))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     try:
         with exit_guards.explained(stop):
             code = load_attribute(order["target"])(Path(order["job"]), stop)

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 from accel import env
-from runner.launch.warm_workers import HELD_BACK, ForkedWorker
-from runner.training.stopping import STOP_SIGNALS, handlers_restored, signals_blocked
+from runner.launch.warm_workers import ForkedWorker
+from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, handlers_restored, signals_blocked
 
 MONITOR_SECONDS = 0.1
 # Time between "end now" and SIGKILL: to close the progress bar and to flush files.
@@ -130,7 +130,7 @@ class WorkerGroup:
         """Start the workers."""
         # A signal that comes before a worker can handle it would kill it. So signals are held back
         # here and, by inheritance, in the workers, which release them when they are ready.
-        with signals_blocked(HELD_BACK):
+        with signals_blocked(HEARD_SIGNALS):
             for local_rank, rank in enumerate(self._place.ranks):
                 self._processes[rank] = self._started(self._place.environment(local_rank))
 

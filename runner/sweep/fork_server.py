@@ -26,7 +26,7 @@ from accel import env, parent_watch
 from runner import collector
 from runner.launch import bootstrap, preload, rank_logs
 from runner.run_dir import numerics
-from runner.training.stopping import STOP_SIGNALS
+from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS
 
 # What a run of the built-in parts imports.
 PRELOADED = (
@@ -34,7 +34,6 @@ PRELOADED = (
     *(module for modules in preload.OF_FACTORIES.values() for module in modules),
     *("runner.builtin.digits", "runner.sweep.attempt"),
 )
-HEARD = (*STOP_SIGNALS, signal.SIGINT)
 # With it, looking for GPUs starts no CUDA context, which a fork could not use.
 # Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -172,7 +171,7 @@ class ForkServer:
 
 def main(settings: Mapping[str, Any]) -> None:
     """Serve until the parent closes the pipe; in a fork, be the job and exit with its code."""
-    for number in HEARD:
+    for number in HEARD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(settings["pipe"])
     collector.collect_rarely()
@@ -238,7 +237,7 @@ def be(pickled: bytes, parent: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # An actor of Ray's holds them back until here.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     if order.log is not None:
         _redirect(Path(order.log))
     rank_logs.close_input()

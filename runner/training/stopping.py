@@ -43,6 +43,7 @@ KEPT_DECISIONS = 10_000
 STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
+HEARD_SIGNALS = (*STOP_SIGNALS, signal.SIGINT)  # all that a run handles
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
@@ -141,7 +142,7 @@ class StopFlag:
         if threading.current_thread() is not threading.main_thread():
             yield self  # only the main thread may have handlers; its owner decides
             return
-        with handlers_restored((*STOP_SIGNALS, signal.SIGINT)) as before:
+        with handlers_restored(HEARD_SIGNALS) as before:
             self._install(before)
             try:
                 yield self
