@@ -12,6 +12,7 @@ import pytest
 
 from runner.sweep import fork_server
 from runner.sweep.fork_server import Event, ForkServer, Order, ServerDied
+from runner.training.stopping import HEARD_SIGNALS
 from tests.helpers import SECONDS, alive
 
 HERE = "tests.runner.sweep.test_fork_server"
@@ -147,7 +148,7 @@ def test_a_server_that_had_no_job_ends_at_once() -> None:
 def test_signals_of_a_whole_session_leave_the_server(server: ForkServer, tmp_path: Path) -> None:
     server.start(order(1, "report", tmp_path, text="first"))
     events_of(server, 1)
-    for number in fork_server.HEARD:
+    for number in HEARD_SIGNALS:
         os.kill(server.pid, number)
     server.start(order(2, "report", tmp_path, text="second"))
     assert events_of(server, 2)[-1].status == 0
