@@ -55,10 +55,11 @@ class TrackerGroup:
     ) -> None:
         """Open a run in every tracker of `log_with`, and record the hyper-parameters.
 
-        After `load_state`, the trackers continue the runs that the checkpoint names, unless
-        `init_kwargs` name others. Runs that no `end_training` closes are closed at the exit of the
-        process, after an exception too. One that ends with `sys.exit(3)` is closed as a success:
-        Python does not tell that code at exit. Raise an exception instead.
+        Runs that are open are closed first. After `load_state`, the trackers continue the runs that
+        the checkpoint names, unless `init_kwargs` name others. Runs that no `end_training` closes
+        are closed at the exit of the process, after an exception too. One that ends with
+        `sys.exit(3)` is closed as a success: Python does not tell that code at exit. Raise an
+        exception instead.
 
         Args:
             project_name: name of the run or project, as the tracker takes it.

@@ -39,6 +39,17 @@ class Script:
     is_module: bool = False
     no_python: bool = False
 
+    def problems(self) -> Problems:
+        """Return what is wrong with the file of a Python script; modules and programs are found."""
+        found, path = Problems(), Path(self.name)
+        if not (self.is_module or self.no_python):
+            remedy = "Correct its name; a flag goes before it."
+            if not path.exists():
+                found.add(f"SCRIPT {self.name!r}", "there is no such file", remedy)
+            elif path.is_dir() and not (path / "__main__.py").exists():
+                found.add(f"SCRIPT {self.name!r}", "it is a folder without __main__.py", remedy)
+        return found
+
     @property
     def flags(self) -> list[str]:
         """The flags of torchrun that say so."""
@@ -95,7 +106,7 @@ def plan(
     Raises:
         ConfigError: if the settings contradict each other or this machine.
     """
-    found = Problems()
+    found = script.problems()
     machines = _number(settings, "num_machines", 1, found)
     rank = _number(settings, "machine_rank", 0, found)
     restarts = _number(settings, "max_restarts", 0, found)
@@ -169,7 +180,7 @@ def _local_processes(settings: Mapping[str, object], machines: int, found: Probl
     number = _number(settings, "num_processes", 1, found)
     if number < 1 or machines < 1 or number % machines:
         rule = f"each of {machines} machines starts as many processes"
-        found.add(f"num_processes={number}", rule, "Give a multiple of num_machines.")
+        found.add(f"num_processes={number}", rule, f"Give {max(machines, 1)}, or a multiple of it.")
         return 1
     local = number // machines
     if on_cpu or local == 1:

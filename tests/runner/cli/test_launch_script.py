@@ -13,6 +13,7 @@ import pytest
 from accel import env, launch_config
 from accel.errors import ConfigError
 from runner.cli import launch_script
+from runner.cli.arguments import ParserExit
 from runner.config import processes
 from tests.helpers import ROOT, alive, python
 from tests.signals.cells import wait_until
@@ -37,7 +38,10 @@ sys.exit(5 if "fail" in sys.argv else 0)
 
 @pytest.fixture(autouse=True)
 def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a GPU and without a file of settings."""
+    """A machine without a GPU and without a file of settings; two scripts are there."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "x.py"):
+        Path(name).touch()
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(processes, "num_accelerators", lambda: 0)
 
@@ -221,3 +225,10 @@ def test_a_failed_group_starts_anew_and_its_failure_is_the_exit_code(tmp_path: P
     answer = started(tmp_path, *flags, "train.py", "fail")
     assert answer.returncode == 5
     assert sorted(answer.stdout.splitlines()).count("0 no MULTI_CPU 1 2.0 fail") == 2
+
+
+def test_a_misspelt_flag_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ParserExit):
+        launch_script.parse(["--num_proceses", "2", "train.py"])
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --num_proceses. Did you mean '--num_processes'?" in error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ TRAIN = Script("train.py", ["--lr", "1"])
 
 
 @pytest.fixture(autouse=True)
-def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a script, on a machine without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     monkeypatch.setattr(processes, "num_accelerators", lambda: 0)
 
 
@@ -121,7 +125,7 @@ def test_several_processes_take_one_thread_each_unless_told() -> None:
         ({"num_processes": 2}, "num_processes=2: torch finds no GPU.*--cpu"),
         ({"num_processes": "two"}, "num_processes='two': expected an integer"),
         ({"num_processes": -1}, "num_processes=-1"),
-        ({"num_machines": 2, "num_processes": 3, "use_cpu": True}, "Give a multiple"),
+        ({"num_machines": 2, "num_processes": 3, "use_cpu": True}, "Give 2, or a multiple"),
         ({"num_machines": 2, "num_processes": 2}, "Give --main_process_ip"),
         ({"machine_rank": 1}, "machine_rank=1: it is from 0 to 0"),
         ({"mixed_precision": "bf61"}, "mixed_precision='bf61'.*bf16"),
@@ -162,3 +166,13 @@ def test_a_checkout_is_imported_by_the_script() -> None:
     with env.patched(PYTHONPATH="/mine"):
         path = script.plan({}, TRAIN).variables.get("PYTHONPATH")
     assert path is None or path.split(os.pathsep)[0] == "/mine"
+
+
+def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"SCRIPT 'trian.py': there is no such file"):
+        plan({}, Script("trian.py"))
+    (tmp_path / "package").mkdir()
+    with pytest.raises(ConfigError, match=r"it is a folder without __main__\.py"):
+        plan({}, Script("package"))
+    (tmp_path / "package" / "__main__.py").touch()
+    assert plan({}, Script("package")).command == [sys.executable, "package"]
