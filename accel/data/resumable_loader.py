@@ -79,10 +79,10 @@ class OrderedLoader(DataLoader[Any]):
 
     def _get_iterator(self) -> Any:
         # torch draws the workers' seed. A pass that is resumed did so when it began: a second draw
-        # would make the rest of a resumed epoch differ from that of an uninterrupted one.
+        # would make the rest of a resumed epoch differ from that of an uninterrupted one. Where the
+        # order is drawn from the process's generators, it is behind that draw.
         order = self._order
-        seeded = isinstance(self.dataset, IterableDataset) or order.draws in ("none", "agreed")
-        resumes = self._resumes and order.replay is None and seeded
+        resumes = self._resumes and order.replay is None and order.draws == "none"
         with preserved() if resumes else contextlib.nullcontext(), worker_signals.starting(self):
             return worker_signals.supervised(super()._get_iterator())
 

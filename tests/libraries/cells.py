@@ -100,9 +100,12 @@ def matrix() -> list[Cell]:
 
 _ACCUMULATED = {"gradient_accumulation_steps": 3}
 _STREAMED = {"stream": True, "max_steps": 10, "accelerator_config": {"dispatch_batches": False}}
+_GROUPED = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 1, "resume": True}
 _ON_ANY_NUMBER: list[tuple[str, str, dict[str, Any]]] = [
     ("transformers_trainer", "resumed", {"resume": True}),
     ("transformers_trainer", "accumulated", {**_ACCUMULATED, "save_steps": 3}),
+    # In later epochs each rank of the public package draws an order of its own.
+    ("transformers_trainer", "grouped resumed", _GROUPED),
     ("transformers_trainer", "bf16 resumed", {"bf16": True, "resume": True}),
     ("transformers_trainer", "streamed", _STREAMED),
     # Its batch sampler deals the batches to the ranks itself.

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
@@ -131,3 +131,42 @@ def test_another_data_set_than_the_saved_one_is_warned_of() -> None:
     state = prepare_data_loader(DataLoader(range(12))).order_state()
     with pytest.warns(UserWarning, match="over 9 samples"):
         prepare_data_loader(DataLoader(range(9))).load_order_state(state)
+
+
+class Drawn(Sampler[int]):
+    """The indices below 24 in an order drawn from torch's generator."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self):
+        return iter(torch.randperm(24).tolist())
+
+
+class DrawnStream(IterableDataset):
+    def __iter__(self):
+        return iter(Drawn())
+
+
+LOADERS = {
+    "sampler": lambda: DataLoader(range(24), 4, sampler=Drawn()),
+    "stream": lambda: DataLoader(DrawnStream(), 4),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_seeded_pass_without_its_first_batches_has_the_order_of_the_whole(
+    kind: str, count: int, dispatch: bool
+) -> None:
+    """Libraries resume so, in a process that knows of no pass."""
+
+    def loader(skipped: int) -> list[list[int]]:
+        made = prepare_data_loader(
+            LOADERS[kind](), num_processes=count, process_index=0, dispatch_batches=dispatch
+        )
+        torch.manual_seed(17)
+        return values(skip_first_batches(made, skipped))
+
+    assert loader(2) == loader(0)[2:]
