@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from accel.data.samplers import cycle_to, split_problems
+from accel.data.samplers import cycle_to
+from accel.data.split_batches import split_problems
 from accel.data.stream_digests import FirstRound
 from accel.errors import ConfigError
 

@@ -31,8 +31,8 @@ from accel.data.samplers import (
     SamplerShard,
     SkipBatchSampler,
     drawing_sampler,
-    split_problems,
 )
+from accel.data.split_batches import split_problems
 from accel.enums import RNGType
 from accel.errors import ConfigError, Problems
 from accel.state import PartialState

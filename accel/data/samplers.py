@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
-from accel.errors import ConfigError, Problem, Problems
+from accel.data.split_batches import split_problems
+from accel.errors import ConfigError, Problems
 from accel.rng import mix_seeds
 
 T = TypeVar("T")
@@ -160,8 +161,9 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         process_index: which of them this one is.
         split_batches: whether each batch is cut into a piece per process, or full batches are
             assigned in turn.
-        even_batches: whether the last batches are completed; wants a sampler with a `batch_size`.
-            Where it is False, some processes may get a smaller last batch, or one batch less.
+        even_batches: whether the last batches are completed. Where it is False, some processes may
+            get a smaller last batch, or one batch less. Of a sampler without a `batch_size`, whose
+            batches may vary, the first ones complete the last round as they are.
 
     Attributes:
         num_processes: as given. Set to 1 afterwards, each process reads all batches of its own
@@ -172,8 +174,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
             real; 0 where all are. -1 before the first.
 
     Raises:
-        ConfigError: if the batch size cannot be split; when it is read, if even batches are wanted
-            of a sampler whose batches vary.
+        ConfigError: if the batch size cannot be split; when it is read, if batches vary against it.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.remainder = -1
+        self._last_round = 0  # samples, where batches vary
         self._check()
 
     def _check(self) -> None:
@@ -221,12 +223,11 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         return self.num_processes == 1 and (self._made_for > 1 or self.batch_size is None)
 
     def _check_size(self) -> None:
-        if self.batch_size is None and (self.even_batches or self.split_batches):
+        if self.batch_size is None and self.split_batches:
             raise ConfigError.of(
                 f"batch sampler {class_name(self.batch_sampler)} without `batch_size`",
-                "even or split batches want to know the size of a full batch",
-                "Give the sampler an attribute `batch_size`, or set even_batches=False "
-                "and split_batches=False.",
+                "to split batches is to know the size of a full one",
+                "Give the sampler an attribute `batch_size`, or set split_batches=False.",
             )
 
     @property
@@ -236,7 +237,9 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     @property
     def round_size(self) -> int:
-        """How many samples all processes together read in a full round."""
+        """How many samples all processes together read in a full round, or in the last varying."""
+        if self.batch_size is None and self._last_round:
+            return self._last_round
         return int(self.batch_size or 1) * (1 if self.split_batches else self.num_processes)
 
     def __len__(self) -> int:
@@ -264,7 +267,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
             return self._iterate_own()
         self._check_size()
         if self.even_batches:
-            return self._iterate_even()
+            return self._iterate_even() if self.batch_size else self._iterate_varying()
         return self._iterate_split() if self.split_batches else self._iterate_dealt()
 
     def _rounds(self) -> Iterator[list[list[int]]]:
@@ -305,6 +308,19 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
                 yield self._piece([*samples, *cycle_to(first, size - real)])
         self.remainder = real  # at the end: a pass inside this one must not disturb it
 
+    def _iterate_varying(self) -> Iterator[list[int]]:
+        first: list[list[int]] = []
+        real = 0
+        for group in self._rounds():
+            first += group[: self.num_processes - len(first)]
+            missing = self.num_processes - len(group)
+            real = sum(map(len, group)) if missing else 0
+            completed = [*group, *cycle_to(first, missing)]
+            if not (missing and self.drop_last):
+                yield completed[self.process_index]
+            self._last_round = sum(map(len, completed))
+        self.remainder = real
+
     def _iterate_split(self) -> Iterator[list[int]]:
         for (batch,) in self._rounds():
             piece = self._piece(batch)
@@ -318,21 +334,6 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
             if self.process_index < len(group) and (is_full or not self.drop_last):
                 yield group[self.process_index]
         self.remainder = 0
-
-
-def split_problems(batch_size: int, num_processes: int) -> list[Problem]:
-    """Return what is wrong with cutting batches of `batch_size` into `num_processes` pieces."""
-    if batch_size % num_processes == 0:
-        return []
-    below = batch_size - batch_size % num_processes
-    sizes = [str(size) for size in (below, below + num_processes) if size > 0]
-    return [
-        Problem(
-            f"split_batches=True with batch_size={batch_size} on {num_processes} processes",
-            "the batch size divides by the number of processes",
-            f"The nearest batch size: {' or '.join(sizes)}.",
-        )
-    ]
 
 
 class CompletedBatchSampler(AroundBatchSampler, BatchSampler):

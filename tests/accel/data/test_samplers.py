@@ -137,11 +137,25 @@ class Bare(Sampler[list[int]]):
         return len(self.sizes)
 
 
-def test_a_sampler_without_batch_size_is_shared_out_unevenly_or_refused() -> None:
-    shard = BatchSamplerShard(Bare([3, 1, 2]), 2, 0)
+def test_batches_of_varying_size_are_dealt_whole() -> None:
+    shards = [BatchSamplerShard(Bare([2, 3, 1, 4, 2]), 2, rank) for rank in (0, 1)]
+    assert [list(shard) for shard in shards] == [
+        [[0, 1], [5], [10, 11]],
+        [[2, 3, 4], [6, 7, 8, 9], [0, 1]],
+    ]
+    assert [(len(s), s.remainder, s.round_size) for s in shards] == [(3, 2, 4)] * 2
+    shards = [BatchSamplerShard(Bare([2, 3]), 4, rank) for rank in range(4)]
+    assert [list(shard) for shard in shards] == [[[0, 1]], [[2, 3, 4]]] * 2
+    assert [(s.remainder, s.round_size) for s in shards] == [(5, 10)] * 4
+    shard = BatchSamplerShard(Bare([2, 3]), 2, 0)
+    assert (list(shard), shard.remainder) == ([[0, 1]], 0)
+
+
+def test_a_sampler_without_batch_size_is_shared_out_or_not_split() -> None:
     for use in (len, list):
-        with pytest.raises(ConfigError, match=r"without `batch_size`.*even_batches=False"):
-            use(shard)
+        with pytest.raises(ConfigError, match=r"without `batch_size`.*split_batches=False"):
+            use(BatchSamplerShard(Bare([3, 1, 2]), 2, 0, split_batches=True))
+    shard = BatchSamplerShard(Bare([3, 1, 2]), 2, 0)
     shard.num_processes = 1  # as libraries do, whose sampler deals batches itself
     assert (len(shard), list(shard), shard.remainder) == (3, [[0, 1, 2], [3], [4, 5]], 0)
     found = [list(BatchSamplerShard(Bare([3, 1, 2]), 2, r, even_batches=False)) for r in (0, 1)]
