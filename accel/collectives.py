@@ -118,8 +118,8 @@ class Collectives:
             return []
         if any(one.end_of_dataloader and one.remainder == -1 for one in read):
             logger.warning_once(
-                "gather_for_metrics: the length of the data set is not known, so samples that "
-                "complete the last batch cannot be told apart and stay."
+                "gather_for_metrics: loader workers cannot hand over samples of this data set, so "
+                "repeated ones that complete a batch cannot be told apart and stay."
             )
         for one in read:
             if one.end_of_dataloader and one.reading is not None:

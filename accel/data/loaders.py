@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel.data import stream_checks
+from accel.data import stream_checks, worker_rests
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
 from accel.data.dispatch_rounds import RoundReader
 from accel.data.dispatch_transfer import Round, SliceFunction, receive_round, send_round, with_next
@@ -130,7 +130,8 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         state, current_pass = GradientState(), self._enter()
         try:
             self._synchronize()
-            skipped = 0 if self._position() else self.skip_batches
+            position = self._position()
+            skipped = position.get("behind", 0) if position else self.skip_batches
             batches = self._followed(self._compared(self._batches(skipped)))
             for _ in itertools.islice(batches, skipped):
                 pass
@@ -150,6 +151,30 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             self._complete(current_pass)
         finally:
             self._leave(current_pass)
+
+    def _get_iterator(self) -> Any:
+        with worker_rests.handed_over(self):
+            return super()._get_iterator()
+
+    def _whole(self, batches: Iterator[object], skipped: int) -> Iterator[object]:
+        if not self._joins_rests:
+            return batches
+        order, self._rests = self._order, []
+        if order.replay is None:
+            order.rests_given = 0
+        elif order.rests_given is None:  # the checkpoint is of an earlier version
+            order.rests_given = skipped
+        return worker_rests.joined(self, batches, self._rests, self.epoch, order.rests_given)
+
+    @property
+    def _joins_rests(self) -> bool:
+        return self.num_workers > 0 and isinstance(self.dataset, IterableDatasetShard)
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        if self._joins_rests:  # which torch counts as batches, and would warn of
+            self._IterableDataset_len_called = None
+        return length
 
     def _compared(self, batches: Iterator[object]) -> Iterator[object]:
         shard = self.dataset
@@ -180,7 +205,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         if not isinstance(self.dataset, IterableDataset):
             return last_batch_remainder(index_sampler(self))
         if isinstance(self.dataset, IterableDatasetShard):
-            return self.dataset.remainder_read_by(self.num_workers)
+            return self.dataset.remainder
         return num_samples(batch, self.batch_size) % self.batch_size if self.batch_size else 0
 
     @property

@@ -70,6 +70,8 @@ class Order:
         left: how many passes of the present epoch were left early.
         read_elsewhere: whether the next pass is empty: this rank had read its batches when a
             checkpoint was saved in which other ranks had not.
+        rests_given: in how many first batches of the pass under way workers gave what they had
+            left, as in earlier versions; None: in those that the next pass skips.
         states: positions behind the batch in hand and the one fetched ahead (of stateful loaders).
         position: a loaded position from which the next pass continues, or None.
         loaded_into: what the loader skips that it was loaded into: entries of the sampler, and
@@ -93,6 +95,7 @@ class Order:
         self.epoch_set: int | None = None
         self.left = 0
         self.read_elsewhere = False
+        self.rests_given: int | None = 0
         self.states: tuple[dict[str, object], dict[str, object]] | None = None
         self.position: dict[str, Any] | None = None
         self.loaded_into: tuple[int, int] = (0, 0)

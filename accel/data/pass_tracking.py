@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from accel import rng
+from accel.data.iterable import Rest
 from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
 from accel.data.open_pass import Pass, begun_after
 from accel.data.resumable_loader import OrderedLoader
@@ -53,6 +54,7 @@ class PreparedLoader(OrderedLoader):
         self.reading: Reading | None = None
         self._passes: list[Pass] = []  # that are under way
         self._last_size = 0
+        self._rests: list[Rest] = []  # that workers handed over in the pass that began last
         self._non_blocking = non_blocking
 
     if not TYPE_CHECKING:  # checkers know the attributes that there are
@@ -128,7 +130,7 @@ class PreparedLoader(OrderedLoader):
     def __getstate__(self) -> dict[str, object]:
         # Live workers and process groups are not pickled; the shard of a rank is known before.
         nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
-        return {**self.__dict__, **nothing, "_passes": []}
+        return {**self.__dict__, **nothing, "_passes": [], "_rests": []}
 
     @property
     def total_batch_size(self) -> int:

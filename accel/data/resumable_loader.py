@@ -91,10 +91,17 @@ class OrderedLoader(DataLoader[Any]):
         epoch = self._epoch_of_dataset()
         order, generators = self._order, self.generators()
         with order.opening(generators), order.seeding(self, len(generators)):
-            batches: Iterator[object] = super().__iter__()
+            batches: Iterator[object] = self._whole(super().__iter__(), skipped)
         if isinstance(self.dataset, IterableDataset) and order.replay is not None:
             batches = self._read_again(batches, (skipped + 1) * self._entries_per_batch)
         return batches if epoch is None else epochs.kept(self._source, order, batches, epoch)
+
+    def _whole(self, batches: Iterator[object], skipped: int) -> Iterator[object]:
+        """Return the batches of a pass out of those that torch's iterator gives.
+
+        `skipped` of them are skipped by the caller.
+        """
+        return batches
 
     def _read_again(self, batches: Iterator[object], count: int) -> Iterator[object]:
         """Yield a stream's batches, the first `count` of which an earlier pass had read.
@@ -228,7 +235,8 @@ class OrderedLoader(DataLoader[Any]):
                 states of the generators), "process" and "agreed" (those of the process's own that
                 decide the pass, or None), "drawn" (how far the sampler has drawn, or None),
                 "stream" (whether the last generator is the loader's own, "began_with_stream"
-                whether it was) and "samples" of the data set (None: not known).
+                whether it was), "samples" of the data set (None: not known) and "rests_given" (in
+                how many first batches workers gave what they had left, as in earlier versions).
 
         The first three are as the pass under way, or left early, began.
         """
@@ -254,6 +262,7 @@ class OrderedLoader(DataLoader[Any]):
                 "stream": order.stream is not None,
                 "began_with_stream": begun.stream,
                 "samples": self._num_samples(),
+                "rests_given": order.rests_given,
             },
         }
 
@@ -276,6 +285,7 @@ class OrderedLoader(DataLoader[Any]):
             sampler.load_state_dict(saved)
         order, saved = self._order, state.get("order")
         order.cancel()
+        order.rests_given = (saved or {}).get("rests_given")
         order.left = 0
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])

@@ -24,8 +24,13 @@ class Tracked(PreparedLoader, StatefulDataLoader):
     Its state is torchdata's ("position"; {} at the start of a pass) with what a position means
     nothing without: the order of the samples ("order", as of `PreparedLoader.order_state`), how
     many entries of the sampler the pass had skipped ("skipped"), and the rounds before it of a
-    dispatched pass ("rounds"). Copies that `skip_first_batches` returns share it.
+    dispatched pass ("rounds"). Copies that `skip_first_batches` returns share it. Torchdata's
+    position is that of all workers before one handed over what it had left, and how many batches
+    were given since is counted ("behind"): they are read again, and what was left with them.
     """
+
+    _before: dict[str, object]  # the position before workers handed over what they had left
+    _behind = 0  # batches given since
 
     def _followed(self, units: Iterator[T]) -> Iterator[T]:
         order = self._order
@@ -37,7 +42,13 @@ class Tracked(PreparedLoader, StatefulDataLoader):
         order.states = after, after
 
     def _noted(self) -> dict[str, object]:
-        return {"position": super().state_dict(), "skipped": self._skipped_now}
+        noted: dict[str, object] = {"skipped": self._skipped_now}
+        if self._rests:
+            self._behind += 1
+            noted["behind"] = self._behind
+        else:
+            self._before = super().state_dict()
+        return {"position": self._before, **noted}
 
     def _complete(self, current: Pass) -> None:
         super()._complete(current)
@@ -47,11 +58,13 @@ class Tracked(PreparedLoader, StatefulDataLoader):
         order = self._order
         found, order.position = order.position, None
         self._skipped_now, self.next_iter_state = self._skipped, None
+        self._before, self._behind, self._rests = {}, 0, []
         if not found or (self._resumes and order.loaded_into != self._skips):
             return {}  # the caller chose what to skip
         self._skipped_now = found.get("skipped", self._skipped)
-        super().load_state_dict(found["position"])
-        return found if found["position"] else {}
+        self._before = found["position"]
+        super().load_state_dict(self._before)
+        return found if self._before or found.get("behind") else {}
 
     @property
     def _skips(self) -> tuple[int, int]:

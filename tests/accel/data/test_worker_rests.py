@@ -1,0 +1,333 @@
+"""Sharded streams that several loader workers read: nothing is repeated before the end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from accel import Accelerator, DataLoaderConfiguration
+from accel.data.iterable import IterableDatasetShard
+from accel.data.loaders import DataLoaderShard
+from accel.data.prepare import prepare_data_loader, skip_first_batches
+from accel.data.worker_rests import _packed
+from tests.accel.data.parts import values
+from tests.helpers import run_distributed
+
+SIZE = 4
+
+
+class Parts(IterableDataset[int]):
+    """The numbers below `length`, of which each worker reads one of `parts`, or several."""
+
+    shards_by_worker = True
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[Any]:
+        starts = [0, *itertools.accumulate(self.lengths)]
+        info = get_worker_info()
+        mine = slice(None) if info is None else slice(info.id, None, info.num_workers)
+        for start, length in list(zip(starts, self.lengths, strict=False))[mine]:
+            yield from range(start, start + length)
+
+
+class Sized(Parts):
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+
+def loaders(lengths: list[int], workers: int, count: int = 2, **flags: Any) -> list[Any]:
+    """Return the loader of each rank, in this process."""
+    arguments = {name: flags.pop(name) for name in ("drop_last", "collate_fn") if name in flags}
+    size = flags.pop("batch_size", SIZE)
+    return [
+        prepare_data_loader(
+            DataLoader(Sized(lengths), size, num_workers=workers, **arguments),
+            num_processes=count,
+            process_index=rank,
+            dispatch_batches=False,
+            **flags,
+        )
+        for rank in range(count)
+    ]
+
+
+def flat(found: list[list[list[int]]]) -> list[int]:
+    return [sample for batches in found for batch in batches for sample in batch]
+
+
+LENGTHS = [[20, 20], [11, 12], [12, 12], [3, 30], [30, 3], [0, 9], [1, 0], [0, 0], [8, 16], [7, 7]]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_only_the_last_round_is_completed(lengths: list[int], workers: int) -> None:
+    made = loaders(lengths, workers)
+    found = [values(loader) for loader in made]
+    total, size = sum(lengths), 2 * SIZE
+    rounds = -(-total // size)
+    assert [len(batches) for batches in found] == [rounds, rounds]
+    assert [len(loader) for loader in made] == [rounds, rounds]
+    assert {len(batch) for batches in found for batch in batches} <= {SIZE}
+    before = [batch for pair in list(zip(*found, strict=True))[:-1] for batch in pair]
+    seen = Counter(flat([before]))
+    assert all(times == 1 for times in seen.values())
+    last = found[0][-1] + found[1][-1] if rounds else []
+    real = total % size or size
+    assert sorted([*seen, *last[:real]]) == list(range(total))
+    assert set(last[real:]) <= set(range(total))
+    assert [loader.dataset.remainder for loader in made] == [total % size] * 2
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_pass_that_drops_drops_one_round(lengths: list[int]) -> None:
+    made = loaders(lengths, 2, drop_last=True)
+    found = [values(loader) for loader in made]
+    rounds = sum(lengths) // (2 * SIZE)
+    assert [len(batches) for batches in found] == [rounds] * 2
+    assert [len(loader) for loader in made] == [rounds] * 2
+    assert max(Counter(flat(found)).values(), default=1) == 1
+    assert len(flat(found)) == rounds * 2 * SIZE
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_an_uneven_pass_gives_each_sample_once(lengths: list[int]) -> None:
+    found = [values(loader) for loader in loaders(lengths, 2, even_batches=False)]
+    assert sorted(flat(found)) == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_that_are_cut_and_samples_without_batches(workers: int) -> None:
+    cut = [values(loader) for loader in loaders([11, 12], workers, split_batches=True)]
+    assert [len(batches) for batches in cut] == [6, 6]
+    assert sorted(set(flat(cut))) == list(range(23))
+    single = [list(loader) for loader in loaders([3, 4], workers, batch_size=None)]
+    assert [len(samples) for samples in single] == [4, 4]
+    assert sorted({*single[0], *single[1]}) == list(range(7))
+
+
+def test_a_pass_after_another_is_like_it() -> None:
+    (loader, _) = loaders([11, 12], 2)
+    assert values(loader) == values(loader)
+    persistent = DataLoader(Sized([11, 12]), SIZE, num_workers=2, persistent_workers=True)
+    loader = prepare_data_loader(
+        persistent, num_processes=2, process_index=0, dispatch_batches=False
+    )
+    assert values(loader) == values(loader)
+
+
+def test_torch_does_not_count_what_is_handed_over() -> None:
+    (loader, _) = loaders([2, 2], 2, batch_size=1)
+    assert len(loader) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(loader)) == 2
+
+
+class Around:
+    """Collates in the worker or here, with a random draw."""
+
+    def __call__(self, samples: list[int]) -> tuple[list[int], float]:
+        return samples, random.random()
+
+
+def test_the_collate_function_stays_the_callers_and_leaves_its_generators() -> None:
+    collate = Around()
+    (loader, _) = loaders([11, 12], 2, collate_fn=collate)
+    state = random.getstate()
+    found = list(loader)
+    assert loader.collate_fn is collate
+    assert loader.dataset.hands_over is False
+    assert random.getstate() == state
+    assert [len(samples) for samples, _ in found] == [SIZE] * 3
+    assert len({draw for _, draw in found}) == 3
+
+
+def test_a_shard_in_a_loader_of_torch_is_as_before() -> None:
+    shard = IterableDatasetShard(Parts([5, 5]), 2, num_processes=2, process_index=0)
+    found = flat([values(DataLoader(shard, 2, num_workers=2))])
+    assert found == [0, 1, 5, 6, 4, 0, 9, 5]
+
+
+def test_a_shard_in_a_loader_made_by_hand() -> None:
+    shards = [
+        IterableDatasetShard(Parts([5, 5]), 2, num_processes=2, process_index=r) for r in (0, 1)
+    ]
+    found = [values(DataLoaderShard(shard, batch_size=2, num_workers=2)) for shard in shards]
+    assert [len(batches) for batches in found] == [3, 3]
+    assert sorted(set(flat(found))) == list(range(10))
+
+
+@pytest.mark.parametrize(("given", "read"), [(2, 16), (3, 19), (4, 27), (6, 41)])
+def test_a_pass_that_an_earlier_version_saved_goes_on(given: int, read: int) -> None:
+    """Its batches: 0-7, 11-18, 8-10 completed, 19-26, 27-34, 35-40 completed."""
+    found = []
+    for loader in loaders([11, 30], 2):
+        batches: Any = iter(loader)
+        next(batches)
+        state = loader.order_state()
+        batches.close()
+        del state["order"]["rests_given"]
+        loader.load_order_state(state)
+        batches = iter(skip_first_batches(loader, given))
+        first = next(batches, None)
+        state = loader.order_state()  # of a resumed pass, which is resumed again
+        batches.close()
+        loader.load_order_state(state)
+        found.append(values(skip_first_batches(loader, given)))
+        if first is not None:
+            assert found[-1][0] == first.tolist()
+            assert len(values(loader)) == 6
+    left = [*range(8), *range(11, 19), 8, 9, 10, *range(19, 41)][read:]
+    assert [len(batches) for batches in found] == [-(-len(left) // (2 * SIZE))] * 2
+    rows = [row for pair in zip(*found, strict=True) for batch in pair for row in batch]
+    assert sorted(rows[: len(left)]) == sorted(left)
+
+
+class Opened(Parts):
+    """Yields what cannot be pickled, as decoders of audio files."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield lambda number=number: number
+
+
+def call(samples: list[Any]) -> torch.Tensor:
+    return torch.tensor([sample() for sample in samples])
+
+
+def test_samples_that_cannot_be_pickled_are_warned_of() -> None:
+    stream = DataLoader(Opened([11, 12]), SIZE, num_workers=2, collate_fn=call)
+    made = [
+        prepare_data_loader(stream, num_processes=2, process_index=rank, dispatch_batches=False)
+        for rank in range(2)
+    ]
+    found = []
+    for loader in made:
+        with pytest.warns(UserWarning, match="samples that cannot be pickled"):
+            found.append(values(loader))
+    assert [len(batches) for batches in found] == [4, 4]
+    assert set(flat(found)) == set(range(23))
+    assert made[0].dataset.remainder == -1
+
+
+def test_a_part_of_a_large_tensor_is_packed_alone() -> None:
+    large = torch.zeros(100_000, 2)
+    assert len(_packed([large[3], {"x": large[4]}])) < 10_000
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def gathered(sizes: list[list[int]], workers: int) -> list[Any]:
+    """Return for each stream what `gather_for_metrics` returns, and the steps of this rank."""
+    config = DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    found = []
+    for lengths in sizes:
+        loader = accelerator.prepare(DataLoader(Parts(lengths), SIZE, num_workers=workers))
+        steps = 0
+        seen: list[int] = []
+        for batch in loader:
+            steps += 1
+            seen += accelerator.gather_for_metrics(batch).tolist()
+        found.append((sorted(seen), steps))
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_gathered_evaluation_has_each_sample_once(workers: int) -> None:
+    sizes = [[11, 12], [20, 21], [3, 30], [1, 0]]
+    wanted = [(list(range(sum(one))), -(-sum(one) // (2 * SIZE))) for one in sizes]
+    assert run_distributed(gathered, 2, sizes, workers) == [wanted, wanted]
+
+
+def resumed(folder: str, lengths: list[int], stateful: bool) -> list[str]:
+    """Return what is wrong in passes that are resumed after each of their batches."""
+    config = DataLoaderConfiguration(dispatch_batches=False, use_stateful_dataloader=stateful)
+    torch.manual_seed(3)
+
+    def made() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        stream = DataLoader(Parts(lengths), SIZE, num_workers=2, collate_fn=Around())
+        return accelerator, accelerator.prepare(stream)
+
+    accelerator, loader = made()
+    straight = []
+    for number, batch in enumerate(loader, 1):
+        straight.append(batch)
+        accelerator.save_state(f"{folder}/{number}")
+    steps = len(straight)
+    accelerator.free_memory()
+    wrong = []
+    for number in range(1, steps):
+        accelerator, loader = made()
+        accelerator.load_state(f"{folder}/{number}")
+        rest = list(loader if stateful else accelerator.skip_first_batches(loader, number))
+        if rest != straight[number:]:  # with the draws of the collate function
+            wrong.append(f"after {number}: {rest}, not {straight[number:]}")
+        again = list(loader)
+        if [batch for batch, _ in again] != [batch for batch, _ in straight]:
+            wrong.append(f"the pass after {number}: {again}, not {straight}")
+        accelerator.free_memory()
+    accelerator.end_training()
+    return wrong
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("lengths", [[11, 30], [30, 11], [3, 20], [7, 7]])
+def test_a_pass_is_resumed_after_each_batch(
+    lengths: list[int], stateful: bool, tmp_path: Path
+) -> None:
+    assert run_distributed(resumed, 2, str(tmp_path), lengths, stateful) == [[], []]
+
+
+def of_hugging_face(rows: int) -> tuple[list[int], list[int]]:
+    """Return what `gather_for_metrics` returns of a stream of shards, and what this rank read."""
+    datasets = pytest.importorskip("datasets")
+    config = DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    table = datasets.Dataset.from_dict({"x": list(range(rows))})
+    stream = table.to_iterable_dataset(num_shards=4)
+    loader = accelerator.prepare(DataLoader(stream, 8, num_workers=2))
+    seen: list[int] = []
+    mine: list[int] = []
+    for batch in loader:
+        mine += batch["x"].tolist()
+        seen += accelerator.gather_for_metrics(batch["x"]).tolist()
+    accelerator.end_training()
+    return sorted(seen), mine
+
+
+@pytest.mark.parametrize("rows", [400, 23])
+def test_a_stream_of_shards_is_read_once(rows: int) -> None:
+    pytest.importorskip("datasets")
+    found = run_distributed(of_hugging_face, 2, rows)
+    assert [seen for seen, _ in found] == [list(range(rows))] * 2
+    shares = [mine for _, mine in found]
+    assert len(shares[0]) == len(shares[1]) == -(-rows // 16) * 8
+    assert sorted({*shares[0], *shares[1]}) == list(range(rows))
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_hand_over_too() -> None:
+    stream = DataLoader(Sized([11, 12]), SIZE, num_workers=2, multiprocessing_context="spawn")
+    found = [
+        values(
+            prepare_data_loader(stream, num_processes=2, process_index=r, dispatch_batches=False)
+        )
+        for r in range(2)
+    ]
+    assert [len(batches) for batches in found] == [3, 3]
+    assert sorted(set(flat(found))) == list(range(23))
