@@ -21,9 +21,10 @@ MOST = 1e-5  # fp32: and no more than this
 AUTOCAST = 1e-3
 ENGINE_OWNED = 1e-2
 # The unit roundoff of e4m3, in which forward passes multiply, is 2**-4: 16 times that of bf16,
-# 2**-8, whose gate is AUTOCAST. That of e5m2, to which tensorwise recipes round gradients of outputs,
-# is 2**-3, 32 times; the gate stays at 16, as AdamW takes the size out of gradients, and their sums
-# over tokens average roundings. A run in bf16 holds it, too: `fp8_layers` tells the two apart.
+# 2**-8, whose gate is AUTOCAST. That of e5m2, to which tensorwise recipes round the gradients of
+# outputs, is 2**-3, 32 times; the gate stays at 16, as AdamW takes the size out of gradients, and
+# their sums over tokens average roundings. A run in bf16 holds it, too: `fp8_layers` tells them
+# apart.
 FLOAT8 = 16 * AUTOCAST
 # A weight of 1 cannot be closer to itself than one unit in its last place, nor a loss: a cut of the
 # batch that happens to round the same way is no measure of noise.
