@@ -101,6 +101,9 @@ def estimates(
     wanted = FORMATS if formats is None else formats
     for where, given, names in (("format", wanted, FORMATS), ("strategy", chosen, known)):
         for value in given:
+            if value == "fp8" and where == "format":
+                rule = "products alone are in 8 bits: weights, gradients and moments stay in fp32"
+                raise ConfigError.of("format='fp8'", rule, "Choose format='fp32'.")
             if value not in names:
                 raise ConfigError(unknown_choice(where, value, names))
     if num_processes < 1:
