@@ -60,7 +60,7 @@ class SharedDraws:
     def __init__(self, seed: int) -> None:
         self.seed, self.steps = seed, 0
         self._before: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self._has_warned = False
+        self._has_stepped = False  # in this process
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap each step of `optimizer`, and its state dict."""
@@ -77,8 +77,9 @@ class SharedDraws:
 
     def _restore(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.steps += 1
-        if not self._has_warned:
-            self._has_warned = warn_of_moments(optimizer)
+        if not self._has_stepped:
+            warn_of_moments(optimizer)
+        self._has_stepped = True
         if self._before is not None:
             rng.set_torch_states(self._before)
         self._before = None
@@ -140,8 +141,8 @@ def _slow_moments(optimizer: torch.optim.Optimizer) -> list[float]:
     return sorted({float(beta) for beta in second if float(beta) > 1 - DECAY})
 
 
-def warn_of_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """Warn of second moments in bf16 that cannot fall; return whether it did."""
+def warn_of_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of second moments in bf16 that cannot fall."""
     in_bf16 = any(
         isinstance(value, torch.Tensor)
         and type(value).__module__.partition(".")[0] == "torch"  # not in blocks
@@ -155,7 +156,6 @@ def warn_of_moments(optimizer: torch.optim.Optimizer) -> bool:
         logger.warning_once(
             "%s keeps moments in bf16: %s", type(optimizer).__name__, _fate_of_moments(slow[-1])
         )
-    return bool(slow)
 
 
 def _fate_of_moments(beta: float) -> str:

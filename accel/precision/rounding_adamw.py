@@ -175,11 +175,11 @@ def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
     Args:
         values: [...] in fp32.
-        bits: [...] in int32, uniform from 0 to 2**16 - 1.
+        bits: [...] in int32, uniform from 0 to 2**16 - 1; is overwritten.
     """
-    carried = values.view(torch.int32) + bits
-    result = (carried & -(1 << FRACTION)).view(torch.float32)
-    return torch.where(values.isfinite(), result, values).bfloat16()
+    carried = bits.add_(values.view(torch.int32)).bitwise_and_(-(1 << FRACTION))
+    # The NaN of CUDA has all bits of its fraction, which carry into the sign.
+    return carried.view(torch.float32).masked_fill_(values.isnan(), torch.nan).bfloat16()
 
 
 def _as_placed(parameter: torch.Tensor) -> torch.Tensor:
