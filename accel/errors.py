@@ -38,11 +38,17 @@ class Problem:
         return f"{self.value}: {self.rule}. {self.remedy}"
 
 
+_KNOWN = "Known names: "
+
+
 def unknown_choice(where: str, value: object, known: Iterable[str]) -> Problem:
     """Return the problem that `value`, given in `where`, is none of the choices `known`."""
     names = [str(name) for name in known]
     rule = f"it is one of {', '.join(names)}"
-    return Problem(f"{where}={value!r}", rule, nearest(str(value), names))
+    remedy = nearest(str(value), names)
+    if remedy.startswith(_KNOWN) and names:  # the rule lists them
+        remedy = "Choose one of them."
+    return Problem(f"{where}={value!r}", rule, remedy)
 
 
 def not_built(value: str, remedy: str) -> Problem:
@@ -174,7 +180,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = closest(name, names, cutoff=0.5 if len(name) <= 4 else 0.6)
     if close is not None:
         return did_you_mean(close)
-    return "Known names: " + (", ".join(sorted(set(names))) or "none") + "."
+    return _KNOWN + (", ".join(sorted(set(names))) or "none") + "."
 
 
 def text_of(error: BaseException) -> str:

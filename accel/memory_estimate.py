@@ -46,11 +46,11 @@ def state_bytes(
     """Return the bytes of an optimizer's state on this process; before the first step, to come.
 
     Measured by a step of the same optimizer, unwrapped, on tensors without storage: `stepped`, or
-    else those in its groups. None for other optimizers than torch's own.
+    else those in its groups. None for other optimizers than torch's and the engine's own.
     """
     if optimizer.state and stepped is None:
         return _tensor_bytes(optimizer)
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not type(optimizer).__module__.startswith(("torch.optim", "accel.precision")):
         return None
     twin = _twin(optimizer, stepped)
     if isinstance(twin, torch.optim.LBFGS):  # it calls for losses

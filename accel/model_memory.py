@@ -40,7 +40,9 @@ class Estimate:
 
     Attributes:
         format: of its weights: "fp32"; "bf16" (mixed precision); "pure_bf16", with gradients and
-            optimizer state in bf16; "int8" and "int4", whose linear layers are frozen.
+            optimizer state in bf16, as torch.optim keeps it (`precision=bf16_weights` of a recipe
+            has moments in fp32: 4 bytes a weight more); "int8" and "int4", whose linear layers are
+            frozen.
         strategy: how it is distributed.
         num_processes: over which it is.
         footprint: bytes of parameters and buffers, gradients, and optimizer state.
@@ -99,6 +101,9 @@ def estimates(
     wanted = FORMATS if formats is None else formats
     for where, given, names in (("format", wanted, FORMATS), ("strategy", chosen, known)):
         for value in given:
+            if value == "fp8" and where == "format":
+                rule = "products alone are in 8 bits: weights, gradients and moments stay in fp32"
+                raise ConfigError.of("format='fp8'", rule, "Choose format='fp32'.")
             if value not in names:
                 raise ConfigError(unknown_choice(where, value, names))
     if num_processes < 1:

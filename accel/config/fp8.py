@@ -44,10 +44,13 @@ def _check_delayed_scaling(owner: TERecipeKwargs | FP8RecipeKwargs, problems: Pr
     check_choice(owner, "amax_compute_algo", ("max", "most_recent"), problems)
     check_minimum(owner, "interval", 1, problems)
     check_minimum(owner, "amax_history_len", 1, problems)
-    switches = owner.override_linear_precision = tuple(owner.override_linear_precision)
-    if len(switches) != 3 or not all(isinstance(switch, bool) for switch in switches):
+    given = owner.override_linear_precision
+    switches = tuple(given) if isinstance(given, list | tuple) else None
+    if switches is not None and len(switches) == 3 and all(isinstance(s, bool) for s in switches):
+        owner.override_linear_precision = switches
+    else:
         problems.add(
-            f"{type(owner).__name__}.override_linear_precision={switches!r}",
+            f"{type(owner).__name__}.override_linear_precision={given!r}",
             "it is three booleans: fprop, dgrad, wgrad",
             "Give (False, False, True), say.",
         )

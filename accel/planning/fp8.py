@@ -19,6 +19,7 @@ from accel.errors import ConfigError, Problem, Problems, unknown_choice
 AO, TE, MSAMP = FP8BackendType.AO, FP8BackendType.TE, FP8BackendType.MSAMP
 BACKENDS = (AO, TE, MSAMP)
 KINDS = {AO: AORecipeKwargs, TE: TERecipeKwargs, MSAMP: MSAMPRecipeKwargs}
+INSTEAD = "torchao: precision=fp8_torchao, in a script AORecipeKwargs()"
 PREFIX = "ACCELERATE_FP8_"
 FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -97,13 +98,13 @@ def _check_backend(backend: FP8BackendType, value: str, device_type: str, found:
         found.add(
             value,
             "TransformerEngine is not installed",
-            "Run pip install transformer-engine[pytorch], or use AORecipeKwargs() (torchao).",
+            f"Run pip install transformer-engine[pytorch], or use {INSTEAD}.",
         )
     elif backend == TE and device_type != "cuda":
         found.add(
             f"{value} on {device_type}",
             "TransformerEngine computes on CUDA devices alone",
-            "Use AORecipeKwargs(): torchao emulates fp8 where there is no hardware for it.",
+            f"Use {INSTEAD}, which emulates fp8 where there is no hardware for it.",
         )
 
 

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.handlers import AutocastKwargs, check_handler
 from accel.errors import StateError
+from accel.precision.autocast import autocast
 from accel.precision.base import COMPUTE_DTYPES, Precision
 from accel.state import AcceleratorState
 from accel.wrapping import wrap_forward
@@ -286,12 +287,7 @@ class AmpPrecision(Precision):
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         chosen = handler or self.handler
-        return torch.autocast(
-            self.device_type,
-            dtype=self.dtype,
-            enabled=chosen.enabled,
-            cache_enabled=chosen.cache_enabled,
-        )
+        return autocast(self.device_type, self.dtype, chosen.enabled, chosen.cache_enabled)
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
         wrap_forward(model, self.autocast, outputs_in_fp32)
@@ -313,9 +309,5 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return contextlib.nullcontext()
     state, chosen = AcceleratorState(), autocast_kwargs or AutocastKwargs()
-    return torch.autocast(
-        state.device.type,
-        dtype=COMPUTE_DTYPES.get(state.mixed_precision),
-        enabled=chosen.enabled,
-        cache_enabled=chosen.cache_enabled,
-    )
+    dtype = COMPUTE_DTYPES.get(state.mixed_precision)
+    return autocast(state.device.type, dtype, chosen.enabled, chosen.cache_enabled)

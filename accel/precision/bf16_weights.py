@@ -11,7 +11,8 @@ Source: https://arxiv.org/abs/2010.06192
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,8 @@ logger = get_logger(__name__)
 # The attribute by which torchao's optimizers say that they round so; others may have it, too.
 ATTRIBUTE = "bf16_stochastic_round"
 STATE = "stochastic_rounding"  # key in an optimizer's state dict
+# The least decay that a moment in bf16 can follow: half a unit in its last place, at the least.
+DECAY = 2.0**-9
 _SHARED: weakref.WeakKeyDictionary[torch.optim.Optimizer, SharedDraws] = weakref.WeakKeyDictionary()
 
 
@@ -46,16 +49,18 @@ class SharedDraws:
     """Makes the draws of each step of an optimizer a function of a seed and the step's number.
 
     So every data-parallel rank rounds alike, and replicas of a weight stay equal bit for bit,
-    though each rank draws its own dropout. The torch generators are as before after each step. Seed
-    and number are a part of the optimizer's state dict.
+    though each rank draws its own dropout. Ranks that hold other shards of all its weights in bf16
+    draw differently. The torch generators are as before after each step. Seed and number are a part
+    of the optimizer's state dict.
 
     Args:
-        seed: of the run, the same on every rank.
+        seed: of the optimizer in the run, the same on every rank.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed, self.steps = seed, 0
         self._before: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._has_stepped = False  # in this process
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap each step of `optimizer`, and its state dict."""
@@ -64,13 +69,17 @@ class SharedDraws:
         optimizer.register_state_dict_post_hook(self._save)
         optimizer.register_load_state_dict_pre_hook(self._load)
 
-    def _seed(self, *_: object) -> None:
+    def _seed(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._before is None:  # else a step raised: what was before that one is restored
             self._before = rng.torch_states()
-        torch.manual_seed(rng.mix_seeds(self.seed, self.steps))
+        place = common_coordinates(optimizer)
+        torch.manual_seed(rng.mix_seeds(self.seed, self.steps, *([digest(place)] if place else [])))
 
-    def _restore(self, *_: object) -> None:
+    def _restore(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.steps += 1
+        if not self._has_stepped:
+            warn_of_moments(optimizer)
+        self._has_stepped = True
         if self._before is not None:
             rng.set_torch_states(self._before)
         self._before = None
@@ -92,22 +101,97 @@ class SharedDraws:
         return own
 
 
-def prepare_optimizer(optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
+def shard_coordinates(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
+    """Return the place of this process along each mesh axis that a parameter is sharded over.
+
+    Returns:
+        Pairs of an axis's name and the coordinate on it; empty for a tensor that is not sharded.
+    """
+    mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+    if mesh is None:
+        return ()
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    return tuple(
+        (str(name), int(place))
+        for name, place, placement in zip(
+            names, mesh.get_coordinate(), getattr(parameter, "placements", ()), strict=True
+        )
+        if not placement.is_replicate()
+    )
+
+
+def common_coordinates(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, int], ...]:
+    """Return the coordinates along the mesh axes that all weights in bf16 are sharded over.
+
+    Ranks along another axis hold replicas of some of them, which must be rounded alike.
+    """
+    places = [shard_coordinates(p) for p in parameters_of(optimizer) if p.dtype == torch.bfloat16]
+    return tuple(pair for pair in places[0] if all(pair in p for p in places)) if places else ()
+
+
+def digest(place: tuple[tuple[str, int], ...]) -> int:
+    """Return a number for the coordinates of a shard, the same in every process."""
+    return zlib.crc32(repr(place).encode())
+
+
+def _slow_moments(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the decay rates of second moments that change by less than a step of bf16."""
+    betas: Iterable[Any] = (group.get("betas") for group in optimizer.param_groups)
+    second = (b[1] for b in betas if isinstance(b, list | tuple) and len(b) > 1)
+    return sorted({float(beta) for beta in second if float(beta) > 1 - DECAY})
+
+
+def warn_of_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of second moments in bf16 that cannot fall."""
+    in_bf16 = any(
+        isinstance(value, torch.Tensor)
+        and type(value).__module__.partition(".")[0] == "torch"  # not in blocks
+        and value.dtype == torch.bfloat16
+        and value.dim() > 0
+        for state in optimizer.state.values()
+        for value in state.values()
+    )
+    slow = _slow_moments(optimizer) if in_bf16 else []
+    if slow:
+        logger.warning_once(
+            "%s keeps moments in bf16: %s", type(optimizer).__name__, _fate_of_moments(slow[-1])
+        )
+
+
+def _fate_of_moments(beta: float) -> str:
+    return (
+        f"with a decay rate of {beta:g} a step changes a second moment by less than a unit in its "
+        "last place, so that it rises but never falls, and updates stay too small. Keep moments in "
+        "fp32 (accel.precision.rounding_adamw.RoundingAdamW), or set the rate to 0.99."
+    )
+
+
+def prepare_optimizer(
+    optimizer: torch.optim.Optimizer, comm: Communicator, number: int = 0
+) -> None:
     """Let replicas round alike; warn of an optimizer that loses small updates of bf16 weights.
 
     Collective where the optimizer rounds stochastically.
+
+    Args:
+        optimizer: to prepare.
+        comm: over all ranks.
+        number: of the optimizer in the run, from 0: each has draws of its own.
     """
     if not holds_bf16(optimizer):
         return
     if not rounds_stochastically(optimizer):
+        slow = _slow_moments(optimizer)
         logger.warning_once(
             "%s updates weights in bf16, rounded to the nearest: updates of less than 2**-9 of a "
             "weight are lost. Keep the weights in fp32 (mixed_precision='bf16' computes in bf16), "
-            "or round stochastically: torchao.optim.AdamW8bit(…, bf16_stochastic_round=True).",
+            "or round stochastically: accel.precision.rounding_adamw.RoundingAdamW, or "
+            "torchao.optim.AdamW8bit(…, bf16_stochastic_round=True).%s",
             type(optimizer).__name__,
+            f" Its moments are in bf16, too: {_fate_of_moments(slow[-1])}" if slow else "",
         )
         return
     if optimizer not in _SHARED:
         (seed,) = comm.broadcast_objects([torch.initial_seed()])
-        _SHARED[optimizer] = SharedDraws(int(seed))
+        _SHARED[optimizer] = SharedDraws(rng.mix_seeds(int(seed), number))
         _SHARED[optimizer].register(optimizer)

@@ -24,7 +24,7 @@ from accel.imports import require
 from accel.logging import get_logger, silenced
 from accel.precision.amp import AmpPrecision
 from accel.precision.base import Precision
-from accel.precision.fp8_filters import choose_layers
+from accel.precision.fp8_filters import choose_layers, has_own_weight
 
 logger = get_logger(__name__)
 
@@ -149,8 +149,17 @@ def convert_layers(model: torch.nn.Module, chosen: dict[str, torch.nn.Linear], c
         config: a `Float8LinearConfig`.
 
     Raises:
-        ConfigError: if the forward pass of a layer is not that of its class.
+        ConfigError: if the forward pass of a layer is not that of its class, or its weight is no
+            parameter in a floating-point format. Nothing is changed then.
     """
+    computed = [name for name, layer in chosen.items() if not has_own_weight(layer)]
+    if computed:
+        raise ConfigError.of(
+            f"AORecipeKwargs.module_filter_func chooses {', '.join(computed)}",
+            "the weight of a layer in fp8 is a parameter of its own, and here a parametrization "
+            "(weight_norm, say) computes it, or it is quantized",
+            "Leave it out in module_filter_func, or remove the parametrization.",
+        )
     patched = [name for name, layer in chosen.items() if "forward" in vars(layer)]
     if patched:
         raise ConfigError.of(

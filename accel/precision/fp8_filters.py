@@ -91,12 +91,14 @@ def _choose(model: torch.nn.Module, named: dict[str, torch.nn.Module], choice: C
 
 def is_plain(module: torch.nn.Linear) -> bool:
     """Return whether a layer computes as `torch.nn.Linear` does, with a parameter as its weight."""
-    own_weight = module._parameters.get("weight")
-    return (
-        type(module) is torch.nn.Linear
-        and "forward" not in vars(module)
-        and (own_weight is not None and own_weight.is_floating_point())
-    )
+    plain = type(module) is torch.nn.Linear and "forward" not in vars(module)
+    return plain and has_own_weight(module)
+
+
+def has_own_weight(module: torch.nn.Linear) -> bool:
+    """Return whether the weight of a layer is a parameter in a floating-point format."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.is_floating_point()
 
 
 def heads(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -261,6 +261,7 @@ class Strategy(ABC):
         self.gradients = Gradients(None if self.spec.owns_precision else make_scaler(plan))
         self.state = StateIO()
         self.native: NativeFormat | None = None
+        self._num_optimizers = 0  # that were wrapped
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -315,7 +316,8 @@ class Strategy(ABC):
         """Return `optimizer` as it steps in this run."""
         own = unwrap_optimizer(optimizer)
         update_in_backward.prepare_optimizer(own, self.comm.world_size)
-        bf16_weights.prepare_optimizer(own, self.comm)
+        bf16_weights.prepare_optimizer(own, self.comm, self._num_optimizers)
+        self._num_optimizers += 1
         gradients = self.gradients
         return AcceleratedOptimizer(
             optimizer, device_placement=place, scaler=gradients.scaler, admit=gradients.admit

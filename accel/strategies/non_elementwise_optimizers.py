@@ -24,7 +24,7 @@ ELEMENTWISE = frozenset(
         *("ASGD", "AdEMAMix", "AdaBelief", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
         *("CPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion"),
         *("DummyOptim", "FusedAdam", "FusedLion", "FusedSGD", "Lion", "NAdam", "RAdam"),
-        *("RMSprop", "Rprop", "SGD", "Sophia", "SophiaG"),
+        *("RMSprop", "RoundingAdamW", "Rprop", "SGD", "Sophia", "SophiaG"),
     )
 )
 # What torch's DTensor has no rule for, as of the versions that accel runs on: `step` fails.

@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel.errors import ConfigError, Problem, Problems, unknown_choice
+from accel.precision.rounding_adamw import RoundingAdamW
 from runner.builtin import argument_ranges
 
 STATE_FORMATS = {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}
@@ -33,8 +34,8 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """Return AdamW over the model's trainable parameters, those of fewer than 2 dims not decayed.
 
-    With `state_format` or `stochastic_rounding` it is torchao's, which compiles its update for each
-    size of a weight at the first step.
+    With `state_format` it is torchao's, which compiles its update for each size of a weight at the
+    first step; with `stochastic_rounding` alone the engine's, whose moments are in fp32.
 
     Args:
         model: whose parameters are trained.
@@ -44,7 +45,7 @@ def adamw(
         eps: added to the root of the second moment.
         fused: whether one kernel updates all parameters; None: where the device has it.
         state_format: of the moments of weights of 4096 and more elements: 8bit, 4bit or fp8, with a
-            scale for each block; None: that of the weights.
+            scale for each block; None: that of the weights, or fp32 with stochastic rounding.
         stochastic_rounding: whether updates of weights in bf16 are rounded up or down at random, so
             that small ones are kept in the mean (`precision=bf16_weights`).
 
@@ -67,18 +68,31 @@ def adamw(
         "betas": (float(betas[0]), float(betas[1])),
         "eps": eps,
     }
-    if state_format is None and not stochastic_rounding:
+    if state_format is None:
         options["fused"] = supports_fused(trainable) if fused is None else fused
-        return torch.optim.AdamW(groups, **options)
+        own = RoundingAdamW if stochastic_rounding else torch.optim.AdamW
+        return own(groups, **options)
     kind = _torchao_kind(state_format, fused)
     made: torch.optim.Optimizer = kind(groups, **options, bf16_stochastic_round=stochastic_rounding)
+    made.register_step_post_hook(keep_moments_in_fp32)
     return made
 
 
-def _torchao_kind(state_format: str | None, fused: bool | None) -> Any:
+def keep_moments_in_fp32(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Convert plain moments in bf16, those of small weights, to fp32; their next update keeps it.
+
+    A second moment in bf16 would not fall (`accel.precision.rounding_adamw`).
+    """
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if type(value) is torch.Tensor and value.dtype == torch.bfloat16:
+                state[name] = value.float()
+
+
+def _torchao_kind(state_format: str, fused: bool | None) -> Any:
     """Return torchao's class of AdamW with moments in this format."""
     found = Problems()
-    if state_format is not None and state_format not in STATE_FORMATS:
+    if state_format not in STATE_FORMATS:
         found.append(unknown_choice("optimizer.state_format", state_format, STATE_FORMATS))
     if fused:
         rule = "torchao compiles its own update"
@@ -87,8 +101,7 @@ def _torchao_kind(state_format: str | None, fused: bool | None) -> Any:
     from accel.precision.fp8 import import_torchao
 
     kinds = import_torchao("torchao.optim", "an optimizer of torchao")
-    # Its AdamW without quantized moments has no public name, as of torchao 0.18.
-    return getattr(kinds, "_AdamW" if state_format is None else STATE_FORMATS[state_format])
+    return getattr(kinds, STATE_FORMATS[state_format])
 
 
 def _check_betas(betas: Sequence[float]) -> None:

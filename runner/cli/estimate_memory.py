@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from accel.errors import ConfigError, text_of
 from accel.imports import require
+from accel.logging import silenced
 from runner.cli.arguments import CommandParser
 from runner.config import trust
 from runner.run_dir.json_files import JsonObject
@@ -148,17 +150,19 @@ def _of_transformers(folder: Path) -> nn.Module:
         raise ConfigError.of(str(folder), f"it holds no {CONFIG}", remedy)
     transformers = require("transformers", f"runner estimate-memory {folder}", extra="examples")
     from accel.large.empty_weights import init_empty_weights
+    from accel.precision.fp8 import CHATTY
 
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-        named = (getattr(config, "architectures", None) or [""])[0]
-        kind = getattr(transformers, named, None) if named else None
-        with init_empty_weights(include_buffers=True):
-            model: nn.Module = (
-                transformers.AutoModel.from_config(config) if kind is None else kind(config)
+        with silenced(CHATTY, logging.ERROR):  # transformers imports torchao
+            config = transformers.AutoConfig.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
             )
+            named = (getattr(config, "architectures", None) or [""])[0]
+            kind = getattr(transformers, named, None) if named else None
+            with init_empty_weights(include_buffers=True):
+                model: nn.Module = (
+                    transformers.AutoModel.from_config(config) if kind is None else kind(config)
+                )
     except Exception as error:  # of any kind: the model's own code computes with the values
         reason = " ".join(text_of(error).split()) or type(error).__name__
         rule = f"transformers makes no model of its {CONFIG} ({reason})"

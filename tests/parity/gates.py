@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.parity import float8, reference
+from tests.parity import float8, fp8_layers, reference
 from tests.parity.cells import BACKENDS, Cell
 from tests.parity.memory import Walk
 from tests.parity.reference import Run
@@ -20,8 +20,11 @@ FLOORS = 5  # fp32: so many noise floors
 MOST = 1e-5  # fp32: and no more than this
 AUTOCAST = 1e-3
 ENGINE_OWNED = 1e-2
-# The unit roundoff of e4m3, 2**-4, is 16 times that of bf16, 2**-8, whose gate is AUTOCAST: so far
-# are runs in fp8 from fp32, and from each other where gradients are summed in another order.
+# The unit roundoff of e4m3, in which forward passes multiply, is 2**-4: 16 times that of bf16,
+# 2**-8, whose gate is AUTOCAST. That of e5m2, to which tensorwise recipes round the gradients of
+# outputs, is 2**-3, 32 times; the gate stays at 16, as AdamW takes the size out of gradients, and
+# their sums over tokens average roundings. A run in bf16 holds it, too: `fp8_layers` tells them
+# apart.
 FLOAT8 = 16 * AUTOCAST
 # A weight of 1 cannot be closer to itself than one unit in its last place, nor a loss: a cut of the
 # batch that happens to round the same way is no measure of noise.
@@ -51,6 +54,7 @@ class Verdict:
         reason: why it was not run; None if it was.
         difference: from the plain loop.
         gate: the largest difference allowed.
+        layers: mistakes of the layers of a cell in fp8, on any process.
         from_fp32: of a cell in fp8, from the plain loop in fp32; its gate is `FLOAT8`.
         num_bytes: live storages on the fullest process, before and after the optimizer's step.
         share: of the replica's bytes, each at its fullest.
@@ -64,6 +68,7 @@ class Verdict:
     difference: Difference | None = None
     gate: Difference | None = None
     from_fp32: Difference | None = None
+    layers: Sequence[str] = ()
     num_bytes: dict[str, int] = field(default_factory=dict)
     share: float | None = None
     seconds: float = 0.0
@@ -77,14 +82,14 @@ class Verdict:
 
     @property
     def caught(self) -> bool:
-        """Whether losses or weights show a control's mistake.
+        """Whether losses or weights, or the layers of a cell in fp8, show a control's mistake.
 
         Neither a run that failed, nor NaN, nor bytes, nor a number of steps shows it.
         """
         found, gate = self.difference, self.gate
         if found is None or gate is None:
             return False
-        return found.loss > gate.loss or found.weight > gate.weight
+        return bool(self.layers) or found.loss > gate.loss or found.weight > gate.weight
 
     @property
     def caught_from_fp32(self) -> bool:
@@ -188,6 +193,9 @@ def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verd
         if not value <= most:  # NaN is no parity either
             verdict.failures.append(f"{name} {value:.1e} > {most:.1e}")
     if is_float8:
+        told = [told for answer in answers for told in fp8_layers.mistakes(answer["layers"])]
+        verdict.layers = list(dict.fromkeys(told))
+        verdict.failures += verdict.layers
         verdict.from_fp32 = compare(Run(losses, states[0]), exact)
         for value in dataclasses.astuple(verdict.from_fp32):
             if not value <= FLOAT8:

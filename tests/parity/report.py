@@ -132,7 +132,7 @@ def line(verdict: Verdict) -> str:
 def controls_table(verdicts: Sequence[Verdict]) -> Table:
     """Return the table of the controls: green is what must not be."""
     table = Table(
-        title="Negative controls: loss or weights of each must be red",
+        title="Negative controls: loss or weights of each, or layers in fp8, must be red",
         title_justify="left",
         caption=CONTROLS_CAPTION,
         caption_justify="left",

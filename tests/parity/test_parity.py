@@ -21,6 +21,8 @@ from tests.parity import reference
 from tests.parity.__main__ import main
 from tests.parity.cells import BACKENDS, FLOAT8, Cell, matrix, reason_not_to_run
 from tests.parity.controls import FAR_FROM_FP32, FLOAT8_SABOTAGES, SABOTAGES, controls
+from tests.parity.float8 import LEFT
+from tests.parity.fp8_layers import MOST, Layers, mistakes
 from tests.parity.gates import FLOAT8 as FLOAT8_GATE
 from tests.parity.gates import Difference, Verdict, allowed_share, compare, judge, plain
 from tests.parity.memory import Walk
@@ -225,14 +227,35 @@ def test_a_mistake_in_fp8_turns_the_matrix_red(sabotage: str) -> None:
     assert verdict.caught_from_fp32 is (sabotage in FAR_FROM_FP32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sabotage", FAR_FROM_FP32)
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_full_shard"])
+@pytest.mark.parametrize(
+    ("backend", "sabotage"),
+    [
+        pair if pair == ("ddp", "nothing converted") else pytest.param(*pair, marks=SLOW)
+        for pair in itertools.product(("ddp", "fsdp_full_shard"), FLOAT8_SABOTAGES)
+    ],
+)
 def test_a_mistake_in_fp8_turns_several_processes_red(backend: str, sabotage: str) -> None:
     verdict = spoiled_float8(backend, 2, sabotage)
     assert verdict.caught
-    assert verdict.caught_from_fp32
+    assert verdict.layers
+    assert not verdict.green
+    assert verdict.caught_from_fp32 is (sabotage in FAR_FROM_FP32)
     assert verdict.gate == Difference(FLOAT8_GATE, FLOAT8_GATE)
+
+
+def test_what_is_wrong_with_layers_in_fp8_is_told() -> None:
+    wanted = [f"blocks.{n}.mlp.{k}_proj" for n in range(2) for k in ("up", "down")]
+    names = [*LEFT, *wanted]
+    right = dict.fromkeys(wanted, MOST / 4)
+    assert mistakes(Layers(names, right)) == []
+    assert mistakes(Layers(names, {})) == ["4 of 4 layers do not compute in fp8"]
+    assert mistakes(Layers(names, {**right, "head": 0.0})) == [
+        "computed in fp8, and must not be: head"
+    ]
+    nan = {**right, wanted[0]: float("nan")}
+    for errors in (nan, {**right, wanted[1]: 2 * MOST}):
+        (told,) = mistakes(Layers(names, errors))
+        assert "from the product by hand" in told
 
 
 def spoiled_float8(backend: str, world_size: int, sabotage: str) -> Verdict:

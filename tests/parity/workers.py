@@ -17,7 +17,8 @@ from accel.config.fp8 import AORecipeKwargs
 from accel.config.handlers import GradScalerKwargs, KwargsHandler
 from accel.config.training import DataLoaderConfiguration
 from accel.loss_normalization import global_weight, normalize_loss
-from accel.precision.fp8 import import_torchao
+from accel.precision.fp8 import TorchaoPrecision, import_torchao
+from tests.parity import fp8_layers
 from tests.parity.cells import BACKENDS, Cell
 from tests.parity.memory import Walk
 from tests.parity.reference import IGNORED, Run, summed_loss
@@ -31,7 +32,8 @@ def train(cell: Cell) -> dict[str, Any]:
 
     Returns:
         `run`: its `losses` are this process's shares, which add up over `replicas` of the data;
-        `replica`: (index, count) of the data it read; `types`: of what was prepared.
+        `replica`: (index, count) of the data it read; `types`: of what was prepared; `layers`: what
+        its linear layers did.
     """
     task = sabotaged(cell)
     torch.manual_seed(0)
@@ -43,6 +45,7 @@ def train(cell: Cell) -> dict[str, Any]:
         "scale left out": _unscaled,
         "scale of small values left out": _small_unscaled,
         "scale inverted": _inverted,
+        "nothing converted": _unconverted,
     }
     with spoilt.get(cell.sabotage, contextlib.nullcontext)():
         return _train(cell, task, walk)
@@ -53,6 +56,7 @@ def _train(cell: Cell, task: Task, walk: Walk) -> dict[str, Any]:
     model, loader = task.model(), make_loader(task, cell)
     optimizer = task.recipe.optimizer(model.parameters())
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    layers = fp8_layers.watch(accelerator.unwrap_model(model))
     run = Run()
     index, count = accelerator.parallel_dims.dp_rank, accelerator.parallel_dims.dp_size
     for number, window in enumerate(windows(task, cell, loader)):
@@ -69,7 +73,7 @@ def _train(cell: Cell, task: Task, walk: Walk) -> dict[str, Any]:
     accelerator.free_memory()
     del accelerator
     gc.collect()
-    return {"run": run, "replica": (index, count), "types": types}
+    return {"run": run, "replica": (index, count), "types": types, "layers": layers}
 
 
 def _unscaled(size: float = 1.0) -> contextlib.AbstractContextManager[object]:
@@ -99,6 +103,11 @@ def _inverted() -> contextlib.AbstractContextManager[object]:
     return patch.object(
         scaling, "tensor_to_scale", lambda *args, **kwargs: right(*args, **kwargs).reciprocal()
     )
+
+
+def _unconverted() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which no layer is converted: all compute in bf16."""
+    return patch.object(TorchaoPrecision, "convert", lambda *args, **kwargs: None)
 
 
 def _every_linear(layer: torch.nn.Module, name: str) -> bool:

@@ -96,6 +96,8 @@ def test_the_levels_of_a_recipe(kind: Any) -> None:
         (TERecipeKwargs, {"amax_history_len": 0}, "at least 1"),
         (TERecipeKwargs, {"override_linear_precision": (True, False)}, "three booleans"),
         (TERecipeKwargs, {"override_linear_precision": (1, 2, 3)}, "three booleans"),
+        (TERecipeKwargs, {"override_linear_precision": 3}, "=3: it is three booleans"),
+        (FP8RecipeKwargs, {"override_linear_precision": "abc"}, "='abc': it is three booleans"),
         (AORecipeKwargs, {"module_filter_func": "torch.no_such"}, "dotted name"),
         (
             AORecipeKwargs,

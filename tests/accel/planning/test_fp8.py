@@ -73,7 +73,9 @@ def test_what_is_not_installed_or_not_for_the_device_is_refused(installed: set[s
     )
     installed.clear()
     assert "AORecipeKwargs: torchao is not installed" in found(AORecipeKwargs())[1]
-    assert "TERecipeKwargs: TransformerEngine is not installed" in found(TERecipeKwargs())[1]
+    told = found(TERecipeKwargs())[1]
+    assert "TERecipeKwargs: TransformerEngine is not installed" in told
+    assert "precision=fp8_torchao" in told
 
 
 @pytest.mark.usefixtures("installed")

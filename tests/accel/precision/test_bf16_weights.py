@@ -14,6 +14,7 @@ from accel import Accelerator
 from accel.errors import CheckpointError
 from accel.precision import bf16_weights
 from accel.precision.fp8 import import_torchao
+from accel.precision.rounding_adamw import RoundingAdamW
 from accel.utils import set_seed
 from tests.accel.precision.float8 import needs_torchao
 from tests.helpers import run_distributed
@@ -132,6 +133,44 @@ def test_updates_that_are_lost_are_warned_of(caplog: pytest.LogCaptureFixture) -
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "SGD updates weights in bf16, rounded to the nearest" in caplog.text
     assert "bf16_stochastic_round=True" in caplog.text
+
+
+@pytest.mark.parametrize(("beta", "told"), [(0.9985, True), (0.99, False)])
+def test_moments_that_cannot_fall_are_warned_of(
+    beta: float, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once for an optimizer that rounds to the nearest, after a step for one that does not."""
+    text = f"with a decay rate of {beta:g} a step changes a second moment by less than a unit"
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters(), betas=(0.9, beta)))
+    assert (text in caplog.text) is told
+    caplog.clear()
+    model = network()
+    model, optimizer = accelerator.prepare(model, adamw(model, betas=(0.9, beta)))
+    assert text not in caplog.text
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert (f"_AdamW keeps moments in bf16: {text}" in caplog.text) is told
+
+
+def test_a_checkpoint_with_moments_in_bf16_loads(tmp_path: Path) -> None:
+    """Of torchao's optimizer, which `stochastic_rounding` gave before it kept moments in fp32."""
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    train(accelerator, model, optimizer, range(2))
+    saved = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
+    accelerator.save_state(str(tmp_path))
+    accelerator.free_memory()
+    model = network()
+    model, again = accelerator.prepare(model, RoundingAdamW(model.parameters()))
+    accelerator.load_state(str(tmp_path))
+    found = [state["exp_avg_sq"] for state in again.state.values()]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(saved, found, strict=True))
+    train(accelerator, model, again, range(2, 3))
+    assert {state["exp_avg_sq"].dtype for state in again.state.values()} == {torch.float32}
 
 
 # -- replicas and checkpoints ------------------------------------------------------------------

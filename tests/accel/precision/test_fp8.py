@@ -205,6 +205,22 @@ def test_a_model_that_is_a_layer_is_refused_and_one_without_layers_warned_of(
     assert "no layer of Net is converted" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "change", [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.spectral_norm]
+)
+def test_a_layer_whose_weight_is_computed_is_refused_and_nothing_converted(change: Any) -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[AORecipeKwargs(module_filter_func=lambda layer, name: True)],
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(DIM, DIM), change(torch.nn.Linear(DIM, DIM)))
+    kinds = [type(layer) for layer in model]
+    with pytest.raises(ConfigError, match=r"chooses 1: .*Leave it out in module_filter_func"):
+        accelerator.prepare(model)
+    assert [type(layer) for layer in model] == kinds
+
+
 # -- the config --------------------------------------------------------------------------------
 
 

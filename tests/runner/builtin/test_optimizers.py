@@ -129,7 +129,7 @@ def test_bad_values_are_refused_together() -> None:
         ({"state_format": "8bit"}, "AdamW8bit"),
         ({"state_format": "4bit"}, "AdamW4bit"),
         ({"state_format": "fp8"}, "AdamWFp8"),
-        ({"stochastic_rounding": True}, "_AdamW"),
+        ({"stochastic_rounding": True}, "RoundingAdamW"),
         ({"state_format": "8bit", "stochastic_rounding": True}, "AdamW8bit"),
     ],
 )
@@ -140,6 +140,19 @@ def test_torchaos_adamw_has_the_same_groups(options: dict[str, Any], kind: str) 
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
     assert optimizer.param_groups[0]["eps"] == 1e-6
     assert optimizer.bf16_stochastic_round is ("stochastic_rounding" in options)
+
+
+@needs_torchao
+def test_moments_of_small_weights_are_in_fp32_beside_those_in_8_bits() -> None:
+    layer = nn.Linear(64, 64).to(torch.bfloat16)
+    optimizer = adamw(layer, state_format="8bit", stochastic_rounding=True)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(2):
+            for parameter in layer.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    assert optimizer.state[layer.bias]["exp_avg_sq"].dtype == torch.float32
+    assert type(optimizer.state[layer.weight]["exp_avg_sq"]).__name__ == "OptimState8bit"
 
 
 def test_options_that_torchao_has_not_are_refused_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,22 @@ def test_a_folder_of_transformers(folder: Path, capsys: pytest.CaptureFixture[st
         assert found["parameters"] == held
         assert found["gradients"] == sum(parameter.nbytes for parameter in own.parameters())
         assert found["total"] == held + found["gradients"] + found["optimizer_state"]
+
+
+def test_what_torchao_logs_at_import_is_not_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import AutoConfig
+
+    right = AutoConfig.from_pretrained
+
+    def chatty(*args: Any, **kwargs: Any) -> Any:
+        logging.getLogger("torchao").warning("Failed to load")
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", chatty)
+    assert run(["estimate-memory", str(folder), "--strategy", "ddp"]) == 0
+    assert "Failed to load" not in caplog.text
 
 
 def test_a_headless_model_is_the_plain_one(
@@ -100,6 +117,7 @@ def test_what_makes_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "width=[: the value is YAML" in refused(capsys, "cnn", "width=[")
     assert "model.widht" in refused(capsys, "cnn", "widht=2")
     assert "is not trusted" in refused(capsys, "os.path.join")
+    assert "Choose format='fp32'" in refused(capsys, "cnn", "--format", "fp8")
     assert "format='fp31'" in refused(capsys, "cnn", "--format", "fp31")
     assert "'AdamW'" in refused(capsys, "cnn", "--optimizer", "adamw")
     assert "none" in refused(capsys, "cnn", "--format", "int8")

@@ -1,0 +1,73 @@
+"""Attention layers that evaluate on a CPU compute under autocast, as they are trained."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.backends import mha
+
+from accel import Accelerator
+from accel.config.handlers import AutocastKwargs
+from tests.accel.precision.float8 import needs_torchao
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    assert mha.get_fastpath_enabled()
+
+
+def encoder() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    stack = torch.nn.TransformerEncoder(layer, 2)
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), stack, torch.nn.Linear(32, 32))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8", marks=needs_torchao)])
+def test_evaluation_computes_in_the_format_of_training(precision: str, compiled: bool) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model = accelerator.prepare(encoder())
+    values = torch.randn(3, 6, 32)
+    trained = model(values).detach()
+    model.eval()
+    call = torch.compile(model, backend="eager", fullgraph=precision == "bf16")
+    with torch.no_grad():
+        assert torch.equal((call if compiled else model)(values), trained)
+        assert mha.get_fastpath_enabled()
+        with accelerator.autocast():
+            assert not mha.get_fastpath_enabled()
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            assert mha.get_fastpath_enabled()
+
+
+def test_a_users_choice_is_restored_after_an_error() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    for choice in (False, True):
+        mha.set_fastpath_enabled(choice)
+        with pytest.raises(ZeroDivisionError), accelerator.autocast():
+            raise ZeroDivisionError
+        assert mha.get_fastpath_enabled() is choice
+
+
+def test_the_last_of_several_threads_restores_it() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with accelerator.autocast():
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    with accelerator.autocast():
+        thread.start()
+        assert inside.wait(30)
+    assert not mha.get_fastpath_enabled()
+    leave.set()
+    thread.join(30)
+    assert mha.get_fastpath_enabled()
