@@ -25,6 +25,7 @@ from accel.large.tensors import (
     named_module_tensors,
     place_tensor,
 )
+from accel.large.unhooked import check_hooked
 from accel.large.weights_map import Weights, in_memory, write_weight
 from accel.ops import send_to_device
 from accel.tree import iterate
@@ -169,6 +170,18 @@ class AlignDevicesHook(ModelHook):
             self._write(first, value)
         return True
 
+    def has_value(self, module: nn.Module, name: str) -> bool:
+        """Return whether a tensor on the meta device is offloaded, or is to stay there.
+
+        Args:
+            module: what the hook is attached to.
+            name: of the tensor, in the module.
+        """
+        device = self.execution_device
+        if device is not None and as_device(device).type == "meta":
+            return True
+        return self.offload and name in self.original_devices and name not in self.kept
+
     def _write(self, name: str, value: torch.Tensor) -> None:
         write_weight(self.weights_map, name, value, tied=name in self.tied)
         if self.read_ahead is not None:
@@ -225,6 +238,8 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             first = next(iterate([args, kwargs]), None)
             self.input_device = None if first is None else first.device
+            if not (torch.compiler.is_compiling() or (first is not None and first.is_meta)):
+                check_hooked(module)
         device = self.execution_device
         if device is not None:
             target = as_device(device)

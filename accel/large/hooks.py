@@ -74,6 +74,15 @@ class ModelHook:
         """
         return False
 
+    def has_value(self, module: nn.Module, name: str) -> bool:
+        """Return whether the hook may give a tensor on the meta device its value to compute with.
+
+        Args:
+            module: what the hook is attached to.
+            name: of the tensor, in the module.
+        """
+        return not name.count(".")
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module when the hook is removed.
 
