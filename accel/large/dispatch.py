@@ -22,6 +22,7 @@ from accel.errors import ConfigError, StateError
 from accel.large.align import AlignDevicesHook
 from accel.large.attach import (
     Keys,
+    align_inputs,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
@@ -128,7 +129,6 @@ def _offload(
     preload: Collection[str] | None,
 ) -> nn.Module:
     device = _first_device(model) if execution_device is None else execution_device
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model,
         execution_device=device,
@@ -137,6 +137,7 @@ def _offload(
         offload_buffers=offload_buffers,
         preload_module_classes=preload,
     )
+    align_inputs(model)
     _guard(model)
     return model
 

@@ -31,7 +31,7 @@ from accel.utils import (
     offload_state_dict,
     set_module_tensor_to_device,
 )
-from tests.accel.large.models import Direct, Tied, hook_of, inputs, net, on_meta
+from tests.accel.large.models import Block, Direct, Tied, hook_of, inputs, net, on_meta
 
 HALF = {"0": "cpu", "1": "disk"}
 PARAMETERS = {name for name, _ in net().named_parameters()}
@@ -136,6 +136,23 @@ def test_buffers_that_nothing_has_a_value_for_are_refused(
         set_module_tensor_to_device(model, name, "cpu", value=torch.ones(4))
     disk_offload(model, tmp_path, "cpu")  # statistics, which no hook loads, come from there, too
     assert torch.equal(model(inputs()), torch.ones(2, 4))
+
+
+def test_a_model_with_weights_of_its_own_has_one_hook(tmp_path: Path) -> None:
+    """transformers reads them from `model._hf_hook.weights_map`, as to save the model."""
+    for model in (
+        cpu_offload(Block().eval(), "cpu"),
+        disk_offload(Block().eval(), tmp_path, "cpu"),
+        dispatch_model(Block().eval(), {"": "disk"}, offload_dir=tmp_path / "map"),
+    ):
+        hook = hook_of(model)
+        assert hook.io_same_device
+        assert hook.weights_map is not None
+        expected = model(inputs())
+        scale = hook.weights_map["scale"]
+        remove_hook_from_submodules(model)
+        assert torch.equal(scale, model.get_parameter("scale"))
+        assert torch.equal(expected, model(inputs()))
 
 
 # -- one after the other -------------------------------------------------------------------
