@@ -180,7 +180,8 @@ class AlignDevicesHook(ModelHook):
         device = self.execution_device
         if device is not None and as_device(device).type == "meta":
             return True
-        return self.offload and name in self.original_devices and name not in self.kept
+        known = self.offload and name in self.original_devices  # not added since
+        return known and name in self.offloaded(module)
 
     def _write(self, name: str, value: torch.Tensor) -> None:
         write_weight(self.weights_map, name, value, tied=name in self.tied)
@@ -238,8 +239,8 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             first = next(iterate([args, kwargs]), None)
             self.input_device = None if first is None else first.device
-            if not (torch.compiler.is_compiling() or (first is not None and first.is_meta)):
-                check_hooked(module)
+            if args or kwargs:  # unless weights are loaded by hand
+                self._check(module, first)
         device = self.execution_device
         if device is not None:
             target = as_device(device)
@@ -248,6 +249,12 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._load(module)
         return args, kwargs
+
+    def _check(self, module: nn.Module, first: torch.Tensor | None) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if first is None or not first.is_meta:
+            check_hooked(module)
 
     @_outside_graphs
     def _load(self, module: nn.Module) -> None:
@@ -274,8 +281,7 @@ class AlignDevicesHook(ModelHook):
             module: what the hook is attached to.
         """
         if self.offload:
-            with self.lock:
-                self._by_hand -= 1
+            self._by_hand -= 1  # no lock: a graph that is compiled has no place for it
 
     def _load_values(self, module: nn.Module, names: Iterable[str]) -> None:
         ready = self._read_ahead()

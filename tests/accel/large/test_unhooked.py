@@ -11,6 +11,7 @@ from torch import nn
 from accel import cpu_offload, disk_offload, dispatch_model
 from accel.errors import StateError
 from accel.hooks import ModelHook, add_hook_to_module
+from accel.utils import align_module_device
 from tests.accel.large.models import inputs, net
 
 
@@ -85,3 +86,13 @@ def test_hooks_of_others_may_have_values() -> None:
     add_hook_to_module(added, Fills())
     model.append(added)
     assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_weights_that_are_loaded_by_hand_are_not_looked_through(tmp_path: Path) -> None:
+    """As to fill adapters: peft loads the weights of a module without a forward pass."""
+    model = disk_offload(net()[0], tmp_path, "cpu")
+    model.linear = Adapter(model.linear)
+    with align_module_device(model):
+        assert not model.get_parameter("scale").is_meta
+    with pytest.raises(StateError, match="added"):
+        model(inputs())
