@@ -12,6 +12,7 @@ from accel.checkpoint.dtypes import name_of
 from accel.checkpoint.offload_folder import (
     Info,
     drop_from_index,
+    make_folder,
     offload_weight,
     save_offload_index,
 )
@@ -31,8 +32,7 @@ class DiskWeights:
     def __init__(
         self, folder: str | os.PathLike[str], stored: Mapping[str, tuple[Path, str]]
     ) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = make_folder(folder)
         self.stored = stored
         self.index: dict[str, Info] = {}
 

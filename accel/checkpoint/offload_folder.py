@@ -11,13 +11,15 @@ import json
 import mmap
 import os
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from accel.checkpoint import disk_full
 from accel.checkpoint.dtypes import as_dtype, name_of
-from accel.errors import CheckpointError, ConfigError, Problem
+from accel.errors import CheckpointError, ConfigError, Problem, text_of
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
@@ -67,20 +69,45 @@ def offload_weight(
         The index.
 
     Raises:
-        CheckpointError: for a tensor on the meta device.
+        CheckpointError: for a tensor on the meta device, or a file that cannot be written.
     """
     if weight.is_meta:
         rule = "a weight on the meta device has no data to write"
         raise CheckpointError(
             Problem(f"weight {weight_name!r}", rule, "Load the checkpoint before offloading.")
         )
-    plain = weight.detach().to("cpu").contiguous().reshape(-1)
+    content = weight.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     path = Path(offload_folder) / f"{weight_name}.dat"
-    if not _holds(path, plain.view(torch.uint8)):
-        _write(path, plain.view(torch.uint8))
+    with _writing(path, content.numel()):
+        if not _holds(path, content):
+            _write(path, content)
     if index is not None:
         index[weight_name] = {"dtype": name_of(weight.dtype), "shape": list(weight.shape)}
     return index
+
+
+def make_folder(folder: PathLike) -> Path:
+    """Make a folder of offloaded weights if it is missing; else, or for a file, `CheckpointError`.
+
+    Args:
+        folder: with its parents.
+    """
+    path = Path(folder)
+    with _writing(path, 0):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextmanager
+def _writing(path: Path, num_bytes: int) -> Iterator[None]:
+    """Raise a `CheckpointError` that names `path` where it cannot be written."""
+    try:
+        with disk_full.told(f"{str(path)!r}", path.parent, lambda: num_bytes):
+            yield
+    except OSError as error:
+        rule = f"the folder of offloaded weights is one that can be written ({text_of(error)})"
+        remedy = "Pass another folder as offload_dir or offload_folder."
+        raise CheckpointError(Problem(f"{str(path)!r}", rule, remedy)) from error
 
 
 def _holds(path: Path, content: torch.Tensor) -> bool:
@@ -91,9 +118,14 @@ def _holds(path: Path, content: torch.Tensor) -> bool:
 
 
 def _write(path: Path, content: torch.Tensor) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)  # names of modules may contain slashes
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with open(part, "wb") as file:
-        content.numpy().tofile(file)
+    try:
+        with open(part, "wb") as file:
+            file.write(content.numpy().data)  # numpy's `tofile` does not tell of a full disk
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     os.replace(part, path)  # what another process has mapped stays as it is
 
 
@@ -206,12 +238,23 @@ def drop_from_index(names: Collection[str], offload_folder: PathLike) -> None:
 
 def _write_index(path: Path, index: Mapping[str, Info]) -> None:
     part = path.with_name(f"{INDEX}.{os.getpid()}.part")
-    part.write_text(json.dumps(index, indent=2), encoding="utf-8")
-    os.replace(part, path)
+    text = json.dumps(index, indent=2)
+    with _writing(path, len(text)):
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
 
 
 def _read_index(path: Path) -> dict[str, Info]:
-    found: dict[str, Info] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, Info] = json.loads(path.read_text("utf-8"))
+        if not all(isinstance(info, dict) for info in found.values()):
+            raise TypeError("an entry is no object")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        rule = f"an index of offloaded weights is a JSON object of objects ({text_of(error)})"
+        remedy = "Remove the file, or pass another folder, and offload the weights again."
+        raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy)) from error
     return found
 
 
@@ -221,8 +264,11 @@ def offload_state_dict(save_dir: PathLike, state_dict: Mapping[str, torch.Tensor
     Args:
         save_dir: the folder; made if it is missing.
         state_dict: tensors by name.
+
+    Raises:
+        CheckpointError: if the folder cannot be written, or has a broken index.
     """
-    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    make_folder(save_dir)
     index: dict[str, Info] = {}
     for name, weight in state_dict.items():
         offload_weight(weight, name, save_dir, index)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
+from accel.large.loaded_weight import LoadedWeight, content_of
 from accel.large.offloaded_tensors import mark_in_state_dict, mark_left, mark_offloaded
 from accel.large.read_ahead import ReadAhead
 from accel.large.tensors import (
@@ -24,6 +25,7 @@ from accel.large.tensors import (
     named_module_tensors,
     place_tensor,
 )
+from accel.large.unhooked import check_hooked
 from accel.large.weights_map import Weights, in_memory, write_weight
 from accel.ops import send_to_device
 from accel.tree import iterate
@@ -114,11 +116,12 @@ class AlignDevicesHook(ModelHook):
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
         self.lock = LoadLock()  # hooks of one model have one
         self._users = 0  # forward passes that use the loaded weights
-        self._loaded: dict[str, _Loaded] = {}
+        self._by_hand = 0  # of the calls of `pre_forward` since: those that no forward pass made
+        self._loaded: dict[str, LoadedWeight] = {}
 
     def __getstate__(self) -> dict[str, object]:
         # Nobody uses the weights of a copy yet.
-        return {**self.__dict__, "_users": 0, "_loaded": {}}
+        return {**self.__dict__, "_users": 0, "_by_hand": 0, "_loaded": {}}
 
     def __repr__(self) -> str:
         return (
@@ -166,6 +169,19 @@ class AlignDevicesHook(ModelHook):
         with self.lock:
             self._write(first, value)
         return True
+
+    def has_value(self, module: nn.Module, name: str) -> bool:
+        """Return whether a tensor on the meta device is offloaded, or is to stay there.
+
+        Args:
+            module: what the hook is attached to.
+            name: of the tensor, in the module.
+        """
+        device = self.execution_device
+        if device is not None and as_device(device).type == "meta":
+            return True
+        known = self.offload and name in self.original_devices  # not added since
+        return known and name in self.offloaded(module)
 
     def _write(self, name: str, value: torch.Tensor) -> None:
         write_weight(self.weights_map, name, value, tied=name in self.tied)
@@ -223,6 +239,8 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             first = next(iterate([args, kwargs]), None)
             self.input_device = None if first is None else first.device
+            if args or kwargs:  # unless weights are loaded by hand
+                self._check(module, first)
         device = self.execution_device
         if device is not None:
             target = as_device(device)
@@ -231,6 +249,12 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._load(module)
         return args, kwargs
+
+    def _check(self, module: nn.Module, first: torch.Tensor | None) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if first is None or not first.is_meta:
+            check_hooked(module)
 
     @_outside_graphs
     def _load(self, module: nn.Module) -> None:
@@ -245,6 +269,19 @@ class AlignDevicesHook(ModelHook):
                     self._to_meta(module, names)
                     raise
             self._users += 1
+            self._by_hand += 1
+
+    def began_forward(self, module: nn.Module) -> None:
+        """Have the versions of the weights tell of changes: their module runs, and counts them.
+
+        Who calls `pre_forward` by hand, as peft does to merge adapters, may write to the `data` of
+        a weight, of which its contents alone tell.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        if self.offload:
+            self._by_hand -= 1  # no lock: a graph that is compiled has no place for it
 
     def _load_values(self, module: nn.Module, names: Iterable[str]) -> None:
         ready = self._read_ahead()
@@ -254,7 +291,7 @@ class AlignDevicesHook(ModelHook):
             value = ready[name] if name in ready else self.weight(name)
             self._place(module, name, device, value)
             held, key = held_in(module, name)
-            self._loaded[name] = _Loaded(held[key])
+            self._loaded[name] = LoadedWeight(held[key])
             if held[key].requires_grad:
                 held[key].register_hook(_refuse_gradient)
         self._tie(module)
@@ -300,20 +337,18 @@ class AlignDevicesHook(ModelHook):
             try:
                 self._keep_changes(module)
             finally:
-                self._loaded = {}
+                self._loaded, self._by_hand = {}, 0
                 self._forget_copies(module, names)
                 self._to_meta(module, names)
 
     def _keep_changes(self, module: nn.Module) -> None:
+        weights = self.weights_map
+        if weights is None:
+            return
         for name, loaded in self._loaded.items():
             held, key = held_in(module, name)
-            if loaded.changed(held[key], self.weight(name)):
+            if loaded.changed(held[key], weights, name, by_contents=self._by_hand > 0):
                 self._write(name, held[key])
-
-    def compare_contents(self) -> None:
-        """Find changes of the loaded weights by their contents: writing to `data` has no trace."""
-        for loaded in self._loaded.values():
-            loaded.version = None
 
     def _forget_copies(self, module: nn.Module, names: Iterable[str]) -> None:
         """Drop the copies of tied weights that this forward pass made."""
@@ -354,7 +389,7 @@ class AlignDevicesHook(ModelHook):
         """Return whether an offloaded tensor has a value of a state dict now."""
         with self.lock:
             present = self.weight(name).to(value.dtype)
-            if torch.equal(_content(present), _content(value)):
+            if torch.equal(content_of(present), content_of(value)):
                 return True
             fits = in_memory(self.weights_map, name) or not isinstance(held, nn.Parameter)
             if fits and name not in self.tied:
@@ -409,30 +444,6 @@ class _StateDict:
         names = self.hook.offloaded(module)
         every = [*names, *(other for name in names for other in aliases.get(name, ()))]
         mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in every])
-
-
-class _Loaded:
-    """One weight while it is loaded, to find out whether it was changed."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        # Of buffers, torch's batch_norm changes the data without counting.
-        counts = isinstance(tensor, nn.Parameter) and not tensor.is_inference()
-        self.version = tensor._version if counts else None
-
-    def changed(self, held: torch.Tensor, offloaded: torch.Tensor) -> bool:
-        """Return whether what a module holds now differs from the value that is offloaded."""
-        if held.is_meta or held.data_ptr() == offloaded.data_ptr():
-            return False
-        if held is not self.tensor:
-            return True
-        if self.version is None:
-            return not torch.equal(_content(held), _content(offloaded.to(held.dtype)))
-        return held._version != self.version
-
-
-def _content(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
 
 
 def _check_on_meta(module: nn.Module, names: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from accel.checkpoint.offload_folder import PrefixedDataset
 from accel.large.align import AlignDevicesHook, LoadLock
-from accel.large.hooks import add_hook_to_module
+from accel.large.hooks import add_hook_to_module, hooks_of
 from accel.large.read_ahead import Block, ReadAhead
 from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in, owner_of
 from accel.large.weights_map import Weights
@@ -167,11 +167,7 @@ class _Attacher:
         attach_execution_device_hook(module, device, self.skip_keys, self.preload, self.tied)
 
     def _align_inputs(self, module: nn.Module, device: Device | None) -> None:
-        """Move the inputs of the model to its first device, and its outputs back."""
-        hook = AlignDevicesHook(
-            device, io_same_device=True, skip_keys=self.skip_keys, tied_params_map=self.tied
-        )
-        add_hook_to_module(module, hook, append=True)
+        align_inputs(module, device, self.skip_keys, self.tied)
 
     def layers(
         self,
@@ -223,6 +219,25 @@ class _Attacher:
         if names and hook.weights_map is not None:
             block = Block(tuple(names), hook.weights_map, "cpu" if device is None else device, size)
             hook.read_ahead = self.ahead, self.ahead.register(block)
+
+
+def align_inputs(
+    model: nn.Module,
+    device: Device | None = None,
+    skip_keys: Keys = None,
+    tied: TiedParams | None = None,
+) -> None:
+    """Move the inputs of a model to its first device, and its outputs back.
+
+    The hook that offloads weights of the model's own does that, too: transformers finds them in
+    the weights map of the model's only hook.
+    """
+    for own in hooks_of(model):
+        if isinstance(own, AlignDevicesHook) and own.offload:
+            own.io_same_device = True
+            return
+    hook = AlignDevicesHook(device, io_same_device=True, skip_keys=skip_keys, tied_params_map=tied)
+    add_hook_to_module(model, hook, append=True)
 
 
 def _adapts(model: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 
 import torch
@@ -35,8 +35,9 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Place, int]:
     """Return the bytes that may be used of each device, in the order in which they are filled.
 
     Args:
-        max_memory: bytes, or texts such as "1GB", by device: numbers, "mps", "cpu", "disk". None:
-            what is free on the accelerators of this machine and in its memory.
+        max_memory: bytes, or texts such as "1GB", by device: numbers, "mps", "cpu", "disk". Texts
+            of a dict become bytes there, too, as transformers counts with them. None: what is free
+            on the accelerators of this machine and in its memory.
 
     Raises:
         ConfigError: for a device that is none of these.
@@ -59,6 +60,10 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Place, int]:
             logger.warning(
                 "Device %d is not available, available devices are %s", number, available
             )
+    if isinstance(max_memory, MutableMapping):
+        max_memory.update(
+            (d, sizes[d]) for d, given in max_memory.items() if isinstance(given, str)
+        )
     return {device: sizes[device] for device in order}
 
 

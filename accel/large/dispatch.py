@@ -22,6 +22,7 @@ from accel.errors import ConfigError, StateError
 from accel.large.align import AlignDevicesHook
 from accel.large.attach import (
     Keys,
+    align_inputs,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
@@ -41,6 +42,7 @@ from accel.large.tensors import (
     as_device,
     check_tied_parameters_on_same_device,
     find_tied_parameters,
+    get_non_persistent_buffers,
     held_in,
     named_module_tensors,
     retie_parameters,
@@ -77,7 +79,7 @@ def cpu_offload(
         The model.
 
     Raises:
-        ConfigError: for weights without a value.
+        ConfigError: for weights or non-persistent buffers without a value.
     """
     _undo(model)
     weights = state_dict
@@ -85,6 +87,7 @@ def cpu_offload(
         state = model.state_dict().items()
         weights = {name: value.to("cpu") for name, value in state if not value.is_meta}
     _check_values(model, weights)
+    _load_buffers(model, weights, offload_buffers)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -109,11 +112,12 @@ def disk_offload(
         The model.
 
     Raises:
-        ConfigError: for weights without a value.
+        ConfigError: for weights or non-persistent buffers without a value.
     """
     _undo(model)
     weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
     _check_values(model, weights, offload_dir)
+    _load_buffers(model, weights, offload_buffers)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 
 
@@ -125,7 +129,6 @@ def _offload(
     preload: Collection[str] | None,
 ) -> nn.Module:
     device = _first_device(model) if execution_device is None else execution_device
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model,
         execution_device=device,
@@ -134,6 +137,7 @@ def _offload(
         offload_buffers=offload_buffers,
         preload_module_classes=preload,
     )
+    align_inputs(model)
     _guard(model)
     return model
 
@@ -161,11 +165,20 @@ def _with_disk(
 def _check_values(
     model: nn.Module, weights: Weights | None = None, folder: PathLike | None = None
 ) -> None:
-    """Refuse weights whose values neither the model nor the offloaded weights have.
+    """Refuse weights whose values neither the model nor the offloaded weights have, and buffers.
 
     With one on the meta device a forward pass ends with an error of torch, or computes from
-    whatever lies in memory.
+    whatever lies in memory. Non-persistent buffers are in no state dict, and never offloaded.
     """
+    empty = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    empty &= {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    if empty:
+        raise ConfigError.of(
+            f"non-persistent buffers {listed(sorted(empty))}",
+            "they are on the meta device, and neither checkpoints nor offloaded weights have them",
+            "Initialize the model with init_empty_weights(include_buffers=False), or give them "
+            "values first: set_module_tensor_to_device(model, name, 'cpu', value).",
+        )
     known: Weights = {} if weights is None else weights
 
     def lacks(name: str) -> bool:
@@ -180,6 +193,15 @@ def _check_values(
             "Load a checkpoint that has them (with this folder as offload_folder), or give them "
             "values first: set_module_tensor_to_device(model, name, 'cpu', value).",
         )
+
+
+def _load_buffers(model: nn.Module, weights: Weights | None, offload_buffers: bool) -> None:
+    """Load the persistent buffers that a model has no data for, and that no hook will load."""
+    if offload_buffers or weights is None:
+        return
+    for name in [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        if name in weights:
+            set_module_tensor_to_device(model, name, "cpu", value=weights[name].clone())
 
 
 def cpu_offload_with_hook(
@@ -247,7 +269,7 @@ def dispatch_model(
         The model, with the map as its attribute ``hf_device_map``.
 
     Raises:
-        ConfigError: for weights without a device or a value, or on "disk" without a folder.
+        ConfigError: for tensors without a device or a value, or on "disk" without a folder.
     """
     check_device_map(model, device_map)
     _undo(model)
@@ -260,6 +282,7 @@ def dispatch_model(
         spread = _Spread(model, device_map, main_device)
         weights = spread.weights(state_dict, offload_dir, offload_index)
         _check_values(model, weights, offload_dir)
+        _load_buffers(model, weights, offload_buffers)
         ties = find_tied_parameters(model)
         check_tied_parameters_on_same_device(ties, device_map)
         attach_align_device_hook_on_blocks(

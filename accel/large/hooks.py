@@ -41,6 +41,13 @@ class ModelHook:
         """
         return args, kwargs
 
+    def began_forward(self, module: nn.Module) -> None:
+        """Note that it was the forward pass that called `pre_forward`, not a caller by hand.
+
+        Args:
+            module: what the hook is attached to.
+        """
+
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Return the output of the forward pass.
 
@@ -66,6 +73,15 @@ class ModelHook:
             value: of the tensor, on any device.
         """
         return False
+
+    def has_value(self, module: nn.Module, name: str) -> bool:
+        """Return whether the hook may give a tensor on the meta device its value to compute with.
+
+        Args:
+            module: what the hook is attached to.
+            name: of the tensor, in the module.
+        """
+        return not name.count(".")
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module when the hook is removed.
@@ -117,6 +133,15 @@ class SequentialHook(ModelHook):
                 raise
         return args, kwargs
 
+    def began_forward(self, module: nn.Module) -> None:
+        """Have each hook note that it was the forward pass that called `pre_forward`.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        for hook in self.hooks:
+            _call(hook, "began_forward", module)
+
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Return the output after each hook saw it.
 
@@ -135,7 +160,7 @@ class SequentialHook(ModelHook):
             module: what the hook is attached to.
         """
         for hook in self.hooks:
-            hook.abort_forward(module)
+            _call(hook, "abort_forward", module)
 
     def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
         """Return whether one of the hooks keeps a tensor, and now has it with this value.
@@ -145,7 +170,7 @@ class SequentialHook(ModelHook):
             name: of the tensor, in the module.
             value: of the tensor, on any device.
         """
-        return any(hook.write(module, name, value) for hook in self.hooks)
+        return any(write_to(hook, module, name, value) for hook in self.hooks)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module for each hook.
@@ -156,6 +181,19 @@ class SequentialHook(ModelHook):
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
+
+
+def _call(hook: object, name: str, module: nn.Module) -> None:
+    """Call a method of a hook, which one that is no `ModelHook` may lack."""
+    method = getattr(hook, name, None)
+    if method is not None:
+        method(module)
+
+
+def write_to(hook: object, module: nn.Module, name: str, value: torch.Tensor) -> bool:
+    """Do what `write` of a hook does; one that is no `ModelHook` keeps no tensors."""
+    write = getattr(hook, "write", None)
+    return write is not None and bool(write(module, name, value))
 
 
 class ExportError(StateError, AttributeError):
@@ -190,11 +228,12 @@ class HookedForward:
         if hook is None:  # removed, under another patch of `forward` that keeps this one
             return forward(*args, **kwargs)
         args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        _call(hook, "began_forward", module)
         try:
             with torch.no_grad() if hook.no_grad else nullcontext():
                 output = forward(*args, **kwargs)
         except BaseException:
-            hook.abort_forward(module)
+            _call(hook, "abort_forward", module)
             raise
         return hook.post_forward(module, output)
 

@@ -62,8 +62,6 @@ def align_module_device(
     hooks = align_hooks(module)
     if hooks:
         with _loaded(module, hooks, execution_device):
-            for hook in hooks:
-                hook.compare_contents()
             yield
     elif execution_device is None:
         yield
@@ -154,7 +152,10 @@ def get_state_dict_from_offload(
     """
     path = module_name.rpartition(".")[0]
     start = f"{path}." if path else ""
-    with _loaded(module, align_hooks(module), device_to_put_offload):
+    hooks = align_hooks(module)
+    with _loaded(module, hooks, device_to_put_offload):
+        for hook in hooks:
+            hook.began_forward(module)  # nothing is written: no need to compare contents
         for name, tensor in named_module_tensors(module, remove_non_persistent=True):
             state_dict[f"{start}{name}"] = tensor.detach()
     return state_dict

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from os import fspath
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from accel.checkpoint import weight_files
-from accel.checkpoint.offload_folder import Info, offload_weight, save_offload_index
+from accel.checkpoint.offload_folder import (
+    Info,
+    make_folder,
+    offload_weight,
+    save_offload_index,
+)
 from accel.config.quantization import BnbQuantizationConfig
 from accel.device import default_device_type
 from accel.enums import CustomDtype
@@ -246,7 +250,7 @@ class _Loading:
         device = device_of(name, self.device_map)
         if device == "disk" and name in self.parameters:
             assert self.folder is not None
-            Path(self.folder).mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             offload_weight(value, name, self.folder, self.index)
             held[key] = like(old, value.to("meta"))
         else:  # a copy: what was read may be a view of the file

@@ -20,6 +20,7 @@ Dtype = str | torch.dtype | CustomDtype
 Part = nn.Module | torch.Tensor
 _CUSTOM = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
+_PACKED = re.compile(r"torch\.u?int([1-7])")  # bits of dtypes that are smaller than a byte
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(I?)(B)\s*", re.IGNORECASE)
 
 
@@ -72,6 +73,9 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> int | float:
     if isinstance(dtype, CustomDtype):
         size = _CUSTOM[dtype]
         return int(size) if size >= 1 else size
+    packed = _PACKED.fullmatch(str(dtype))
+    if packed is not None:  # torch has no memory layout for them yet, and says one byte
+        return int(packed[1]) / 8
     return 0.125 if dtype == torch.bool else dtype.itemsize
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from accel.checkpoint.dtypes import as_dtype
 from accel.device import default_device_type
 from accel.errors import ConfigError, StateError, nearest
+from accel.large.hooks import write_to
 from accel.large.offloaded_tensors import LeftWeight, OffloadedValue, OffloadedWeight
 from accel.logging import get_logger
 from accel.memory import clear_device_cache
@@ -201,7 +202,7 @@ def _write(module: nn.Module, name: str, value: torch.Tensor) -> bool:
     for depth in range(len(path)):
         owner = module.get_submodule(".".join(path[:depth]))
         hook = owner.__dict__.get("_hf_hook")
-        if hook is not None and hook.write(owner, ".".join(path[depth:]), value):
+        if hook is not None and write_to(hook, owner, ".".join(path[depth:]), value):
             return True
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accel.errors import CheckpointError, ConfigError
+from accel.errors import CheckpointError, ConfigError, DiskFullError
 from accel.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -119,3 +120,40 @@ def test_a_part_of_a_mapping() -> None:
     assert len(part) == 2
     state = {"a.b": 1, "ab": 2, "d": 3, "d.e": 4}
     assert extract_submodules_state_dict(state, ["a", "d"]) == {"a.b": 1, "d": 3, "d.e": 4}
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    state = {"a": torch.ones(1)}
+    for folder in (file, file / "below"):
+        with pytest.raises(CheckpointError, match=r"file.*can be written.*Pass another folder"):
+            offload_state_dict(folder, state)
+    with pytest.raises(CheckpointError, match=r"a\.dat.*can be written"):
+        offload_weight(state["a"], "a", file)
+    with pytest.raises(CheckpointError, match=r"index\.json.*can be written"):
+        save_offload_index({"a": {"dtype": "float32", "shape": [1]}}, file)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
+def test_a_disk_without_room_is_told(tmp_path: Path) -> None:
+    (tmp_path / f"a.dat.{os.getpid()}.part").symlink_to("/dev/full")
+    with pytest.raises(DiskFullError, match=r"a\.dat"):
+        offload_weight(torch.ones(1), "a", tmp_path)
+    assert not (tmp_path / "a.dat").exists()
+
+
+@pytest.mark.parametrize("text", [b"{bad", b"\xff", b"[1]", b'{"a": 1}'])
+def test_a_broken_index_is_named(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "index.json").write_bytes(text)
+    for call in (
+        lambda: OffloadedWeightsLoader(save_folder=tmp_path),
+        lambda: offload_state_dict(tmp_path, {"a": torch.ones(1)}),
+    ):
+        with pytest.raises(CheckpointError, match=r"index\.json.*JSON object.*Remove the file"):
+            call()
+
+
+def test_names_may_contain_slashes(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"a/b.weight": torch.ones(2)})
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["a/b.weight"].tolist() == [1, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ from accel import (
 from accel.errors import CheckpointError, ConfigError, StateError
 from accel.hooks import remove_hook_from_submodules
 from accel.large import read_ahead
-from accel.utils import OffloadedWeightsLoader, offload_state_dict
-from tests.accel.large.models import Direct, Tied, hook_of, inputs, net, on_meta
+from accel.utils import (
+    OffloadedWeightsLoader,
+    offload_state_dict,
+    set_module_tensor_to_device,
+)
+from tests.accel.large.models import Block, Direct, Tied, hook_of, inputs, net, on_meta
 
 HALF = {"0": "cpu", "1": "disk"}
 PARAMETERS = {name for name, _ in net().named_parameters()}
@@ -34,6 +39,14 @@ PARAMETERS = {name for name, _ in net().named_parameters()}
 
 def zeros() -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(value) for name, value in net().state_dict().items()}
+
+
+def ghost() -> nn.Module:
+    """Return `net` on the meta device, but for buffers that no checkpoint has."""
+    model = net().to("meta")
+    for block, full in zip(model, net(), strict=True):
+        block.shift = full.shift
+    return model
 
 
 def shift() -> torch.Tensor:
@@ -62,8 +75,8 @@ def test_modules_compute_on_the_execution_device(tmp_path: Path) -> None:
         assert model(inputs().to("meta")).is_meta
         assert hook_of(model[0]).execution_device == "meta"
     assert hook_of(cpu_offload(net())[0]).execution_device == torch.device("cpu")
-    ghost = cpu_offload(net().to("meta"), state_dict=zeros())
-    assert hook_of(ghost[0]).execution_device != torch.device("meta")
+    empty = cpu_offload(ghost(), state_dict=zeros())
+    assert hook_of(empty[0]).execution_device != torch.device("meta")
 
 
 def test_buffers_are_offloaded_on_request(tmp_path: Path) -> None:
@@ -97,10 +110,49 @@ def test_weights_lie_on_disk(tmp_path: Path) -> None:
     assert on_meta(model) == PARAMETERS
     assert set(OffloadedWeightsLoader(save_folder=tmp_path)) == set(model.state_dict())
     assert torch.equal(model(inputs()), net()(inputs()))
-    again = disk_offload(net().to("meta"), tmp_path, "cpu", offload_buffers=True)
-    for block in again:  # `Module.to` took the data of a buffer that no checkpoint has
-        block.shift = torch.zeros(4)
-    assert again(inputs()).shape == (2, 4)
+    again = disk_offload(ghost(), tmp_path, "cpu", offload_buffers=True)
+    assert torch.equal(again(inputs()), net()(inputs()))
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        lambda model, _: cpu_offload(model, "cpu", state_dict=zeros()),
+        lambda model, folder: disk_offload(model, folder, "cpu"),
+        lambda model, folder: dispatch_model(model, HALF, offload_dir=folder),
+        lambda model, folder: dispatch_model(model, {"": "cpu"}, offload_dir=folder),
+    ],
+)
+def test_buffers_that_nothing_has_a_value_for_are_refused(
+    offload: Callable[[nn.Module, Path], object], tmp_path: Path
+) -> None:
+    """Each forward pass would compute from whatever lies in memory."""
+    offload_state_dict(tmp_path, zeros())
+    model = net().to("meta")
+    message = r"non-persistent buffers 0\.shift, 1\.shift.*include_buffers=False"
+    with pytest.raises(ConfigError, match=message):
+        offload(model, tmp_path)
+    for name in ("0.shift", "1.shift"):
+        set_module_tensor_to_device(model, name, "cpu", value=torch.ones(4))
+    disk_offload(model, tmp_path, "cpu")  # statistics, which no hook loads, come from there, too
+    assert torch.equal(model(inputs()), torch.ones(2, 4))
+
+
+def test_a_model_with_weights_of_its_own_has_one_hook(tmp_path: Path) -> None:
+    """transformers reads them from `model._hf_hook.weights_map`, as to save the model."""
+    for model in (
+        cpu_offload(Block().eval(), "cpu"),
+        disk_offload(Block().eval(), tmp_path, "cpu"),
+        dispatch_model(Block().eval(), {"": "disk"}, offload_dir=tmp_path / "map"),
+    ):
+        hook = hook_of(model)
+        assert hook.io_same_device
+        assert hook.weights_map is not None
+        expected = model(inputs())
+        scale = hook.weights_map["scale"]
+        remove_hook_from_submodules(model)
+        assert torch.equal(scale, model.get_parameter("scale"))
+        assert torch.equal(expected, model(inputs()))
 
 
 # -- one after the other -------------------------------------------------------------------

@@ -47,6 +47,20 @@ def test_a_dtype_makes_tensors_smaller_only() -> None:
         compute_module_sizes(Block(), "flaot")
 
 
+def test_dtypes_of_few_bits_share_bytes() -> None:
+    """By whichever name: torch's own dtypes of few bits say that they take a byte."""
+    model = nn.Linear(4, 4, bias=False)
+    for dtypes, size in (
+        (("int4", "torch.int4", torch.int4, torch.uint4, CustomDtype.INT4), 8),
+        (("int2", torch.uint2, CustomDtype.INT2), 4),
+        (("int8", torch.int8, CustomDtype.FP8), 16),
+    ):
+        for dtype in dtypes:
+            assert compute_module_sizes(model, dtype)[""] == size
+            assert compute_module_sizes(model, None, {"weight": dtype})[""] == size
+    assert dtype_byte_size(torch.int4) == 0.5
+
+
 def test_complex_tensors_keep_their_size_as_loading_keeps_their_dtype(tmp_path: Path) -> None:
     def model() -> nn.Module:
         module = nn.Linear(4, 4, bias=False)
