@@ -17,7 +17,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from accel.device import default_device_type, device_count
 from accel.enums import DistributedType, PrecisionType
 from accel.errors import ConfigError, Problems, StateError, unknown_choice
 from accel.launcher_variables import OWN_STORE
-from accel.state import PartialState
+from accel.state import AcceleratorState, PartialState, is_initialized
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 DEFAULT_PORT = 29500
+MAX_PORT = 65535
 ANY_ADDRESS = ("127.0.0.1", "localhost")
 # Variables that a launch sets for its own workers, or leaves behind.
 OF_WORKERS = (
@@ -103,31 +104,28 @@ def notebook_launcher(
 
     Raises:
         ConfigError: if the arguments contradict each other or this machine.
-        StateError: if this process has an Accelerator or a process group, or has touched a GPU.
+        StateError: if this process has an Accelerator or a process group, or has touched a GPU; of
+            one process, if its Accelerator computes in another precision than `mixed_precision`.
         RuntimeError: if a worker fails, with its traceback.
     """
     kind = default_device_type()
     number = num_processes
     if number is None:
         number = 1 if kind in ("cpu", "mps") else device_count(kind)
-    found = Problems()
+    found = _call_problems(function, args)
     if mixed_precision not in PrecisionType.list():
         found.append(unknown_choice("mixed_precision", mixed_precision, PrecisionType.list()))
-    counts = {
-        "num_processes": (number, 1),
-        "num_nodes": (num_nodes, 1),
-        "node_rank": (node_rank, 0),
-    }
-    for name, (value, least) in counts.items():
-        if not isinstance(value, Integral) or value < least:
-            rule = f"it is a whole number, at least {least}"
-            found.add(f"{name}={value!r}", rule, f"Give {least} or more.")
+    found += _count_problems(num_processes=(number, 1), num_nodes=(num_nodes, 1))
+    found += _count_problems(node_rank=(node_rank, 0), max_restarts=(max_restarts, 0))
+    if not isinstance(monitor_interval, Real) or not monitor_interval > 0:
+        found.add(f"monitor_interval={monitor_interval!r}", "it is seconds", "Give more than 0.")
     found.raise_if()
     number, num_nodes, node_rank = int(number), int(num_nodes), int(node_rank)
     if not 0 <= node_rank < max(1, num_nodes):
         found.add(f"node_rank={node_rank}", f"it is from 0 to {num_nodes - 1}", "Correct it.")
-    if not str(use_port).isdecimal():
-        found.add(f"use_port={use_port!r}", "it is a TCP port", "Give a number, or 0.")
+    if not str(use_port).isdecimal() or int(use_port) > MAX_PORT:
+        rule = f"it is a TCP port, at most {MAX_PORT}"
+        found.add(f"use_port={use_port!r}", rule, "Give a number, or 0.")
     if kind not in ("cpu", "mps") and 1 < device_count(kind) < number:
         rule = f"each process has a device of its own, and this machine has {device_count(kind)}"
         found.add(f"num_processes={number}", rule, "Give fewer.")
@@ -146,6 +144,7 @@ def notebook_launcher(
         log_line_prefix_template,
     )
     if number * num_nodes == 1:
+        _check_precision(mixed_precision)
         with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision):
             function(*args)
         return
@@ -166,13 +165,48 @@ def debug_launcher(
         num_processes: how many.
 
     Raises:
-        ConfigError: if there is no process.
+        ConfigError: if there is no process, or an argument is of the wrong kind.
         StateError: if this process has an Accelerator or a process group, or has touched a GPU.
         RuntimeError: if a worker fails, with its traceback.
     """
-    if num_processes < 1:
-        raise ConfigError.of(f"num_processes={num_processes}", "it is at least 1", "Give more.")
-    _fork(function, args, num_processes, {"ACCELERATE_USE_CPU": "1"}, _Rendezvous())
+    found = _call_problems(function, args)
+    found += _count_problems(num_processes=(num_processes, 1))
+    found.raise_if()
+    _fork(function, args, int(num_processes), {"ACCELERATE_USE_CPU": "1"}, _Rendezvous())
+
+
+def _call_problems(function: object, args: object) -> Problems:
+    """Return why a function could not be called with arguments."""
+    found = Problems()
+    if not callable(function):
+        found.add(f"function={function!r}", "each process calls it", "Give a function.")
+    if not isinstance(args, (tuple, list)):
+        remedy = "Give a tuple: (argument,)."
+        found.add(f"args={args!r}", "they are the arguments of the function, in order", remedy)
+    return found
+
+
+def _count_problems(**counts: tuple[object, int]) -> Problems:
+    """Return which numbers are no whole ones, or less than the least of each."""
+    found = Problems()
+    for name, (value, least) in counts.items():
+        if not isinstance(value, Integral) or value < least:
+            rule = f"it is a whole number, at least {least}"
+            found.add(f"{name}={value!r}", rule, f"Give {least} or more.")
+    return found
+
+
+def _check_precision(mixed_precision: str) -> None:
+    """Refuse a precision that the Accelerator of this process, which a function gets, lacks."""
+    if mixed_precision == "no" or not is_initialized():
+        return
+    present = AcceleratorState().mixed_precision
+    if present != mixed_precision:
+        raise StateError(
+            f"mixed_precision={mixed_precision!r}, and this process has an Accelerator, which the "
+            f"function gets, of precision {present!r}. Build it inside the function; restart the "
+            "notebook's kernel first."
+        )
 
 
 def _fork(

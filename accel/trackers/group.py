@@ -82,10 +82,9 @@ class TrackerGroup:
         if self._follows_a_state:
             self._tell("resumed", True)
         self._resumed, self._follows_a_state = {}, False
-        if self.trackers:
-            atexit.register(self._finish_at_exit)
-        for tracker in self.trackers:
-            self._start(tracker)
+        with self._closed_at_exit():
+            for tracker in self.trackers:
+                self._start(tracker)
 
     def _check_names(self, parameter: str, arguments: Iterable[str]) -> None:
         """Refuse names that no tracker has.
@@ -150,6 +149,12 @@ class TrackerGroup:
             run_ids: by name of the tracker, as `run_ids` returned them.
         """
         self._resumed, self._follows_a_state = dict(run_ids), not self.trackers
+        with self._closed_at_exit():
+            self._exchange_unused()
+        self._tell("resumed", True)
+
+    def _exchange_unused(self) -> None:
+        """Open the runs to continue in place of open, empty ones."""
         for index, tracker in enumerate(self.trackers):
             if self._is_another(tracker):
                 if self._is_used or tracker in self.log_with:
@@ -159,7 +164,6 @@ class TrackerGroup:
                     self.trackers[index] = self._build(type(tracker))
                     self._start(self.trackers[index])
                     del self._resumed[tracker.name]
-        self._tell("resumed", True)
 
     def _is_another(self, tracker: GeneralTracker) -> bool:
         """Return whether a tracker is open with another run than it would continue by itself."""
@@ -295,6 +299,20 @@ class TrackerGroup:
         for tracker in self.trackers:
             if isinstance(inspect.getattr_static(tracker, attribute), bool):
                 setattr(tracker, attribute, value)
+
+    @contextlib.contextmanager
+    def _closed_at_exit(self) -> Iterator[None]:
+        """Context in which trackers are opened: the exit of the process closes them.
+
+        What was registered last is called first, and a library whose own hook had run could close
+        nothing any more.
+        """
+        try:
+            yield
+        finally:
+            atexit.unregister(self._finish_at_exit)
+            if self.trackers:
+                atexit.register(self._finish_at_exit)
 
     def _finish_at_exit(self) -> None:
         # Python keeps the exception that ended the script there.

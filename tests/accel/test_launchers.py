@@ -137,6 +137,10 @@ def test_another_rendezvous_is_used(tmp_path: Path) -> None:
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"node_rank": 2, "num_nodes": 2}, "node_rank=2: it is from 0 to 1"),
         ({"use_port": "http"}, "use_port='http'"),
+        ({"use_port": "70000"}, "use_port='70000': it is a TCP port, at most 65535"),
+        ({"max_restarts": -1}, "max_restarts=-1: it is a whole number, at least 0"),
+        ({"monitor_interval": -1}, "monitor_interval=-1: it is seconds"),
+        ({"args": "ab"}, "args='ab'.*Give a tuple"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], problem: str) -> None:
@@ -181,6 +185,27 @@ def test_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook_launcher(report, num_processes=2, rdzv_backend="c10d", rdzv_endpoint="node0:1")
     configuration = launchers._configuration(started[-1][-1], 2)
     assert (configuration.rdzv_backend, configuration.rdzv_endpoint) == ("c10d", "node0:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((report, ("x",), "2"), "num_processes='2': it is a whole number"),
+        ((report, ("x",), 2.5), "num_processes=2.5"),
+        ((report, "ab"), "args='ab'"),
+        ((3,), "function=3"),
+    ],
+)
+def test_wrong_arguments_to_debug_with_are_refused(arguments: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        debug_launcher(*arguments)
+
+
+def test_a_precision_that_the_notebooks_accelerator_lacks_is_refused() -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(StateError, match=r"mixed_precision='bf16'.*of precision 'no'"):
+        notebook_launcher(print, num_processes=1, mixed_precision="bf16")
+    notebook_launcher(print, num_processes=1)
 
 
 def test_an_accelerator_of_the_notebook_is_refused() -> None:

@@ -90,6 +90,7 @@ def _process(folder: Path, function: str, case: Case, returncode: int) -> None:
     )
     assert done.returncode == returncode, done.stdout + done.stderr
     assert returncode != 1 or "ZeroDivisionError" in done.stderr
+    assert "atexit" not in done.stderr, done.stderr  # the library had closed itself before
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import uuid
 from pathlib import Path
@@ -451,3 +452,25 @@ def test_the_main_process_logs_unless_a_tracker_wants_all(tmp_path: Path) -> Non
     assert first == (["tensorboard", "everywhere"], 3, False)
     assert second == (["everywhere"], 3, True)
     assert scalars(tmp_path / "run")["rank"] == [(0, 0.0)]
+
+
+class Hooked(Memory):
+    """Registers a hook of its own where it opens, as libraries do."""
+
+    def start(self) -> None:
+        atexit.register(self.finish)
+
+
+def test_trackers_are_closed_before_the_hooks_of_their_libraries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hooks: list[Any] = []
+    monkeypatch.setattr(atexit, "register", hooks.append)
+    monkeypatch.setattr(atexit, "unregister", lambda hook: None)
+    accelerator = Accelerator(cpu=True, log_with=Hooked)
+    accelerator.init_trackers("project")
+    own = accelerator.get_tracker("memory").finish
+    assert hooks[0] == own
+    assert hooks[1] != own  # the last is called first
+    assert len(hooks) == 2
+    accelerator.end_training()
