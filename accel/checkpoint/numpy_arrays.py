@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from accel.checkpoint.file_mode import usual_mode
 from accel.errors import CheckpointError, Problem
 
 SUFFIX = ".arrays.safetensors"
@@ -68,7 +69,8 @@ def put_back(value: object, path: Path) -> Any:
 
 def write(arrays: dict[str, np.ndarray], path: Path) -> None:
     """Write arrays beside the file `path`."""
-    save_file(arrays, file_of(path))
+    with usual_mode(file_of(path)):
+        save_file(arrays, file_of(path))
 
 
 def file_of(path: Path) -> Path:

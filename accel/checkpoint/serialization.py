@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from accel.checkpoint import directory, numpy_arrays
+from accel.checkpoint.file_mode import usual_mode
 from accel.errors import CheckpointError, Problem
 
 T = TypeVar("T")
@@ -206,7 +207,8 @@ def write_tensors(state: Mapping[str, torch.Tensor], path: Path) -> None:
     """
     refuse_unwritable(state)
     kept, aliases = split_shared(state)
-    save_file(kept, path, metadata={**aliases, "format": "pt"})
+    with usual_mode(path):
+        save_file(kept, path, metadata={**aliases, "format": "pt"})
 
 
 def refuse_unwritable(state: Mapping[str, torch.Tensor]) -> None:
