@@ -241,11 +241,7 @@ class Settings(Claims):
         for name in ("warmup_num_steps", "total_num_steps"):
             key, given = f"{params}.{name}", getattr(scheduler, name)
             if given and (name in taken or value_at(self.config, key) is not None):
-                steps = self._steps(given)
-                source = f"DummyScheduler({name}={given})"
-                if steps != given:
-                    source += f", {steps} steps of {self.dp_size} processes"
-                self.claim(key, steps, source)
+                self.claim(key, given, f"DummyScheduler({name}={given})")
         lacks = value_at(self.config, f"{params}.total_num_steps") is None
         if "total_num_steps" in taken and lacks:
             self.problems.add(
@@ -285,12 +281,6 @@ class Settings(Claims):
                 "a schedule starts from the rate of the optimizer that it was built on",
                 'Write "auto" for optimizer.params.lr, or make them equal.',
             )
-
-    def _steps(self, num_steps: int) -> int:
-        """Return the engine's steps for `num_steps` of a single process."""
-        if self.plan.dataloader.split_batches:
-            return num_steps
-        return math.ceil(num_steps / self.dp_size)
 
     def resolve_model(self, model: torch.nn.Module) -> None:
         """Resolve the sizes that depend on the model's width; limit buckets to the model's size."""

@@ -95,8 +95,9 @@ class DummyScheduler:
 
     Args:
         optimizer: the optimizer, or its `DummyOptim`.
-        total_num_steps: steps of a single process until the end of the schedule.
-        warmup_num_steps: steps of a single process until the full learning rate.
+        total_num_steps: optimizer steps until the end of the schedule, whatever the number of
+            processes: DeepSpeed makes one step of it with each.
+        warmup_num_steps: likewise, until the full learning rate.
         lr_scheduler_callable: builds the scheduler from the optimizer; overrides the configuration.
         kwargs: further values of ``scheduler.params``, which the configuration may not contradict.
     """

@@ -75,8 +75,8 @@ def test_auto_values_come_from_the_run() -> None:
     assert found["scheduler"]["params"] == {
         "warmup_min_lr": 0,
         "warmup_max_lr": 0.01,
-        "warmup_num_steps": 2,
-        "total_num_steps": 11,
+        "warmup_num_steps": 4,
+        "total_num_steps": 21,
     }
     zero = found["zero_optimization"]
     assert zero["reduce_bucket_size"] == 36
@@ -249,17 +249,17 @@ def test_a_schedule_takes_from_its_stand_in_what_the_configuration_leaves_out() 
     steps = {"warmup_num_steps": 4, "total_num_steps": 21}
     assert scheduled("WarmupLR", {}, dummy, **steps) == {
         "warmup_max_lr": 0.02,
-        "warmup_num_steps": 2,
+        "warmup_num_steps": 4,
     }
-    assert scheduled("WarmupDecayLR", {"warmup_num_steps": 2}, dummy, **steps) == {
+    assert scheduled("WarmupDecayLR", {"warmup_num_steps": 4}, dummy, **steps) == {
         "warmup_max_lr": 0.02,
-        "warmup_num_steps": 2,
-        "total_num_steps": 11,
+        "warmup_num_steps": 4,
+        "total_num_steps": 21,
     }
     cosine = scheduled("WarmupCosineLR", {"cos_min_ratio": 0.1}, dummy, **steps)
-    assert cosine == {"cos_min_ratio": 0.1, "warmup_num_steps": 2, "total_num_steps": 11}
+    assert cosine == {"cos_min_ratio": 0.1, "warmup_num_steps": 4, "total_num_steps": 21}
     linear = scheduled("WarmupLR", {}, dummy, warmup_num_steps=4, warmup_type="linear")
-    assert linear == {"warmup_max_lr": 0.02, "warmup_num_steps": 2, "warmup_type": "linear"}
+    assert linear == {"warmup_max_lr": 0.02, "warmup_num_steps": 4, "warmup_type": "linear"}
     assert scheduled("StepLR", {"step_size": 5}, dummy, **steps) == {"step_size": 5}
     own = DummyOptim([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}])
     assert scheduled("WarmupLR", {"warmup_max_lr": "auto"}, own)["warmup_max_lr"] == [0.5, 0.001]
@@ -275,8 +275,8 @@ def test_a_schedule_and_its_stand_in_do_not_disagree() -> None:
     assert len(error.value.problems) == 3
     for value, source in (
         ("warmup_max_lr=0.5", "lr=0.02 of the optimizer"),
-        ("warmup_num_steps=100", "DummyScheduler(warmup_num_steps=4), 2 steps of 2 processes"),
-        ("total_num_steps=1000", "DummyScheduler(total_num_steps=21), 11 steps of 2 processes"),
+        ("warmup_num_steps=100", "DummyScheduler(warmup_num_steps=4)"),
+        ("total_num_steps=1000", "DummyScheduler(total_num_steps=21)"),
     ):
         assert f"scheduler.params.{value} with {source}" in text
     trained = torch.optim.SGD(model.parameters(), lr=0.02)

@@ -163,7 +163,7 @@ def takes_both_from_the_configuration() -> None:
     model = build()
     optimizer = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.0)
     size = accelerator.num_processes
-    scheduler = DummyScheduler(optimizer, warmup_num_steps=4 * size)
+    scheduler = DummyScheduler(optimizer, warmup_num_steps=4)
     model, optimizer, scheduler, loader = accelerator.prepare(
         model, optimizer, scheduler, data(GLOBAL_BATCH // size)
     )
