@@ -43,7 +43,11 @@ def test_settings_are_read_from_a_file(tmp_path: Path) -> None:
     assert load_config_from_file(str(path)).to_dict() == launch_config.load(path)
 
 
-def test_a_script_is_launched_with_its_arguments() -> None:
+def test_a_script_is_launched_with_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.py").touch()
     found = launch_command_parser().parse_args(
         ["--cpu", "--num_processes", "2", "a.py", "--b", "3"]
     )

@@ -286,7 +286,13 @@ def resumed(folder: str, lengths: list[int], stateful: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("lengths", [[11, 30], [30, 11], [3, 20], [7, 7]])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [11, 30],
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ([30, 11], [3, 20], [7, 7])),
+    ],
+)
 def test_a_pass_is_resumed_after_each_batch(
     lengths: list[int], stateful: bool, tmp_path: Path
 ) -> None:

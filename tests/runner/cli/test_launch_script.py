@@ -147,6 +147,7 @@ def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow  # processes import PyTorch, twice
 def test_a_script_runs_on_two_processes_by_a_file(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     launch_config.write_basic_config("bf16", path)

@@ -6,6 +6,8 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
 from runner.reporting import findings, html_page
 from runner.run_dir import discovery
 from tests.runner.written_runs import write_failure, write_run, write_sweep
@@ -70,6 +72,7 @@ def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
+@pytest.mark.slow
 def test_fifty_runs_fit_into_two_megabytes(tmp_path: Path) -> None:
     for number in range(50):
         values = {"optimizer.lr": 1e-3 * (number + 1), "seed": number}

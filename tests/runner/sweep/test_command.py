@@ -201,6 +201,7 @@ print(code, len(inside), "torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_large_sweep_is_repeated_by_reading_few_files(tmp_path: Path) -> None:
     line = make_large(tmp_path, 10_000)
     ended = subprocess.run(
