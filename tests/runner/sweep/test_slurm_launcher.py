@@ -34,7 +34,7 @@ def test_a_sweep_is_an_array_of_jobs(slurm_cluster: Cluster, tmp_path: Path) -> 
     ids = {one["job"]: one["slurm"] for one in started}
     assert [ids[job].partition("_")[2] for job in range(3)] == ["0", "1", "2"]
     assert len({one.partition("_")[0] for one in ids.values()}) == 1
-    assert slurm_cluster.jobs() == []
+    wait_until(lambda: not slurm_cluster.jobs(), "no job is left")  # one that ends is listed
 
 
 def test_jobs_of_a_sweep_on_two_nodes(slurm_cluster: Cluster, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_partition_that_is_not_there(slurm_cluster: Cluster, tmp_path: Path) -
     answer = command(slurm_cluster, tmp_path, "-m", "trainer.max_steps=2", *wrong)
     assert answer.returncode == 1
     assert "invalid partition" in answer.stderr
-    assert slurm_cluster.jobs() == []
+    wait_until(lambda: not slurm_cluster.jobs(), "no job is left")  # one that ends is listed
 
 
 def test_a_command_that_is_stopped_stops_its_jobs(slurm_cluster: Cluster, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_command_that_is_stopped_stops_its_jobs(slurm_cluster: Cluster, tmp_pa
     sweep.terminate()
     output, _ = sweep.communicate(timeout=SECONDS)
     assert sweep.returncode == 75, output
-    assert slurm_cluster.jobs() == []
+    wait_until(lambda: not slurm_cluster.jobs(), "no job is left")  # one that ends is listed
     (folder,) = tmp_path.glob("runs/digits/sweep-*")
     ended = [one["status"] for one in outcome(folder).records if one["event"] == "ended"]
     assert "stopped" in ended
@@ -87,7 +87,7 @@ def test_twelve_jobs_two_at_once_killed_three_times(
         (*jobs, *QUICK, *TWO_AT_ONCE), tmp_path, kills=3, longest=8.0, seed=seed, command_only=True
     )
     ended.require_complete(12)
-    assert slurm_cluster.jobs() == []
+    wait_until(lambda: not slurm_cluster.jobs(), "no job is left")  # one that ends is listed
     trained_twice_at_once(ended)
 
 
