@@ -128,11 +128,14 @@ def calls(epoch: Epoch) -> Counter[str]:
         counts[event] += 1
 
     epoch()
+    gc.collect()
+    gc.disable()  # what other tests have left would be finalized in between
     sys.setprofile(note)
     try:
         epoch()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return counts
 
 
