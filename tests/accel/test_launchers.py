@@ -234,6 +234,7 @@ debug_launcher(report, (sys.argv[1],))
 """
 
 
+@pytest.mark.slow
 def test_forks_of_a_process_that_had_a_process_group_have_their_own(tmp_path: Path) -> None:
     done = subprocess.run(
         python("-c", AFTER_A_GROUP, str(tmp_path)),

@@ -119,6 +119,7 @@ def loaded_without_fsdp(folder: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_without_fsdp_loads_shards(tmp_path: Path) -> None:
     (saved, _), _ = run_distributed(trained, 2, str(tmp_path), {})
     for processes in (1, 2):

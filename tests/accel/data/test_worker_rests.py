@@ -70,7 +70,7 @@ LENGTHS = [[20, 20], [11, 12], [12, 12], [3, 30], [30, 3], [0, 9], [1, 0], [0, 0
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_only_the_last_round_is_completed(lengths: list[int], workers: int) -> None:
     made = loaders(lengths, workers)
     found = [values(loader) for loader in made]

@@ -12,6 +12,7 @@ from tests.runner.written_runs import write_sweep
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
+@pytest.mark.slow
 def test_a_page_and_its_pictures_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -162,9 +162,8 @@ def test_a_stop_signal_is_handed_on(
     assert none_left(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "job", [pytest.param("wait_for_signal", marks=pytest.mark.slow), "stay_blocked"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["wait_for_signal", "stay_blocked"])
 def test_control_c_ends_everything_soon(job: str, tmp_path: Path, parents: list[Parent]) -> None:
     parents.append(Parent(tmp_path, job))
     code, printed, seconds = parents[0].signal(signal.SIGINT)

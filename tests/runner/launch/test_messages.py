@@ -58,6 +58,7 @@ def test_messages_arrive_in_order(ends: tuple[socket.socket, socket.socket]) -> 
     close(one, other)
 
 
+@pytest.mark.slow
 def test_signs_of_life_keep_a_connection(ends: tuple[socket.socket, socket.socket]) -> None:
     one, other = Connection(ends[0], 1.0), Connection(ends[1], 5.0)
     one.send("hello")

@@ -60,6 +60,7 @@ def test_the_same_command_again_trains_what_is_not_finished(
     assert {row["status"] for row in rows} == {"finished"}
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_with_its_keys_in_another_order(server: StandIn) -> None:
     server.codes = {1: 1}
     assert cli.main(["-m", "seed=1,2", "hydra/launcher=basic", "optimizer.lr=0.5"]) == 1
@@ -89,6 +90,7 @@ def test_a_repeated_command_composes_one_job(
     assert len(composed) == 1
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_refused_with_the_difference(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_directory_that_is_chosen(
     assert "holds another sweep (seed=1,2,3 optimizer.lr=0.5)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_overrides_are_another_sweep(server: StandIn, tmp_path: Path) -> None:
     assert cli.main(LINE) == 0
     assert cli.main(["-m", "seed=1,2", "optimizer.lr=0.5"]) == 0

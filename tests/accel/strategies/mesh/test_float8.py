@@ -90,7 +90,8 @@ def compiled(recipe: dict[str, Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("recipe", [pytest.param({}, marks=pytest.mark.slow), GATHERED])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [{}, GATHERED])
 def test_compiled_units_compute_the_same(recipe: dict[str, Any]) -> None:
     expected = run_distributed(train, 2, recipe, BLOCKS)
     for losses, (others, _) in zip(run_distributed(compiled, 2, recipe), expected, strict=True):
