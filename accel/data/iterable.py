@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -15,7 +14,6 @@ from accel.data.stream_digests import FirstRound
 from accel.errors import ConfigError
 
 
-@dataclass
 class Rest:
     """What a loader worker has left at the end of its part of a stream.
 
@@ -28,11 +26,10 @@ class Rest:
         why: they cannot be pickled; `samples` are batches then. None: they can.
     """
 
-    worker: int
-    real: int
-    samples: list[object]
-    packed: bytes = b""
-    why: str | None = None
+    def __init__(self, worker: int, real: int, samples: list[object]) -> None:
+        self.worker, self.real, self.samples = worker, real, samples
+        self.packed = b""
+        self.why: str | None = None
 
 
 class IterableDatasetShard(IterableDataset[Any]):
