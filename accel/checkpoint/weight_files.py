@@ -78,7 +78,8 @@ class Source:
         While one is used, the next is read from the disk into the system's cache.
         """
         with ThreadPoolExecutor(max_workers=1) as reader:
-            reader.submit(_request, self.paths[0])
+            for first in self.paths[:1]:
+                reader.submit(_request, first)
             for path, following in zip_longest(self.paths, self.paths[1:]):
                 if following is not None:
                     reader.submit(_request, following)

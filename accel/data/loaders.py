@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel.data import stream_checks, worker_rests
+from accel.data import stream_checks
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
 from accel.data.dispatch_rounds import RoundReader
 from accel.data.dispatch_transfer import Round, SliceFunction, receive_round, send_round, with_next
@@ -153,12 +153,18 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             self._leave(current_pass)
 
     def _get_iterator(self) -> Any:
+        if not self._joins_rests:
+            return super()._get_iterator()
+        from accel.data import worker_rests
+
         with worker_rests.handed_over(self):
             return super()._get_iterator()
 
     def _whole(self, batches: Iterator[object], skipped: int) -> Iterator[object]:
         if not self._joins_rests:
             return batches
+        from accel.data import worker_rests
+
         order, self._rests = self._order, []
         if order.replay is None:
             order.rests_given = 0

@@ -32,12 +32,10 @@ def handed_over(loader: DataLoader[object]) -> Iterator[None]:
     """Have the workers that `loader` starts in the context hand over what they have left.
 
     Args:
-        loader: over an `IterableDatasetShard`, else nothing changes; it reads by `joined`.
+        loader: over an `IterableDatasetShard`; it reads by `joined`.
     """
-    shard, users = loader.dataset, loader.collate_fn
-    if loader.num_workers == 0 or not isinstance(shard, IterableDatasetShard):
-        yield
-        return
+    shard: IterableDatasetShard = loader.dataset  # type: ignore[assignment]
+    users = loader.collate_fn
     loader.collate_fn, shard.hands_over = (
         _Collate(users, shard, loader.batch_size is not None),
         True,

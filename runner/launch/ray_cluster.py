@@ -147,7 +147,7 @@ def num_gpus(ray: ModuleType) -> int:
 
 
 class Watch:
-    """Waits for events of processes under their actors, by the caller's HEARD_SIGNALS."""
+    """Waits for events of processes under their actors, by the caller's numbers."""
 
     def __init__(self, ray: ModuleType) -> None:
         self._ray = ray

@@ -120,3 +120,8 @@ def test_of_the_files_one_at_a_time_is_in_memory(
     load_checkpoint_in_model(fresh, tmp_path)
     assert len(files) == len(set(files)) > 2
     assert same(fresh, model)
+
+
+def test_an_index_without_weights_has_no_parts(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert list(weight_files.find(tmp_path).parts()) == []
