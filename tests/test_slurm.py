@@ -33,6 +33,7 @@ def fail_in_a_cluster(folder: Path) -> None:
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_failure() -> None:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         with pytest.raises(ZeroDivisionError):
@@ -40,6 +41,7 @@ def test_nothing_is_left_after_a_failure() -> None:
         assert processes_of(Path(folder) / "slurm.conf") == []
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_kill() -> None:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         configuration = Path(folder) / "slurm.conf"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from accel.ops import broadcast, send_to_device
 from accel.tree import flatten, iterate, recursively_apply
 
 T = TypeVar("T")
-SliceFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)

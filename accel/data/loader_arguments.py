@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+SliceFunction = Callable[..., Any]  # documented `slice_fn`: its part of a batch for a process
 _LOADER_ARGUMENTS = (
     "num_workers",
     "collate_fn",

@@ -14,10 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.data import stream_checks
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
-from accel.data.dispatch_rounds import RoundReader
-from accel.data.dispatch_transfer import Round, SliceFunction, receive_round, send_round, with_next
 from accel.data.iterable import IterableDatasetShard
-from accel.data.loader_arguments import index_sampler
+from accel.data.loader_arguments import SliceFunction, index_sampler
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
     BatchSamplerShard,
@@ -37,6 +35,8 @@ from accel.tree import iterate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from accel.data.dispatch_transfer import Round
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "PreparedLoader", "SkipDataLoader"]
 
@@ -381,6 +381,8 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
     def _exchange(self, state: PartialState, rounds: Iterator[Round]) -> Round | None:
         if state.num_processes == 1:
             return next(rounds, None)
+        from accel.data.dispatch_transfer import receive_round, send_round
+
         if state.is_main_process:
             return send_round(state.comm, rounds, state.device)
         return receive_round(state.comm, state.device)
@@ -397,6 +399,9 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         return send_to_device(batch, device, non_blocking=self._non_blocking)
 
     def _rounds(self) -> Iterator[Round]:
+        from accel.data.dispatch_rounds import RoundReader
+        from accel.data.dispatch_transfer import Round, with_next
+
         name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__qualname__)
         reader = self._reader = RoundReader(
             SampleLayout(self._reader_batch_size, f"collate_fn ({name})"),

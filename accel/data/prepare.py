@@ -13,16 +13,19 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accel.comm.base import Communicator
 from accel.config.checks import check_whole
 from accel.data import stream_checks
-from accel.data.dispatch_transfer import SliceFunction
 from accel.data.iterable import IterableDatasetShard
-from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
+from accel.data.loader_arguments import (
+    SliceFunction,
+    index_arguments,
+    index_sampler,
+    loader_arguments,
+)
 from accel.data.loaders import (
     DataLoaderDispatcher,
     DataLoaderShard,
     SkipDataLoader,
     data_rank,
 )
-from accel.data.order_across_ranks import Ordering
 from accel.data.order_source import generator_of, next_index, order_seed
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
@@ -121,6 +124,8 @@ def prepare_data_loader(
     streamed = isinstance(dataloader.dataset, IterableDataset)
     dispatched = streamed and count > 1 if dispatch_batches is None else bool(dispatch_batches)
     _check(dataloader, count, split_batches)
+
+    from accel.data.order_across_ranks import Ordering
 
     ordering = Ordering(state, count, dispatched, use_seedable_sampler, data_seed, loader_index)
     sampler, order = ordering.of(dataloader)

@@ -359,6 +359,7 @@ def test_a_process_learns_its_rank_from_its_index(
     assert found == {"FORK_LAUNCHED": "1", **expected}
 
 
+@pytest.mark.slow
 def test_processes_that_torch_starts_are_one_run(tmp_path: Path) -> None:
     rendezvous = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     function = PrepareForLaunch(report, "MULTI_CPU")

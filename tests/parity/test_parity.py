@@ -177,6 +177,7 @@ def test_memory_is_counted_once_and_without_the_compilers_stand_ins() -> None:
     assert len(stand_ins) == 3
 
 
+@pytest.mark.slow  # walks all objects of the process
 def test_a_message_that_a_thread_lets_go_of_late_is_not_counted() -> None:
     walk = Walk(step=0)
     real, message = torch.ones(300), [torch.ones(500)]

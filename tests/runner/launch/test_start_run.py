@@ -188,6 +188,7 @@ def test_a_finished_run_that_is_past_a_limit_tells_where_it_is(
         assert told in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_goes_on_says_so_as_soon_as_it_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_changed_file_is_refused_with_the_difference(
     assert numbers(server) == [1]
 
 
+@pytest.mark.slow
 def test_a_recipe_that_reads_the_environment_is_composed_each_time(
     server: StandIn,
     tmp_path: Path,

@@ -116,6 +116,7 @@ def test_adapters_train_as_in_a_plain_loop_with_sums_by_module(threshold: int | 
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.slow
 def test_with_an_fp32_base_the_order_of_sums_does_not_show() -> None:
     wanted = run_distributed(trained, 2, torch.float32, None, None, False)[0]
     assert apart(run_distributed(trained, 2, torch.float32, 3, None, False)[0], wanted) < 1e-6
@@ -133,6 +134,7 @@ def gradients(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_neither_order_is_nearer_to_the_gradients_in_float64() -> None:
     exact = adapted(torch.bfloat16).double()
     models = [adapted(torch.bfloat16), grouped(adapted(torch.bfloat16))]
