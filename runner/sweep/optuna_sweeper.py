@@ -37,6 +37,7 @@ from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import BEST, StudyFile
 from runner.sweep import study_plan, study_report
 from runner.sweep.job_errors import JobFailed, JobStopped
+from runner.sweep.launcher import instantiate_launcher
 from runner.sweep.search_space import Space
 from runner.sweep.settings import AUTO
 from runner.sweep.study_settings import Settings
@@ -82,7 +83,7 @@ class OptunaSweeper(Sweeper):
         """Take what Hydra gives, and make its launcher."""
         self._config = config
         self._at_once = _at_once(task_function)
-        self._launcher = Plugins.instance().instantiate_launcher(
+        self._launcher = instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 

@@ -21,6 +21,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from runner.compose import launchers
+from runner.sweep.launcher import instantiate_launcher
 from runner.sweep.task_launcher import TaskLauncher
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class KnownJobs(Sweeper):
     ) -> None:
         """Keep the task, and set up the launcher."""
         self._task = task_function  # type: ignore[assignment]
-        self._launcher = Plugins.instance().instantiate_launcher(
+        self._launcher = instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 

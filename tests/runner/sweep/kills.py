@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import python
+from tests.helpers import alive, python
 
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 240.0
+END_SECONDS = 120.0  # below the five minutes for which joblib's workers wait for a job
 
 
 @dataclass
@@ -108,6 +109,8 @@ def killed_sweep(
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
         sweep.wait(START_SECONDS)
+        if victim == sweep.pid and not command_only:
+            require_ended(below)
     ended = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
     )
@@ -115,6 +118,15 @@ def killed_sweep(
     lines = (folder / "journal.jsonl").read_text().splitlines()
     records = [json.loads(one) for one in lines if one]
     return Outcome(killed, ended.returncode, ended.stdout + ended.stderr, folder, records)
+
+
+def require_ended(processes: Sequence[int]) -> None:
+    """Assert that processes below a command that was killed end, too."""
+    deadline = time.monotonic() + END_SECONDS
+    while left := [pid for pid in processes if alive(pid)]:
+        lines = [Path(f"/proc/{pid}/cmdline") for pid in left]
+        assert time.monotonic() < deadline, [one.read_text() for one in lines if one.exists()]
+        time.sleep(0.05)
 
 
 def _num_started(cwd: Path) -> int:
