@@ -39,6 +39,12 @@ class Problem:
 
 
 _KNOWN = "Known names: "
+# What people write elsewhere, where the name most like it in letters is another thing.
+_ELSEWHERE = {
+    **dict.fromkeys(("fp32", "float32", "32", "full", "none"), "no"),
+    **{"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8"},
+    **{"gpu": "cuda", "--use_cpu": "--cpu", "--use-cpu": "--cpu"},
+}
 
 
 def unknown_choice(where: str, value: object, known: Iterable[str]) -> Problem:
@@ -176,6 +182,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     That is ``"Did you mean 'x'?"`` where one of `known` is close, else the list of them.
     """
     names = [str(candidate) for candidate in known]
+    elsewhere = _ELSEWHERE.get(name.lower())
+    if elsewhere in names:
+        return did_you_mean(elsewhere)
     # A transposition in a short name ("cnm" for "cnn") falls below the usual ratio.
     close = closest(name, names, cutoff=0.5 if len(name) <= 4 else 0.6)
     if close is not None:

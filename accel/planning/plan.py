@@ -354,7 +354,9 @@ def _accumulation(
     if steps == 1:
         steps = implied or steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        found.add(f"{source}={steps!r}", "it is a whole number, at least 1", "Give 1 or more.")
+        number = isinstance(steps, str) and steps.isdecimal()
+        remedy = f"Give int({source})." if number else "Give 1 or more."
+        found.add(f"{source}={steps!r}", "it is a whole number, at least 1", remedy)
         steps = 1
     return dataclasses.replace(plugin or GradientAccumulationPlugin(), num_steps=int(steps))
 
