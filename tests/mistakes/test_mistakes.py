@@ -12,7 +12,7 @@ from tests import commands
 from tests.helpers import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
-MANY = int(os.environ.get("MISTAKES", "300"))  # 100 in CI
+MANY = int(os.environ.get("MISTAKES", "300"))  # 60 in CI
 COUNTS = [
     pytest.param(4, ("--seed", "1"), id="few"),
     pytest.param(0, ("--found",), marks=pytest.mark.slow, id="found"),
@@ -27,7 +27,7 @@ def test_mistakes_are_answered(count: int, seed: tuple[str, ...]) -> None:
         *("-m", "tests.mistakes", "--count", str(count), *seed),
         cwd=ROOT,
         environment={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=SECONDS * (1 if count < 100 else 5),
+        timeout=SECONDS * (1 if count < 50 else 5),
     )
     assert answer.returncode == 0, f"{answer.stdout}\n{answer.stderr}"
     print(answer.stdout.splitlines()[-1])
