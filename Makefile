@@ -18,7 +18,7 @@ train: ## train the default recipe (ARGS="precision=bf16 ..." are handed on)
 
 # Hundreds of processes import the project, each of which would compile it anew without bytecode.
 test: ## run the tests (ARGS="-k name" are handed on), JOBS=3 files at once
-	@python=$(call PYTHON,test) && exec env -u PYTHONDONTWRITEBYTECODE "$$python" -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@python=$(call PYTHON,test) && exec env -u PYTHONDONTWRITEBYTECODE "$$python" -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: ## lint, format and types
 	@python=$(call PYTHON,check) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy

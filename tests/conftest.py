@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,8 +34,10 @@ settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that are chosen
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU, or Slurm, where there is none."""
+    """Put long files first, and skip what needs a GPU, or Slurm, where there is none."""
+    _sort_longest_first(items)
     on_slurm = [item for item in items if item.get_closest_marker("slurm")]
     if on_slurm and (reason := slurm.missing()):
         for item in on_slurm:
@@ -47,6 +50,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
+
+
+def _sort_longest_first(items: list[pytest.Item]) -> None:
+    """Order files by the longest time that a test of theirs may take, then by their tests.
+
+    Each worker takes one file after the other: a long one at the end would be waited for alone.
+    """
+    longest: dict[Path, float] = {}
+    counts: Counter[Path] = Counter()
+    for item in items:
+        allowed = item.get_closest_marker("timeout")
+        seconds = float(allowed.args[0]) if allowed else 0.0
+        longest[item.path] = max(longest.get(item.path, 0.0), seconds)
+        counts[item.path] += 1
+    items.sort(key=lambda item: (-longest[item.path], -counts[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:

@@ -28,6 +28,7 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # minutes alone
 @pytest.mark.parametrize("seed", range(1, 1 + SEEDS))
 @pytest.mark.parametrize(
     "where", [("sweep.jobs=2",), ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")]
