@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import SECONDS, alive, python
-from tests.runner.sweep.kills import ROOT, Outcome, descendants, killed_sweep, require_ended
+from tests.runner.sweep.kills import ROOT, Outcome, descendants, killed_sweep
 
 SEEDS = int(os.environ.get("KILL_SEEDS", "2"))  # of times and victims; 1 in CI
 QUICK = (
@@ -39,22 +39,6 @@ def test_twelve_jobs_two_at_once_killed_three_times(
     line = ("seed=0,1,2,3,4,5", "optimizer.lr=1e-3,1e-2", *where, "trainer.max_steps=120", *QUICK)
     ended = killed_sweep(line, tmp_path, kills=3, longest=8.0, seed=seed)
     ended.require_complete(12)
-
-
-@pytest.mark.slow
-def test_a_worker_without_a_job_ends_with_the_command(tmp_path: Path) -> None:
-    where = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    command = python("-m", "runner", "-m", "seed=0", *where, "trainer.max_steps=1000", *QUICK)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment) as sweep:
-        deadline = time.monotonic() + SECONDS
-        while not list(tmp_path.glob("runs/*/sweep-*/0*/metrics.jsonl")):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        below = descendants(sweep.pid)
-        sweep.kill()
-    assert len(below) > 2
-    require_ended(below)
 
 
 @pytest.mark.slow  # four starts of PyTorch
