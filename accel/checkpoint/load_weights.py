@@ -219,17 +219,27 @@ class _Plan:
 
     def move(self, names: Iterable[str]) -> None:
         """Bring the weights that the model has in memory to their device and dtype."""
-        from accel.large.tensors import set_module_tensor_to_device
+        from accel.large.tensors import held_in, like
 
         self._convert_on_disk()
-        for name in names:
+        on_disk: dict[int, torch.Tensor] = {}
+        for name in self.with_ties(names):
             present = None if name in self.quantized.awaited else self.state.get(name)
             if isinstance(present, torch.Tensor) and not present.is_meta and not is_lazy(present):
                 device, dtype = self._place(name)
                 if device == DISK:
-                    set_module_tensor_to_device(self.model, name, DISK)
+                    held, key = held_in(self.model, name)
+                    shape = like(present, present.detach().to(DISK, dtype))
+                    held[key] = on_disk.setdefault(id(present), shape)  # still tied
                 else:
                     present.data = present.data.to(device, dtype)
+
+    def with_ties(self, names: Iterable[str]) -> list[str]:
+        """Return names of weights, after the other names of those that are tied."""
+        wanted = dict.fromkeys(names)
+        groups = (group for group in self.ties if any(name in wanted for name in group))
+        others = [name for group in groups for name in group if name not in wanted]
+        return [*others, *wanted]
 
     def _convert_on_disk(self) -> None:
         """Give what stays on disk its dtype, in which it is loaded for a forward pass."""
