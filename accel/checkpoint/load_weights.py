@@ -60,7 +60,8 @@ def load_checkpoint_in_model(
             shards (``….index.json``), or a folder that holds one of these.
         device_map: device by name of a submodule or weight; the longest name that fits holds, ""
             fits all. None: weights stay where the model has them, those on meta go to the CPU.
-            Over several devices, the model still has to be dispatched before it can run.
+            Over several devices, the model still has to be dispatched before it can run; an earlier
+            dispatch is undone.
         offload_folder: where weights mapped to "disk" are listed, and written unless they lie in
             safetensors files in the dtype that they are wanted in: such files are read in place.
         dtype: what floating weights become, e.g. "bfloat16"; None: as the model has them.
@@ -91,6 +92,11 @@ def load_checkpoint_in_model(
     shapes = source.shapes()
     plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     _compare(fspath(checkpoint), plan, shapes, strict)
+    if device_map is not None and _is_hooked(target):
+        from accel.large.undo import undo_for_loading
+
+        undo_for_loading(target, plan.with_ties(shapes))
+        plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     if offload_folder is not None and plan.on_disk():
         from accel.checkpoint.disk_weights import DiskWeights
 
@@ -338,14 +344,32 @@ class _Plan:
 
 
 def ties(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Yield the names of each parameter and buffer that has several."""
+    """Yield the names of each parameter and buffer that has several, offloaded ones included."""
     names: dict[int, list[str]] = {}
+    first = _offloaded_ties(model) if _is_hooked(model) else {}
     for name, tensor in (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ):
-        names.setdefault(id(tensor), []).append(name)
+        names.setdefault(first.get(id(tensor), id(tensor)), []).append(name)
     return (group for group in names.values() if len(group) > 1)
+
+
+def _is_hooked(model: torch.nn.Module) -> bool:
+    return any("_hf_hook" in module.__dict__ for module in model.modules())
+
+
+def _offloaded_ties(model: torch.nn.Module) -> dict[int, int]:
+    """Return the id of one tensor by those of all that stand for the same offloaded weight."""
+    from accel.large.offloaded_state import align_hooks
+
+    first: dict[int, int] = {}
+    for hook in (hook for module in model.modules() for hook in align_hooks(module)):
+        for places in hook.tied.values():
+            present = [owner._parameters.get(key) for owner, key in places]
+            tensors = [one for one in present if one is not None]
+            first |= {id(tensor): id(tensors[0]) for tensor in tensors}
+    return first
 
 
 def _known(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
