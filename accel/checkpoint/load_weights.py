@@ -14,7 +14,7 @@ from accel.checkpoint import weight_files
 from accel.checkpoint.dtypes import as_dtype, name_of
 from accel.checkpoint.weight_files import Shapes
 from accel.device import default_device_type, device_count
-from accel.errors import CheckpointError, ConfigError, Problem, Problems, nearest
+from accel.errors import CheckpointError, ConfigError, Problem, Problems, listed, nearest
 from accel.logging import get_logger
 from accel.state import PartialState
 from accel.wrapping import own_module
@@ -27,7 +27,6 @@ logger = get_logger(__name__)
 AnyDevice = int | str | torch.device
 DISK = torch.device("meta")  # of a weight that stays on disk: the model holds its shape alone
 _CPU = torch.device("cpu")
-MAX_NAMED = 20  # names listed in a message
 MAX_SUGGESTED = 200  # names that a mistyped one is compared with
 _CODES = (torch.int8, torch.uint8)
 _NO_SUBMODULE = "the model has no such submodule"
@@ -446,9 +445,3 @@ def _is_floating(value: Any) -> bool:
 
 def _has_shape(present: Any) -> bool:
     return isinstance(present, torch.Tensor) and not is_lazy(present)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as a message lists them."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

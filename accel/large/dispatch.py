@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from accel.checkpoint.load_weights import listed
 from accel.checkpoint.offload_folder import (
     Info,
     OffloadedWeightsLoader,
@@ -16,7 +15,7 @@ from accel.checkpoint.offload_folder import (
     offload_state_dict,
 )
 from accel.device import default_device_type
-from accel.errors import ConfigError
+from accel.errors import ConfigError, listed
 from accel.large.attach import (
     Keys,
     align_inputs,
