@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+_MAX_NAMED = 20  # names listed in a message
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -190,6 +192,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close is not None:
         return did_you_mean(close)
     return _KNOWN + (", ".join(sorted(set(names))) or "none") + "."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a message lists them, the first twenty.
+
+    Args:
+        names: any number of them.
+    """
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def text_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from accel.checkpoint import weight_files
 from accel.checkpoint.dtypes import as_dtype, name_of
 from accel.checkpoint.weight_files import Shapes
 from accel.device import default_device_type, device_count
-from accel.errors import CheckpointError, ConfigError, Problem, Problems, nearest
+from accel.errors import CheckpointError, ConfigError, Problem, Problems, listed, nearest
 from accel.logging import get_logger
 from accel.state import PartialState
 from accel.wrapping import own_module
@@ -27,7 +27,6 @@ logger = get_logger(__name__)
 AnyDevice = int | str | torch.device
 DISK = torch.device("meta")  # of a weight that stays on disk: the model holds its shape alone
 _CPU = torch.device("cpu")
-MAX_NAMED = 20  # names listed in a message
 MAX_SUGGESTED = 200  # names that a mistyped one is compared with
 _CODES = (torch.int8, torch.uint8)
 _NO_SUBMODULE = "the model has no such submodule"
@@ -60,7 +59,8 @@ def load_checkpoint_in_model(
             shards (``….index.json``), or a folder that holds one of these.
         device_map: device by name of a submodule or weight; the longest name that fits holds, ""
             fits all. None: weights stay where the model has them, those on meta go to the CPU.
-            Over several devices, the model still has to be dispatched before it can run.
+            Over several devices, the model still has to be dispatched before it can run; an earlier
+            dispatch is undone.
         offload_folder: where weights mapped to "disk" are listed, and written unless they lie in
             safetensors files in the dtype that they are wanted in: such files are read in place.
         dtype: what floating weights become, e.g. "bfloat16"; None: as the model has them.
@@ -91,6 +91,11 @@ def load_checkpoint_in_model(
     shapes = source.shapes()
     plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     _compare(fspath(checkpoint), plan, shapes, strict)
+    if device_map is not None and _is_hooked(target):
+        from accel.large.undo import undo_for_loading
+
+        undo_for_loading(target, plan.with_ties(shapes))
+        plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     if offload_folder is not None and plan.on_disk():
         from accel.checkpoint.disk_weights import DiskWeights
 
@@ -219,17 +224,27 @@ class _Plan:
 
     def move(self, names: Iterable[str]) -> None:
         """Bring the weights that the model has in memory to their device and dtype."""
-        from accel.large.tensors import set_module_tensor_to_device
+        from accel.large.tensors import held_in, like
 
         self._convert_on_disk()
-        for name in names:
+        on_disk: dict[int, torch.Tensor] = {}
+        for name in self.with_ties(names):
             present = None if name in self.quantized.awaited else self.state.get(name)
             if isinstance(present, torch.Tensor) and not present.is_meta and not is_lazy(present):
                 device, dtype = self._place(name)
                 if device == DISK:
-                    set_module_tensor_to_device(self.model, name, DISK)
+                    held, key = held_in(self.model, name)
+                    shape = like(present, present.detach().to(DISK, dtype))
+                    held[key] = on_disk.setdefault(id(present), shape)  # still tied
                 else:
                     present.data = present.data.to(device, dtype)
+
+    def with_ties(self, names: Iterable[str]) -> list[str]:
+        """Return names of weights, after the other names of those that are tied."""
+        wanted = dict.fromkeys(names)
+        groups = (group for group in self.ties if any(name in wanted for name in group))
+        others = [name for group in groups for name in group if name not in wanted]
+        return [*others, *wanted]
 
     def _convert_on_disk(self) -> None:
         """Give what stays on disk its dtype, in which it is loaded for a forward pass."""
@@ -328,14 +343,32 @@ class _Plan:
 
 
 def ties(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Yield the names of each parameter and buffer that has several."""
+    """Yield the names of each parameter and buffer that has several, offloaded ones included."""
     names: dict[int, list[str]] = {}
+    first = _offloaded_ties(model) if _is_hooked(model) else {}
     for name, tensor in (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ):
-        names.setdefault(id(tensor), []).append(name)
+        names.setdefault(first.get(id(tensor), id(tensor)), []).append(name)
     return (group for group in names.values() if len(group) > 1)
+
+
+def _is_hooked(model: torch.nn.Module) -> bool:
+    return any("_hf_hook" in module.__dict__ for module in model.modules())
+
+
+def _offloaded_ties(model: torch.nn.Module) -> dict[int, int]:
+    """Return the id of one tensor by those of all that stand for the same offloaded weight."""
+    from accel.large.offloaded_state import align_hooks
+
+    first: dict[int, int] = {}
+    for hook in (hook for module in model.modules() for hook in align_hooks(module)):
+        for places in hook.tied.values():
+            present = [owner._parameters.get(key) for owner, key in places]
+            tensors = [one for one in present if one is not None]
+            first |= {id(tensor): id(tensors[0]) for tensor in tensors}
+    return first
 
 
 def _known(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
@@ -412,9 +445,3 @@ def _is_floating(value: Any) -> bool:
 
 def _has_shape(present: Any) -> bool:
     return isinstance(present, torch.Tensor) and not is_lazy(present)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as a message lists them."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

@@ -18,6 +18,7 @@ Keys = str | Iterable[str] | None
 Places = list[tuple[nn.Module, str]]  # modules that have one weight, and its name there
 # Modules of torch that use the weights of a submodule without calling it.
 _DIRECT = (nn.MultiheadAttention,)
+_NONE: Mapping[str, bool] = {}
 
 
 def attach_execution_device_hook(
@@ -140,19 +141,33 @@ class _Attacher:
         name: str,
         devices: Mapping[str, Device],
         offloaded: Mapping[str, bool],
+        away: bool = False,
+        device: Device | None = None,
     ) -> None:
-        if name in devices and name in offloaded:
-            if offloaded[name]:
-                others = (devices.keys() & offloaded.keys()) - {name}
-                self.layers(module, name, devices[name], True, frozenset(others))
-                if not name:
-                    self._align_inputs(module, devices[name])
-            else:
-                self._block(module, name, devices[name])
-        elif not name:
-            self._align_inputs(module, devices.get(name))
+        """Hook the blocks within; the block around is offloaded if `away`, and on `device`."""
+        device = devices.get(name, device)
+        placed = name in devices and name in offloaded
+        if placed and offloaded[name]:
+            others = {one: offloaded[one] for one in devices if one in offloaded and one != name}
+            self.layers(module, name, device, True, others)
+        elif placed:
+            self._block(module, name, devices[name])
+        away = offloaded[name] if placed else away
+        if not away:
+            self._tensors(module, name, device, offloaded)
+        if not name and (away or not placed):
+            self._align_inputs(module, device)
         for key, child in module.named_children():
-            self.blocks(child, _below(name, key), devices, offloaded)
+            self.blocks(child, _below(name, key), devices, offloaded, away, device)
+
+    def _tensors(
+        self, module: nn.Module, name: str, device: Device | None, offloaded: Mapping[str, bool]
+    ) -> None:
+        """Hook a module that stays if some of its own weights are offloaded, each by its name."""
+        own = [*module._parameters, *module._buffers]
+        stay = frozenset(key for key in own if not offloaded.get(_below(name, key), False))
+        if len(stay) < len(own):
+            self._layer(module, name, device, True, whole=False, stay=stay)
 
     def _block(self, module: nn.Module, name: str, device: Device) -> None:
         """Place a block that is not offloaded; its modules move what is made within, too."""
@@ -175,16 +190,19 @@ class _Attacher:
         name: str,
         device: Device | None,
         offload: bool,
-        others: frozenset[str] = frozenset(),
+        others: Mapping[str, bool] = _NONE,
     ) -> None:
         """Hook every module within that has weights of its own, or loads those of all within.
 
-        `others`: full names of blocks within that have a place of their own.
+        `others`: whether blocks and weights within that have a place of their own are offloaded, by
+        their full names.
         """
         whole = offload and (type(module).__name__ in self.preload or isinstance(module, _DIRECT))
         whole = whole and next(module.children(), None) is not None
         if whole or _has_own_tensors(module):
-            self._layer(module, name, device, offload, whole)
+            start = f"{name}." if name else ""
+            stay = (one.removeprefix(start) for one, away in others.items() if not away)
+            self._layer(module, name, device, offload, whole, frozenset(stay))
         for key, child in () if whole else module.named_children():
             if _below(name, key) not in others:
                 self.layers(child, _below(name, key), device, offload, others)
@@ -197,8 +215,15 @@ class _Attacher:
         ]
 
     def _layer(
-        self, module: nn.Module, name: str, device: Device | None, offload: bool, whole: bool
+        self,
+        module: nn.Module,
+        name: str,
+        device: Device | None,
+        offload: bool,
+        whole: bool,
+        stay: frozenset[str],
     ) -> None:
+        """Hook one module; `stay`: names, in the module, of weights that are not offloaded."""
         prefix = f"{name}." if name else ""
         given = self.weights_map
         hook = AlignDevicesHook(
@@ -209,7 +234,7 @@ class _Attacher:
             place_submodules=whole,
             skip_keys=self.skip_keys,
             tied_params_map=self.tied,
-            kept=frozenset(self._trained(module) if offload else ()),
+            kept=stay.union(self._trained(module)) if offload else frozenset(),
         )
         names = hook.offloaded(module) if offload else []
         hook.lock = self.lock

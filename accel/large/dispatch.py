@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from accel.checkpoint.load_weights import listed
 from accel.checkpoint.offload_folder import (
     Info,
     OffloadedWeightsLoader,
@@ -18,8 +15,7 @@ from accel.checkpoint.offload_folder import (
     offload_state_dict,
 )
 from accel.device import default_device_type
-from accel.errors import ConfigError, StateError
-from accel.large.align import AlignDevicesHook
+from accel.errors import ConfigError, listed
 from accel.large.attach import (
     Keys,
     align_inputs,
@@ -29,13 +25,7 @@ from accel.large.attach import (
 from accel.large.device_hooks import CpuOffload, UserCpuOffloadHook
 from accel.large.device_map import DeviceMap, check_device_map
 from accel.large.device_memory import ELSEWHERE
-from accel.large.hooks import (
-    SequentialHook,
-    add_hook_to_module,
-    hooks_of,
-    remove_hook_from_module,
-)
-from accel.large.offloaded_tensors import CANNOT_MOVE
+from accel.large.hooks import add_hook_to_module
 from accel.large.tensors import (
     Device,
     TiedParams,
@@ -44,18 +34,13 @@ from accel.large.tensors import (
     find_tied_parameters,
     get_non_persistent_buffers,
     held_in,
-    named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accel.large.undo import guard, undo
 from accel.large.weights_map import Weights, in_memory
-from accel.logging import get_logger
-from accel.wrapping import is_dispatched
-
-logger = get_logger(__name__)
 
 PathLike = str | os.PathLike[str]
-_MOVES = ("to", "cpu", "cuda")  # methods of a module
 
 
 def cpu_offload(
@@ -81,7 +66,7 @@ def cpu_offload(
     Raises:
         ConfigError: for weights or non-persistent buffers without a value.
     """
-    _undo(model)
+    undo(model)
     weights = state_dict
     if weights is None:
         state = model.state_dict().items()
@@ -114,7 +99,7 @@ def disk_offload(
     Raises:
         ConfigError: for weights or non-persistent buffers without a value.
     """
-    _undo(model)
+    undo(model)
     weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
     _check_values(model, weights, offload_dir)
     _load_buffers(model, weights, offload_buffers)
@@ -138,7 +123,7 @@ def _offload(
         preload_module_classes=preload,
     )
     align_inputs(model)
-    _guard(model)
+    guard(model)
     return model
 
 
@@ -255,7 +240,8 @@ def dispatch_model(
 
     Args:
         model: its weights have data, but for those on disk.
-        device_map: device by full name of a submodule: a number, "cuda:0", "cpu", "disk".
+        device_map: device by full name of a submodule or weight: a number, "cuda:0", "cpu", "disk";
+            the longest name that fits holds.
         main_device: where modules on "cpu" and "disk" run; None: the first other device of the map.
         state_dict: weights of the modules on "cpu"; None: those of the model.
         offload_dir: folder of the weights on "disk", written unless the model has no data for them.
@@ -272,7 +258,7 @@ def dispatch_model(
         ConfigError: for tensors without a device or a value, or on "disk" without a folder.
     """
     check_device_map(model, device_map)
-    _undo(model)
+    undo(model)
     placed = set(device_map.values())
     if len(placed) == 1 and placed != {"disk"} and not force_hooks:
         _load_missing(model, offload_dir, offload_index)
@@ -296,31 +282,9 @@ def dispatch_model(
             tied_params_map=_tied_params(model, ties, weights),
         )
         _retie(model, ties)
-        _guard(model)
+        guard(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment] # no tensor
     return model
-
-
-def _undo(model: nn.Module) -> None:
-    """Undo an earlier dispatch: its hooks are removed, and weights lie where it had them.
-
-    Those on disk are mapped from there, so that they take no memory before they are used. Other
-    hooks stay.
-    """
-    for module in model.modules():
-        others = [hook for hook in hooks_of(module) if not isinstance(hook, AlignDevicesHook)]
-        for hook in hooks_of(module):
-            if isinstance(hook, AlignDevicesHook):
-                hook.restores_all = True
-        if len(others) < len(hooks_of(module)):
-            remove_hook_from_module(module)
-            if others:
-                hook = others[0] if len(others) == 1 else SequentialHook(*others)
-                add_hook_to_module(module, hook)
-    for name in _MOVES:
-        if isinstance(model.__dict__.get(name), _Guarded):
-            delattr(model, name)
-    model.__dict__.pop("hf_device_map", None)
 
 
 def _load_missing(
@@ -410,36 +374,3 @@ def _retie(model: nn.Module, ties: list[list[str]]) -> None:
         tensors = [held[key] for held, key in (held_in(model, name) for name in group)]
         if len({tensor.device for tensor in tensors}) == 1 and not tensors[0].is_meta:
             retie_parameters(model, [group])
-
-
-class _Guarded:
-    """`to`, `cpu` or `cuda` of a dispatched model, whose hooks would not know of a move."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        functools.update_wrapper(self, getattr(type(model), name))
-        self.model = model
-        self.name = name
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A decorated method, as of transformers, is found under its class alone.
-        return {"model": self.model, "name": self.name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc] # it is made in full
-
-    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
-        # Another dtype alone is no move: weights are converted when they are loaded.
-        given = (*args, *kwargs.values())
-        moves = not given or not all(isinstance(one, (torch.dtype, bool)) for one in given)
-        tensors = named_module_tensors(self.model, recurse=True)
-        if moves and any(tensor.is_meta for _, tensor in tensors):
-            raise StateError(CANNOT_MOVE)
-        if moves and is_dispatched(self.model):
-            logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
-        moved: nn.Module = getattr(type(self.model), self.name)(self.model, *args, **kwargs)
-        return moved
-
-
-def _guard(model: nn.Module) -> None:
-    for name in _MOVES:
-        setattr(model, name, _Guarded(model, name))

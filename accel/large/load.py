@@ -74,9 +74,9 @@ def load_checkpoint_and_dispatch(
     Args:
         model: on the meta device, or with data.
         checkpoint: as of `load_checkpoint_in_model`.
-        device_map: device by full name of a submodule; "auto" and "balanced": even parts for the
+        device_map: as of `dispatch_model`; "auto" and "balanced": even parts for the
             accelerators, "balanced_low_0": little for the first, "sequential": one after the other
-            is filled. None: weights stay where the model has them.
+            is filled. An earlier dispatch is undone. None: weights stay where the model has them.
         max_memory: bytes, or texts such as "1GB", by device; None: what is free.
         no_split_module_classes: names of classes whose instances go to one device as a whole.
         offload_folder: where weights on "disk" are listed or written.

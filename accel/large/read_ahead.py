@@ -15,6 +15,7 @@ import torch
 
 from accel.device import copies_in_order
 from accel.large.tensors import Device, as_device
+from accel.large.weights_map import in_memory
 
 # Below this, reading takes less than handing over to a thread does.
 MIN_BYTES = 1 << 20
@@ -44,7 +45,8 @@ class _Reading:
 
     def __init__(self, block: Block) -> None:
         self.block = block
-        self._tensors: dict[str, torch.Tensor] = {}
+        # By name: the tensor of the mapping, and where it is read to.
+        self._tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._error: Exception | None = None
         self._begun = threading.Lock()  # held by who reads the block
         self._mapped = threading.Event()
@@ -59,7 +61,7 @@ class _Reading:
             pins = copies_in_order(as_device(self.block.device))
             for name in self.block.names:
                 tensor = self.block.weights[name]
-                self._tensors[name] = tensor.pin_memory() if pins else tensor
+                self._tensors[name] = tensor, tensor.pin_memory() if pins else tensor
                 mapped += [] if pins else [tensor]
         except Exception as error:  # raised where the weights are wanted
             self._error = error
@@ -76,14 +78,22 @@ class _Reading:
                 content[start : start + _STRETCH : _WINDOW].max()
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Return the weights, none if the thread has not begun; raise the error of reading them."""
+        """Return the weights, none if the thread has not begun; raise the error of reading them.
+
+        Those that the mapping has in memory by now, as another value, are left out.
+        """
         if self._begun.acquire(blocking=False):
             return {}
         self._mapped.wait()
         if self._error is not None:
             raise self._error
         tensors, self._tensors = self._tensors, {}
-        return tensors
+        weights = self.block.weights
+        return {
+            name: ready
+            for name, (source, ready) in tensors.items()
+            if not in_memory(weights, name) or weights[name] is source
+        }
 
     def stop(self) -> None:
         """Have the thread read no more of the block."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from accel.checkpoint.load_weights import listed
-from accel.errors import StateError
+from accel.errors import StateError, listed
 from accel.large.hooks import ModelHook, hooks_of
 from accel.large.offloaded_tensors import LeftWeight, OffloadedWeight
 

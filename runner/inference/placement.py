@@ -103,13 +103,15 @@ def parse_limits(limits: Sequence[str]) -> dict[int | str, str]:
     found: dict[int | str, str] = {}
     for limit in limits:
         device, _, size = limit.partition("=")
+        size = "0GB" if size == "0" else size  # nothing is nothing in every unit
         try:
             convert_file_size_to_int(size)
             known = device in ("cpu", "mps") or device.isdecimal()
         except ConfigError:
             known = False
         if not known:
-            rule = "a limit is DEVICE=SIZE; a device is the number of an accelerator, or cpu"
+            rule = "a limit is DEVICE=SIZE; a device is the number of an accelerator, or cpu, and "
+            rule += "a size has a unit (MB, GB, GiB)"
             raise ConfigError.of(f"--max-memory {limit}", rule, "Give --max-memory cpu=4GB, say.")
         place: int | str = int(device) if device.isdecimal() else device
         if place in found:

@@ -11,6 +11,7 @@ from accel.errors import (
     Problems,
     closest,
     did_you_mean,
+    listed,
     nearest,
     text_of,
     unknown_choice,
@@ -80,6 +81,13 @@ def test_the_closest_name() -> None:
     assert closest("optimzer", ["optimizer", "model"]) == "optimizer"
     assert closest("optimzer", ["optimizer", "model"], cutoff=0.99) is None
     assert did_you_mean("a", "b") == "Did you mean 'a' or 'b'?"
+
+
+def test_names_are_listed_up_to_a_number() -> None:
+    names = [str(number) for number in range(22)]
+    assert listed(names[:2]) == "0, 1"
+    assert listed(names[:20]) == ", ".join(names[:20])
+    assert listed(names) == f"{', '.join(names[:20])} and 2 more"
 
 
 def test_a_message_that_cannot_be_read_is_named() -> None:

@@ -155,3 +155,18 @@ def test_a_copy_reads_for_itself(blocks: tuple[ReadAhead, list[Slow]]) -> None:
     assert taken(ahead, 1, weights) == 1.0
     assert taken(other, 1, copied) is None  # type: ignore[arg-type] # they are
     assert taken(other, 2, copied) == 2.0  # type: ignore[arg-type]
+
+
+def test_a_value_that_was_set_since_is_not_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "MIN_BYTES", 8)
+    weights = {"w": torch.zeros(3), "b": torch.zeros(3)}
+    ahead = ReadAhead()
+    for _ in range(2):
+        ahead.register(Block(("w", "b"), weights, "cpu", 24))
+    ahead.take(0)
+    assert ahead._ahead is not None
+    assert ahead._ahead[1]._mapped.wait(10)
+    weights["w"] = torch.ones(3)
+    found = ahead.take(1)
+    ahead.release()
+    assert found.keys() == {"b"}

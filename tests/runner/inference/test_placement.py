@@ -115,8 +115,10 @@ def test_mistakes_are_told(
 
 def test_limits_are_read() -> None:
     assert parse_limits(["0=20GB", "cpu=4GiB"]) == {0: "20GB", "cpu": "4GiB"}
-    with pytest.raises(ConfigError, match="cpu=much"):
-        parse_limits(["cpu=much"])
+    assert parse_limits(["0=0", "cpu=1GB"]) == {0: "0GB", "cpu": "1GB"}
+    for wrong in ("cpu=much", "cpu=1000"):
+        with pytest.raises(ConfigError, match=f"{wrong}: .* a size has a unit"):
+            parse_limits([wrong])
     for twice in (["cpu=1GB", "cpu=1GB"], ["1=1GB", "01=2GB"]):
         with pytest.raises(ConfigError, match=rf"{twice[1]}: .* a device has one limit"):
             parse_limits(twice)
