@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
-from accel.data.split_batches import split_problems
+from accel.data.split_batches import split_problems, unknown_size
 from accel.errors import ConfigError, Problems
 from accel.rng import mix_seeds
 
@@ -224,11 +224,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     def _check_size(self) -> None:
         if self.batch_size is None and self.split_batches:
-            raise ConfigError.of(
-                f"batch sampler {class_name(self.batch_sampler)} without `batch_size`",
-                "to split batches is to know the size of a full one",
-                "Give the sampler an attribute `batch_size`, or set split_batches=False.",
-            )
+            raise ConfigError(unknown_size(class_name(self.batch_sampler)))
 
     @property
     def total_length(self) -> int:
