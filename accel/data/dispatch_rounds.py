@@ -17,6 +17,7 @@ class RoundReader:
     """Makes rounds of `full_size` samples out of `per_round` batches of a pass each.
 
     Args:
+        full_size: None where batches have no known size, so that rounds may vary.
         num_processes: with `even_batches`, the last round is completed to a multiple of it.
         drop_last: whether a round of too few batches is dropped.
     """
@@ -25,7 +26,7 @@ class RoundReader:
         self,
         layout: SampleLayout,
         per_round: int,
-        full_size: int,
+        full_size: int | None,
         num_processes: int,
         even_batches: bool,
         drop_last: bool,
@@ -37,7 +38,8 @@ class RoundReader:
         self.completes = even_batches and num_processes > 1
         self.drop_last = drop_last
         self._head: dict[Path, Samples] | None = None  # the first samples of the pass
-        self._full: int | None = None  # samples of each round; 0: varying; None: not known yet
+        # Samples of each round; 0: varying; None: not known yet.
+        self._full: int | None = 0 if full_size is None else None
         self._rest: list[object] = []  # read, and not given yet
 
     def read(self, batches: Iterator[object], skip: int = 0) -> Iterator[tuple[object, int, int]]:
@@ -93,7 +95,9 @@ class RoundReader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self.layout.load_state_dict(state["layout"])
-        self._full, self._rest = state["full"], list(state["rest"])
+        self._rest = list(state["rest"])
+        if self.full_size is not None:  # earlier versions took the first round's size
+            self._full = state["full"]
         if state["head"] is not None:
             self._head = {tuple(path): leaf for path, leaf in state["head"]}
         elif self.completes:

@@ -406,7 +406,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         reader = self._reader = RoundReader(
             SampleLayout(self._reader_batch_size, f"collate_fn ({name})"),
             per_round=self._entries_per_batch,
-            full_size=self.total_batch_size,
+            full_size=self.total_batch_size if self._reader_batch_size else None,
             num_processes=self.num_processes,
             even_batches=self.even_batches,
             drop_last=self._drop_last,
