@@ -14,14 +14,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.data import stream_checks
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
+from accel.data.completed_batches import CompletedBatchSampler, added_indices
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader_arguments import SliceFunction, index_sampler
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
     BatchSamplerShard,
-    CompletedBatchSampler,
     SamplerShard,
-    added_indices,
     last_batch_remainder,
     samplers,
     total_batch_size,

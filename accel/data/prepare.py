@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accel.comm.base import Communicator
 from accel.config.checks import check_whole
 from accel.data import stream_checks
+from accel.data.completed_batches import CompletedBatchSampler
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader_arguments import (
     SliceFunction,
@@ -30,7 +31,6 @@ from accel.data.order_source import generator_of, next_index, order_seed
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
     BatchSamplerShard,
-    CompletedBatchSampler,
     SamplerShard,
     SkipBatchSampler,
     class_name,
