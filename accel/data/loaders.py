@@ -398,7 +398,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         return send_to_device(batch, device, non_blocking=self._non_blocking)
 
     def _rounds(self) -> Iterator[Round]:
-        from accel.data.dispatch_rounds import RoundReader
+        from accel.data.dispatch_rounds import RoundReader, skipped_round
         from accel.data.dispatch_transfer import Round, with_next
 
         name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__qualname__)
@@ -409,6 +409,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             num_processes=self.num_processes,
             even_batches=self.even_batches,
             drop_last=self._drop_last,
+            skipped=skipped_round(self),
         )
         position = self._position()
         if position.get("rounds") is not None:
@@ -418,8 +419,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         for (batch, size, real), following in with_next(self._followed(batches)):
             if following is None:
                 real -= added_indices(index_sampler(self))
-            ahead = None if following is None else following[1]
-            yield Round(batch, size, real, ahead, reader.layout.paths)
+            yield Round(batch, size, real, following and following[1], reader.layout.paths)
 
 
 class SkipDataLoader(_MaybeStateful):
