@@ -358,7 +358,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             while (found := self._exchange(state, rounds)) is not None:
                 mine = self._slice(found.size)
                 following = found.following
-                current_pass.given += 1
+                current_pass.note(found.real, found.size, windows._num_passes)
                 if following is None or self._slice(following).start >= following:
                     remainder = found.real if found.real < self._round_size(found) else 0
                     self._end(current_pass, remainder, found.size)

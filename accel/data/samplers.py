@@ -181,6 +181,8 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         source: what is drawn from: `batch_sampler`, or one that gives its batches on every rank.
         remainder: after a complete pass, how many samples of the last round over all processes are
             real; 0 where all are. -1 before the first.
+        last_processes: after a complete pass of batches that vary, how many processes had real
+            samples in the last round; 0 where all had.
 
     Raises:
         ConfigError: if the batch size cannot be split; when it is read, if batches vary against it.
@@ -202,6 +204,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.remainder = -1
+        self.last_processes = 0
         self._last_round = 0  # samples, where batches vary
         self._check()
 
@@ -315,16 +318,17 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     def _iterate_varying(self) -> Iterator[list[int]]:
         first: list[list[int]] = []
-        real = 0
+        real = processes = 0
         for group in self._rounds():
             first += group[: self.num_processes - len(first)]
             missing = self.num_processes - len(group)
+            processes = len(group) if missing else 0
             real = sum(map(len, group)) if missing else 0
             completed = [*group, *cycle_to(first, missing)]
             if not (missing and self.drop_last):
                 yield completed[self.process_index]
             self._last_round = sum(map(len, completed))
-        self.remainder = real
+        self.remainder, self.last_processes = real, processes
 
     def _iterate_split(self) -> Iterator[list[int]]:
         for (batch,) in self._rounds():
@@ -389,6 +393,18 @@ def last_batch_remainder(sampler: object) -> int:
     if inner is None or not size or getattr(sampler, "drop_last", False):
         return 0
     return len(inner) % size if hasattr(inner, "__len__") else 0
+
+
+def last_batch_processes(sampler: object) -> tuple[int, int] | None:
+    """Return how many processes had real samples in the last round, and how many there are.
+
+    None where single samples, and not whole batches, complete it.
+    """
+    shards = (inner for inner in samplers(sampler) if isinstance(inner, BatchSamplerShard))
+    found = next(shards, None)
+    if found is None or not found.last_processes:
+        return None
+    return found.last_processes, found.num_processes
 
 
 def samplers(sampler: object) -> Iterator[Any]:
