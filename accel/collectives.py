@@ -22,18 +22,30 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class _LastBatch:
-    """The last batch of a pass, over all processes.
+class _Batch:
+    """A batch in hand, over all processes.
 
     Attributes:
         real: samples that are no repetitions, at least 1.
         size: samples, repetitions included.
         in_hand: whether the pass is under way, so that all that is gathered belongs to this batch.
+        processes: how many processes have real samples, and all, where whole batches complete it.
     """
 
     real: int
     size: int
     in_hand: bool = True
+    processes: tuple[int, int] | None = None
+
+    def real_rows(self, num_rows: int) -> int | None:
+        """Return how many of the rows, as many of each process, are real; None if not its rows."""
+        processes, count = self.processes or (self.real, self.size)
+        return num_rows // count * processes if num_rows % count == 0 else None
+
+
+def _batch_of(loader: Any) -> _Batch:
+    real, size = loader.in_hand
+    return _Batch(real, size, processes=loader.processes_in_hand)
 
 
 class Collectives:
@@ -64,12 +76,15 @@ class Collectives:
         """Return the data of all processes, without what only completes the last batch.
 
         Of processes that compute the same samples (tensor parallelism), the first one's are kept.
-        Samples are dropped while the last batch of a loader is in hand. After a pass that was left
-        with it, as in ``batch = next(iter(loader))``, this holds for data of as many samples, until
-        the next pass over a loader begins. Data may have any number of rows per sample (flattened
-        predictions), the same for all samples; or one row per process (the loss of its batch), of
-        which no more stay than the last batch has samples, with one warning where repeated ones
-        count in them; of other data everything is kept, with one warning.
+        Samples are dropped while the last batch of a loader is in hand, or any that was completed
+        (``dispatch_batches=True``, of batches that vary; not after another pass within it). After a
+        pass that was left with it, as in ``batch = next(iter(loader))``, this holds for data of as
+        many samples, until the next pass over a loader begins. Data may have any number of rows per
+        sample (flattened predictions), the same for all samples; or one row per process (the loss
+        of its batch), of which no more stay than the last batch has samples, with one warning where
+        repeated ones count in them; of other data everything is kept, with one warning. Where whole
+        batches complete the last round (of batches that vary, without dispatch), all rows of the
+        processes that have real samples stay, padding included, and none of the others.
         So it is where loaders are read side by side, as by ``zip``, and the rows fit the samples in
         hand of several, of which other numbers are real; and where the rows of a whole pass are
         gathered after it. A single process completes no batch, and keeps everything but repetitions
@@ -88,7 +103,7 @@ class Collectives:
             list by rank. A single process gets the objects as they are.
         """
         leaders = self._dims.dp_leaders
-        last = self._last_batch()
+        last = self._in_hand()
         are_objects = use_gather_object or not _only_tensors(input_data)
         if self._comm.world_size == 1:
             cut = self._without_those_of_full_batches
@@ -96,6 +111,8 @@ class Collectives:
         if are_objects:
             gathered = ops.gather_object([input_data])
             values = [gathered[rank] for rank in leaders]
+            if len(last) == 1 and last[0].processes is not None:
+                values, last = values[: last[0].processes[0]], []
             several = isinstance(input_data, (list, tuple))
             data = [item for value in values for item in value] if several else values
             counts = {len(value) for value in values} if several else {1}
@@ -106,16 +123,14 @@ class Collectives:
             data = recursively_apply(_distinct, data, leaders, self._comm.world_size)
         return recursively_apply(self._without_repetitions, data, last)
 
-    def _last_batch(self) -> list[_LastBatch]:
-        """Return the counts of the last batches in hand, one of which has repetitions; else []."""
+    def _in_hand(self) -> list[_Batch]:
+        """Return the counts of the batches in hand, one of which has repetitions; else []."""
         state = self._gradient_state
         if not state.in_dataloader:
             real, size = state.abandoned_remainder
-            return [_LastBatch(real, size, in_hand=False)] if 0 < real < size else []
+            return [_Batch(real, size, in_hand=False)] if 0 < real < size else []
         active: Any = state.active_dataloader
         read = [active, *active._read_in_turns()]
-        if not any(one.end_of_dataloader for one in read):
-            return []
         if any(one.end_of_dataloader and one.remainder == -1 for one in read):
             logger.warning_once(
                 "gather_for_metrics: loader workers cannot hand over samples of this data set, so "
@@ -124,12 +139,10 @@ class Collectives:
         for one in read:
             if one.end_of_dataloader and one.reading is not None:
                 one.reading.is_gathered = True
-        found = [_LastBatch(*one.in_hand) for one in read]
+        found = [_batch_of(one) for one in read]
         return found if any(last.real < last.size for last in found) else []
 
-    def _without_repetitions(
-        self, rows: Any, ended: Sequence[_LastBatch], even: bool = True
-    ) -> Any:
+    def _without_repetitions(self, rows: Any, ended: Sequence[_Batch], even: bool = True) -> Any:
         """Return the rows [k * size, ...] of the real samples; they belong to one of `ended`.
 
         `even`: whether each process gave as many rows.
@@ -139,16 +152,16 @@ class Collectives:
             return rows
         if even and len(rows) == len(self._dims.dp_leaders) and ended[0].in_hand:
             return self._without_repeating_processes(rows, ended)
-        fits = [last for last in ended if even and len(rows) % last.size == 0]
-        kept = {len(rows) // last.size * last.real for last in fits}
+        fits = [last for last in ended if even and last.real_rows(len(rows)) is not None]
+        kept = {last.real_rows(len(rows)) for last in fits}
         if len(kept) == 1:
             return rows[: kept.pop()]
         if kept:
             self._tell_ambiguous(len(rows), fits)
         elif ended[0].in_hand:
             self._warn_once(
-                "gather_for_metrics: %d rows for the %d samples of the last batch, of which %d are "
-                "real: each sample must have as many rows, so nothing was dropped and repeated "
+                "gather_for_metrics: %d rows for the %d samples of the batch in hand, of which %d "
+                "are real: each sample must have as many rows, so nothing was dropped and repeated "
                 "samples stay. Gather a fixed number of rows per sample.",
                 len(rows),
                 ended[0].size,
@@ -156,21 +169,21 @@ class Collectives:
             )
         return rows
 
-    def _without_repeating_processes(self, rows: Any, ended: Sequence[_LastBatch]) -> Any:
+    def _without_repeating_processes(self, rows: Any, ended: Sequence[_Batch]) -> Any:
         """Return the rows, one of each process, of which there are no more than real samples.
 
         As documented: of the rows of a last batch, as many as it has samples stay.
         """
-        kept = {min(last.real, len(rows)) for last in ended}
+        kept = {min(last.real, *(last.processes or (len(rows),))) for last in ended}
         if len(kept) != 1:
             self._tell_ambiguous(len(rows), ended)
             return rows
         last, num_rows = ended[0], kept.pop()
-        if num_rows * last.size != last.real * len(rows):
+        if last.processes is None and num_rows * last.size != last.real * len(rows):
             self._warn_once(
-                "gather_for_metrics: one row of each process for the %d samples of the last batch, "
-                "of which %d are real: %d rows stay, in which repeated samples count, too. Gather "
-                "a row for each sample, and reduce them afterwards.",
+                "gather_for_metrics: one row of each process for the %d samples of the batch in "
+                "hand, of which %d are real: %d rows stay, in which repeated samples count, too. "
+                "Gather a row for each sample, and reduce them afterwards.",
                 last.size,
                 last.real,
                 num_rows,
@@ -212,7 +225,7 @@ class Collectives:
                 repeated,
             )
 
-    def _tell_ambiguous(self, num_rows: int, ended: Sequence[_LastBatch]) -> None:
+    def _tell_ambiguous(self, num_rows: int, ended: Sequence[_Batch]) -> None:
         self._warn_once(
             "gather_for_metrics: %d rows, where loaders that are read side by side have %s real "
             "samples in hand: rows do not tell whose they are, so nothing was dropped and "

@@ -324,6 +324,7 @@ class GradientState:
     abandoned_remainder: tuple[int, int]
     passed: tuple[int, int]
     _loaders: list[weakref.ref[Any]]
+    _num_passes: int  # that began, over any loader
     _reader: Reader
 
     def __init__(
@@ -335,6 +336,7 @@ class GradientState:
             self.is_xla_gradients_synced = False
             self.abandoned_remainder = self.passed = 0, 0
             self._loaders = []
+            self._num_passes = 0
             self._reader = Reader()
             self._follow_dataloader()
             self._configure(GradientAccumulationPlugin())
@@ -432,6 +434,7 @@ class GradientState:
         others = [(one, one.batches_given) for one in self._being_read() if one is not dataloader]
         self.abandoned_remainder = self.passed = 0, 0
         self._loaders.append(weakref.ref(dataloader, self._forget))
+        self._num_passes += 1
         self._follow_dataloader()
         return others
 

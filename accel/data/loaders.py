@@ -14,14 +14,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.data import stream_checks
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
+from accel.data.completed_batches import CompletedBatchSampler, added_indices
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader_arguments import SliceFunction, index_sampler
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
     BatchSamplerShard,
-    CompletedBatchSampler,
     SamplerShard,
-    added_indices,
     last_batch_remainder,
     samplers,
     total_batch_size,
@@ -359,7 +358,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             while (found := self._exchange(state, rounds)) is not None:
                 mine = self._slice(found.size)
                 following = found.following
-                current_pass.given += 1
+                current_pass.note(found.real, found.size, windows._num_passes)
                 if following is None or self._slice(following).start >= following:
                     remainder = found.real if found.real < self._round_size(found) else 0
                     self._end(current_pass, remainder, found.size)
@@ -399,17 +398,18 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         return send_to_device(batch, device, non_blocking=self._non_blocking)
 
     def _rounds(self) -> Iterator[Round]:
-        from accel.data.dispatch_rounds import RoundReader
+        from accel.data.dispatch_rounds import RoundReader, skipped_round
         from accel.data.dispatch_transfer import Round, with_next
 
         name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__qualname__)
         reader = self._reader = RoundReader(
             SampleLayout(self._reader_batch_size, f"collate_fn ({name})"),
             per_round=self._entries_per_batch,
-            full_size=self.total_batch_size,
+            full_size=self.total_batch_size if self._reader_batch_size else None,
             num_processes=self.num_processes,
             even_batches=self.even_batches,
             drop_last=self._drop_last,
+            skipped=skipped_round(self),
         )
         position = self._position()
         if position.get("rounds") is not None:
@@ -419,8 +419,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         for (batch, size, real), following in with_next(self._followed(batches)):
             if following is None:
                 real -= added_indices(index_sampler(self))
-            ahead = None if following is None else following[1]
-            yield Round(batch, size, real, ahead, reader.layout.paths)
+            yield Round(batch, size, real, following and following[1], reader.layout.paths)
 
 
 class SkipDataLoader(_MaybeStateful):

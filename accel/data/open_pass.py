@@ -56,6 +56,10 @@ class Pass:
     Attributes:
         epoch: its number.
         given: how many batches it gave.
+        in_hand: real samples, and all, of the batch in hand over all processes, where the main
+            process read it; None elsewhere.
+        total: samples of all its batches, and how many were repetitions, where that is known so.
+        num_begun: how many passes had begun over any loader when the batch was given, likewise.
         is_complete: whether it gave all its batches.
         others: the loaders that were read when it began, with the batches that they had given.
     """
@@ -67,8 +71,17 @@ class Pass:
     started: Start | None
     at_end: int | None
     given: int = 0
+    in_hand: tuple[int, int] | None = None
+    total: tuple[int, int] = (0, 0)
+    num_begun: int = 0
     is_complete: bool = False
     others: list[tuple[Any, int]] = field(default_factory=list)
+
+    def note(self, real: int, size: int, num_begun: int) -> None:
+        """Note that a batch is given, `real` of whose `size` samples are no repetitions."""
+        self.given += 1
+        self.in_hand, self.num_begun = (real, size), num_begun
+        self.total = self.total[0] + size, self.total[1] + size - real
 
 
 def begun_after(current: Pass, passes: Sequence[Pass]) -> Pass | None:

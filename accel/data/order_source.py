@@ -23,10 +23,10 @@ from torch.utils.data import (
 )
 
 from accel import rng
+from accel.data.completed_batches import CompletedBatchSampler
 from accel.data.independent_draws import PassDraws
 from accel.data.open_pass import Pass, Start
 from accel.data.samplers import (
-    CompletedBatchSampler,
     SeedableRandomSampler,
     SkipBatchSampler,
     drawing_sampler,

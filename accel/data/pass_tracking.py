@@ -13,7 +13,7 @@ from accel.data.iterable import Rest
 from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
 from accel.data.open_pass import Pass, begun_after
 from accel.data.resumable_loader import OrderedLoader
-from accel.data.samplers import SkipBatchSampler
+from accel.data.samplers import SkipBatchSampler, last_batch_processes
 from accel.errors import ConfigError
 from accel.state import GradientState
 from accel.window_ends import Reading
@@ -221,9 +221,22 @@ class PreparedLoader(OrderedLoader):
     @property
     def in_hand(self) -> tuple[int, int]:
         """Real samples, and all, of the batch in hand over all processes."""
+        if self._passes and (noted := self._passes[-1].in_hand) is not None:
+            # What is gathered after a pass within this one would be cut in the middle of an epoch.
+            others = GradientState()._num_passes > self._passes[-1].num_begun
+            return noted if self.end_of_dataloader or not others else (noted[1], noted[1])
         size = self._last_size if self.end_of_dataloader else self.total_batch_size
         real = self.remainder if self.end_of_dataloader else size
         return (real if 0 < real < size else size), size
+
+    @property
+    def processes_in_hand(self) -> tuple[int, int] | None:
+        """How many processes have real samples in hand, if whole batches complete the last round.
+
+        With the number of all; None elsewhere.
+        """
+        is_completed = self.end_of_dataloader and self.remainder > 0
+        return last_batch_processes(index_sampler(self)) if is_completed else None
 
     def _read_in_turns(self) -> list[PreparedLoader]:
         """Return the loaders that give batches in turns with this one, begun last, as by `zip`.
@@ -256,7 +269,7 @@ class PreparedLoader(OrderedLoader):
         shown, _ = self._showing(current)
         if shown is self:
             GradientState()._note_end(self)
-            self._note_repetitions(current.given)
+            self._note_repetitions(current)
         shown.end_of_dataloader = False
         GradientState()._follow_dataloader()
         if self._resumes and order.ended and not current.given and order.started is not None:
@@ -267,15 +280,22 @@ class PreparedLoader(OrderedLoader):
             return
         self._finish(current)
 
-    def _note_repetitions(self, num_batches: int) -> None:
+    def _note_repetitions(self, current: Pass) -> None:
         """Keep, for metrics gathered after a complete pass, how many samples it repeated.
 
         Not where the last batch was gathered while it was in hand.
         """
         real, size = self.in_hand
-        if real < size and not (self.reading is not None and self.reading.is_gathered):
-            total = (num_batches - 1) * self.total_batch_size + size
-            GradientState().passed = total, size - real
+        passed = (current.given - 1) * self.total_batch_size + size, size - real
+        total, repeated = passed if current.in_hand is None else current.total
+        if repeated and not (self.reading is not None and self.reading.is_gathered):
+            GradientState().passed = total, repeated
+
+    def _abandoned(self) -> tuple[int, int]:
+        """Return real samples, and all, of the last batch; (0, 0) if processes had other shares."""
+        real, size = self.remainder, self._last_size
+        processes, count = self.processes_in_hand or (real, size)
+        return (real, size) if processes * size == real * count else (0, 0)
 
     def _finish(self, current: Pass) -> None:
         order = self._order
@@ -302,7 +322,7 @@ class PreparedLoader(OrderedLoader):
         if shown.end_of_dataloader:  # the caller keeps the last batch, and left
             if shown is self:
                 # For gather_for_metrics.
-                state.abandoned_remainder = self.remainder, self._last_size
+                state.abandoned_remainder = self._abandoned()
             current.is_complete = True  # nothing remained to be read, as where loaders are zipped
             self._finish(current)
         ordered.at_end = current.at_end

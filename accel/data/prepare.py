@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accel.comm.base import Communicator
 from accel.config.checks import check_whole
 from accel.data import stream_checks
+from accel.data.completed_batches import CompletedBatchSampler
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader_arguments import (
     SliceFunction,
@@ -30,12 +31,12 @@ from accel.data.order_source import generator_of, next_index, order_seed
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
     BatchSamplerShard,
-    CompletedBatchSampler,
     SamplerShard,
     SkipBatchSampler,
+    class_name,
     drawing_sampler,
 )
-from accel.data.split_batches import split_problems
+from accel.data.split_batches import split_problems, unknown_size
 from accel.enums import RNGType
 from accel.errors import ConfigError, Problems
 from accel.state import PartialState
@@ -108,8 +109,8 @@ def prepare_data_loader(
     Raises:
         ConfigError: if batches cannot be split, or would be read repeatedly by several workers; if
             the sampler shards already, or differs between ranks; if a data set of Hugging Face is
-            split by node. From the loader, when it is read or its length is wanted: if batches
-            cannot be made even, as their sampler has no `batch_size`.
+            split by node. Where each process reads, from the loader when it is read or its length
+            is wanted: if batches cannot be split, as their sampler has no `batch_size`.
         MissingPackageError: if a stateful loader is requested and torchdata is not installed.
     """
     if isinstance(dataloader, PreparedLoader):
@@ -123,7 +124,7 @@ def prepare_data_loader(
     index = index if process_index is None else process_index
     streamed = isinstance(dataloader.dataset, IterableDataset)
     dispatched = streamed and count > 1 if dispatch_batches is None else bool(dispatch_batches)
-    _check(dataloader, count, split_batches)
+    _check(dataloader, count, split_batches, dispatched)
 
     from accel.data.order_across_ranks import Ordering
 
@@ -218,11 +219,15 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     return DataLoader(dataloader.dataset, **arguments, **index_arguments(dataloader, sampler))
 
 
-def _check(dataloader: DataLoader[object], count: int, split_batches: bool) -> None:
+def _check(
+    dataloader: DataLoader[object], count: int, split_batches: bool, dispatched: bool
+) -> None:
     problems = Problems()
     size = _size(dataloader)
     if split_batches and size is not None:
         problems += split_problems(size, count)
+    elif split_batches and dispatched and count > 1 and dataloader.batch_sampler is not None:
+        problems += [unknown_size(class_name(dataloader.batch_sampler))]
     if isinstance(dataloader.dataset, IterableDataset):
         problems += stream_checks.worker_problems(
             dataloader.dataset, dataloader.num_workers, dataloader.worker_init_fn

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
-from accel.data.split_batches import split_problems
+from accel.data.split_batches import split_problems, unknown_size
 from accel.errors import ConfigError, Problems
 from accel.rng import mix_seeds
 
@@ -117,11 +117,16 @@ class SkipBatchSampler(SameBatchSize, Sampler[object]):
     Args:
         batch_sampler: a batch sampler (or any sampler).
         skip_batches: number of entries that are skipped.
+
+    Attributes:
+        keeps: how many of these `first` holds, once a pass has begun.
     """
 
     def __init__(self, batch_sampler: Iterable[object], skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
+        self.keeps = 0
+        self.first: list[object] = []
 
     @property
     def remainder(self) -> int:
@@ -137,7 +142,11 @@ class SkipBatchSampler(SameBatchSize, Sampler[object]):
         Args:
             inner: those of the sampler inside, none of which is drawn yet.
         """
-        return itertools.islice(inner, self.skip_batches, None)
+        skipped = itertools.islice(inner, self.skip_batches)
+        self.first = list(itertools.islice(skipped, self.keeps))
+        for _ in skipped:
+            pass
+        yield from inner
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip_batches)
@@ -172,6 +181,8 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         source: what is drawn from: `batch_sampler`, or one that gives its batches on every rank.
         remainder: after a complete pass, how many samples of the last round over all processes are
             real; 0 where all are. -1 before the first.
+        last_processes: after a complete pass of batches that vary, how many processes had real
+            samples in the last round; 0 where all had.
 
     Raises:
         ConfigError: if the batch size cannot be split; when it is read, if batches vary against it.
@@ -193,6 +204,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.remainder = -1
+        self.last_processes = 0
         self._last_round = 0  # samples, where batches vary
         self._check()
 
@@ -224,11 +236,7 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     def _check_size(self) -> None:
         if self.batch_size is None and self.split_batches:
-            raise ConfigError.of(
-                f"batch sampler {class_name(self.batch_sampler)} without `batch_size`",
-                "to split batches is to know the size of a full one",
-                "Give the sampler an attribute `batch_size`, or set split_batches=False.",
-            )
+            raise ConfigError(unknown_size(class_name(self.batch_sampler)))
 
     @property
     def total_length(self) -> int:
@@ -310,16 +318,17 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
 
     def _iterate_varying(self) -> Iterator[list[int]]:
         first: list[list[int]] = []
-        real = 0
+        real = processes = 0
         for group in self._rounds():
             first += group[: self.num_processes - len(first)]
             missing = self.num_processes - len(group)
+            processes = len(group) if missing else 0
             real = sum(map(len, group)) if missing else 0
             completed = [*group, *cycle_to(first, missing)]
             if not (missing and self.drop_last):
                 yield completed[self.process_index]
             self._last_round = sum(map(len, completed))
-        self.remainder = real
+        self.remainder, self.last_processes = real, processes
 
     def _iterate_split(self) -> Iterator[list[int]]:
         for (batch,) in self._rounds():
@@ -334,57 +343,6 @@ class BatchSamplerShard(AroundBatchSampler, BatchSampler):
             if self.process_index < len(group) and (is_full or not self.drop_last):
                 yield group[self.process_index]
         self.remainder = 0
-
-
-class CompletedBatchSampler(AroundBatchSampler, BatchSampler):
-    """The batches of another sampler, completed to a multiple of the number of processes.
-
-    For batches that one process reads for all: what completes the last round is then known by its
-    indices, so that a pass that skips batches ends with the same samples as a complete one.
-
-    Args:
-        batch_sampler: yields lists of at most `batch_size` indices.
-        num_processes: the number of indices yielded is a multiple of it.
-
-    Attributes:
-        even_batches: whether it completes them at all.
-        added: after a complete pass, how many indices were added at its end.
-    """
-
-    def __init__(self, batch_sampler: BatchSampler, num_processes: int) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.batch_size = batch_sampler.batch_size
-        self.drop_last = False
-        self.even_batches = True
-        self.added = 0
-
-    def __len__(self) -> int:
-        length = len(self.batch_sampler)
-        if not self.even_batches or not length or not hasattr(self.sampler, "__len__"):
-            return length
-        completed = -(-len(self.sampler) // self.num_processes) * self.num_processes
-        return max(length, -(-completed // self.batch_size))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.entries(iter(self.batch_sampler))
-
-    def entries(self, inner: Iterator[list[int]]) -> Iterator[list[int]]:
-        """Yield the batches, given those of the sampler inside."""
-        seen = 0
-        head: list[int] = []
-        batch: list[int] = []
-        for following in inner:
-            head += following[: self.num_processes - len(head)]
-            if batch:
-                yield batch
-            batch = following
-            seen += len(batch)
-        added = -seen % self.num_processes if self.even_batches else 0
-        batch = [*batch, *cycle_to(head, added)]
-        for start in range(0, len(batch), self.batch_size):
-            yield batch[start : start + self.batch_size]
-        self.added = added
 
 
 class SamplerShard(Sampler[int]):
@@ -437,6 +395,18 @@ def last_batch_remainder(sampler: object) -> int:
     return len(inner) % size if hasattr(inner, "__len__") else 0
 
 
+def last_batch_processes(sampler: object) -> tuple[int, int] | None:
+    """Return how many processes had real samples in the last round, and how many there are.
+
+    None where single samples, and not whole batches, complete it.
+    """
+    shards = (inner for inner in samplers(sampler) if isinstance(inner, BatchSamplerShard))
+    found = next(shards, None)
+    if found is None or not found.last_processes:
+        return None
+    return found.last_processes, found.num_processes
+
+
 def samplers(sampler: object) -> Iterator[Any]:
     """Yield `sampler` and those inside it, outermost first."""
     while sampler is not None:
@@ -483,9 +453,3 @@ def total_batch_size(sampler: object) -> int:
             return inner.round_size
         found = max(found, getattr(inner, "batch_size", None) or 1)
     return found
-
-
-def added_indices(sampler: object) -> int:
-    """Return how many indices at the end of a pass only complete the last round."""
-    found = (inner for inner in samplers(sampler) if isinstance(inner, CompletedBatchSampler))
-    return next((inner.added for inner in found), 0)

@@ -18,3 +18,12 @@ def split_problems(batch_size: int, num_processes: int) -> list[Problem]:
             f"The nearest batch size: {' or '.join(sizes)}.",
         )
     ]
+
+
+def unknown_size(name: str) -> Problem:
+    """Return what is wrong with cutting the batches of a batch sampler of class `name`."""
+    return Problem(
+        f"batch sampler {name} without `batch_size`",
+        "to split batches is to know the size of a full one",
+        "Give the sampler an attribute `batch_size`, or set split_batches=False.",
+    )

@@ -273,7 +273,7 @@ def test_rows_that_belong_to_no_sample_are_told_of_once() -> None:
     first, second = run_distributed(kept_with_a_warning, 2)
     assert second == []
     (message,) = first
-    assert "14 rows for the 10 samples of the last batch, of which 9 are real" in message
+    assert "14 rows for the 10 samples of the batch in hand, of which 9 are real" in message
 
 
 def read_together(shape: str, lengths: tuple[int, int], sizes: tuple[int, int]) -> Any:
