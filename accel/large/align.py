@@ -214,6 +214,7 @@ class AlignDevicesHook(ModelHook):
             ]
         return module
 
+    @torch.inference_mode(False)
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
         for name in names:
             place_tensor(module, name, "meta", clear_cache=False)

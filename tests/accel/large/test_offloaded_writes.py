@@ -178,3 +178,37 @@ def test_a_checkpoint_is_never_written(tmp_path: Path) -> None:
     model = mapped(Counter(), tmp_path)
     model(inputs())
     assert all(not value for value in load_file(tmp_path / "model.safetensors").values())
+
+
+class Doubles(nn.Module):
+    """Doubles its parameter at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x * self.weight
+
+
+@OFFLOADS
+def test_what_is_kept_in_inference_mode_computes_gradients_later(
+    offload: Offload, tmp_path: Path
+) -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(4), Counter(), Doubles())
+    model = offload(copy.deepcopy(plain), tmp_path)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(model(inputs()), plain(inputs()))
+    for one in (model, plain):
+        one.requires_grad_(True).requires_grad_(False)
+    x, y = inputs().requires_grad_(), inputs().requires_grad_()
+    for one, given in ((model, x), (plain, y)):
+        one(given).square().sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(x.grad, y.grad)
+    state = get_state_dict_offloaded_model(model)
+    assert not any(value.is_inference() for value in state.values())
