@@ -290,7 +290,8 @@ class AlignDevicesHook(ModelHook):
         self._loaded = {}
         for name in names:
             value = ready[name] if name in ready else self.weight(name)
-            self._place(module, name, device, value)
+            # One that was made in inference mode could not train, nor count its changes.
+            self._place(module, name, device, value.clone() if value.is_inference() else value)
             held, key = held_in(module, name)
             self._loaded[name] = LoadedWeight(held[key])
             if held[key].requires_grad:

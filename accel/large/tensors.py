@@ -12,7 +12,7 @@ from accel.checkpoint.dtypes import as_dtype
 from accel.device import default_device_type
 from accel.errors import ConfigError, StateError, nearest
 from accel.large.hooks import write_to
-from accel.large.offloaded_tensors import LeftWeight, OffloadedValue, OffloadedWeight
+from accel.large.offloaded_tensors import OffloadedValue, OffloadedWeight, plain
 from accel.logging import get_logger
 from accel.memory import clear_device_cache
 
@@ -120,10 +120,11 @@ def held_in(module: nn.Module, name: str) -> tuple[Held, str]:
 
 def like(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return `data` as what `old` is: a parameter of its class and attributes, or a buffer."""
+    data = plain(data)
     if not isinstance(old, nn.Parameter):
         return data.detach()
     trains = old.requires_grad and (data.is_floating_point() or data.is_complex())
-    if type(old) in (nn.Parameter, OffloadedWeight, LeftWeight, OffloadedValue):
+    if type(old) is nn.Parameter or isinstance(old, (OffloadedWeight, OffloadedValue)):
         fresh: torch.Tensor = nn.Parameter(data.detach(), requires_grad=trains)
     else:
         fresh = torch.Tensor._make_subclass(type(old), data.detach(), trains)
