@@ -11,6 +11,7 @@ from accel.checkpoint.offload_folder import PrefixedDataset
 from accel.large.align import AlignDevicesHook, LoadLock
 from accel.large.hooks import add_hook_to_module, hooks_of
 from accel.large.read_ahead import Block, ReadAhead
+from accel.large.reparametrized import check_reparametrized
 from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in, owner_of
 from accel.large.weights_map import Weights
 
@@ -199,6 +200,8 @@ class _Attacher:
     def _layer(
         self, module: nn.Module, name: str, device: Device | None, offload: bool, whole: bool
     ) -> None:
+        if offload:
+            check_reparametrized(module, name)
         prefix = f"{name}." if name else ""
         given = self.weights_map
         hook = AlignDevicesHook(

@@ -224,8 +224,9 @@ def _rebuilt(
 
 
 # What needs no values; a result of other operations that is no view does.
-_KEEP = frozenset(
-    "__get__ bfloat16 clone contiguous double flatten float half reshape to type type_as".split()
+_KEEP = (
+    *("__get__", "clone", "contiguous", "flatten", "reshape"),
+    *("bfloat16", "double", "float", "half", "to", "type", "type_as"),
 )
 _MOVES = ("to", "cpu", "cuda")
 _KINDS = (OffloadedWeight, LeftWeight, OffloadedView)
