@@ -25,7 +25,7 @@ from accel.large.tensors import (
     named_module_tensors,
     place_tensor,
 )
-from accel.large.unhooked import check_hooked
+from accel.large.unhooked import Place, check_hooked
 from accel.large.weights_map import Weights, in_memory, write_weight
 from accel.ops import send_to_device
 from accel.tree import iterate
@@ -114,6 +114,7 @@ class AlignDevicesHook(ModelHook):
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
+        self.place: Place | None = None
         self.lock = LoadLock()  # hooks of one model have one
         self._users = 0  # forward passes that use the loaded weights
         self._by_hand = 0  # of the calls of `pre_forward` since: those that no forward pass made
@@ -240,8 +241,8 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             first = next(iterate([args, kwargs]), None)
             self.input_device = None if first is None else first.device
-            if args or kwargs:  # unless weights are loaded by hand
-                self._check(module, first)
+        if args or kwargs:  # unless weights are loaded by hand
+            self._check(module, (args, kwargs))
         device = self.execution_device
         if device is not None:
             target = as_device(device)
@@ -251,11 +252,13 @@ class AlignDevicesHook(ModelHook):
             self._load(module)
         return args, kwargs
 
-    def _check(self, module: nn.Module, first: torch.Tensor | None) -> None:
+    def _check(self, module: nn.Module, inputs: object) -> None:
         if torch.compiler.is_compiling():
             return
-        if first is None or not first.is_meta:
-            check_hooked(module)
+        place = None if self.place is None else self.place.to_check(module)
+        changed = module if self.io_same_device else place
+        if changed is not None and not getattr(next(iterate(inputs), None), "is_meta", False):
+            check_hooked(changed)
 
     @_outside_graphs
     def _load(self, module: nn.Module) -> None:
