@@ -69,9 +69,11 @@ def _derived(
     With an input on the meta device, whose shapes are asked for, it is not.
     """
     name = getattr(func, "__name__", "")
-    shape = _shape(args, kwargs, _KINDS)
+    if name == "__get__":  # an attribute, such as is_meta: by far the most calls
+        return _marked(func(*args), OffloadedView)
 
     def copied() -> str:
+        shape = _shape(args, kwargs, _KINDS)
         return f"an offloaded weight {shape} has no values to copy. {CANNOT_MOVE}"
 
     result = _call(func, args, kwargs, copied if name in _MOVES else computed, computed)
@@ -135,7 +137,7 @@ class OffloadedWeight(nn.Parameter):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            rebuild, args, *_ = super().__reduce_ex__(protocol)  # type: ignore[arg-type,misc]
+            rebuild, args, *_ = super().__reduce_ex__(protocol)
         return _rebuilt, (type(self), rebuild, args)
 
 
@@ -225,7 +227,7 @@ def _rebuilt(
 
 # What needs no values; a result of other operations that is no view does.
 _KEEP = (
-    *("__get__", "clone", "contiguous", "flatten", "reshape"),
+    *("clone", "contiguous", "flatten", "reshape"),
     *("bfloat16", "double", "float", "half", "to", "type", "type_as"),
 )
 _MOVES = ("to", "cpu", "cuda")
@@ -238,8 +240,10 @@ def _is_plain(result: object) -> bool:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without the class that refuses to be computed with, to be held anew."""
+    if not isinstance(tensor, OffloadedValue):
+        return tensor
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(torch.Tensor) if isinstance(tensor, OffloadedValue) else tensor
+        return tensor.as_subclass(torch.Tensor)
 
 
 def _used(args: Sequence[object], kwargs: Mapping[str, object] | None, rule: str) -> str:
@@ -278,3 +282,12 @@ def mark_in_state_dict(state: MutableMapping[str, Any], names: Iterable[str]) ->
     for name in names:
         if _is_plain(state.get(name)):
             state[name] = state[name].as_subclass(OffloadedValue)
+
+
+def refuse_gradient(_: torch.Tensor) -> None:
+    """Raise `StateError`: called with the gradient of an offloaded weight."""
+    raise StateError(
+        "a gradient of an offloaded weight: it has no memory to be kept in, and no optimizer "
+        "could change the weight. Freeze it with requires_grad_(False) and train an adapter "
+        "(LoRA), or keep the module on a device."
+    )

@@ -296,6 +296,18 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     return [sorted(group) for group in names.values() if len(group) > 1]
 
 
+def tied_on(places: Sequence[tuple[nn.Module, str]], device: torch.device) -> nn.Parameter | None:
+    """Return a tied weight that lies on a device, None if none does.
+
+    Args:
+        places: the modules that have it, and its names there.
+        device: other than the meta device.
+    """
+    weights = (module._parameters.get(key) for module, key in places)
+    here = (one for one in weights if one is not None and check_device_same(one.device, device))
+    return next(here, None)
+
+
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Tie parameters again whose tie was broken, as by loading or by hooks.
 

@@ -48,14 +48,15 @@ class Place:
             module: what the hook is attached to.
         """
         found = None if self._model is None else self._model()
-        for key in self.path.split(".") if found is not None and self.path else ():
+        own = module if self.whole else None
+        if found is None:
+            return own
+        for key in self.path.split(".") if self.path else ():
             child = found._modules.get(key)
             if child is None:
                 return found
             found = child
-        if found is None or found is module:
-            return module if self.whole else None
-        return found
+        return own if found is module else found
 
 
 def check_hooked(model: nn.Module) -> None:
