@@ -15,7 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
 from accel.large.loaded_weight import LoadedWeight, content_of
-from accel.large.offloaded_tensors import mark_in_state_dict, mark_left, mark_offloaded
+from accel.large.offloaded_tensors import (
+    mark_in_state_dict,
+    mark_left,
+    mark_offloaded,
+    refuse_gradient,
+)
 from accel.large.read_ahead import ReadAhead
 from accel.large.tensors import (
     Device,
@@ -24,8 +29,9 @@ from accel.large.tensors import (
     held_in,
     named_module_tensors,
     place_tensor,
+    tied_on,
 )
-from accel.large.unhooked import check_hooked
+from accel.large.unhooked import Place, check_hooked
 from accel.large.weights_map import Weights, in_memory, write_weight
 from accel.ops import send_to_device
 from accel.tree import iterate
@@ -70,7 +76,8 @@ class AlignDevicesHook(ModelHook):
     """Bring inputs and weights to one device for the forward pass, and offload weights after it.
 
     Weights are offloaded when the last forward pass of the module ends: several threads may run
-    it. What a forward pass changes, such as running statistics, is kept in the weights map.
+    it. What a forward pass changes, such as running statistics, is kept in the weights map; of a
+    parameter, what `LoadedWeight` finds without comparing its values.
 
     Args:
         execution_device: where the forward pass runs; None: inputs and weights stay.
@@ -114,6 +121,7 @@ class AlignDevicesHook(ModelHook):
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
+        self.place: Place | None = None
         self.lock = LoadLock()  # hooks of one model have one
         self._users = 0  # forward passes that use the loaded weights
         self._by_hand = 0  # of the calls of `pre_forward` since: those that no forward pass made
@@ -150,7 +158,13 @@ class AlignDevicesHook(ModelHook):
         """Return the offloaded weight of a name in the module."""
         if self.weights_map is None:
             raise StateError(f"weight {name!r}: the hook was not attached to a module yet.")
-        return self.weights_map[name]
+        resident = self._resident(name)
+        return self.weights_map[name] if resident is None else resident.detach()
+
+    def _resident(self, name: str) -> nn.Parameter | None:
+        """Return what an offloaded weight is tied to, if a module keeps that where it runs."""
+        device = "cpu" if self.execution_device is None else self.execution_device
+        return tied_on(self.tied.get(name, ()), as_device(device))
 
     def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
         """Keep another value of an offloaded tensor in the weights map; false if it is not one.
@@ -214,6 +228,7 @@ class AlignDevicesHook(ModelHook):
             ]
         return module
 
+    @torch.inference_mode(False)
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
         for name in names:
             place_tensor(module, name, "meta", clear_cache=False)
@@ -239,22 +254,21 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             first = next(iterate([args, kwargs]), None)
             self.input_device = None if first is None else first.device
-            if args or kwargs:  # unless weights are loaded by hand
-                self._check(module, first)
-        device = self.execution_device
-        if device is not None:
-            target = as_device(device)
+        if (args or kwargs) and not torch.compiler.is_compiling():
+            self._check(module, (args, kwargs))
+        if self.execution_device is not None:
+            target = as_device(self.execution_device)
             args = send_to_device(args, target)
             kwargs = send_to_device(kwargs, target, skip_keys=self.skip_keys)
         if self.offload:
             self._load(module)
         return args, kwargs
 
-    def _check(self, module: nn.Module, first: torch.Tensor | None) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if first is None or not first.is_meta:
-            check_hooked(module)
+    def _check(self, module: nn.Module, inputs: object) -> None:
+        place = None if self.place is None else self.place.to_check(module)
+        changed = module if self.io_same_device else place
+        if changed is not None and not getattr(next(iterate(inputs), None), "is_meta", False):
+            check_hooked(changed)
 
     @_outside_graphs
     def _load(self, module: nn.Module) -> None:
@@ -288,12 +302,18 @@ class AlignDevicesHook(ModelHook):
         device = "cpu" if self.execution_device is None else self.execution_device
         self._loaded = {}
         for name in names:
+            resident = self._resident(name)
+            if resident is not None:  # it is no copy: it may be changed, and train
+                held, key = held_in(module, name)
+                held[key] = resident
+                continue
             value = ready[name] if name in ready else self.weight(name)
-            self._place(module, name, device, value)
+            # One that was made in inference mode could not train, nor count its changes.
+            self._place(module, name, device, value.clone() if value.is_inference() else value)
             held, key = held_in(module, name)
             self._loaded[name] = LoadedWeight(held[key])
             if held[key].requires_grad:
-                held[key].register_hook(_refuse_gradient)
+                held[key].register_hook(refuse_gradient)
         self._tie(module)
 
     def _read_ahead(self) -> dict[str, torch.Tensor]:
@@ -477,11 +497,3 @@ def _held(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.
     for name in names:
         held, key = held_in(module, name)
         yield name, held[key]
-
-
-def _refuse_gradient(_: torch.Tensor) -> None:
-    raise StateError(
-        "a gradient of an offloaded weight: it has no memory to be kept in, and no optimizer "
-        "could change the weight. Freeze it with requires_grad_(False) and train an adapter "
-        "(LoRA), or keep the module on a device."
-    )

@@ -11,7 +11,9 @@ from accel.checkpoint.offload_folder import PrefixedDataset
 from accel.large.align import AlignDevicesHook, LoadLock
 from accel.large.hooks import add_hook_to_module, hooks_of
 from accel.large.read_ahead import Block, ReadAhead
+from accel.large.reparametrized import check_reparametrized
 from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in, owner_of
+from accel.large.unhooked import Place
 from accel.large.weights_map import Weights
 
 Keys = str | Iterable[str] | None
@@ -78,7 +80,14 @@ def attach_align_device_hook(
     preload = frozenset(preload_module_classes or ())
     adapts, ties = _adapts(module), _ties(module, module_name)
     attacher = _Attacher(
-        weights_map, offload_buffers, skip_keys, preload, tied_params_map, adapts, ties
+        weights_map,
+        offload_buffers,
+        skip_keys,
+        preload,
+        tied_params_map,
+        adapts,
+        ties,
+        (module, module_name),
     )
     attacher.layers(module, module_name, execution_device, offload)
 
@@ -110,7 +119,14 @@ def attach_align_device_hook_on_blocks(
     preload = frozenset(preload_module_classes or ())
     adapts, ties = _adapts(module), _ties(module, module_name)
     attacher = _Attacher(
-        weights_map, offload_buffers, skip_keys, preload, tied_params_map, adapts, ties
+        weights_map,
+        offload_buffers,
+        skip_keys,
+        preload,
+        tied_params_map,
+        adapts,
+        ties,
+        (module, module_name),
     )
     devices, offloaded = execution_device, offload
     if not isinstance(devices, Mapping):
@@ -132,6 +148,7 @@ class _Attacher:
     tied: TiedParams | None
     adapts: bool
     ties: Mapping[str, Places]
+    root: tuple[nn.Module, str]  # and its name in the weights map
     ahead: ReadAhead = field(default_factory=ReadAhead)
     lock: LoadLock = field(default_factory=LoadLock)
 
@@ -224,6 +241,8 @@ class _Attacher:
         stay: frozenset[str],
     ) -> None:
         """Hook one module; `stay`: names, in the module, of weights that are not offloaded."""
+        if offload:
+            check_reparametrized(module, name)
         prefix = f"{name}." if name else ""
         given = self.weights_map
         hook = AlignDevicesHook(
@@ -238,6 +257,9 @@ class _Attacher:
         )
         names = hook.offloaded(module) if offload else []
         hook.lock = self.lock
+        if offload:
+            root, above = self.root
+            hook.place = Place(root, name.removeprefix(above).removeprefix("."), whole)
         hook.tied = {n: self.ties[prefix + n] for n in names if prefix + n in self.ties}
         size = sum(held[key].nbytes for held, key in (held_in(module, n) for n in names))
         add_hook_to_module(module, hook, append=True)

@@ -11,6 +11,11 @@ from torch import nn
 class LoadedWeight:
     """One weight while it is loaded, to find out whether it was changed.
 
+    torch counts changes of a parameter, but neither those of ``parameter.data`` in place nor those
+    through a numpy view. Within a forward pass these are not found, as each pass would compare all
+    weights with those on disk: they are lost unless the parameter is the offloaded weight itself,
+    as where that lies in the memory of the same device.
+
     Args:
         tensor: what the module holds of it now.
     """

@@ -50,10 +50,53 @@ def _is_new(result: object, given: Sequence[torch.Tensor]) -> bool:
     return any(not t.is_meta and id(t) not in known for t in iterate(result))
 
 
+def _marked(result: Any, kind: type[torch.Tensor]) -> Any:
+    """Return a result whose plain tensors on the meta device are of another class."""
+    if type(result) in (tuple, list):  # as of chunk
+        return type(result)(_marked(one, kind) for one in result)
+    return result.as_subclass(kind) if _is_plain(result) else result
+
+
+def _derived(
+    func: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
+    computed: Callable[[], str],
+) -> Any:
+    """Return what an operation derives from offloaded weights, which refuses to be computed with.
+
+    A view and a copy of another dtype stay so; what is computed is refused at once.
+    With an input on the meta device, whose shapes are asked for, it is not.
+    """
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # an attribute, such as is_meta: by far the most calls
+        return _marked(func(*args), OffloadedView)
+
+    def copied() -> str:
+        shape = _shape(args, kwargs, _KINDS)
+        return f"an offloaded weight {shape} has no values to copy. {CANNOT_MOVE}"
+
+    result = _call(func, args, kwargs, copied if name in _MOVES else computed, computed)
+    if name.endswith("_like") or name.startswith("new_"):
+        return result  # a tensor of its own: the shape alone was taken
+    given = list(iterate([args, kwargs or {}]))
+    others = [tensor for tensor in given if type(tensor) not in _KINDS]
+    if others and all(tensor.is_meta for tensor in others):
+        return _marked(result, OffloadedResult)
+    if name not in _KEEP and any(_is_plain(t) and not _is_view(t, given) for t in iterate(result)):
+        raise StateError(computed())
+    return _marked(result, OffloadedView)
+
+
+def _is_view(result: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
+    memory = result.untyped_storage()._cdata
+    return any(tensor.untyped_storage()._cdata == memory for tensor in given)
+
+
 class OffloadedWeight(nn.Parameter):
     """A parameter without data, whose values are loaded for the forward pass of its module alone.
 
-    Operations that would need the values are refused.
+    Operations that would need the values are refused, also with views of it.
     """
 
     _unused = (
@@ -79,19 +122,23 @@ class OffloadedWeight(nn.Parameter):
             kwargs: keyword arguments of the call.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            result = _call(
-                func,
-                args,
-                kwargs,
-                lambda: (
-                    f"an offloaded weight {_shape(args, kwargs, cls)} has no values to copy. "
-                    f"{CANNOT_MOVE}"
-                ),
-                lambda: f"an offloaded weight {_shape(args, kwargs, cls)} {cls._unused}",
-            )
+            rule = functools.partial(_used, args, kwargs, cls._unused)
+            result = _derived(func, args, kwargs, rule)
             # For state_dict(), also of a model whose hooks were removed and left weights on disk.
-            detached = func is torch.Tensor.detach and _is_plain(result)
-            return result.as_subclass(OffloadedValue) if detached else result
+            return result.as_subclass(OffloadedValue) if func is torch.Tensor.detach else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                data = self.data.clone()
+                memo[id(self)] = torch.Tensor._make_subclass(type(self), data, self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            rebuild, args, *_ = super().__reduce_ex__(protocol)
+        return _rebuilt, (type(self), rebuild, args)
 
 
 class LeftWeight(OffloadedWeight):
@@ -130,8 +177,7 @@ class OffloadedValue(torch.Tensor):
         """
         with torch._C.DisableTorchFunctionSubclass():
             rule = functools.partial(_not_saved, args, kwargs)
-            result = _call(func, args, kwargs, rule, rule)
-            return result.as_subclass(cls) if _is_plain(result) else result
+            return _marked(_call(func, args, kwargs, rule, rule), cls)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise StateError(_not_saved([self], None))
@@ -140,8 +186,68 @@ class OffloadedValue(torch.Tensor):
         return memo.setdefault(id(self), self.detach())
 
 
+class OffloadedView(OffloadedValue):
+    """A view of an offloaded weight, or its shape in another dtype: without values, as the weight.
+
+    Torch computes with a plain view on the meta device as if it had data.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
+        """Return what `func` returns; raise `StateError` if that needs the values.
+
+        Args:
+            func: of torch.
+            types: of the arguments that have such a method.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            rule = functools.partial(_used, args, kwargs, OffloadedWeight._unused)
+            return _derived(func, args, kwargs, rule)
+
+
+class OffloadedResult(OffloadedView):
+    """The shape of what an offloaded weight and an input on the meta device give."""
+
+
+def _rebuilt(
+    kind: type[OffloadedWeight], rebuild: Callable[..., nn.Parameter], args: Sequence[object]
+) -> nn.Parameter:
+    weight = rebuild(*args)
+    weight.__class__ = kind
+    return weight
+
+
+# What needs no values; a result of other operations that is no view does.
+_KEEP = (
+    *("clone", "contiguous", "flatten", "reshape"),
+    *("bfloat16", "double", "float", "half", "to", "type", "type_as"),
+)
+_MOVES = ("to", "cpu", "cuda")
+_KINDS = (OffloadedWeight, LeftWeight, OffloadedView)
+
+
 def _is_plain(result: object) -> bool:
     return type(result) is torch.Tensor and result.is_meta
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without the class that refuses to be computed with, to be held anew."""
+    if not isinstance(tensor, OffloadedValue):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def _used(args: Sequence[object], kwargs: Mapping[str, object] | None, rule: str) -> str:
+    return f"an offloaded weight {_shape(args, kwargs, _KINDS)} {rule}"
 
 
 def _not_saved(args: Sequence[object], kwargs: Mapping[str, object] | None) -> str:
@@ -154,9 +260,7 @@ def _not_saved(args: Sequence[object], kwargs: Mapping[str, object] | None) -> s
     )
 
 
-def _shape(
-    args: Sequence[object], kwargs: Mapping[str, object] | None, kind: type[torch.Tensor]
-) -> str:
+def _shape(args: Sequence[object], kwargs: Mapping[str, object] | None, kind: Any) -> str:
     found = (tensor for tensor in iterate([args, kwargs or {}]) if isinstance(tensor, kind))
     return next((str(list(tensor.shape)) for tensor in found), "")
 
@@ -178,3 +282,12 @@ def mark_in_state_dict(state: MutableMapping[str, Any], names: Iterable[str]) ->
     for name in names:
         if _is_plain(state.get(name)):
             state[name] = state[name].as_subclass(OffloadedValue)
+
+
+def refuse_gradient(_: torch.Tensor) -> None:
+    """Raise `StateError`: called with the gradient of an offloaded weight."""
+    raise StateError(
+        "a gradient of an offloaded weight: it has no memory to be kept in, and no optimizer "
+        "could change the weight. Freeze it with requires_grad_(False) and train an adapter "
+        "(LoRA), or keep the module on a device."
+    )

@@ -12,7 +12,7 @@ from accel.checkpoint.dtypes import as_dtype
 from accel.device import default_device_type
 from accel.errors import ConfigError, StateError, nearest
 from accel.large.hooks import write_to
-from accel.large.offloaded_tensors import LeftWeight, OffloadedValue, OffloadedWeight
+from accel.large.offloaded_tensors import OffloadedValue, OffloadedWeight, plain
 from accel.logging import get_logger
 from accel.memory import clear_device_cache
 
@@ -120,10 +120,11 @@ def held_in(module: nn.Module, name: str) -> tuple[Held, str]:
 
 def like(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return `data` as what `old` is: a parameter of its class and attributes, or a buffer."""
+    data = plain(data)
     if not isinstance(old, nn.Parameter):
         return data.detach()
     trains = old.requires_grad and (data.is_floating_point() or data.is_complex())
-    if type(old) in (nn.Parameter, OffloadedWeight, LeftWeight, OffloadedValue):
+    if type(old) is nn.Parameter or isinstance(old, (OffloadedWeight, OffloadedValue)):
         fresh: torch.Tensor = nn.Parameter(data.detach(), requires_grad=trains)
     else:
         fresh = torch.Tensor._make_subclass(type(old), data.detach(), trains)
@@ -293,6 +294,18 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def tied_on(places: Sequence[tuple[nn.Module, str]], device: torch.device) -> nn.Parameter | None:
+    """Return a tied weight that lies on a device, None if none does.
+
+    Args:
+        places: the modules that have it, and its names there.
+        device: other than the meta device.
+    """
+    weights = (module._parameters.get(key) for module, key in places)
+    here = (one for one in weights if one is not None and check_device_same(one.device, device))
+    return next(here, None)
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:

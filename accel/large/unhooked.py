@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +13,49 @@ from accel.large.hooks import ModelHook, hooks_of
 from accel.large.offloaded_tensors import LeftWeight, OffloadedWeight
 
 _MARKED = (OffloadedWeight, LeftWeight)  # they refuse to be computed with
+
+
+class Place:
+    """Where a module lay in a model when its hook was attached.
+
+    An adapter around it, which peft puts in its place, runs without a forward pass of the model
+    where a part of the model is called. A copy of the model has its own place; one that was
+    pickled, or a part that is copied alone, has none.
+
+    Args:
+        model: that has the module, or None.
+        path: name of the module in the model.
+        whole: whether its hook loads the weights of its submodules, too.
+    """
+
+    def __init__(self, model: nn.Module | None, path: str, whole: bool = False) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self.path = path
+        self.whole = whole
+
+    def __reduce__(self) -> tuple[type[Place], tuple[None, str, bool]]:
+        return Place, (None, self.path, self.whole)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        model = None if self._model is None else self._model()
+        return Place(memo.get(id(model)), self.path, self.whole)
+
+    def to_check(self, module: nn.Module) -> nn.Module | None:
+        """Return what may have tensors that no hook has a value for, None where nothing changed.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        found = None if self._model is None else self._model()
+        own = module if self.whole else None
+        if found is None:
+            return own
+        for key in self.path.split(".") if self.path else ():
+            child = found._modules.get(key)
+            if child is None:
+                return found
+            found = child
+        return own if found is module else found
 
 
 def check_hooked(model: nn.Module) -> None:

@@ -43,15 +43,17 @@ def write_weight(weights: Weights | None, name: str, value: torch.Tensor, tied: 
             "its names, which would differ. Keep its module on a device, or change it before "
             "dispatch_model."
         )
-    content = value.detach().to("cpu")
-    if in_memory(weights, name):
-        assert weights is not None
-        present = weights[name]
-        if present.dtype == content.dtype and present.shape == content.shape:
-            with torch.no_grad():
+    # A tensor that is made in inference mode cannot be used for gradients later.
+    with torch.inference_mode(False), torch.no_grad():
+        content = value.detach().to("cpu")
+        if in_memory(weights, name):
+            assert weights is not None
+            present = weights[name]
+            fits = present.dtype == content.dtype and present.shape == content.shape
+            if fits and not present.is_inference():
                 present.copy_(content)
-            return
-    _set(weights, name, content.clone() if content.data_ptr() == value.data_ptr() else content)
+                return
+        _set(weights, name, content.clone() if content.data_ptr() == value.data_ptr() else content)
 
 
 def _set(weights: Any, name: str, value: torch.Tensor) -> None:

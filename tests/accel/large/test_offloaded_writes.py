@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -178,3 +179,62 @@ def test_a_checkpoint_is_never_written(tmp_path: Path) -> None:
     model = mapped(Counter(), tmp_path)
     model(inputs())
     assert all(not value for value in load_file(tmp_path / "model.safetensors").values())
+
+
+class Doubles(nn.Module):
+    """Doubles its parameter at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x * self.weight
+
+
+@OFFLOADS
+def test_what_is_kept_in_inference_mode_computes_gradients_later(
+    offload: Offload, tmp_path: Path
+) -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(4), Counter(), Doubles())
+    model = offload(copy.deepcopy(plain), tmp_path)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(model(inputs()), plain(inputs()))
+    for one in (model, plain):
+        one.requires_grad_(True).requires_grad_(False)
+    x, y = inputs().requires_grad_(), inputs().requires_grad_()
+    for one, given in ((model, x), (plain, y)):
+        one(given).square().sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.equal(x.grad, y.grad)
+    state = get_state_dict_offloaded_model(model)
+    assert not any(value.is_inference() for value in state.values())
+
+
+class Writes(nn.Module):
+    """Writes to its parameter in a way that torch does not count."""
+
+    def __init__(self, through: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.through = through
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        view = self.through(self.weight)
+        view *= 2
+        return x * self.weight
+
+
+@pytest.mark.parametrize("through", [lambda one: one.data, lambda one: one.detach().numpy()])
+def test_writes_that_torch_does_not_count_are_lost_on_disk_alone(
+    through: Callable[[torch.Tensor], Any], tmp_path: Path
+) -> None:
+    """As README says: to find them would compare all weights with the files at each pass."""
+    in_memory, on_disk = cpu(Writes(through), tmp_path), disk(Writes(through), tmp_path)
+    for doubled in (2, 4):
+        assert torch.equal(in_memory(inputs()), inputs() * doubled)
+        assert torch.equal(on_disk(inputs()), inputs() * 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,59 @@ def test_an_adapter_without_values_is_refused(kind: str, before: bool, tmp_path:
     model[1].linear.added.requires_grad_(False).weight.zero_()
     model[1].linear.added.bias.zero_()
     assert torch.equal(model(inputs()), net()(inputs()))
+
+
+class Before(Adapter):
+    """Runs the adapter before its layer, and in a way of which torch does not complain."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x @ self.added.weight.T + self.base(x)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "everything", "blocks"])
+@pytest.mark.parametrize("adapter", [Adapter, Before])
+def test_an_adapter_without_values_is_refused_where_a_part_runs(
+    kind: str, adapter: type[Adapter], tmp_path: Path
+) -> None:
+    model = offloaded(kind, tmp_path)
+    expected = model[1](inputs())
+    for changed in (model, copy.deepcopy(model)):
+        changed[1].linear = adapter(changed[1].linear)
+        for part in (changed[1], changed[1].linear):
+            with pytest.raises(StateError, match=r"added\.weight.*before dispatch"):
+                part(inputs())
+        added = nn.Linear(4, 4).requires_grad_(False)
+        added.weight.zero_()
+        added.bias.zero_()
+        changed[1].linear.added = added
+        assert torch.equal(changed[1](inputs()), expected)
+
+
+def test_an_adapter_around_a_container_is_refused_where_a_part_runs(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    disk_offload(model, tmp_path, "cpu")
+    around = Adapter(model[0][0])
+    around.base = model[0]
+    model[0] = nn.Sequential(around)
+    with pytest.raises(StateError, match=r"added\.weight"):
+        model[0](inputs())
+    part = cpu_offload(net(), "cpu", preload_module_classes=["Block"])
+    part[1].linear = Adapter(part[1].linear)
+    with pytest.raises(StateError, match=r"linear\.added\.weight"):
+        part[1](inputs())
+
+
+def test_a_part_that_was_moved_or_outlives_its_model_runs(tmp_path: Path) -> None:
+    model = disk_offload(net(), tmp_path, "cpu")
+    expected = model[1](inputs())
+    moved = nn.Sequential(model[1])
+    model[1] = nn.Identity()
+    assert torch.equal(moved(inputs()), expected)
+    assert torch.equal(copy.deepcopy(moved)(inputs()), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(moved))(inputs()), expected)
+    del model
+    assert torch.equal(moved(inputs()), expected)
 
 
 def test_weights_that_hooks_around_have_are_none(tmp_path: Path) -> None:

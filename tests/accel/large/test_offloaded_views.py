@@ -1,0 +1,138 @@
+"""Views of offloaded weights: nothing is computed from them outside the module's forward pass."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from accel import cpu_offload, disk_offload
+from accel.errors import StateError
+from accel.large.offloaded_tensors import OffloadedWeight
+
+Use = Callable[[torch.Tensor, torch.Tensor], object]
+RULE = r"an offloaded weight \[.* is used while its module does not run.*preload_module_classes"
+
+
+class Reader(nn.Module):
+    """Uses the weight of a submodule without calling it."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.use = use
+        self.inner = nn.Embedding(6, 4)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.use(self.layer(x), self.inner.weight)
+
+
+USES: list[Use] = [
+    lambda x, w: x @ w.T,
+    lambda x, w: x @ w.t(),
+    lambda x, w: torch.matmul(x, w.transpose(0, 1)),
+    lambda x, w: torch.matmul(x, w.T.contiguous()),
+    lambda x, w: functional.linear(x, w[:2]),
+    lambda x, w: functional.linear(x, w.chunk(2)[1]),
+    lambda x, w: functional.linear(x, torch.stack(list(w.unbind()))),
+    lambda x, w: x @ w.data.T,
+    lambda x, w: x @ w.half().float().T,
+    lambda x, w: x @ w.clone().mT,
+    lambda x, w: torch.einsum("bi,oi->bo", x, w[:, :4]),
+    lambda x, w: x[:, :1] * w[0],
+    lambda x, w: w.norm(),
+    lambda x, w: torch.cat([w.view(-1), w.reshape(-1)]),
+    lambda x, w: (w * 2)[:, :4] @ x.T,
+    lambda x, w: w[0, 0].item(),
+    lambda x, w: w.data.numpy(),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_view_is_not_computed_with(use: Use, context: type) -> None:
+    model = cpu_offload(Reader(use), "cpu")
+    with context(), pytest.raises(StateError, match=RULE):
+        model(torch.ones(2, 4))
+    with context():
+        cpu_offload(Reader(use), "cpu", preload_module_classes=["Reader"])(torch.ones(2, 4))
+
+
+def test_detached_views_are_not_computed_with() -> None:
+    model = cpu_offload(Reader(lambda x, w: x @ w.detach()[:, :4].T), "cpu")
+    with pytest.raises(StateError, match="an offloaded weight"):
+        model(torch.ones(2, 4))
+
+
+def test_parameters_are_not_gathered_in_a_vector() -> None:
+    model = cpu_offload(nn.Linear(4, 4), "cpu")
+    with pytest.raises(StateError, match=RULE):
+        nn.utils.parameters_to_vector(model.parameters())
+
+
+def test_shapes_and_new_tensors_need_no_values() -> None:
+    weight = cpu_offload(nn.Linear(4, 3), "cpu").weight
+    assert weight.T.shape == (4, 3)
+    assert weight[:2].half().dtype == torch.float16
+    assert [part.shape for part in weight.split(2)] == [(2, 4), (1, 4)]
+    assert torch.zeros_like(weight, device="cpu").sum() == 0
+    assert type(torch.zeros_like(weight)) is torch.Tensor
+    assert weight.new_ones(2, device="cpu").sum() == 2
+    assert nn.init.zeros_(weight) is weight
+
+
+def test_shapes_are_computed_with_inputs_on_the_meta_device() -> None:
+    weight = cpu_offload(nn.Linear(4, 3), "cpu").weight
+    out = functional.softmax(torch.ones(2, 4, device="meta") @ weight.T, -1)
+    assert out.shape == (2, 3)
+    with pytest.raises(StateError, match=RULE):
+        out.sum().item()
+    with pytest.raises(StateError, match=RULE):
+        torch.ones(5, 2) @ out
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_weight_is_guarded(
+    copied: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    model = disk_offload(nn.Linear(4, 4), tmp_path, "cpu").requires_grad_(False)
+    x, again = torch.ones(2, 4), copied(model)
+    weight = again.get_parameter("weight")
+    assert type(weight) is OffloadedWeight
+    assert not weight.requires_grad
+    with pytest.raises(StateError, match=RULE):
+        x @ weight.T
+    assert torch.equal(again(x), model(x))
+
+
+def test_the_data_of_weights_is_not_saved_without_its_values() -> None:
+    model = cpu_offload(nn.Linear(4, 4), "cpu")
+    with pytest.raises(StateError, match=r"without their values.*save_model"):
+        torch.save({name: one.data for name, one in model.named_parameters()}, io.BytesIO())
+
+
+def test_a_frozen_weight_may_be_in_an_optimizer() -> None:
+    model = nn.Sequential(
+        cpu_offload(nn.Linear(4, 4), "cpu").requires_grad_(False), nn.Linear(4, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == 2
+
+
+def test_a_parameter_made_of_a_view_is_placed() -> None:
+    """Its class is that of the view; a hook that has a value for it makes it a plain one."""
+    layer = nn.Linear(4, 4)
+    model = cpu_offload(copy.deepcopy(layer), "cpu")
+    model.weight = nn.Parameter(model.weight.data)
+    assert torch.equal(model(torch.ones(2, 4)), layer(torch.ones(2, 4)))
+    with pytest.raises(StateError, match=RULE):
+        torch.ones(2, 4) @ model.weight.T
