@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.directory import numbered
 from accel.errors import CheckpointError, Problem
 
 FORMAT_VERSION = 1
@@ -22,6 +21,8 @@ class ParameterNames:
     """Parameter names of unwrapped models in the order of `prepare`; aliases of tied ones, too."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        from accel.checkpoint.directory import numbered
+
         self._owner: dict[str, int] = {}  # each name → identity of its parameter
         self._first: dict[int, str] = {}
         for index, model in enumerate(models):

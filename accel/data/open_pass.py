@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.data.independent_draws import Drawn, PassDraws
 from accel.window_ends import Reading
+
+if TYPE_CHECKING:
+    from accel.data.independent_draws import Drawn, PassDraws
 
 
 @dataclass

@@ -24,7 +24,6 @@ from torch.utils.data import (
 
 from accel import rng
 from accel.data.completed_batches import CompletedBatchSampler
-from accel.data.independent_draws import PassDraws
 from accel.data.open_pass import Pass, Start
 from accel.data.samplers import (
     SeedableRandomSampler,
@@ -204,6 +203,8 @@ class Order:
 
         Where it draws the order of an earlier pass again, it draws all that this had drawn at once.
         """
+        from accel.data.independent_draws import PassDraws
+
         unknown = self.draws in ("all", "agreed")
         held = held_generators(None, sampler, self)
         draws = PassDraws(held, unknown, total_batch_size(sampler))

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.data import epochs, worker_signals
-from accel.data.independent_draws import Drawn
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader_arguments import index_sampler
 from accel.data.open_pass import Start
@@ -297,6 +296,8 @@ class OrderedLoader(DataLoader[Any]):
         if saved["stream"] and order.stream is None and order.draws == "torch":
             order.take_stream()  # saved on several processes
         order.restore(Start(saved["now"], stream=saved["stream"]), self.generators())
+        from accel.data.independent_draws import Drawn
+
         drawn = saved.get("drawn")  # none of an earlier version
         begun = Start(
             state["generators"],

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import get_worker_info
 
 from accel.comm.base import Communicator
-from accel.data.independent_draws import process_states
 
 _SAMPLES, _LEAVES = 32, 8  # of a first round, that are compared
 _BYTES = 1 << 14  # of a leaf
@@ -38,11 +37,15 @@ class FirstRound:
 
     def begin(self) -> None:
         """Note the start of a pass."""
+        from accel.data.independent_draws import process_states
+
         if not int(self.table[0]):
             self._before = process_states()
 
     def note(self, samples: Sequence[object]) -> None:
         """Note the samples of a round, none where the stream is empty."""
+        from accel.data.independent_draws import process_states
+
         worker = get_worker_info()
         if int(self.table[0]) or (worker is not None and worker.id > 0):
             return

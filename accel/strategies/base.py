@@ -21,7 +21,6 @@ from accel.device import copies_in_order
 from accel.errors import AccelError, ConfigError
 from accel.imports import load_attribute
 from accel.logging import get_logger
-from accel.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.ops import send_to_device
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision import bf16_weights
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from accel.checkpoint.sharded import Allocate
     from accel.comm.base import Communicator
+    from accel.memory_estimate import Footprint
     from accel.planning.plan import Plan
     from accel.planning.spec import StrategySpec
     from accel.precision.base import Precision
@@ -145,11 +145,15 @@ class StateIO:
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:
         """Return the bytes that this rank holds once a step is made. No collectives."""
+        from accel import memory_estimate
+
         held = [parameter for model in models for parameter in model.parameters()]
-        states = [state_bytes(unwrap_optimizer(optimizer)) for optimizer in optimizers]
-        return Footprint(
-            num_bytes(held),
-            num_bytes(parameter for parameter in held if parameter.requires_grad),
+        states = [
+            memory_estimate.state_bytes(unwrap_optimizer(optimizer)) for optimizer in optimizers
+        ]
+        return memory_estimate.Footprint(
+            memory_estimate.num_bytes(held),
+            memory_estimate.num_bytes(parameter for parameter in held if parameter.requires_grad),
             None if None in states else sum(size or 0 for size in states),
         )
 
