@@ -14,6 +14,7 @@ import torch
 from accel.errors import ConfigError, StateError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import StepScaler, has_gradients, parameters_of
+from accel.precision.gradient_sums import sum_in_fp32
 from accel.prepared import Objects
 from accel.state import GradientState
 
@@ -120,7 +121,7 @@ class Accumulation:
                 self._admit_model(model)
         if sync_gradients is None and self.gradient_state.num_steps == 1:
             return self._windows
-        return _MicroBatchContext(self._windows, self._strategy, models, sync_gradients)
+        return _MicroBatchContext(self, self._strategy, models, sync_gradients)
 
     def _admit_model(self, model: torch.nn.Module) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -138,10 +139,16 @@ class Accumulation:
         Args:
             model: the model; None: every prepared one.
         """
+        self._open_window()
         with ExitStack() as stack:
             for entry in self._objects.models if model is None else [model]:
                 stack.enter_context(self._strategy.sync.no_sync(entry))
             yield
+
+    def _open_window(self) -> None:
+        """Have gradients of bf16 weights summed in fp32 where more than one is added up."""
+        if self._divides_loss:  # else the engine accumulates
+            sum_in_fp32(map(unwrap_optimizer, self._objects.optimizers))
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context whose backward exchanges gradients after forwards under `no_sync`.
@@ -242,7 +249,10 @@ class Accumulation:
             >>> optimizer.step()
             >>> optimizer.zero_grad()
         """
-        losses = self._strategy.forward_backward(model, list(micro_batches), loss_fn, self)
+        window = list(micro_batches)
+        if len(window) > 1:
+            self._open_window()
+        losses = self._strategy.forward_backward(model, window, loss_fn, self)
         self.step, self.sync_gradients = 0, True  # whatever the strategy did, the window ends here
         return losses
 
@@ -385,16 +395,17 @@ class Windows:
 class _MicroBatchContext:
     """The context of one micro-batch out of several of a window."""
 
-    __slots__ = ("_exits", "_models", "_strategy", "_sync", "_windows")
+    __slots__ = ("_exits", "_models", "_owner", "_strategy", "_sync", "_windows")
 
     def __init__(
         self,
-        windows: Windows,
+        owner: Accumulation,
         strategy: Strategy,
         models: tuple[torch.nn.Module, ...],
         sync: bool | None,
     ) -> None:
-        self._windows = windows
+        self._owner = owner
+        self._windows = owner._windows
         self._strategy = strategy
         self._models = models
         self._sync = sync
@@ -402,6 +413,8 @@ class _MicroBatchContext:
 
     def __enter__(self) -> None:
         state, sync = self._windows.state, self._ends_window()
+        if state.sync_gradients and not sync:
+            self._owner._open_window()
         state.sync_gradients = sync
         if not sync and self._models and not state.sync_each_batch:
             self._exits = ExitStack()

@@ -10,9 +10,11 @@ Source: https://arxiv.org/abs/2010.06192
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,23 +71,47 @@ class SharedDraws:
         optimizer.register_state_dict_post_hook(self._save)
         optimizer.register_load_state_dict_pre_hook(self._load)
 
-    def _seed(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _seed(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Seed torch's generators for the update; a closure computes with the run's own states."""
+        if not holds_bf16(optimizer):
+            return None
         if self._before is None:  # else a step raised: what was before that one is restored
             self._before = rng.torch_states()
         place = common_coordinates(optimizer)
-        torch.manual_seed(rng.mix_seeds(self.seed, self.steps, *([digest(place)] if place else [])))
+        numbers = [self.seed, self.steps, *([digest(place)] if place else [])]
+        torch.manual_seed(rng.mix_seeds(*numbers))
+        calls = itertools.count(1)
+
+        def computed(closure: Callable[[], Any]) -> Callable[[], Any]:
+            @functools.wraps(closure)
+            def call() -> Any:
+                if self._before is not None:
+                    rng.set_torch_states(self._before)
+                try:
+                    return closure()
+                finally:  # ranks may have drawn differently: what follows is seeded again
+                    self._before = rng.torch_states()
+                    torch.manual_seed(rng.mix_seeds(*numbers, next(calls)))
+
+            return call
+
+        return _with_closure(args, kwargs, computed)
 
     def _restore(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._before is None:  # no weight was in bf16
+            return
         self.steps += 1
         if not self._has_stepped:
             warn_of_moments(optimizer)
         self._has_stepped = True
-        if self._before is not None:
-            rng.set_torch_states(self._before)
+        rng.set_torch_states(self._before)
         self._before = None
 
-    def _save(self, _: object, state: dict[str, object]) -> None:
-        state[STATE] = {"seed": self.seed, "steps": self.steps}
+    def _save(self, optimizer: torch.optim.Optimizer, state: dict[str, object]) -> None:
+        if self.steps or holds_bf16(optimizer):
+            state[STATE] = {"seed": self.seed, "steps": self.steps}
 
     def _load(self, _: object, state: Mapping[str, Any]) -> dict[str, Any]:
         own = dict(state)
@@ -99,6 +125,19 @@ class SharedDraws:
                     Problem(f"optimizer: {STATE}={saved!r}", rule, "Use another checkpoint.")
                 ) from error
         return own
+
+
+def _with_closure(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    change: Callable[[Callable[[], Any]], Callable[[], Any]],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a step (the optimizer first) with a changed closure, if any."""
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": change(kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], change(args[1]), *args[2:]), kwargs
+    return None
 
 
 def shard_coordinates(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
@@ -171,6 +210,9 @@ def prepare_optimizer(
 ) -> None:
     """Let replicas round alike; warn of an optimizer that loses small updates of bf16 weights.
 
+    Weights may be added, unfrozen or converted to bf16 later: what rounds stochastically is always
+    prepared, and other optimizers are looked at again in their first step.
+
     Collective where the optimizer rounds stochastically.
 
     Args:
@@ -178,20 +220,37 @@ def prepare_optimizer(
         comm: over all ranks.
         number: of the optimizer in the run, from 0: each has draws of its own.
     """
-    if not holds_bf16(optimizer):
-        return
     if not rounds_stochastically(optimizer):
-        slow = _slow_moments(optimizer)
-        logger.warning_once(
-            "%s updates weights in bf16, rounded to the nearest: updates of less than 2**-9 of a "
-            "weight are lost. Keep the weights in fp32 (mixed_precision='bf16' computes in bf16), "
-            "or round stochastically: accel.precision.rounding_adamw.RoundingAdamW, or "
-            "torchao.optim.AdamW8bit(…, bf16_stochastic_round=True).%s",
-            type(optimizer).__name__,
-            f" Its moments are in bf16, too: {_fate_of_moments(slow[-1])}" if slow else "",
-        )
+        if holds_bf16(optimizer):
+            _warn_of_lost_updates(optimizer)
+        else:
+            _WarnInFirstStep().register(optimizer)
         return
     if optimizer not in _SHARED:
         (seed,) = comm.broadcast_objects([torch.initial_seed()])
         _SHARED[optimizer] = SharedDraws(rng.mix_seeds(int(seed), number))
         _SHARED[optimizer].register(optimizer)
+
+
+class _WarnInFirstStep:
+    """A step pre-hook, removed by its first call, that looks for weights in bf16."""
+
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handle = optimizer.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._handle.remove()
+        if holds_bf16(optimizer) and not rounds_stochastically(optimizer):
+            _warn_of_lost_updates(optimizer)
+
+
+def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
+    slow = _slow_moments(optimizer)
+    logger.warning_once(
+        "%s updates weights in bf16, rounded to the nearest: updates of less than 2**-9 of a "
+        "weight are lost. Keep the weights in fp32 (mixed_precision='bf16' computes in bf16), "
+        "or round stochastically: accel.precision.rounding_adamw.RoundingAdamW, or "
+        "torchao.optim.AdamW8bit(…, bf16_stochastic_round=True).%s",
+        type(optimizer).__name__,
+        f" Its moments are in bf16, too: {_fate_of_moments(slow[-1])}" if slow else "",
+    )

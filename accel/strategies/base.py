@@ -23,7 +23,7 @@ from accel.imports import load_attribute
 from accel.logging import get_logger
 from accel.ops import send_to_device
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
-from accel.precision import bf16_weights
+from accel.precision import bf16_weights, gradient_sums
 from accel.precision.amp import StepScaler
 from accel.prepared import Objects
 from accel.scheduler import wrap_scheduler
@@ -107,7 +107,10 @@ class Gradients:
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Scale gradients to a total norm of at most `max_norm`; return the norm [] before."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not any(entry.dtype == torch.bfloat16 for entry in entries):
+            return torch.nn.utils.clip_grad_norm_(entries, max_norm, norm_type=norm_type)
+        return gradient_sums.clip_norm(entries, max_norm, norm_type)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp each gradient's elements to ±`clip_value`."""
