@@ -210,8 +210,8 @@ def prepare_optimizer(
 ) -> None:
     """Let replicas round alike; warn of an optimizer that loses small updates of bf16 weights.
 
-    Weights may be added, unfrozen or converted to bf16 later: what rounds stochastically is always
-    prepared, and other optimizers are looked at again in their first step.
+    What rounds stochastically is prepared though it has no weights in bf16 yet: they may be added,
+    unfrozen or converted later.
 
     Collective where the optimizer rounds stochastically.
 
@@ -223,25 +223,11 @@ def prepare_optimizer(
     if not rounds_stochastically(optimizer):
         if holds_bf16(optimizer):
             _warn_of_lost_updates(optimizer)
-        else:
-            _WarnInFirstStep().register(optimizer)
         return
     if optimizer not in _SHARED:
         (seed,) = comm.broadcast_objects([torch.initial_seed()])
         _SHARED[optimizer] = SharedDraws(rng.mix_seeds(int(seed), number))
         _SHARED[optimizer].register(optimizer)
-
-
-class _WarnInFirstStep:
-    """A step pre-hook, removed by its first call, that looks for weights in bf16."""
-
-    def register(self, optimizer: torch.optim.Optimizer) -> None:
-        self._handle = optimizer.register_step_pre_hook(self)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._handle.remove()
-        if holds_bf16(optimizer) and not rounds_stochastically(optimizer):
-            _warn_of_lost_updates(optimizer)
 
 
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:

@@ -253,3 +253,83 @@ def test_a_broken_record_is_refused() -> None:
     assert set(state[bf16_weights.STATE]) == {"seed", "steps"}
     with pytest.raises(CheckpointError, match="the seed and the number of steps"):
         optimizer.load_state_dict({**state, bf16_weights.STATE: {"seed": 1}})
+
+
+# -- weights in bf16 after `prepare`, and closures -----------------------------------------------
+
+
+def late(how: str) -> torch.Tensor:
+    """Return the weights after steps of an optimizer that was prepared without any in bf16."""
+    accelerator = Accelerator(cpu=True)
+    set_seed(1)
+    model: Any = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)
+    )
+    if how == "added":
+        head = model[2].to(torch.bfloat16)
+        optimizer: Any = RoundingAdamW(model[0].parameters(), lr=1e-3)
+        model[2] = torch.nn.Sequential(_Cast(), head)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        optimizer.add_param_group({"params": list(head.parameters()), "lr": 1e-3})
+    elif how == "unfrozen":
+        model.to(torch.bfloat16).requires_grad_(False)
+        optimizer = accelerator.prepare(RoundingAdamW(model.parameters(), lr=1e-3))
+        model = accelerator.prepare(model.requires_grad_(True))
+    elif how == "converted":
+        optimizer = accelerator.prepare(RoundingAdamW(model.parameters(), lr=1e-3))
+        model = accelerator.prepare(model.to(torch.bfloat16))
+    else:
+        model.to(torch.bfloat16)
+        optimizer = RoundingAdamW(model.parameters(), lr=1e-3)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    torch.manual_seed(100 + accelerator.process_index)  # each rank's own dropout
+    first = next(model.parameters())
+    for _ in range(5):
+        inputs = torch.randn(8 + accelerator.process_index, 8, dtype=first.dtype)
+
+        def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
+            loss: torch.Tensor = model(inputs).float().square().mean()
+            accelerator.backward(loss)
+            return loss
+
+        if how == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+        optimizer.zero_grad()
+    found = weights(model)
+    accelerator.end_training()
+    return found
+
+
+class _Cast(torch.nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen", "converted", "closure"])
+def test_replicas_stay_equal_whenever_weights_come_to_be_in_bf16(how: str) -> None:
+    first, second = run_distributed(late, 2, how)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_closure_draws_from_the_run(by_name: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network().eval()  # no dropout
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    torch.manual_seed(7)
+    expected, after = torch.rand(3), torch.rand(3)
+    torch.manual_seed(7)
+    drawn = []
+
+    def closure() -> torch.Tensor:
+        drawn.append(torch.rand(3))
+        loss: torch.Tensor = model(torch.ones(1, 8, dtype=torch.bfloat16)).sum()
+        accelerator.backward(loss)
+        return loss
+
+    optimizer.step(**{"closure": closure}) if by_name else optimizer.step(closure)
+    assert torch.equal(drawn[0], expected)
+    assert torch.equal(torch.rand(3), after)
