@@ -15,6 +15,7 @@ import torch
 from accel.errors import CheckpointError, Problem
 
 FORMAT_VERSION = 1
+SCALARS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers, in fp32 for any weight
 
 
 class ParameterNames:
@@ -147,16 +148,40 @@ def _in_form_of(live: object, saved: object) -> object:
     return saved
 
 
-def _undo_casts(optimizer: torch.optim.Optimizer, state: dict[int, Any]) -> None:
-    """Put back tensors that torch cast to their parameter's dtype while loading."""
+def _undo_casts(optimizer: torch.optim.Optimizer, state: dict[int, object]) -> None:
+    """Put back tensors that torch cast to their parameter's dtype while loading.
+
+    Not the moments of torch's own optimizers, which compute in the dtype of the weight: those of a
+    checkpoint whose weights had another dtype are cast.
+    """
     flat = parameters(optimizer)
+    own = _is_torchs(optimizer)
     for index, saved in state.items():
         live = optimizer.state.get(flat[index], {})
         for name, value in saved.items() if isinstance(saved, dict) else ():
             now = live.get(name)
             both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
-            if both and now.dtype != value.dtype:
+            if not both or now.dtype == value.dtype:
+                continue
+            if not (own and _has_dtype_of_weight(name, value, flat[index])):
                 live[name] = value.to(now.device)
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch's code computes the step: that of the class, as instances are patched.
+
+    Torch wraps the `step` of each class, a user's subclass without one, too; the wrapper keeps the
+    name of the module.
+    """
+    kind = type(optimizer)
+    modules = (kind.__module__, getattr(kind.step, "__module__", None) or "")
+    return any(module.startswith("torch.optim.") for module in modules)
+
+
+def _has_dtype_of_weight(name: str, value: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether torch's optimizers keep this entry in the dtype of `weight`."""
+    scalar = value.dim() == 0 and (weight.dim() > 0 or name in SCALARS)
+    return value.is_floating_point() and not scalar
 
 
 def _some(keys: Iterable[str]) -> str:

@@ -154,6 +154,8 @@ def _check(
             f"prepare: {kind} with mixed_precision='fp8'",
             "no layer would compute in fp8: the first and the last linear layer, the head, and "
             f"sizes that are no multiples of {MULTIPLE} keep their format",
-            "Use bf16, or name layers: AORecipeKwargs(module_filter_func=lambda module, name: …).",
+            "Use bf16, or choose layers by a function of a module and its name, in a recipe by its "
+            "dotted name: precision.fp8_torchao.module_filter_func=my_module.wanted, in a script "
+            "AORecipeKwargs(module_filter_func=wanted).",
         )
     logger.warning("fp8: no layer of %s is converted; all of it computes in bf16.", kind)

@@ -15,6 +15,7 @@ from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state
 from accel.checkpoint.serialization import load_plain, save_plain
 from accel.errors import CheckpointError
 from accel.imports import load_attribute
+from accel.precision.rounding_adamw import RoundingAdamW
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -151,15 +152,101 @@ def test_parameters_of_no_model_are_kept_by_position(tmp_path: Path) -> None:
     assert restored.state[temperature]["exp_avg"].item() == pytest.approx(0.1)
 
 
+class OwnDtypes(torch.optim.SGD):
+    """An optimizer whose step decides by itself in which dtype its state is."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
 def test_state_in_another_dtype_than_its_parameter_stays_so(tmp_path: Path) -> None:
     model = build().to(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = OwnDtypes(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum"] = torch.randn(parameter.shape, dtype=torch.float32)
     saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
-    restored = torch.optim.SGD(model.parameters(), lr=0.1)
+    restored = OwnDtypes(model.parameters(), lr=0.1)
     load_by_name(restored, saved, ParameterNames([model]))
     assert same(restored.state_dict(), optimizer.state_dict())
+
+
+class NamedAdamW(torch.optim.AdamW):
+    """A subclass whose step is torch's."""
+
+
+class Scaled(nn.Module):
+    """A model with weights of two, one and no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(self.scale.dtype)) * self.scale
+
+
+TORCHS: dict[str, Make] = {
+    "adamw": torch.optim.AdamW,
+    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "subclass": NamedAdamW,
+    "nadam": torch.optim.NAdam,
+    "asgd": torch.optim.ASGD,
+    "adafactor": torch.optim.Adafactor,
+    "rprop": torch.optim.Rprop,
+}
+# Entries in fp32 whatever the weight is.
+EXACT = {"step", "mu_product", "eta", "mu"}
+
+
+@pytest.mark.parametrize("kind", TORCHS)
+@pytest.mark.parametrize(
+    ("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_moments_of_torchs_optimizers_take_the_dtype_of_their_weights(
+    tmp_path: Path, kind: str, before: torch.dtype, after: torch.dtype
+) -> None:
+    model, other = Scaled().to(before), Scaled().to(after)
+    optimizer, restored = (TORCHS[kind](m.parameters()) for m in (model, other))
+    train(model, optimizer)
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    load_by_name(restored, saved, ParameterNames([other]))
+    for old, new in zip(model.parameters(), other.parameters(), strict=True):
+        for name, value in optimizer.state[old].items():
+            expected = value if name in EXACT else value.to(after)
+            assert same(restored.state[new][name], expected), name
+    train(other, restored)
+
+
+@pytest.mark.parametrize("kind", TORCHS)
+def test_state_of_bf16_weights_comes_back_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    model = Scaled().to(torch.bfloat16)
+    optimizer = TORCHS[kind](model.parameters())
+    train(model, optimizer)
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    restored = TORCHS[kind](model.parameters())
+    load_by_name(restored, saved, ParameterNames([model]))
+    assert same(restored.state_dict(), optimizer.state_dict())
+
+
+def test_moments_of_rounding_adamw_stay_in_fp32_and_go_on_in_torchs_adamw(tmp_path: Path) -> None:
+    model, other = (build().to(torch.bfloat16) for _ in range(2))
+    optimizer = RoundingAdamW(model.parameters())
+    in_bf16(model, optimizer)
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    again = RoundingAdamW(other.parameters())
+    load_by_name(again, saved, ParameterNames([other]))
+    assert same(again.state_dict()["state"], optimizer.state_dict()["state"])
+    assert again.state[other[0].weight]["exp_avg"].dtype == torch.float32
+    torchs = torch.optim.AdamW(other.parameters())
+    load_by_name(torchs, saved, ParameterNames([other]))
+    in_bf16(other, torchs)
+
+
+def in_bf16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(5, 4, dtype=torch.bfloat16)).square().sum().backward()
+    optimizer.step()
 
 
 def test_other_parameters_or_groups_are_refused(tmp_path: Path) -> None:
