@@ -72,8 +72,8 @@ class SharedDraws:
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def _seed(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Seed torch's generators for the update; a closure computes with the run's own states."""
         if not holds_bf16(optimizer):
             return None
@@ -84,9 +84,9 @@ class SharedDraws:
         torch.manual_seed(rng.mix_seeds(*numbers))
         calls = itertools.count(1)
 
-        def computed(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def computed(closure: Callable[[], object]) -> Callable[[], object]:
             @functools.wraps(closure)
-            def call() -> Any:
+            def call() -> object:
                 if self._before is not None:
                     rng.set_torch_states(self._before)
                 try:
@@ -128,13 +128,14 @@ class SharedDraws:
 
 
 def _with_closure(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    change: Callable[[Callable[[], Any]], Callable[[], Any]],
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    change: Callable[[Callable[[], object]], Callable[[], object]],
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
     """Return the arguments of a step (the optimizer first) with a changed closure, if any."""
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": change(kwargs["closure"])}
+    named = kwargs.get("closure")
+    if callable(named):
+        return args, {**kwargs, "closure": change(named)}
     if len(args) > 1 and callable(args[1]):
         return (args[0], change(args[1]), *args[2:]), kwargs
     return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -138,7 +138,7 @@ def _is_new(parameter: torch.Tensor) -> bool:
     )
 
 
-def _release(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _release(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for parameter in parameters_of(optimizer):
         held = _SUMS.get(parameter)
         if held is not None:
