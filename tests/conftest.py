@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,8 @@ IGNORED_VARIABLES = {
 IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")
 # Processes that multiprocessing keeps, and ends with the session.
 IGNORED_PROCESSES = ("resource_tracker", "multiprocessing.forkserver")
+MANY_MODULES = 100  # imported since the collector was last spared what is there
+_FROZEN = [0]  # how many modules there were whenever it was
 
 # A busy machine stalls any example. All else stays as whoever started the tests has set it.
 settings.register_profile("untimed", settings.default, deadline=None)
@@ -71,6 +74,7 @@ def pytest_collection_finish() -> None:
     """Spare the collector what all tests have imported: it would look at it again and again."""
     gc.collect()
     gc.freeze()
+    _FROZEN.append(len(sys.modules))
 
 
 def children() -> dict[int, str]:
@@ -122,6 +126,15 @@ def no_leaks() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(variables)
         pytest.fail("the test leaked: " + "; ".join(found))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """Spare the collector what tests have imported since: a full collection would take a second."""
+    if len(sys.modules) > _FROZEN[-1] + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        _FROZEN.append(len(sys.modules))
 
 
 @pytest.fixture(scope="session", autouse=True)

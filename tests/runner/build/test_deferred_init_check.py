@@ -35,6 +35,7 @@ def drawn(folder: str, *overrides: str) -> tuple[bool, float]:
         return all(p.is_meta for p in model.parameters()), torch.rand(()).item()
 
 
+@pytest.mark.slow
 def test_weights_are_drawn_on_the_first_process_alone(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text")
     overrides = (*TINY, f"data.path={text}", *ENGINES["drawn once"][1])

@@ -69,7 +69,10 @@ def reference(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("fsdp", "ddp"), ("ddp", "tp"), ("tp", "zero2"), ("zero3", "fsdp"), ("compiled", "zero3")],
+    [
+        *(("fsdp", "ddp"), ("ddp", "tp"), ("tp", "zero2"), ("zero3", "fsdp")),
+        pytest.param("compiled", "zero3", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_goes_on_under_another_engine(first: str, second: str, tmp_path: Path) -> None:
     expected = reference(tmp_path / "reference")
@@ -90,6 +93,7 @@ def headers(folder: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_header_tells_what_each_rank_holds(tmp_path: Path) -> None:
     found = run_distributed(headers, 2, str(tmp_path))[0]
     # 49 parameters of 4 bytes, AdamW keeps two of them and a step count per tensor

@@ -149,6 +149,7 @@ def test_a_sweep_runs_every_combination(
     ]
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_failed_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

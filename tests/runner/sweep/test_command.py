@@ -133,6 +133,7 @@ def test_a_recipe_that_reads_the_environment_is_composed_each_time(
     assert "model.width=8" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_chosen(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +151,7 @@ def test_other_overrides_are_another_sweep(server: StandIn, tmp_path: Path) -> N
     assert len(list(tmp_path.glob("runs/digits/sweep-*"))) == 2
 
 
+@pytest.mark.slow
 def test_a_list_of_jobs(server: StandIn, tmp_path: Path) -> None:
     (tmp_path / "jobs.txt").write_text("seed=3 optimizer.lr=0.5\nseed=4\n")
     assert cli.main(["-m", "sweep.list=jobs.txt", "model.width=4"]) == 0

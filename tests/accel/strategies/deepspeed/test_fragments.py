@@ -149,6 +149,7 @@ def changes_by_hand() -> None:
     assert len(told_of_changes(3, "bf16", scales_gathered)) == (int(os.environ["RANK"]) == 0)
 
 
+@pytest.mark.slow
 def test_changes_by_hand_that_a_step_overwrites_are_told_of() -> None:
     run_distributed(changes_by_hand, 2)
 
