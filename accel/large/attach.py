@@ -77,16 +77,12 @@ def attach_align_device_hook(
             submodules at once, for those that use them without calling them.
         tied_params_map: the copies of tied weights by data pointer and device.
     """
-    preload = frozenset(preload_module_classes or ())
-    adapts, ties = _adapts(module), _ties(module, module_name)
     attacher = _Attacher(
         weights_map,
         offload_buffers,
         skip_keys,
-        preload,
+        frozenset(preload_module_classes or ()),
         tied_params_map,
-        adapts,
-        ties,
         (module, module_name),
     )
     attacher.layers(module, module_name, execution_device, offload)
@@ -116,16 +112,12 @@ def attach_align_device_hook_on_blocks(
         preload_module_classes: as of `attach_align_device_hook`.
         tied_params_map: the copies of tied weights by data pointer and device.
     """
-    preload = frozenset(preload_module_classes or ())
-    adapts, ties = _adapts(module), _ties(module, module_name)
     attacher = _Attacher(
         weights_map,
         offload_buffers,
         skip_keys,
-        preload,
+        frozenset(preload_module_classes or ()),
         tied_params_map,
-        adapts,
-        ties,
         (module, module_name),
     )
     devices, offloaded = execution_device, offload
@@ -137,7 +129,7 @@ def attach_align_device_hook_on_blocks(
     attacher.blocks(module, module_name, devices, offloaded)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Attacher:
     """What all hooks of a model have in common; the parameters are documented above."""
 
@@ -146,11 +138,16 @@ class _Attacher:
     skip_keys: Keys
     preload: frozenset[str]
     tied: TiedParams | None
-    adapts: bool
-    ties: Mapping[str, Places]
     root: tuple[nn.Module, str]  # and its name in the weights map
     ahead: ReadAhead = field(default_factory=ReadAhead)
     lock: LoadLock = field(default_factory=LoadLock)
+    adapts: bool = field(init=False)
+    ties: Mapping[str, Places] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # As the model is before its first hook.
+        self.adapts = _adapts(self.root[0])
+        self.ties = _ties(*self.root)
 
     def blocks(
         self,

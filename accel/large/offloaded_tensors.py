@@ -93,11 +93,8 @@ def _is_view(result: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
     return any(tensor.untyped_storage()._cdata == memory for tensor in given)
 
 
-class OffloadedWeight(nn.Parameter):
-    """A parameter without data, whose values are loaded for the forward pass of its module alone.
-
-    Operations that would need the values are refused, also with views of it.
-    """
+class _Unused:
+    """Operations that would need the values of an offloaded tensor are refused."""
 
     _unused = (
         "is used while its module does not run: its values are loaded for the forward pass of that "
@@ -122,10 +119,19 @@ class OffloadedWeight(nn.Parameter):
             kwargs: keyword arguments of the call.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            rule = functools.partial(_used, args, kwargs, cls._unused)
-            result = _derived(func, args, kwargs, rule)
-            # For state_dict(), also of a model whose hooks were removed and left weights on disk.
-            return result.as_subclass(OffloadedValue) if func is torch.Tensor.detach else result
+            return _derived(func, args, kwargs, functools.partial(_used, args, kwargs, cls._unused))
+
+
+class OffloadedWeight(_Unused, nn.Parameter):
+    """A parameter without data, whose values are loaded for the forward pass of its module alone.
+
+    Operations that would need the values are refused, also with views of it.
+    """
+
+    def detach(self) -> OffloadedValue:
+        """Return the weight for a state dict, also of a model whose hooks were removed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().detach().as_subclass(OffloadedValue)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -186,31 +192,11 @@ class OffloadedValue(torch.Tensor):
         return memo.setdefault(id(self), self.detach())
 
 
-class OffloadedView(OffloadedValue):
+class OffloadedView(_Unused, OffloadedValue):
     """A view of an offloaded weight, or its shape in another dtype: without values, as the weight.
 
     Torch computes with a plain view on the meta device as if it had data.
     """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
-        """Return what `func` returns; raise `StateError` if that needs the values.
-
-        Args:
-            func: of torch.
-            types: of the arguments that have such a method.
-            args: positional arguments of the call.
-            kwargs: keyword arguments of the call.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            rule = functools.partial(_used, args, kwargs, OffloadedWeight._unused)
-            return _derived(func, args, kwargs, rule)
 
 
 class OffloadedResult(OffloadedView):
