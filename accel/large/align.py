@@ -18,7 +18,7 @@ from accel.large.loaded_weight import LoadedWeight, content_of
 from accel.large.offloaded_tensors import (
     mark_in_state_dict,
     mark_left,
-    mark_offloaded,
+    marked_offloaded,
     refuse_gradient,
 )
 from accel.large.read_ahead import ReadAhead
@@ -233,7 +233,7 @@ class AlignDevicesHook(ModelHook):
         for name in names:
             place_tensor(module, name, "meta", clear_cache=False)
             held, key = held_in(module, name)
-            mark_offloaded(held[key])
+            held[key] = marked_offloaded(held[key])
         self._tie(module)
 
     def _tie(self, module: nn.Module) -> None:

@@ -122,24 +122,27 @@ class _Unused:
             return _derived(func, args, kwargs, functools.partial(_used, args, kwargs, cls._unused))
 
 
-class OffloadedWeight(_Unused, nn.Parameter):
-    """A parameter without data, whose values are loaded for the forward pass of its module alone.
+class _Held(_Unused):
+    """An offloaded tensor that a module has. It is copied and pickled with its module."""
 
-    Operations that would need the values are refused, also with views of it.
-    """
-
-    def detach(self) -> OffloadedValue:
-        """Return the weight for a state dict, also of a model whose hooks were removed."""
+    def detach(self: Any) -> OffloadedValue:
+        """Return the tensor for a state dict, also of a model whose hooks were removed."""
         with torch._C.DisableTorchFunctionSubclass():
-            return super().detach().as_subclass(OffloadedValue)
+            return torch.Tensor.detach(self).as_subclass(OffloadedValue)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 data = self.data.clone()
                 memo[id(self)] = torch.Tensor._make_subclass(type(self), data, self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        return memo[id(self)]
+
+
+class OffloadedWeight(_Held, nn.Parameter):
+    """A parameter without data, whose values are loaded for the forward pass of its module alone.
+
+    Operations that would need the values are refused, also with views of it.
+    """
 
     def __reduce_ex__(self, protocol: object) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -199,6 +202,14 @@ class OffloadedView(_Unused, OffloadedValue):
     """
 
 
+class OffloadedBuffer(_Held, OffloadedValue):
+    """A buffer without data, as `OffloadedWeight`."""
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.__reduce_ex__(self, protocol)
+
+
 class OffloadedResult(OffloadedView):
     """The shape of what an offloaded weight and an input on the meta device give."""
 
@@ -217,7 +228,7 @@ _KEEP = (
     *("bfloat16", "double", "float", "half", "to", "type", "type_as"),
 )
 _MOVES = ("to", "cpu", "cuda")
-_KINDS = (OffloadedWeight, LeftWeight, OffloadedView)
+_KINDS = (OffloadedWeight, LeftWeight, OffloadedBuffer, OffloadedView)
 
 
 def _is_plain(result: object) -> bool:
@@ -251,10 +262,11 @@ def _shape(args: Sequence[object], kwargs: Mapping[str, object] | None, kind: An
     return next((str(list(tensor.shape)) for tensor in found), "")
 
 
-def mark_offloaded(weight: torch.Tensor) -> None:
-    """Have a plain parameter on the meta device refuse computations with it, in place."""
-    if type(weight) in (nn.Parameter, LeftWeight) and weight.is_meta:
-        weight.__class__ = OffloadedWeight
+def marked_offloaded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor on the meta device that refuses computations; a parameter itself."""
+    if type(tensor) in (nn.Parameter, LeftWeight) and tensor.is_meta:
+        tensor.__class__ = OffloadedWeight
+    return tensor.as_subclass(OffloadedBuffer) if _is_plain(tensor) else tensor
 
 
 def mark_left(weight: torch.Tensor) -> None:

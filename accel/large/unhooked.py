@@ -10,9 +10,9 @@ from torch import nn
 
 from accel.errors import StateError, listed
 from accel.large.hooks import ModelHook, hooks_of
-from accel.large.offloaded_tensors import LeftWeight, OffloadedWeight
+from accel.large.offloaded_tensors import LeftWeight, OffloadedBuffer, OffloadedWeight
 
-_MARKED = (OffloadedWeight, LeftWeight)  # they refuse to be computed with
+_MARKED = (OffloadedWeight, LeftWeight, OffloadedBuffer)  # they refuse to be computed with
 
 
 class Place:

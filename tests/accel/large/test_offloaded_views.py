@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from accel import cpu_offload, disk_offload
 from accel.errors import StateError
+from accel.hooks import remove_hook_from_module
 from accel.large.offloaded_tensors import OffloadedWeight
 
 Use = Callable[[torch.Tensor, torch.Tensor], object]
@@ -136,3 +138,36 @@ def test_a_parameter_made_of_a_view_is_placed() -> None:
     assert torch.equal(model(torch.ones(2, 4)), layer(torch.ones(2, 4)))
     with pytest.raises(StateError, match=RULE):
         torch.ones(2, 4) @ model.weight.T
+
+
+class Scaled(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((4,), 3.0))
+        self.scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.add_(1)
+        return x * self.scale
+
+
+def test_offloaded_buffers_are_not_computed_with() -> None:
+    model: Any = cpu_offload(Scaled(), "cpu", offload_buffers=True)
+    x = torch.ones(2, 4)
+    uses = [lambda: x * model.scale, lambda: x[:, :2] * model.scale[:2], lambda: x @ model.scale]
+    for use in uses:
+        with pytest.raises(StateError, match=r"an offloaded weight \[\d\] is used while"):
+            use()
+    with pytest.raises(StateError, match="without their values"):
+        torch.save(model.state_dict(), io.BytesIO())
+    copies: list[Any] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for one in (model, *copies):
+        assert torch.equal(one(x), 4 * x)
+        with pytest.raises(StateError, match=RULE):
+            x * one.get_buffer("scale")
+    assert torch.equal(model(x), 5 * x)
+    assert torch.equal(copies[1](x), 5 * x)
+    assert type(remove_hook_from_module(model).scale) is torch.Tensor
+    assert torch.equal(model(x), 6 * x)
