@@ -37,7 +37,7 @@ from accel.large.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel.large.undo import guard, undo
+from accel.large.undo import guard, undo, undone_if_refused
 from accel.large.weights_map import Weights, in_memory
 
 PathLike = str | os.PathLike[str]
@@ -114,14 +114,15 @@ def _offload(
     preload: Collection[str] | None,
 ) -> nn.Module:
     device = _first_device(model) if execution_device is None else execution_device
-    attach_align_device_hook(
-        model,
-        execution_device=device,
-        offload=True,
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload,
-    )
+    with undone_if_refused(model):
+        attach_align_device_hook(
+            model,
+            execution_device=device,
+            offload=True,
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            preload_module_classes=preload,
+        )
     align_inputs(model)
     guard(model)
     return model
@@ -271,16 +272,17 @@ def dispatch_model(
         _load_buffers(model, weights, offload_buffers)
         ties = find_tied_parameters(model)
         check_tied_parameters_on_same_device(ties, device_map)
-        attach_align_device_hook_on_blocks(
-            model,
-            execution_device=spread.execution_devices(),
-            offload=spread.offloaded(),
-            weights_map=weights,
-            offload_buffers=offload_buffers,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=_tied_params(model, ties, weights),
-        )
+        with undone_if_refused(model):
+            attach_align_device_hook_on_blocks(
+                model,
+                execution_device=spread.execution_devices(),
+                offload=spread.offloaded(),
+                weights_map=weights,
+                offload_buffers=offload_buffers,
+                skip_keys=skip_keys,
+                preload_module_classes=preload_module_classes,
+                tied_params_map=_tied_params(model, ties, weights),
+            )
         _retie(model, ties)
         guard(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment] # no tensor

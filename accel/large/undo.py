@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel.errors import StateError
+from accel.errors import ConfigError, StateError
 from accel.large.align import AlignDevicesHook
 from accel.large.hooks import (
     SequentialHook,
@@ -51,6 +52,20 @@ def undo(model: nn.Module) -> None:
         if isinstance(model.__dict__.get(name), _Guarded):
             delattr(model, name)
     model.__dict__.pop("hf_device_map", None)
+
+
+@contextlib.contextmanager
+def undone_if_refused(model: nn.Module) -> Iterator[None]:
+    """Leave a model as it was where hooks of a dispatch cannot be attached to one of its modules.
+
+    Args:
+        model: is dispatched within.
+    """
+    try:
+        yield
+    except ConfigError:
+        undo(model)
+        raise
 
 
 def undo_for_loading(model: nn.Module, names: Collection[str]) -> None:

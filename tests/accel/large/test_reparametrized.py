@@ -76,3 +76,20 @@ def test_parametrizations_are_offloaded(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
     model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
     assert torch.equal(model(inputs()), plain(inputs()))
+
+
+@WRAPS
+def test_a_refused_dispatch_leaves_the_model_as_it_was(wrap: Wrap, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4))).eval()
+    tied = nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4)), nn.Linear(4, 4))
+    tied[2].weight = tied[0].weight
+    expected = model(inputs())
+    with pytest.raises(ConfigError):
+        cpu_offload(model, "cpu")
+    with pytest.raises(ConfigError):
+        disk_offload(tied, tmp_path / "disk", "cpu")
+    with pytest.raises(ConfigError):
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "map")
+    assert not any(hasattr(module, "_hf_hook") for module in [*model.modules(), *tied.modules()])
+    assert tied[2].weight is tied[0].weight
+    assert torch.equal(model(inputs()), expected)
