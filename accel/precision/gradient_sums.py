@@ -26,16 +26,17 @@ _RELEASED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 class Fp32Sum:
     """The gradient of a parameter over a window, in fp32, from its second backward pass on.
 
-    Before autograd adds a gradient to ``.grad``, that is put aside; after it has put the new one
-    there, the new one is added to the sum, and the former tensor, with the rounded sum, put back.
-    So views of DDP's buckets stay, and what DDP reduces after its own hooks is the sum. The sum is
-    that of ``.grad`` only while nobody has written to it: else, as after clipping, dropping or
-    averaging it, the sum starts from what ``.grad`` holds.
+    What its rounding has left out is kept, in fp32, and added again with the next gradient: both
+    are the sum, without an error. Before autograd adds a gradient to ``.grad``, that is put aside;
+    after it has put the new one there, the former tensor is put back, with the new sum. So views of
+    DDP's buckets stay, and what DDP reduces after its own hooks is the sum. After a write to
+    ``.grad``, as of clipping, dropping or averaging it, it is taken as it is. Of a write by its
+    ``data``, which torch does not count, it is off by no more than the rest.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = weakref.ref(parameter)
-        self._sum: torch.Tensor | None = None  # [...] in fp32
+        self._rest: torch.Tensor | None = None  # [...] in fp32: of the sum, that .grad has not
         self._rounded: tuple[weakref.ref[torch.Tensor], int] | None = None  # with its version
         self._former: torch.Tensor | None = None  # within a backward pass
         parameter.register_hook(self._put_aside)
@@ -43,7 +44,7 @@ class Fp32Sum:
 
     def release(self) -> None:
         """Free the memory of the sum; ``.grad`` stays."""
-        self._sum = self._rounded = self._former = None
+        self._rest = self._rounded = self._former = None
 
     def _put_aside(self, gradient: torch.Tensor) -> None:
         parameter = self._parameter()
@@ -51,17 +52,19 @@ class Fp32Sum:
         if parameter is None or former is None or not _is_summed(former, gradient):
             self.release()
             return
-        if self._sum is None or not self._is_of(former):
-            self._sum = former.to(torch.float32)
+        if not self._is_of(former):
+            self._rest = None
         self._former, parameter.grad = former, None
 
     def _add(self, parameter: torch.Tensor) -> None:
         former, self._former = self._former, None
-        if former is None or self._sum is None:
+        if former is None:
             return
         if parameter.grad is not None:
-            self._sum.add_(parameter.grad)
-            former.copy_(self._sum)
+            total = former.float() if self._rest is None else self._rest.add_(former)
+            total.add_(parameter.grad)
+            former.copy_(total)
+            self._rest = total.sub_(former)
         parameter.grad = former
         self._rounded = weakref.ref(former), former._version
 

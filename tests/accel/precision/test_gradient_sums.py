@@ -85,7 +85,7 @@ def test_the_gradient_is_the_sum_rounded_once() -> None:
         assert torch.equal(model.weight.grad[0], exact.bfloat16())
 
 
-@pytest.mark.parametrize("way", ["none", "zero", "scaled", "replaced"])
+@pytest.mark.parametrize("way", ["none", "zero", "data", "scaled", "replaced"])
 def test_what_is_written_to_a_gradient_counts(way: str) -> None:
     accelerator, model, optimizer = prepared(4)
     for _ in range(2):
@@ -94,6 +94,8 @@ def test_what_is_written_to_a_gradient_counts(way: str) -> None:
     before = 0.0
     if way in ("none", "zero"):
         optimizer.optimizer.zero_grad(set_to_none=way == "none")
+    elif way == "data":  # torch counts no write to it
+        model.weight.grad.data.zero_()
     elif way == "scaled":
         model.weight.grad.mul_(0.25)
         before = 0.5
@@ -135,7 +137,7 @@ def test_a_step_frees_the_sum_and_a_model_is_freed_with_its_own() -> None:
             backward(accelerator, model)
             optimizer.step()
             optimizer.zero_grad()
-    assert held(model)._sum is None
+    assert held(model)._rest is None
     copied = copy.deepcopy(model)
     assert not copied.weight._backward_hooks
     seen = weakref.ref(model.weight)
