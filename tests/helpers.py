@@ -107,11 +107,16 @@ def reset_accel() -> None:
         from accel.strategies.deepspeed import initialize
 
         initialize.restore_linear(sys.modules["deepspeed"])  # of a run that was not ended
+    from accel.logging import MultiProcessAdapter
     from accel.state import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()
+    for name in [name for name in sys.modules if name.startswith(("accel.", "runner."))]:
+        logger = vars(sys.modules[name]).get("logger")
+        if isinstance(logger, MultiProcessAdapter):
+            logger._seen.clear()  # each test is warned anew
 
 
 def start_fork_server() -> None:

@@ -14,65 +14,55 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.autograd.graph import Node, get_gradient_edge
 
 from accel.precision.amp import parameters_of
 
-_SUMS = WeakIdKeyDictionary()  # parameter → its Fp32Sum
-_RELEASED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# The nodes of autograd that add to the ``.grad`` of an optimizer's parameters, with their sums. An
+# optimizer has its parameters, and so have the nodes: both are freed with it.
+_HOOKED: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Node, Fp32Sum]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @final
 class Fp32Sum:
     """The gradient of a parameter over a window, in fp32, from its second backward pass on.
 
-    What its rounding has left out is kept, in fp32, and added again with the next gradient: both
-    are the sum, without an error. Before autograd adds a gradient to ``.grad``, that is put aside;
-    after it has put the new one there, the former tensor is put back, with the new sum. So views of
-    DDP's buckets stay, and what DDP reduces after its own hooks is the sum. After a write to
-    ``.grad``, as of clipping, dropping or averaging it, it is taken as it is. Of a write by its
-    ``data``, which torch does not count, it is off by no more than the rest.
+    A gradient that autograd is about to add to ``.grad`` is added to the sum; then ``.grad`` is
+    zero, and what autograd adds is the sum, rounded. So ``.grad`` stays the same tensor, as a view
+    of DDP's bucket, and all hooks of a parameter find what they find without the sum. Where
+    ``.grad`` is not what the sum rounds to, somebody has written to it, as clipping does: there,
+    what is in ``.grad`` counts.
     """
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, node: Node) -> None:
         self._parameter = weakref.ref(parameter)
-        self._rest: torch.Tensor | None = None  # [...] in fp32: of the sum, that .grad has not
-        self._rounded: tuple[weakref.ref[torch.Tensor], int] | None = None  # with its version
-        self._former: torch.Tensor | None = None  # within a backward pass
-        parameter.register_hook(self._put_aside)
-        parameter.register_post_accumulate_grad_hook(self._add)
+        self._sum: torch.Tensor | None = None  # [...] in fp32
+        self.handle = node.register_prehook(self._add)
 
     def release(self) -> None:
         """Free the memory of the sum; ``.grad`` stays."""
-        self._rest = self._rounded = self._former = None
+        self._sum = None
 
-    def _put_aside(self, gradient: torch.Tensor) -> None:
-        parameter = self._parameter()
+    def _add(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
+        """Return what autograd adds to ``.grad``; None: the gradient itself."""
+        parameter, (gradient,) = self._parameter(), gradients
+        if gradient is None:
+            return None
         former = None if parameter is None else parameter.grad
-        if parameter is None or former is None or not _is_summed(former, gradient):
+        if former is None or not _is_summed(former, gradient):
             self.release()
-            return
-        if not self._is_of(former):
-            self._rest = None
-        self._former, parameter.grad = former, None
-
-    def _add(self, parameter: torch.Tensor) -> None:
-        former, self._former = self._former, None
-        if former is None:
-            return
-        if parameter.grad is not None:
-            total = former.float() if self._rest is None else self._rest.add_(former)
-            total.add_(parameter.grad)
-            former.copy_(total)
-            self._rest = total.sub_(former)
-        parameter.grad = former
-        self._rounded = weakref.ref(former), former._version
-
-    def _is_of(self, gradient: torch.Tensor) -> bool:
-        if self._rounded is None:
-            return False
-        rounded, version = self._rounded
-        return rounded() is gradient and gradient._version == version
+            return None
+        held = self._sum
+        if held is None:
+            held = former.float()
+        else:
+            held = torch.where(held.bfloat16() == former, held, former)
+        self._sum = held.add_(gradient)
+        rounded = held.bfloat16()
+        former.zero_()
+        return (rounded,)
 
 
 def _is_summed(former: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -94,12 +84,15 @@ def sum_in_fp32(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         optimizers: those that `prepare` was given.
     """
     for optimizer in optimizers:
-        new = [p for p in parameters_of(optimizer) if _is_new(p)]
-        for parameter in new:
-            _SUMS[parameter] = Fp32Sum(parameter)
-        if new and optimizer not in _RELEASED:
-            _RELEASED.add(optimizer)
+        nodes = {_node(p): p for p in parameters_of(optimizer) if _is_summable(p)}
+        known = _HOOKED.get(optimizer, {})
+        for node in known.keys() - nodes.keys():  # of weights that are frozen, removed, converted
+            known[node].handle.remove()
+        if nodes and optimizer not in _HOOKED:
             optimizer.register_step_pre_hook(_release)
+        if nodes or known:
+            sums = {node: known.get(node) or Fp32Sum(p, node) for node, p in nodes.items()}
+            _HOOKED[optimizer] = sums
 
 
 def clip_norm(
@@ -131,18 +124,20 @@ def clip_norm(
     return total
 
 
-def _is_new(parameter: torch.Tensor) -> bool:
+def _is_summable(parameter: torch.Tensor) -> bool:
     return (
         parameter.dtype == torch.bfloat16
         and parameter.requires_grad
         and parameter.is_leaf
         and not hasattr(parameter, "device_mesh")  # of a DTensor
-        and parameter not in _SUMS
     )
 
 
+def _node(parameter: torch.Tensor) -> Node:
+    """Return what adds to the gradient of a parameter: another one after a change of its dtype."""
+    return get_gradient_edge(parameter).node
+
+
 def _release(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for parameter in parameters_of(optimizer):
-        held = _SUMS.get(parameter)
-        if held is not None:
-            held.release()
+    for held in _HOOKED.get(optimizer, {}).values():
+        held.release()

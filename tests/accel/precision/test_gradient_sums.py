@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from typing import Any
@@ -38,9 +37,9 @@ def backward(accelerator: Accelerator, model: Any, scale: float = 1.0) -> None:
     accelerator.backward(model(ones).sum())
 
 
-def held(model: torch.nn.Module) -> Any:
-    (parameter,) = model.parameters()
-    return gradient_sums._SUMS[parameter]
+def held(optimizer: Any) -> Any:
+    (found,) = gradient_sums._HOOKED[optimizer.optimizer].values()
+    return found
 
 
 def test_equal_parts_of_a_large_window_add_up() -> None:
@@ -119,15 +118,101 @@ def test_a_hook_on_the_gradient_is_kept() -> None:
     assert torch.equal(model.weight.grad, torch.full_like(model.weight, 7.0))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradients_that_are_returned_leave_the_sum(when: str) -> None:
+    """Those of `torch.autograd.grad`, as for the weight of a loss; also outside windows."""
+    accelerator, model, optimizer = prepared(4)
+    ones = torch.ones(1, 8, dtype=torch.bfloat16)
+    for number in range(1, 5):
+        with accelerator.accumulate(model):
+            if when == "before":
+                torch.autograd.grad(model(ones).sum(), list(model.parameters()))
+            backward(accelerator, model, 4.0)
+            if when == "after":
+                torch.autograd.grad(model(ones).square().sum(), list(model.parameters()))
+        assert torch.equal(model.weight.grad, torch.full_like(model.weight, float(number)))
+    optimizer.step()
+    optimizer.zero_grad()
+    model(ones).sum().backward()
+    torch.autograd.grad(model(ones).sum(), list(model.parameters()))
+    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_hooks_after_a_gradient_see_the_sum_and_may_change_it(begun: bool) -> None:
+    accelerator, model, _ = prepared(8)
+    seen: list[float] = []
+
+    def clamp(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        seen.append(weight.grad[0, 0].item())
+        weight.grad.clamp_(max=2.5)
+        if len(seen) == 5:
+            weight.grad = None
+
+    if not begun:
+        model.weight.register_post_accumulate_grad_hook(clamp)
+    for number in range(8):
+        with accelerator.accumulate(model):
+            backward(accelerator, model, 8.0)
+        if begun and number == 0:
+            seen.append(1.0)
+            model.weight.register_post_accumulate_grad_hook(clamp)
+    assert seen == [1.0, 2.0, 3.0, 3.5, 3.5, 1.0, 2.0, 3.0]
+
+
+def test_hooks_before_a_gradient_see_the_sum_so_far() -> None:
+    accelerator, model, _ = prepared(4)
+    seen: list[float] = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            backward(accelerator, model, 4.0)
+        if not seen:
+            model.weight.register_hook(lambda _: seen.append(model.weight.grad[0, 0].item()))
+            torch.autograd.graph.register_multi_grad_hook(
+                [model.weight], lambda _: seen.append(model.weight.grad[0, 0].item())
+            )
+    assert seen == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+
+
+def test_a_failed_backward_pass_leaves_the_sum() -> None:
+    accelerator, model, _ = prepared(4)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("not finite")
+
+    for number in range(4):
+        with accelerator.accumulate(model):
+            if number == 2:
+                handle = model.weight.register_hook(fail)
+                with pytest.raises(ValueError, match="not finite"):
+                    backward(accelerator, model, 4.0)
+                handle.remove()
+            else:
+                backward(accelerator, model, 4.0)
+    assert torch.equal(model.weight.grad, torch.full_like(model.weight, 3.0))
+
+
+def test_weights_that_are_converted_in_between_take_part() -> None:
+    """Torch gives them other nodes that add to their gradients."""
+    accelerator, model, optimizer = prepared(WINDOW)
+    for _ in range(2):
+        for _ in range(WINDOW):
+            with accelerator.accumulate(model):
+                backward(accelerator, model)
+        assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
+        optimizer.optimizer.zero_grad()
+        model.float().bfloat16()
+    assert held(optimizer)
+
+
 def test_a_window_of_one_keeps_no_sum() -> None:
     accelerator, model, optimizer = prepared(1)
     with accelerator.accumulate(model):
         backward(accelerator, model)
         optimizer.step()
         optimizer.zero_grad()
-    (parameter,) = model.parameters()
-    assert parameter not in gradient_sums._SUMS
-    assert not parameter._backward_hooks
+    assert optimizer.optimizer not in gradient_sums._HOOKED
 
 
 def test_a_step_frees_the_sum_and_a_model_is_freed_with_its_own() -> None:
@@ -137,9 +222,7 @@ def test_a_step_frees_the_sum_and_a_model_is_freed_with_its_own() -> None:
             backward(accelerator, model)
             optimizer.step()
             optimizer.zero_grad()
-    assert held(model)._rest is None
-    copied = copy.deepcopy(model)
-    assert not copied.weight._backward_hooks
+    assert held(optimizer)._sum is None
     seen = weakref.ref(model.weight)
     accelerator.free_memory()
     del model, optimizer
