@@ -16,6 +16,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from accel import rng
+from accel.errors import StateError
 from accel.memory_estimate import local
 from accel.precision.bf16_weights import digest, shard_coordinates
 
@@ -70,12 +71,21 @@ class RoundingAdamW(torch.optim.AdamW):
 
         Returns:
             The loss of `closure`; None without one.
+
+        Raises:
+            StateError: for a sparse gradient.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         stepped = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for parameter, _ in stepped:
+            if parameter.grad.is_sparse:
+                raise StateError(
+                    f"a sparse gradient {list(parameter.shape)}: RoundingAdamW takes dense ones. "
+                    "Build the embedding with sparse=False, or use torch.optim.SparseAdam for it."
+                )
         draws = _Draws() if any(p.dtype == torch.bfloat16 for p, _ in stepped) else None
         for parameter, group in stepped:
             self._step_one(parameter, group, draws)

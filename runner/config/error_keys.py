@@ -43,6 +43,7 @@ CALLS = (
         "Make it dense in the model.",
     ),
 )
+ELSEWHERE = re.compile(r", in a script \w+\([^()]*\)")  # what a recipe has no use for
 # The same as patterns, the more specific first.
 PATTERNS = (
     (r"Accelerator\(mixed_precision='(\w+)'\)", r"precision=\1"),
@@ -77,6 +78,7 @@ def of_the_recipe() -> Iterator[None]:
 
 def translated(text: str) -> str:
     """Return an engine's sentence with ``fsdp.x=1`` for ``FullyShardedDataParallelPlugin(x=1)``."""
+    text = ELSEWHERE.sub("", text)
     for words, instead in CALLS:
         text = text.replace(words, instead)
     for name, key in _owners():

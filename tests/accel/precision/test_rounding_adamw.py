@@ -12,6 +12,7 @@ import torch
 from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
+from accel.errors import StateError
 from accel.memory_estimate import local, state_bytes
 from accel.precision.rounding_adamw import RoundingAdamW, rounded
 from accel.utils import set_seed
@@ -213,3 +214,14 @@ def test_two_optimizers_draw_differently() -> None:
     for optimizer in optimizers:
         step(optimizer, torch.ones(1).expand(1))
     assert not torch.equal(first[0].weight, second[0].weight)
+
+
+def test_sparse_gradients_are_refused_before_anything_changes() -> None:
+    table = torch.nn.Embedding(8, 4, sparse=True, dtype=torch.bfloat16)
+    optimizer = RoundingAdamW(table.parameters())
+    before = table.weight.detach().clone()
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(StateError, match=r"sparse gradient \[8, 4\].*sparse=False"):
+        optimizer.step()
+    assert torch.equal(table.weight, before)
+    assert not optimizer.state

@@ -22,6 +22,10 @@ from runner.config.error_keys import CALLS, of_the_recipe, translated
         ),
         ("GradientAccumulationPlugin(num_steps=2)", "trainer.accumulation.num_steps=2"),
         ("Accelerator(mixed_precision='bf16')", "precision=bf16"),
+        (
+            "Set precision.fp8_torchao.x=m.f, in a script AORecipeKwargs(x=f).",
+            "Set precision.fp8_torchao.x=m.f.",
+        ),
         ("a DeepSpeedPlugin for each", "a DeepSpeedPlugin for each"),
         ("ProfileKwargsX(a=1)", "ProfileKwargsX(a=1)"),
     ],
