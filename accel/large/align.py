@@ -32,7 +32,7 @@ from accel.large.tensors import (
     tied_on,
 )
 from accel.large.unhooked import Place, check_hooked
-from accel.large.weights_map import Weights, in_memory, write_weight
+from accel.large.weights_map import Weights, in_memory, was_written, write_weight
 from accel.ops import send_to_device
 from accel.tree import iterate
 
@@ -418,7 +418,7 @@ class AlignDevicesHook(ModelHook):
             return False
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Give a module the weights back that it had in memory.
+        """Give a module the weights back that it had in memory, or that were changed since.
 
         Args:
             module: what the hook was attached to.
@@ -442,7 +442,7 @@ class AlignDevicesHook(ModelHook):
             held[key] = present
         elif device.type != "meta":
             self._place(module, name, device, weights[name])
-        elif self.restores_all:
+        elif self.restores_all or was_written(weights, name):
             self._place(module, name, "cpu", weights[name])
         else:
             mark_left(held[key])

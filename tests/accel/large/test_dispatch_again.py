@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from accel import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from accel.hooks import ModelHook, add_hook_to_module
+from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel.large.hooks import hooks_of
 from accel.utils import set_module_tensor_to_device
 from tests.accel.large.models import Tied, inputs, net, on_meta
@@ -116,3 +117,60 @@ def test_what_was_written_in_between_is_kept(tmp_path: Path) -> None:
     expected[1].linear.bias.data.fill_(1)
     disk_offload(model, tmp_path, "cpu")
     assert torch.equal(model(inputs()), expected(inputs()))
+
+
+def from_disk(model: nn.Module, folder: Path, **options: Any) -> nn.Module:
+    """Dispatch a model to disk that never had its weights in memory; `model` has their values."""
+    Accelerator(cpu=True).save_model(model, folder / "weights")
+    with init_empty_weights():
+        empty = copy.deepcopy(model).to("meta")
+    return load_checkpoint_and_dispatch(
+        empty, folder / "weights", {"": "disk"}, offload_folder=folder / "off", **options
+    )
+
+
+class Writes(nn.Embedding):
+    """An embedding whose forward pass changes its weight, as that of `max_norm` does."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.weight.data = self.weight.data / 2
+        return super().forward(tokens)
+
+
+def zeroed(model: nn.Module) -> None:
+    set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.zeros(4, 4))
+
+
+def trained(model: nn.Module) -> None:
+    model.train()(torch.tensor([0, 2]))
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    ("layers", "edit", "x"),
+    [
+        ([nn.Linear(4, 4), nn.Linear(4, 4)], zeroed, inputs()),
+        ([nn.Embedding(3, 4), nn.BatchNorm1d(4)], trained, torch.tensor([0, 1])),
+        ([Writes()], trained, torch.tensor([0, 1])),
+    ],
+)
+@pytest.mark.parametrize("second", [{"": "cpu"}, {"": "disk"}])
+def test_what_lies_in_memory_alone_is_kept_where_hooks_are_removed(
+    layers: list[nn.Module],
+    edit: Callable[[nn.Module], None],
+    x: torch.Tensor,
+    second: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    model = from_disk(nn.Sequential(*layers).eval(), tmp_path, offload_buffers=True)
+    before = model(x).detach()
+    edit(model)
+    expected = model(x).detach()
+    assert not torch.equal(before, expected)
+    remove_hook_from_submodules(model)
+    dispatch_model(model, second, offload_dir=tmp_path / "off")
+    assert torch.equal(model(x), expected)
