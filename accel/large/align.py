@@ -16,6 +16,7 @@ from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
 from accel.large.loaded_weight import LoadedWeight, content_of
 from accel.large.offloaded_tensors import (
+    OffloadedWeight,
     mark_in_state_dict,
     mark_left,
     marked_offloaded,
@@ -28,10 +29,11 @@ from accel.large.tensors import (
     as_device,
     held_in,
     named_module_tensors,
+    other_names,
     place_tensor,
     tied_on,
 )
-from accel.large.unhooked import Place, check_hooked
+from accel.large.unhooked import Place, check_hooked, refuse_assigned
 from accel.large.weights_map import Weights, in_memory, was_written, write_weight
 from accel.ops import send_to_device
 from accel.tree import iterate
@@ -126,6 +128,7 @@ class AlignDevicesHook(ModelHook):
         self._users = 0  # forward passes that use the loaded weights
         self._by_hand = 0  # of the calls of `pre_forward` since: those that no forward pass made
         self._loaded: dict[str, LoadedWeight] = {}
+        self._left: dict[str, torch.Tensor] = {}  # without data, in the place of each weight
 
     def __getstate__(self) -> dict[str, object]:
         # Nobody uses the weights of a copy yet.
@@ -148,7 +151,10 @@ class AlignDevicesHook(ModelHook):
         tensors = named_module_tensors(
             module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
         )
-        return [name for name, _ in tensors if name not in self.kept]
+        known = self.original_devices  # what was added since stays
+        return [
+            name for name, _ in tensors if name not in self.kept and (not known or name in known)
+        ]
 
     def _place(self, module: nn.Module, name: str, device: Device, value: Any = None) -> None:
         tied = self.tied_params_map
@@ -194,8 +200,7 @@ class AlignDevicesHook(ModelHook):
         device = self.execution_device
         if device is not None and as_device(device).type == "meta":
             return True
-        known = self.offload and name in self.original_devices  # not added since
-        return known and name in self.offloaded(module)
+        return self.offload and name in self.offloaded(module)
 
     def _write(self, name: str, value: torch.Tensor) -> None:
         write_weight(self.weights_map, name, value, tied=name in self.tied)
@@ -213,7 +218,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices = {name: tensor.device for name, tensor in self._all(module)}
         device = self.execution_device
         leaving = self.offloaded(module) if self.offload else []
-        self.aliases = _aliases(module, leaving, self.place_submodules)
+        self.aliases = other_names(module, leaving, self.place_submodules)
         if self.offload and self.weights_map is None:
             held = dict(self._all(module))
             self.weights_map = {name: held[name].detach().to("cpu") for name in leaving}
@@ -231,9 +236,13 @@ class AlignDevicesHook(ModelHook):
     @torch.inference_mode(False)
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
         for name in names:
-            place_tensor(module, name, "meta", clear_cache=False)
             held, key = held_in(module, name)
-            held[key] = marked_offloaded(held[key])
+            left = self._left.get(name)
+            if left is not None and _are_alike(left, held[key]):
+                held[key] = left
+                continue
+            place_tensor(module, name, "meta", clear_cache=False)
+            self._left[name] = held[key] = marked_offloaded(held[key])
         self._tie(module)
 
     def _tie(self, module: nn.Module) -> None:
@@ -276,7 +285,7 @@ class AlignDevicesHook(ModelHook):
         with self.lock, torch.inference_mode(False):
             names = self.offloaded(module)
             if self._users == 0:
-                _check_on_meta(module, names)
+                refuse_assigned(module, self._assigned(module, names))
                 try:
                     self._load_values(module, names)
                 except BaseException:
@@ -296,6 +305,17 @@ class AlignDevicesHook(ModelHook):
         """
         if self.offload:
             self._by_hand -= 1  # no lock: a graph that is compiled has no place for it
+
+    def _assigned(self, module: nn.Module, names: Iterable[str]) -> Iterator[str]:
+        """Yield the names of offloaded tensors that something else was put in the place of."""
+        for name in names:
+            held, key = held_in(module, name)
+            if held[key] is not self._left.get(name):
+                places = self.tied.get(name, ())
+                tied = (own._parameters[one] for own, one in places if own._parameters is not held)
+                is_left = type(held[key]) is OffloadedWeight  # of this weight, or of another
+                if not held[key].is_meta or (is_left and all(x is not held[key] for x in tied)):
+                    yield name
 
     def _load_values(self, module: nn.Module, names: Iterable[str]) -> None:
         ready = self._read_ahead()
@@ -466,34 +486,6 @@ class _StateDict:
         mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in every])
 
 
-def _check_on_meta(module: nn.Module, names: Iterable[str]) -> None:
-    """Refuse values that were assigned to offloaded tensors: the weights map has others."""
-    given = [name for name, tensor in _held(module, names) if not tensor.is_meta]
-    if given:
-        raise StateError(
-            f"{', '.join(given)} of {type(module).__name__}: offloaded tensors were assigned, or "
-            "are replaced by functional_call; their values come from the weights map. Set them by "
-            "accel.utils.set_module_tensor_to_device(module, name, device, value), or remove the "
-            "hooks with accel.hooks.remove_hook_from_submodules."
-        )
-
-
-def _aliases(module: nn.Module, names: Iterable[str], recurse: bool) -> dict[str, list[str]]:
-    """Return the other names that some tensors have in a module, by the one in `names`."""
-    held = {id(tensor): name for name, tensor in _held(module, names)}
-    every = [
-        *module.named_parameters(recurse=recurse, remove_duplicate=False),
-        *module.named_buffers(recurse=recurse, remove_duplicate=False),
-    ]
-    found: dict[str, list[str]] = {}
-    for name, tensor in every:
-        first = held.get(id(tensor), name)
-        if first != name:
-            found.setdefault(first, []).append(name)
-    return found
-
-
-def _held(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in names:
-        held, key = held_in(module, name)
-        yield name, held[key]
+def _are_alike(left: torch.Tensor, loaded: torch.Tensor) -> bool:
+    same = left.shape == loaded.shape and left.dtype == loaded.dtype
+    return same and left.requires_grad == loaded.requires_grad

@@ -259,7 +259,9 @@ class _Attacher:
             hook.place = Place(root, name.removeprefix(above).removeprefix("."), whole)
         hook.tied = {n: self.ties[prefix + n] for n in names if prefix + n in self.ties}
         size = sum(held[key].nbytes for held, key in (held_in(module, n) for n in names))
-        add_hook_to_module(module, hook, append=True)
+        # In place of what brings inputs alone, of a block around: peft knows a single hook.
+        alone = offload and device is not None and all(map(_brings_inputs, hooks_of(module)))
+        add_hook_to_module(module, hook, append=not alone)
         if names and hook.weights_map is not None:
             block = Block(tuple(names), hook.weights_map, "cpu" if device is None else device, size)
             hook.read_ahead = self.ahead, self.ahead.register(block)
@@ -282,6 +284,12 @@ def align_inputs(
             return
     hook = AlignDevicesHook(device, io_same_device=True, skip_keys=skip_keys, tied_params_map=tied)
     add_hook_to_module(model, hook, append=True)
+
+
+def _brings_inputs(hook: object) -> bool:
+    return isinstance(hook, AlignDevicesHook) and not (
+        hook.offload or hook.io_same_device or hook.place_submodules
+    )
 
 
 def _adapts(model: nn.Module) -> bool:

@@ -30,19 +30,55 @@ def _call(
 
     On a CPU, torch multiplies by a matrix on the meta device without an error, and returns whatever
     lies in memory. `copied` and `computed` are the messages, of a copy to another device and of a
-    result with data.
+    result with data, also one that is written to a tensor that is given.
     """
+    if func is torch.Tensor.copy_ and args[0] is args[1]:  # what load_state_dict() leaves
+        return args[0]
     given = list(iterate([args, kwargs or {}]))
     has_data = any(not tensor.is_meta for tensor in given)
+    _refuse_writes(_targets(func, args, kwargs or {}), computed)
+    versions = [_version(tensor) for tensor in given]
     try:
         result = func(*args, **(kwargs or {}))
     except (RuntimeError, TypeError) as error:  # others of torch are subclasses
         if "meta" not in str(error).lower():
             raise
         raise StateError(computed() if has_data else copied()) from error
+    pairs = zip(given, versions, strict=True)
+    _refuse_writes([tensor for tensor, before in pairs if _version(tensor) != before], computed)
     if has_data and _is_new(result, given):
         raise StateError(computed())
     return result
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _targets(
+    func: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+) -> list[torch.Tensor]:
+    """Return the tensors that an operation writes to, by its name; others tell by their version."""
+    if kwargs.get("out") is not None:
+        return list(iterate(kwargs["out"]))
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and (not name.endswith("__") or name in _IN_PLACE)
+    if not in_place or name in _METADATA:
+        return []
+    return list(iterate(args[0] if args else next(iter(kwargs.values()))))
+
+
+def _refuse_writes(targets: Iterable[torch.Tensor], computed: Callable[[], str]) -> None:
+    for tensor in targets:
+        if type(tensor) in _VALUES:
+            raise StateError(
+                f"an offloaded weight {list(tensor.shape)} is written to outside the forward pass "
+                "of its module, where it has no values: the write would be lost. Set it with "
+                "accel.utils.set_module_tensor_to_device(model, name, 'cpu', value), or write to "
+                "it within accel.utils.align_module_device(module)."
+            )
+        if not tensor.is_meta:
+            raise StateError(computed())
 
 
 def _is_new(result: object, given: Sequence[torch.Tensor]) -> bool:
@@ -77,8 +113,8 @@ def _derived(
         return f"an offloaded weight {shape} has no values to copy. {CANNOT_MOVE}"
 
     result = _call(func, args, kwargs, copied if name in _MOVES else computed, computed)
-    if name.endswith("_like") or name.startswith("new_"):
-        return result  # a tensor of its own: the shape alone was taken
+    if name.endswith("_like") or name.startswith("new_"):  # of the shape alone
+        return _marked(result, OffloadedResult)
     given = list(iterate([args, kwargs or {}]))
     others = [tensor for tensor in given if type(tensor) not in _KINDS]
     if others and all(tensor.is_meta for tensor in others):
@@ -228,7 +264,14 @@ _KEEP = (
     *("bfloat16", "double", "float", "half", "to", "type", "type_as"),
 )
 _MOVES = ("to", "cpu", "cuda")
+_METADATA = ("detach_", "rename_", "requires_grad_", "share_memory_")  # they write no values
+_IN_PLACE = (
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__"),
+    *("__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"),
+    *("__ilshift__", "__irshift__", "__idiv__"),
+)
 _KINDS = (OffloadedWeight, LeftWeight, OffloadedBuffer, OffloadedView)
+_VALUES = (*_KINDS, OffloadedValue)
 
 
 def _is_plain(result: object) -> bool:

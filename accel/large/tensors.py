@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -371,3 +371,24 @@ def device_of(name: str, device_map: Mapping[str, Device]) -> Device:
             f"The `device_map` does not contain the module {name!r}", "each has a device", "Add it."
         )
     return device_map[""]
+
+
+def other_names(module: nn.Module, names: Iterable[str], recurse: bool) -> dict[str, list[str]]:
+    """Return the other names that some tensors have in a module, by the one in `names`.
+
+    Args:
+        module: has the tensors.
+        names: one of each, in the module.
+        recurse: whether names in submodules are returned, too.
+    """
+    held = {id(get_tensor(module, name)): name for name in names}
+    every = [
+        *module.named_parameters(recurse=recurse, remove_duplicate=False),
+        *module.named_buffers(recurse=recurse, remove_duplicate=False),
+    ]
+    found: dict[str, list[str]] = {}
+    for name, tensor in every:
+        first = held.get(id(tensor), name)
+        if first != name:
+            found.setdefault(first, []).append(name)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -84,6 +84,25 @@ def check_hooked(model: nn.Module) -> None:
             f"{listed(names)} of {type(model).__name__}: on the meta device, and no hook has a "
             "value for it. Add adapters before dispatch_model, or give values "
             "(set_module_tensor_to_device(model, name, 'cpu', value)) and dispatch again."
+        )
+
+
+def refuse_assigned(module: nn.Module, names: Iterable[str]) -> None:
+    """Refuse what was assigned to offloaded tensors: the weights map has other values.
+
+    Args:
+        module: has the tensors.
+        names: of them, in the module; none: nothing was.
+
+    Raises:
+        StateError: with the names.
+    """
+    if given := list(names):
+        raise StateError(
+            f"{', '.join(given)} of {type(module).__name__}: offloaded tensors were assigned, or "
+            "are replaced by functional_call; their values come from the weights map. Set them by "
+            "accel.utils.set_module_tensor_to_device(module, name, device, value), or remove the "
+            "hooks with accel.hooks.remove_hook_from_submodules."
         )
 
 

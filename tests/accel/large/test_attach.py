@@ -221,3 +221,23 @@ def test_a_block_that_is_hooked_keeps_its_hook() -> None:
     model._hf_hook = first
     attach_execution_device_hook(model, "meta")
     assert hook_of(model) is first
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_module_that_is_offloaded_within_a_block_has_one_hook(around: bool) -> None:
+    """Peft merges adapters where it finds the hook that has the weight, and no other."""
+    model = net()
+    expected = model(inputs())
+    names = [name for name, _ in model.named_children()]
+    away = {names[-1]: True}
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={**({"": "cpu"} if around else {}), **dict.fromkeys(names, "cpu")},
+        offload={**({"": False} if around else {}), **dict.fromkeys(names, False), **away},
+        weights_map={name: value.clone() for name, value in model.state_dict().items()},
+    )
+    last = model.get_submodule(names[-1])
+    hooks = [hook_of(module) for module in last.modules() if hasattr(module, "_hf_hook")]
+    assert all(isinstance(hook, AlignDevicesHook) for hook in hooks)
+    assert any(hook.offload for hook in hooks)
+    assert torch.equal(model(inputs()), expected)

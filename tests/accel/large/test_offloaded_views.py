@@ -85,9 +85,12 @@ def test_shapes_and_new_tensors_need_no_values() -> None:
     assert weight[:2].half().dtype == torch.float16
     assert [part.shape for part in weight.split(2)] == [(2, 4), (1, 4)]
     assert torch.zeros_like(weight, device="cpu").sum() == 0
-    assert type(torch.zeros_like(weight)) is torch.Tensor
     assert weight.new_ones(2, device="cpu").sum() == 2
-    assert nn.init.zeros_(weight) is weight
+    assert weight.requires_grad_(False) is weight
+    for like in (torch.zeros_like(weight), weight.new_ones(3, 4)):
+        assert like.add_(1).shape == (3, 4)
+        with pytest.raises(StateError, match=RULE):
+            torch.ones(2, 4) @ like.T
 
 
 def test_shapes_are_computed_with_inputs_on_the_meta_device() -> None:
@@ -98,6 +101,99 @@ def test_shapes_are_computed_with_inputs_on_the_meta_device() -> None:
         out.sum().item()
     with pytest.raises(StateError, match=RULE):
         torch.ones(5, 2) @ out
+
+
+WRITES: list[Callable[[torch.Tensor], object]] = [
+    lambda w: w.mul_(2),
+    lambda w: w.copy_(torch.ones(4, 4)),
+    lambda w: w.__iadd__(torch.ones(4, 4)),
+    lambda w: w.__setitem__(0, 1.0),
+    lambda w: w[:2].zero_(),
+    lambda w: w.T.fill_(1.0),
+    lambda w: w.data.mul_(2),
+    lambda w: w.detach().copy_(torch.ones(4, 4)),
+    lambda w: w.data.__setitem__(0, 1.0),
+    lambda w: nn.init.zeros_(w),
+    lambda w: nn.init.kaiming_uniform_(w),
+    lambda w: functional.relu(w, inplace=True),
+    lambda w: torch._foreach_mul_([w], 2.0),
+    lambda w: torch.add(torch.ones(4, 4), 1, out=w),
+    lambda w: w.lerp_(torch.ones(4, 4), 0.5),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_write_to_a_weight_is_refused(
+    write: Callable[[torch.Tensor], object], context: type, tmp_path: Path
+) -> None:
+    """It would be lost: outside the forward pass of its module a weight has no values."""
+    for model in (cpu_offload(nn.Linear(4, 4), "cpu"), disk_offload(nn.Linear(4, 4), tmp_path)):
+        weight = model.get_parameter("weight")
+        before = model(torch.ones(2, 4))
+        with context(), pytest.raises(StateError, match=r"\[\d.* is written to .* would be lost"):
+            write(weight)
+        with context(), pytest.raises(StateError, match="would be lost"):
+            write(model.state_dict()["weight"])
+        assert torch.equal(model(torch.ones(2, 4)), before)
+
+
+READS: list[Use] = [
+    lambda x, w: x.add_(w[0]),
+    lambda x, w: x.__imul__(w[0]),
+    lambda x, w: x.addmm_(x, w),
+    lambda x, w: x.fill_(w[0, 0]),
+    lambda x, w: x.__setitem__(0, w[0]),
+    lambda x, w: x.__setitem__(x > 0, w[0, 0]),
+    lambda x, w: torch.mm(x, w, out=torch.zeros(2, 4)),
+    lambda x, w: torch.mm(x, w.T, out=torch.zeros(2, 4)),
+    lambda x, w: torch._foreach_add_([x], [w[:2]]),
+    lambda x, w: x.mul_(0.9).add_(w[:2], alpha=0.1),
+]
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_weight_is_not_added_in_place(read: Use, context: type) -> None:
+    weight = cpu_offload(nn.Linear(4, 4), "cpu").weight
+    with context(), pytest.raises(StateError, match=RULE):
+        read(torch.ones(2, 4), weight)
+
+
+def test_another_offloaded_weight_in_its_place_is_refused() -> None:
+    model = cpu_offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "cpu")
+    x = torch.ones(2, 4)
+    first, second = model[0], model[1]
+    with pytest.raises(StateError, match=r"weight, bias of Linear: offloaded tensors were"):
+        torch.func.functional_call(first, dict(second.named_parameters()), (x,))
+    expected = model(x)
+    first.weight, second.weight = second.weight, first.weight
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
+            one(x)
+    first.weight, second.weight = second.weight, first.weight
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(one(x), expected)
+
+
+def test_tied_offloaded_weights_may_be_tied_again() -> None:
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    x = torch.tensor([1, 2])
+    expected = model(x)
+    model = cpu_offload(model, "cpu")
+    model[1].weight = model[0].weight
+    assert torch.equal(model(x), expected)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+
+
+def test_what_is_added_after_a_dispatch_stays() -> None:
+    layer = cpu_offload(nn.Linear(4, 4), "cpu", offload_buffers=True)
+    layer.register_buffer("mask", torch.ones(4))
+    layer.register_parameter("gate", nn.Parameter(torch.ones(4)))
+    layer(torch.ones(2, 4))
+    assert layer.get_buffer("mask").sum() == 4
+    assert layer.get_parameter("gate").sum() == 4
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
