@@ -239,7 +239,7 @@ class AlignDevicesHook(ModelHook):
             held, key = held_in(module, name)
             left = self._left.get(name)
             if left is not None and _are_alike(left, held[key]):
-                held[key] = left
+                held[key] = marked_offloaded(left)
                 continue
             place_tensor(module, name, "meta", clear_cache=False)
             self._left[name] = held[key] = marked_offloaded(held[key])

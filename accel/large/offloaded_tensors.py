@@ -246,6 +246,12 @@ class OffloadedBuffer(_Held, OffloadedValue):
             return torch.Tensor.__reduce_ex__(self, protocol)
 
 
+class LeftBuffer(OffloadedBuffer):
+    """A buffer without data, as `LeftWeight`."""
+
+    _unused = LeftWeight._unused
+
+
 class OffloadedResult(OffloadedView):
     """The shape of what an offloaded weight and an input on the meta device give."""
 
@@ -270,7 +276,7 @@ _IN_PLACE = (
     *("__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"),
     *("__ilshift__", "__irshift__", "__idiv__"),
 )
-_KINDS = (OffloadedWeight, LeftWeight, OffloadedBuffer, OffloadedView)
+_KINDS = (OffloadedWeight, LeftWeight, OffloadedBuffer, LeftBuffer, OffloadedView)
 _VALUES = (*_KINDS, OffloadedValue)
 
 
@@ -307,15 +313,20 @@ def _shape(args: Sequence[object], kwargs: Mapping[str, object] | None, kind: An
 
 def marked_offloaded(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor on the meta device that refuses computations; a parameter itself."""
-    if type(tensor) in (nn.Parameter, LeftWeight) and tensor.is_meta:
+    kind = type(tensor)
+    if kind in (nn.Parameter, LeftWeight) and tensor.is_meta:
         tensor.__class__ = OffloadedWeight
+    if kind is LeftBuffer:
+        tensor.__class__ = OffloadedBuffer
     return tensor.as_subclass(OffloadedBuffer) if _is_plain(tensor) else tensor
 
 
-def mark_left(weight: torch.Tensor) -> None:
-    """Mark an offloaded weight that no hook loads any more, in place."""
-    if type(weight) is OffloadedWeight:
-        weight.__class__ = LeftWeight
+def mark_left(tensor: torch.Tensor) -> None:
+    """Mark an offloaded weight or buffer that no hook loads any more, in place."""
+    if type(tensor) is OffloadedWeight:
+        tensor.__class__ = LeftWeight
+    elif type(tensor) is OffloadedBuffer:
+        tensor.__class__ = LeftBuffer
 
 
 def mark_in_state_dict(state: MutableMapping[str, Any], names: Iterable[str]) -> None:

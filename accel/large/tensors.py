@@ -12,7 +12,12 @@ from accel.checkpoint.dtypes import as_dtype
 from accel.device import default_device_type
 from accel.errors import ConfigError, StateError, nearest
 from accel.large.hooks import write_to
-from accel.large.offloaded_tensors import OffloadedValue, OffloadedWeight, plain
+from accel.large.offloaded_tensors import (
+    OffloadedBuffer,
+    OffloadedValue,
+    OffloadedWeight,
+    plain,
+)
 from accel.logging import get_logger
 from accel.memory import clear_device_cache
 
@@ -172,7 +177,7 @@ def set_module_tensor_to_device(
         kept = as_dtype(dtype or old.dtype) if value.is_floating_point() else value.dtype
         if _write(module, tensor_name, value.to(kept)):
             return
-        if type(old) is OffloadedWeight:
+        if type(old) in (OffloadedWeight, OffloadedBuffer):
             raise StateError(
                 f"{tensor_name!r} is offloaded by a hook of a module around this one. Pass the "
                 "whole model and the full name of the tensor."

@@ -10,9 +10,15 @@ from torch import nn
 
 from accel.errors import StateError, listed
 from accel.large.hooks import ModelHook, hooks_of
-from accel.large.offloaded_tensors import LeftWeight, OffloadedBuffer, OffloadedWeight
+from accel.large.offloaded_tensors import (
+    LeftBuffer,
+    LeftWeight,
+    OffloadedBuffer,
+    OffloadedWeight,
+)
 
-_MARKED = (OffloadedWeight, LeftWeight, OffloadedBuffer)  # they refuse to be computed with
+# They refuse to be computed with.
+_MARKED = (OffloadedWeight, LeftWeight, OffloadedBuffer, LeftBuffer)
 
 
 class Place:

@@ -112,13 +112,34 @@ def test_a_tensor_may_be_set(offload: Offload, tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_set_through_the_module_that_offloads_it() -> None:
-    model = cpu_offload(net(), "cpu", preload_module_classes=["Block"])
-    with pytest.raises(StateError, match="Pass the whole model and the full name"):
-        set_module_tensor_to_device(model[0].linear, "weight", "cpu", value=torch.ones(4, 4))
-    set_module_tensor_to_device(model, "0.linear.weight", "cpu", value=torch.ones(4, 4))
+    model = cpu_offload(net(), "cpu", offload_buffers=True, preload_module_classes=["Block"])
+    for child, name, shape in (("linear", "weight", (4, 4)), ("norm", "running_mean", (4,))):
+        part, value = model[0].get_submodule(child), torch.ones(shape)
+        with pytest.raises(StateError, match="Pass the whole model and the full name"):
+            set_module_tensor_to_device(part, name, "cpu", value=value)
+        set_module_tensor_to_device(model, f"0.{child}.{name}", "cpu", value=value)
     expected = net()
     expected[0].linear.weight.data.fill_(1)
+    expected[0].norm.running_mean.fill_(1)
     assert torch.equal(model(inputs()), expected(inputs()))
+
+
+def test_tensors_may_be_set_whose_hooks_were_removed() -> None:
+    model = net().to("meta")
+    model[0].shift = model[1].shift = torch.zeros(4)
+    cpu_offload(model, "cpu", offload_buffers=True, state_dict=net().state_dict())
+    for _ in range(2):  # it is initialized again
+        add_hook_to_module(model[0].norm, ModelHook(), append=True)
+    with pytest.raises(StateError, match="is used while its module does not run"):
+        model[0].norm.running_mean + 1
+    remove_hook_from_submodules(model)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            with pytest.raises(StateError, match="whose hooks were removed"):
+                tensor + torch.ones(1)
+            value = torch.ones(tensor.shape).to(tensor.dtype)
+            set_module_tensor_to_device(model, name, "cpu", value=value)
+    model(inputs())
 
 
 @OFFLOADS
