@@ -161,7 +161,8 @@ class _Plan:
 
         self.model = model
         self.disk: DiskWeights | None = None
-        self._stay = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self._stay = set() if offload_buffers else self._buffers
         self.state: dict[str, Any] = model.state_dict(keep_vars=True)
         self.ties = list(ties(model))
         self.quantized = QuantizedParts(model)
@@ -176,9 +177,8 @@ class _Plan:
         problems.raise_if()
 
     def _unknown_names(self) -> Iterator[Problem]:
-        modules = [name for name, _ in self.model.named_modules() if name]
-        buffers = [name for name, _ in self.model.named_buffers()]  # also what no checkpoint has
-        known = {"", *modules, *self.state, *buffers}
+        modules = [name for name, _ in self.model.named_modules(remove_duplicate=False) if name]
+        known = {"", *modules, *self.state, *self._buffers}  # also what no checkpoint has
         for name in self._devices:
             if name not in known:
                 value = f"device_map[{name!r}]"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from accel import Accelerator, load_checkpoint_and_dispatch
 from accel.errors import StateError
 from accel.utils import set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
-from tests.accel.large.models import Tied
+from tests.accel.large.models import Block, Tied, inputs
 
 NAMES = ["embedding.weight", "head.weight"]
 MAPS: list[dict[str, Any] | None] = [
@@ -97,3 +99,26 @@ def test_what_is_offloaded_stays_tied(tmp_path: Path) -> None:
     assert not list((tmp_path / "off").glob("*weight.dat"))  # all names read the checkpoint
     with pytest.raises(StateError, match="tied to others"):
         set_module_tensor_to_device(model, NAMES[1], "cpu", value=torch.ones(6, 4))
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"": "disk"},
+        {"0": "disk", "1": "cpu", "2": "disk"},
+        {"0": "disk", "1": "cpu", "2": "disk", "2.norm.running_mean": "cpu"},
+    ],
+)
+def test_a_module_may_be_in_several_places(device_map: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    block = Block()
+    source = nn.Sequential(block, Block(), block).eval()
+    source[0].norm.running_mean.fill_(1)
+    Accelerator(cpu=True).save_model(source, tmp_path / "weights")
+    model = copy.deepcopy(source)
+    for value in model.state_dict().values():
+        value.zero_()
+    load_checkpoint_and_dispatch(
+        model, tmp_path / "weights", device_map, offload_folder=tmp_path / "off", strict=True
+    )
+    assert torch.equal(model(inputs()), source(inputs()))
