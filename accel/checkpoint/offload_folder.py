@@ -310,10 +310,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 "Pass what `offload_state_dict` wrote as save_folder.",
             )
         self.state_dict = {} if state_dict is None else state_dict
-        self.save_folder = save_folder
-        if index is None and save_folder is not None:
-            index = _read_index(Path(save_folder) / INDEX)
+        # The working directory may be another one when a weight is read.
+        self.save_folder = None if save_folder is None else Path(save_folder).absolute()
+        if index is None and self.save_folder is not None:
+            index = _read_index(self.save_folder / INDEX)
         self.index = {} if index is None else index
+        self._began_in = Path().absolute() if self.index else Path()
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
         self._stamps = {path: _stamp(path) for path in map(self._file, self.index)}
@@ -322,7 +324,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def _file(self, key: str) -> Path:
         """Return the file that a weight on disk lies in."""
         found = self.index[key].get("safetensors_file")
-        return Path(self.save_folder or ".") / f"{key}.dat" if found is None else Path(str(found))
+        if found is None:
+            return (self.save_folder or self._began_in) / f"{key}.dat"
+        return self._began_in / str(found)
 
     def _check_unchanged(self, path: Path) -> Stamp:
         stamp = _stamp(path)

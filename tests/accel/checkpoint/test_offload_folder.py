@@ -157,3 +157,24 @@ def test_a_broken_index_is_named(tmp_path: Path, text: bytes) -> None:
 def test_names_may_contain_slashes(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"a/b.weight": torch.ones(2)})
     assert OffloadedWeightsLoader(save_folder=tmp_path)["a/b.weight"].tolist() == [1, 1]
+
+
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    offload_state_dict("off", {"a": torch.ones(2)})
+    save_file({"b": torch.zeros(2)}, "file.safetensors")
+    index = {"b": {"safetensors_file": "file.safetensors"}}
+    raw = {"a": {"dtype": "float32", "shape": [2]}}
+    loaders = [
+        OffloadedWeightsLoader(save_folder="off"),
+        OffloadedWeightsLoader(save_folder="off", index={**raw, **index}),
+        OffloadedWeightsLoader(index=index),
+    ]
+    monkeypatch.chdir("off")
+    loaders.append(OffloadedWeightsLoader(index=raw))
+    pickled = pickle.dumps(loaders)
+    monkeypatch.chdir("/")
+    for weights in (*loaders, *pickle.loads(pickled)):
+        for name in weights:
+            assert weights[name].tolist() == ([1, 1] if name == "a" else [0, 0])
+    assert index == {"b": {"safetensors_file": "file.safetensors"}}
