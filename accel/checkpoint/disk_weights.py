@@ -11,6 +11,7 @@ import torch
 from accel.checkpoint.dtypes import name_of
 from accel.checkpoint.offload_folder import (
     Info,
+    OffloadedWeightsLoader,
     drop_from_index,
     make_folder,
     offload_weight,
@@ -52,7 +53,12 @@ class DiskWeights:
         else:
             offload_weight(value.to(dtype), name, self.folder, self.index)
 
-    def save(self, wanted: Iterable[str]) -> None:
-        """Write the index; of the names `wanted` on disk it has only those of this checkpoint."""
+    def save(self, wanted: Iterable[str]) -> OffloadedWeightsLoader:
+        """Write the index; of the names `wanted` on disk it has only those of this checkpoint.
+
+        Returns:
+            The weights of this checkpoint on disk, by name.
+        """
         drop_from_index(set(wanted) - self.index.keys(), self.folder)
         save_offload_index(self.index, self.folder)
+        return OffloadedWeightsLoader(save_folder=self.folder, index=self.index)

@@ -339,7 +339,15 @@ class _Plan:
             for held, key in places if loaded is not None else ():
                 held[key] = loaded
         if self.disk is not None:
-            self.disk.save(on_disk)
+            self._remember(self.disk.save(on_disk))
+
+    def _remember(self, weights: Mapping[str, torch.Tensor]) -> None:
+        from accel.large.left_weights import remember
+        from accel.large.tensors import held_in
+
+        for name in weights.keys() & self.on_disk():
+            held, key = held_in(self.model, name)
+            remember(held[key], weights, name)
 
 
 def ties(model: torch.nn.Module) -> Iterator[list[str]]:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.errors import StateError
 from accel.large.hooks import Arguments, ModelHook
+from accel.large.left_weights import remember
 from accel.large.loaded_weight import LoadedWeight, content_of
 from accel.large.offloaded_tensors import (
     OffloadedWeight,
@@ -465,6 +466,7 @@ class AlignDevicesHook(ModelHook):
         elif self.restores_all or was_written(weights, name):
             self._place(module, name, "cpu", weights[name])
         else:
+            remember(held[key], weights, name)
             mark_left(held[key])
 
 

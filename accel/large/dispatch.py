@@ -26,6 +26,7 @@ from accel.large.device_hooks import CpuOffload, UserCpuOffloadHook
 from accel.large.device_map import DeviceMap, check_device_map
 from accel.large.device_memory import ELSEWHERE
 from accel.large.hooks import add_hook_to_module
+from accel.large.left_weights import load_renamed
 from accel.large.tensors import (
     Device,
     TiedParams,
@@ -100,6 +101,7 @@ def disk_offload(
         ConfigError: for weights or non-persistent buffers without a value.
     """
     undo(model)
+    load_renamed(model, offload_dir)
     weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
     _check_values(model, weights, offload_dir)
     _load_buffers(model, weights, offload_buffers)
@@ -262,10 +264,12 @@ def dispatch_model(
     undo(model)
     placed = set(device_map.values())
     if len(placed) == 1 and placed != {"disk"} and not force_hooks:
+        load_renamed(model, offload_dir, offload_index, copy=True)
         _load_missing(model, offload_dir, offload_index)
         _check_values(model)
         model.to(as_device(next(iter(placed))))
     else:
+        load_renamed(model, offload_dir, offload_index, state_dict or ())
         spread = _Spread(model, device_map, main_device)
         weights = spread.weights(state_dict, offload_dir, offload_index)
         _check_values(model, weights, offload_dir)

@@ -12,6 +12,7 @@ from torch import nn
 from accel.errors import StateError
 from accel.tree import iterate
 
+ORIGIN = "_offloaded_as"  # attribute of a tensor without data: its name, and where its values lie
 CANNOT_MOVE = (
     "You can't move a model that has some modules offloaded to cpu or disk. Remove its hooks with "
     "accel.hooks.remove_hook_from_submodules(model), or dispatch it anew, such as with "
@@ -170,7 +171,10 @@ class _Held(_Unused):
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 data = self.data.clone()
-                memo[id(self)] = torch.Tensor._make_subclass(type(self), data, self.requires_grad)
+                copied = torch.Tensor._make_subclass(type(self), data, self.requires_grad)
+            if ORIGIN in self.__dict__:
+                copied.__dict__[ORIGIN] = self.__dict__[ORIGIN]
+            memo[id(self)] = copied
         return memo[id(self)]
 
 

@@ -13,6 +13,7 @@ from accel.device import default_device_type
 from accel.errors import ConfigError, StateError, nearest
 from accel.large.hooks import write_to
 from accel.large.offloaded_tensors import (
+    ORIGIN,
     OffloadedBuffer,
     OffloadedValue,
     OffloadedWeight,
@@ -134,6 +135,7 @@ def like(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     else:
         fresh = torch.Tensor._make_subclass(type(old), data.detach(), trains)
     fresh.__dict__.update(old.__dict__)
+    fresh.__dict__.pop(ORIGIN, None)
     return fresh
 
 

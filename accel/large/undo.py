@@ -18,6 +18,7 @@ from accel.large.hooks import (
     hooks_of,
     remove_hook_from_module,
 )
+from accel.large.left_weights import forget
 from accel.large.offloaded_state import align_hooks
 from accel.large.offloaded_tensors import CANNOT_MOVE, mark_left
 from accel.large.tensors import held_in, named_module_tensors
@@ -93,6 +94,7 @@ def undo_for_loading(model: nn.Module, names: Collection[str]) -> None:
         held, key = held_in(module, name)
         for owner, other in hook.tied.get(name, ())[:1]:
             held[key] = owner._parameters[other]
+        forget(held[key])
         mark_left(held[key])
         for alias in hook.aliases.get(name, ()):
             owners, other = held_in(module, alias)

@@ -170,7 +170,7 @@ def test_what_lies_in_memory_alone_is_kept_where_hooks_are_removed(
     before = model(x).detach()
     edit(model)
     expected = model(x).detach()
-    assert not torch.equal(before, expected)
+    assert not torch.allclose(before, expected)
     remove_hook_from_submodules(model)
     dispatch_model(model, second, offload_dir=tmp_path / "off")
-    assert torch.equal(model(x), expected)
+    assert torch.allclose(model(x), expected)  # the address of a weight decides the kernel
