@@ -51,7 +51,7 @@ def load_renamed(
     given: Collection[str] = (),
     copy: bool = False,
 ) -> None:
-    """Load left weights whose names changed since they were offloaded, as where layers were deleted.
+    """Load left weights that have other names than when they were offloaded, as after a deletion.
 
     By its present name, each would get the values of another. Those that an index has by the
     present names stay as they are.
