@@ -68,7 +68,7 @@ def cpu_offload(
         ConfigError: for weights or non-persistent buffers without a value.
     """
     undo(model)
-    weights = dict(state_dict) if type(state_dict) is dict else state_dict  # it may be changed
+    weights = dict(state_dict) if isinstance(state_dict, dict) else state_dict  # it may be changed
     if weights is None:
         state = model.state_dict().items()
         weights = {name: value.to("cpu") for name, value in state if not value.is_meta}

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel.checkpoint.offload_folder import Info, OffloadedWeightsLoader, PathLike, PrefixedDataset
+from accel.checkpoint.offload_folder import (
+    Info,
+    OffloadedWeightsLoader,
+    PathLike,
+    PrefixedDataset,
+    Stamp,
+)
 from accel.errors import ConfigError, listed
 from accel.large.offloaded_tensors import ORIGIN
 from accel.large.tensors import held_in, set_module_tensor_to_device
@@ -41,7 +47,7 @@ class _Renamed(NamedTuple):
 
     names: list[str]  # in the model
     was: str
-    source: object
+    source: tuple[str, str, Stamp] | None
 
 
 def load_renamed(
@@ -54,7 +60,7 @@ def load_renamed(
     """Load left weights that have other names than when they were offloaded, as after a deletion.
 
     By its present name, each would get the values of another. Those that an index has by the
-    present names stay as they are.
+    present names stay as they are, unless it has the former values by another name, too.
 
     Args:
         model: without hooks of a dispatch.
@@ -72,8 +78,11 @@ def load_renamed(
     weights = OffloadedWeightsLoader(save_folder=folder, index=index)
     found: dict[str, list[str]] = {}
     lost = []
+    # Of an index that was given: one that was written anew, as by peft, has none of the former.
+    kept = set() if index is None else {_place(weights.source(name)) for name in weights.index}
     for names, was, source in renamed:
-        if source is not None and any(weights.source(name) == source for name in names):
+        theirs = [one for one in map(weights.source, names) if one is not None]
+        if source in theirs or (index is not None and theirs and _place(source) not in kept):
             continue
         if index is None and source is not None and weights.source(was) == source:
             found[was] = names
@@ -95,6 +104,11 @@ def load_renamed(
         first, key = held_in(model, names[0])
         for held, other in (held_in(model, name) for name in names[1:]):
             held[other] = first[key]
+
+
+def _place(source: tuple[str, str, Stamp] | None) -> tuple[str, str] | None:
+    """Return the file of a weight and its name there, whatever the state of the file."""
+    return source[:2] if source is not None else None
 
 
 def _renamed(model: nn.Module) -> Iterator[_Renamed]:

@@ -168,3 +168,16 @@ def test_tied_weights_are_found_by_any_name(tmp_path: Path) -> None:
     del model[0]
     dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "off")
     assert is_like(model[0], expected)
+
+
+def test_an_index_may_be_of_files_that_are_written_anew(tmp_path: Path) -> None:
+    """As peft writes them, under the names that its adapters give to weights."""
+    model = nn.ModuleDict({"base": left(tmp_path)})
+    file = str(tmp_path / "new.safetensors")
+    save_file({f"base.{name}": value for name, value in layers().state_dict().items()}, file)
+    index = {
+        f"base.{name}": {"safetensors_file": file, "weight_name": f"base.{name}"}
+        for name in layers().state_dict()
+    }
+    dispatch_model(model, {"": "disk"}, "cpu", offload_dir=tmp_path / "more", offload_index=index)
+    assert is_like(model["base"], layers())
