@@ -19,6 +19,7 @@ from runner.launch import failures, start_run
 from runner.run_dir import atomic_update, lock, study
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
+from runner.sweep import code_changes
 from runner.sweep.journal import FINISHED, PRUNED, Journal
 from runner.training import state
 
@@ -79,7 +80,7 @@ def _locked(
     if is_finished(summary):  # its process was killed before it could say so
         journal.ended(number, before.attempt, overrides, DONE, **_values(summary, folder))
         return DONE
-    attempt = journal.started(number, overrides)
+    attempt = journal.started(number, overrides, code_changes.of_project())
     code = train()
     values = _values(summary_of(run_dir), folder) if code == DONE else {}
     journal.ended(number, attempt, overrides, code, **values)

@@ -26,7 +26,7 @@ from runner.config import paths, serialization
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
-from runner.sweep import directory, hparams, jobs, plugins, settings, table, task
+from runner.sweep import code_changes, directory, hparams, jobs, plugins, settings, table, task
 from runner.sweep.directory import Description, Sweep
 from runner.sweep.job_errors import JobFailed
 from runner.sweep.jobs import Choice
@@ -120,6 +120,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
             states = sweep.journal.states()
             numbers = _pending(sweep, known, states)
         print(f"sweep: {sweep.path}{_of_how_many(known, states, numbers)}", flush=True)
+        _say_changes(states)
         return _run(request, known.choice, sweep, numbers, server, hydra)
 
 
@@ -261,11 +262,17 @@ def _of_how_many(known: _Known, states: dict[int, JobState], numbers: Sequence[i
     return f" ({len(numbers) + done} jobs{before})"
 
 
+def _say_changes(states: dict[int, JobState]) -> None:
+    for line in code_changes.lines(states):
+        print(line, file=sys.stderr, flush=True)
+
+
 def _nothing_left(sweep: Sweep, request: Request, states: dict[int, JobState]) -> int:
     found = table.results(sweep, states)
     table.write_csv(sweep, found)
     hparams.write(sweep.path, found, ())
     table.show(found, request.config_name, Console(highlight=False))
+    _say_changes(states)
     print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
     return DONE
 

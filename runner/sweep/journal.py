@@ -51,6 +51,7 @@ class JobState:
         pid: its process.
         host: the machine of that.
         slurm: id of the Slurm job that it runs in; empty: in none.
+        code: digests of the user's packages that it was started with, by name.
         ended: the record of its end; empty: there is none.
     """
 
@@ -61,6 +62,7 @@ class JobState:
     pid: int = 0
     host: str = ""
     slurm: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
     ended: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -83,12 +85,20 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
 
-    def started(self, job: int, overrides: Sequence[str]) -> str:
-        """Record that this process starts a job; return the id of the attempt."""
+    def started(
+        self, job: int, overrides: Sequence[str], code: Mapping[str, str] | None = None
+    ) -> str:
+        """Record that this process starts a job; return the id of the attempt.
+
+        `code` has digests of the user's packages that it trains with.
+        """
         attempt = secrets.token_hex(6)
-        where = {"time": time.time(), "host": platform.node(), "pid": os.getpid()}
+        where: dict[str, object] = {"host": platform.node(), "pid": os.getpid()}
+        where["time"] = time.time()
         if (slurm := slurm_job.own_id()) is not None:
             where["slurm"] = slurm
+        if code:
+            where["code"] = dict(code)
         record = {"event": STARTED, "job": job, "overrides": list(overrides), **where}
         self.append({**record, "attempt": attempt})
         return attempt
@@ -188,6 +198,8 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
             state.attempts, state.attempt = state.attempts + 1, attempt
             state.pid, state.host = int(str(record.get("pid", 0))), str(record.get("host", ""))
             state.slurm = str(record.get("slurm", ""))
+            code = record.get("code")
+            state.code = code if isinstance(code, dict) else {}
         elif attempt == state.attempt or record.get("status") in COMPLETE:
             state.status, state.ended = str(record.get("status", FAILED)), record
     return found
