@@ -12,9 +12,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runner.sweep.journal import FAILED, FINISHED
 from runner.sweep.table import Results, Row
@@ -49,11 +49,10 @@ def write(folder: Path, found: Results, jobs: Sequence[int]) -> None:
         # In one piece: a session that was cut off would count as written.
         hidden = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
         writer = EventFileWriter(str(hidden))
-        step = int(str(row.field("best_step") or row.field("step") or 0))
         _add(writer, _session_start(row, found), 0)
-        for tag, value in _metrics(row).items():
+        for tag, (step, value) in _metrics(row).items():
             _add(writer, _scalar(tag, value), step)
-        _add(writer, _session_end(row), step)
+        _add(writer, _session_end(row), _step(row, "step"))
         writer.close()
         _put(hidden, root / row.run_dir)
 
@@ -73,17 +72,34 @@ def _add(writer: EventFileWriter, summary: Summary, step: int) -> None:
     writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
 
 
-def _metrics(row: Row) -> dict[str, float]:
-    """Return the metrics of a job: the objective, and those of each split."""
-    values: dict[str, float] = {}
-    objective = row.state.objective
+def _metrics(row: Row) -> dict[str, tuple[int, float]]:
+    """Return the metrics of a job, each with the step that it was measured at.
+
+    They are the objective, the validation metrics of the best step and those of other splits.
+    """
+    values: dict[str, tuple[int, float]] = {}
+    objective, step = row.state.objective, _step(row, "objective_step", "best_step", "step")
     for index, value in enumerate(objective if isinstance(objective, list) else [objective]):
         if value is not None:
-            values["objective" if not index else f"objective_{index}"] = value
-    metrics = row.state.ended.get("metrics")
-    for split, named in (metrics if isinstance(metrics, dict) else {}).items():
-        values |= {f"{split}/{name}": float(value) for name, value in named.items()}
+            values["objective" if not index else f"objective_{index}"] = step, value
+    for split, (at, named) in _measured(row).items():
+        values |= {f"{split}/{name}": (at, float(value)) for name, value in named.items()}
     return values
+
+
+def _measured(row: Row) -> dict[str, tuple[int, Mapping[str, Any]]]:
+    measured: Any = row.state.ended.get("measured")
+    if isinstance(measured, dict) and measured:
+        return {split: (int(one["step"]), one["metrics"]) for split, one in measured.items()}
+    # A journal of an earlier version has the last values alone.
+    metrics: Any = row.state.ended.get("metrics")
+    last = _step(row, "step", "best_step")
+    return {split: (last, named) for split, named in (metrics or {}).items()}
+
+
+def _step(row: Row, *names: str) -> int:
+    """Return the first of these steps that the journal has of a job; 0: it has none."""
+    return next((int(str(step)) for name in names if (step := row.field(name)) != ""), 0)
 
 
 def _typed(value: str) -> float | str | bool:
