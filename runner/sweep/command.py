@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,17 @@ from runner.config import paths, serialization
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
-from runner.sweep import code_changes, directory, hparams, jobs, plugins, settings, table, task
+from runner.sweep import (
+    code_changes,
+    directory,
+    hparams,
+    jobs,
+    missing_runs,
+    plugins,
+    settings,
+    table,
+    task,
+)
 from runner.sweep.directory import Description, Sweep
 from runner.sweep.job_errors import JobFailed
 from runner.sweep.jobs import Choice
@@ -108,7 +118,9 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         jobs.require_cluster(known.choice)
         sweep = known.sweep
         states = {} if sweep is None else sweep.journal.states()
-        numbers = _pending(sweep, known, states)
+        missing = [] if sweep is None else missing_runs.of_finished(sweep, states)
+        again = missing if known.choice.known else []
+        numbers = _pending(sweep, known, states, again)
         if known.choice.known and sweep is not None and not numbers:
             return _nothing_left(sweep, request, states)
         require(_to_require(known, sweep, numbers))
@@ -119,7 +131,13 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
             sweep = directory.create(request.settings.dir, recipe, known.description)
             states = sweep.journal.states()
             numbers = _pending(sweep, known, states)
+        elif again:
+            missing = missing_runs.forget(sweep, again, states)
+            states = sweep.journal.states()
+            numbers = _pending(sweep, known, states)
         print(f"sweep: {sweep.path}{_of_how_many(known, states, numbers)}", flush=True)
+        if missing:
+            print(missing_runs.line(missing, again=known.choice.known), flush=True)
         _say_changes(states)
         return _run(request, known.choice, sweep, numbers, server, hydra)
 
@@ -236,9 +254,15 @@ def _described(
     )
 
 
-def _pending(sweep: Sweep | None, known: _Known, states: dict[int, JobState]) -> tuple[int, ...]:
+def _pending(
+    sweep: Sweep | None,
+    known: _Known,
+    states: dict[int, JobState],
+    again: Collection[int] = (),
+) -> tuple[int, ...]:
+    """Return the jobs to train: those that are not complete, and those to be trained `again`."""
     total = len(sweep.description.jobs) if sweep is not None else len(known.examined or ())
-    done = {number for number, state in states.items() if state.is_complete}
+    done = {number for number, state in states.items() if state.is_complete}.difference(again)
     return tuple(number for number in range(total) if number not in done)
 
 

@@ -34,6 +34,7 @@ class StandIn:
         given: Any = order.arguments
         code, journal = self.codes.get(order.number, 0), Journal(Path(given["folder"]))
         attempt = journal.started(order.number, given["overrides"], code_changes.of_project())
+        (journal.path.parent / f"{order.number:04}").mkdir(exist_ok=True)
         self.on_start(order)
         if code >= 0:
             value = self.objectives.get(order.number, float(order.number)) if code == 0 else None
