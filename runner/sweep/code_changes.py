@@ -6,6 +6,7 @@ to be read. Mending code after a failure is the normal case: nothing is refused,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from runner.config import trust
@@ -48,6 +49,12 @@ def lines(states: Mapping[int, JobState]) -> list[str]:
     ends = ["Finished jobs are kept."] if kept else []
     ends += ["Jobs that are not finished go on with the new code."] if others else []
     return [*found, f"{' '.join(ends)} sweep.dir=<a new directory> trains all with the new code."]
+
+
+def say(states: Mapping[int, JobState]) -> None:
+    """Print `lines`."""
+    for line in lines(states):
+        print(line, file=sys.stderr, flush=True)
 
 
 def named(numbers: Sequence[int]) -> str:

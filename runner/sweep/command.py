@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from accel.errors import ConfigError, Problem
 from runner.compose import conf_files, hydra_setup
 from runner.compose.composition import Examined
@@ -28,19 +26,18 @@ from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
 from runner.sweep import (
     code_changes,
+    conclusion,
     directory,
-    hparams,
     jobs,
     missing_runs,
     plugins,
     settings,
-    table,
     task,
 )
 from runner.sweep.directory import Description, Sweep
 from runner.sweep.job_errors import JobFailed
 from runner.sweep.jobs import Choice
-from runner.sweep.journal import FINISHED, INTERRUPT, PRUNED, STOP, JobState
+from runner.sweep.journal import JobState
 from runner.sweep.live import Live
 from runner.sweep.settings import Settings
 
@@ -122,7 +119,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         again = missing if known.choice.known else []
         numbers = _pending(sweep, known, states, again)
         if known.choice.known and sweep is not None and not numbers:
-            return _nothing_left(sweep, request, states)
+            return conclusion.nothing_left(sweep, request.config_name, states)
         require(_to_require(known, sweep, numbers))
         jobs.require_place(known.choice, request.overrides)
         if sweep is None:
@@ -138,7 +135,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         print(f"sweep: {sweep.path}{_of_how_many(known, states, numbers)}", flush=True)
         if missing:
             print(missing_runs.line(missing, again=known.choice.known), flush=True)
-        _say_changes(states)
+        code_changes.say(states)
         return _run(request, known.choice, sweep, numbers, server, hydra)
 
 
@@ -286,21 +283,6 @@ def _of_how_many(known: _Known, states: dict[int, JobState], numbers: Sequence[i
     return f" ({len(numbers) + done} jobs{before})"
 
 
-def _say_changes(states: dict[int, JobState]) -> None:
-    for line in code_changes.lines(states):
-        print(line, file=sys.stderr, flush=True)
-
-
-def _nothing_left(sweep: Sweep, request: Request, states: dict[int, JobState]) -> int:
-    found = table.results(sweep, states)
-    table.write_csv(sweep, found)
-    hparams.write(sweep.path, found, ())
-    table.show(found, request.config_name, Console(highlight=False))
-    _say_changes(states)
-    print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
-    return DONE
-
-
 # -- running -------------------------------------------------------------------------------
 
 
@@ -351,7 +333,10 @@ def _run(
             code = failures.report(error)
         stack.close()
         stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
-        ended = _conclude(request, choice, sweep, () if stopped else numbers, before)
+        mine = () if stopped else numbers
+        ended = conclusion.conclude(request.config_name, sweep, mine, before)
+        if ended is None:
+            ended = DONE if choice.known or choice.is_search else FAILED
         if code in (STOPPED, INTERRUPTED):
             return code
         return STOPPED if stopped else max(code, ended)
@@ -366,7 +351,12 @@ def _common(sweep: Sweep) -> set[str]:
 @contextlib.contextmanager
 def _control(folder: Path) -> Iterator[Path]:
     """Make the folder of one command in a sweep directory; it is removed at the end."""
-    control = Path(tempfile.mkdtemp(prefix=CONTROL, dir=folder))
+    try:
+        control = Path(tempfile.mkdtemp(prefix=CONTROL, dir=folder))
+    except OSError as error:
+        rule = f"the jobs of a sweep are run from there, and that failed ({paths.failure(error)})"
+        remedy = "Make room, or the folder writable, and give the command again."
+        raise ConfigError.of(str(folder), rule, remedy) from error
     try:
         yield control
     finally:
@@ -398,44 +388,6 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
 
 def _names_plugin(override: str) -> bool:
     return hydra_setup.key_of(override) in ("hydra/launcher", "hydra/sweeper")
-
-
-def _conclude(
-    request: Request,
-    choice: Choice,
-    sweep: Sweep,
-    numbers: Sequence[int],
-    before: dict[int, JobState],
-) -> int:
-    """Write and show the results; print which jobs failed, and return the code of the sweep."""
-    begun = [n for n, state in sweep.journal.states().items() if _is_new(state, before.get(n))]
-    task.record_deaths(sweep.path, begun)
-    states = sweep.journal.states()
-    found = table.results(sweep, states)
-    table.write_csv(sweep, found)
-    mine = sorted({*numbers, *begun})
-    hparams.write(sweep.path, found, begun)
-    table.show(found, request.config_name, Console(highlight=False))
-    codes = [_code_of(states.get(number, JobState())) for number in mine]
-    failed = [number for number in mine if states.get(number, JobState()).status not in _GOOD]
-    if failed:
-        names = ", ".join(f"{number:04}" for number in failed)
-        print(f"{len(failed)} of {len(mine)} jobs failed: {names}", file=sys.stderr)
-    return max(codes, default=DONE if choice.known or choice.is_search else FAILED)
-
-
-_GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)
-
-
-def _is_new(state: JobState, before: JobState | None) -> bool:
-    return before is None or state.attempt != before.attempt or state.status != before.status
-
-
-def _code_of(state: JobState) -> int:
-    if state.is_complete:
-        return DONE
-    code = state.ended.get("code")
-    return code if isinstance(code, int) and code != DONE else FAILED
 
 
 # -- listing -------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ def _is_gone(sweep: Sweep, number: int) -> bool:
         place.mkdir()
     except FileExistsError:
         return False
+    except OSError:  # nothing can be written there, which the journal tells
+        return True
     with contextlib.suppress(OSError):  # another command has just put its lock there
         place.rmdir()
     return True
