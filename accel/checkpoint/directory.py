@@ -428,7 +428,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield partial
         replace_file(partial, target)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # read-only by now: what failed first is what matters
+            partial.unlink(missing_ok=True)
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:

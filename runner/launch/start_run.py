@@ -20,6 +20,7 @@ from runner.run_dir import (
     job,
     lock,
     previous_attempts,
+    reproduction,
     resumable,
 )
 from runner.run_dir.job import Job
@@ -228,6 +229,8 @@ def _train_on(
     checkpoint = _checkpoint(requested.run_dir)
     resumable.require_reach(requested.run_dir, checkpoint, recipe)
     on_claimed(requested.run_dir)
+    for difference in reproduction.code_changed(requested.run_dir, requested.imports):
+        print(f"resume: {difference}", flush=True)
     staged = staging.staged(replace(requested, resume_from=str(checkpoint)), recipe)
     try:
         return launcher.launch(staged, recipe, fresh=fresh)

@@ -245,11 +245,14 @@ def code_differences(then: Fields, now: Fields) -> list[str]:
     """
     lines = _git_differences(then, now, "git", "the project")
     lines += _git_differences(then, now, "runner_git", "runner's checkout")
+    changed = changed_packages(then, now)
+    return lines + [f"the Python files of the package {package} differ" for package in changed]
+
+
+def changed_packages(then: Fields, now: Fields) -> list[str]:
+    """Return the packages, recorded in both environments, whose Python files differ."""
     before, after = then.get("code") or {}, now.get("code") or {}
-    for package in {**before, **after}:
-        if before.get(package) != after.get(package) and package in before and package in after:
-            lines.append(f"the Python files of the package {package} differ")
-    return lines
+    return [name for name in before if name in after and before[name] != after[name]]
 
 
 def _git_differences(then: Fields, now: Fields, key: str, whose: str) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import AccelError
 from runner.run_dir import atomic_update, directory, provenance
+from runner.run_dir.job import ENVIRONMENT
 from runner.run_dir.json_files import Fields
 
 WEIGHTS = ("model", "pytorch_model")
@@ -63,6 +67,27 @@ def compare(run_dir: Path, then: Fields, now: Fields) -> Comparison:
     compared["data"] = _data_compared(then)
     compared["recipe"] = "as frozen with the run"
     return Comparison(compared, differences)
+
+
+def code_changed(run_dir: Path, packages: Iterable[str]) -> list[str]:
+    """Return how the code here differs from that which a run was trained with last, in sentences.
+
+    Args:
+        run_dir: the run; without a readable environment.json there is nothing to compare with.
+        packages: the user's packages.
+    """
+    try:
+        then = json.loads(atomic_update.read(run_dir, ENVIRONMENT) or b"{}")
+    except (OSError, ValueError):  # damaged: what reads it for its own sake says so
+        return []
+    if not isinstance(then, Mapping) or not then:
+        return []
+    now = {
+        "git": provenance.git_state(os.getcwd()),
+        "runner_git": provenance.runner_checkout(),
+        "code": provenance.package_digests(packages),
+    }
+    return provenance.code_differences(then, now)
 
 
 def _code_compared(then: Fields, now: Fields) -> str:

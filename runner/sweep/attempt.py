@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from accel.errors import ConfigError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
-from runner.run_dir import atomic_update, lock, study
+from runner.run_dir import atomic_update, lock, measurements, study
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
+from runner.sweep import code_changes
 from runner.sweep.journal import FINISHED, PRUNED, Journal
 from runner.training import state
 
@@ -77,11 +78,11 @@ def _locked(
         return DONE
     summary = summary_of(run_dir)
     if is_finished(summary):  # its process was killed before it could say so
-        journal.ended(number, before.attempt, overrides, DONE, **_values(summary, folder))
+        journal.ended(number, before.attempt, overrides, DONE, **_values(summary, run_dir))
         return DONE
-    attempt = journal.started(number, overrides)
+    attempt = journal.started(number, overrides, code_changes.of_project())
     code = train()
-    values = _values(summary_of(run_dir), folder) if code == DONE else {}
+    values = _values(summary_of(run_dir), run_dir) if code == DONE else {}
     journal.ended(number, attempt, overrides, code, **values)
     return code
 
@@ -124,7 +125,7 @@ def recorded_death(folder: Path, number: int, overrides: Sequence[str], code: in
                 return
             summary = summary_of(run_dir)
             done = is_finished(summary)
-            values = _values(summary, folder) if done else {}
+            values = _values(summary, run_dir) if done else {}
             journal.ended(number, state.attempt, overrides, DONE if done else code, **values)
     except lock.HeldError:  # it is trained again
         return
@@ -156,20 +157,22 @@ def objective(summary: Mapping[str, Any]) -> float | None:
     return None if value is None else float(value)
 
 
-def _values(summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return what the journal records of a finished run, for the table."""
+def _values(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Return what the journal records of a finished run, for the table and HParams."""
     best = summary.get("best") or {}
     found = {
         "status": PRUNED if summary.get("stopped") == state.PRUNED else FINISHED,
         "objective": objective(summary),
+        "objective_step": best.get("step", summary.get("step")),
         "metric": summary.get("monitor"),
         "mode": summary.get("mode"),
         "step": summary.get("step"),
         "best_step": best.get("step"),
         "seconds": summary.get("seconds"),
         "metrics": summary.get("metrics"),
+        "measured": measurements.measured(run_dir, summary),
     }
-    searched = study.of_sweep(folder)
+    searched = study.of_sweep(run_dir.parent)
     return found if searched is None else found | _searched(summary, searched)
 
 
@@ -182,6 +185,7 @@ def _searched(summary: Mapping[str, Any], searched: StudyFile) -> dict[str, obje
         values = [study.value_of(summary, metric) for metric in metrics]
     except ConfigError:  # told by the search
         return {"objective": None}
+    last = {"objective_step": summary.get("step")}
     if len(metrics) > 1:
-        return {"objective": values, "metric": None, "mode": None}
-    return {"objective": values[0], "metric": metrics[0], "mode": searched.modes[0]}
+        return last | {"objective": values, "metric": None, "mode": None}
+    return last | {"objective": values[0], "metric": metrics[0], "mode": searched.modes[0]}

@@ -12,12 +12,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from accel.errors import ConfigError, Problem
 from runner.compose import conf_files, hydra_setup
@@ -26,11 +24,20 @@ from runner.config import paths, serialization
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
-from runner.sweep import directory, hparams, jobs, plugins, settings, table, task
+from runner.sweep import (
+    code_changes,
+    conclusion,
+    directory,
+    jobs,
+    missing_runs,
+    plugins,
+    settings,
+    task,
+)
 from runner.sweep.directory import Description, Sweep
 from runner.sweep.job_errors import JobFailed
 from runner.sweep.jobs import Choice
-from runner.sweep.journal import FINISHED, INTERRUPT, PRUNED, STOP, JobState
+from runner.sweep.journal import JobState
 from runner.sweep.live import Live
 from runner.sweep.settings import Settings
 
@@ -108,9 +115,11 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         jobs.require_cluster(known.choice)
         sweep = known.sweep
         states = {} if sweep is None else sweep.journal.states()
-        numbers = _pending(sweep, known, states)
+        missing = [] if sweep is None else missing_runs.of_finished(sweep, states)
+        again = missing if known.choice.known else []
+        numbers = _pending(sweep, known, states, again)
         if known.choice.known and sweep is not None and not numbers:
-            return _nothing_left(sweep, request, states)
+            return conclusion.nothing_left(sweep, request.config_name, states)
         require(_to_require(known, sweep, numbers))
         jobs.require_place(known.choice, request.overrides)
         if sweep is None:
@@ -119,7 +128,14 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
             sweep = directory.create(request.settings.dir, recipe, known.description)
             states = sweep.journal.states()
             numbers = _pending(sweep, known, states)
+        elif again:
+            missing = missing_runs.forget(sweep, again, states)
+            states = sweep.journal.states()
+            numbers = _pending(sweep, known, states)
         print(f"sweep: {sweep.path}{_of_how_many(known, states, numbers)}", flush=True)
+        if missing:
+            print(missing_runs.line(missing, again=known.choice.known), flush=True)
+        code_changes.say(states)
         return _run(request, known.choice, sweep, numbers, server, hydra)
 
 
@@ -235,9 +251,15 @@ def _described(
     )
 
 
-def _pending(sweep: Sweep | None, known: _Known, states: dict[int, JobState]) -> tuple[int, ...]:
+def _pending(
+    sweep: Sweep | None,
+    known: _Known,
+    states: dict[int, JobState],
+    again: Collection[int] = (),
+) -> tuple[int, ...]:
+    """Return the jobs to train: those that are not complete, and those to be trained `again`."""
     total = len(sweep.description.jobs) if sweep is not None else len(known.examined or ())
-    done = {number for number, state in states.items() if state.is_complete}
+    done = {number for number, state in states.items() if state.is_complete}.difference(again)
     return tuple(number for number in range(total) if number not in done)
 
 
@@ -259,15 +281,6 @@ def _of_how_many(known: _Known, states: dict[int, JobState], numbers: Sequence[i
     done = sum(state.is_complete for state in states.values())
     before = f", {done} are finished" if done else ""
     return f" ({len(numbers) + done} jobs{before})"
-
-
-def _nothing_left(sweep: Sweep, request: Request, states: dict[int, JobState]) -> int:
-    found = table.results(sweep, states)
-    table.write_csv(sweep, found)
-    hparams.write(sweep.path, found, ())
-    table.show(found, request.config_name, Console(highlight=False))
-    print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
-    return DONE
 
 
 # -- running -------------------------------------------------------------------------------
@@ -320,7 +333,10 @@ def _run(
             code = failures.report(error)
         stack.close()
         stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
-        ended = _conclude(request, choice, sweep, () if stopped else numbers, before)
+        mine = () if stopped else numbers
+        ended = conclusion.conclude(request.config_name, sweep, mine, before)
+        if ended is None:
+            ended = DONE if choice.known or choice.is_search else FAILED
         if code in (STOPPED, INTERRUPTED):
             return code
         return STOPPED if stopped else max(code, ended)
@@ -335,7 +351,12 @@ def _common(sweep: Sweep) -> set[str]:
 @contextlib.contextmanager
 def _control(folder: Path) -> Iterator[Path]:
     """Make the folder of one command in a sweep directory; it is removed at the end."""
-    control = Path(tempfile.mkdtemp(prefix=CONTROL, dir=folder))
+    try:
+        control = Path(tempfile.mkdtemp(prefix=CONTROL, dir=folder))
+    except OSError as error:
+        rule = f"the jobs of a sweep are run from there, and that failed ({paths.failure(error)})"
+        remedy = "Make room, or the folder writable, and give the command again."
+        raise ConfigError.of(str(folder), rule, remedy) from error
     try:
         yield control
     finally:
@@ -367,44 +388,6 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
 
 def _names_plugin(override: str) -> bool:
     return hydra_setup.key_of(override) in ("hydra/launcher", "hydra/sweeper")
-
-
-def _conclude(
-    request: Request,
-    choice: Choice,
-    sweep: Sweep,
-    numbers: Sequence[int],
-    before: dict[int, JobState],
-) -> int:
-    """Write and show the results; print which jobs failed, and return the code of the sweep."""
-    begun = [n for n, state in sweep.journal.states().items() if _is_new(state, before.get(n))]
-    task.record_deaths(sweep.path, begun)
-    states = sweep.journal.states()
-    found = table.results(sweep, states)
-    table.write_csv(sweep, found)
-    mine = sorted({*numbers, *begun})
-    hparams.write(sweep.path, found, begun)
-    table.show(found, request.config_name, Console(highlight=False))
-    codes = [_code_of(states.get(number, JobState())) for number in mine]
-    failed = [number for number in mine if states.get(number, JobState()).status not in _GOOD]
-    if failed:
-        names = ", ".join(f"{number:04}" for number in failed)
-        print(f"{len(failed)} of {len(mine)} jobs failed: {names}", file=sys.stderr)
-    return max(codes, default=DONE if choice.known or choice.is_search else FAILED)
-
-
-_GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)
-
-
-def _is_new(state: JobState, before: JobState | None) -> bool:
-    return before is None or state.attempt != before.attempt or state.status != before.status
-
-
-def _code_of(state: JobState) -> int:
-    if state.is_complete:
-        return DONE
-    code = state.ended.get("code")
-    return code if isinstance(code, int) and code != DONE else FAILED
 
 
 # -- listing -------------------------------------------------------------------------------

@@ -8,22 +8,26 @@ Source: https://www.tensorflow.org/tensorboard/hyperparameter_tuning_with_hparam
 
 from __future__ import annotations
 
+import io
 import os
+import platform
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from accel.checkpoint import directory as checkpoints
 from runner.sweep.journal import FAILED, FINISHED
 from runner.sweep.table import Results, Row
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 FOLDER, PARTIAL = "tensorboard", ".tensorboard-"
+VERSION = "brain.Event:2"  # of TensorBoard's files of events
 
 
 def write(folder: Path, found: Results, jobs: Sequence[int]) -> None:
@@ -31,6 +35,9 @@ def write(folder: Path, found: Results, jobs: Sequence[int]) -> None:
 
     `folder` is the sweep directory. Sessions of other jobs that have ended are written where they
     are missing.
+
+    Raises:
+        OSError: if they cannot be written.
     """
     root, named = folder / FOLDER, set(jobs)
     there = {path.name for path in os.scandir(root)} if root.is_dir() else set()
@@ -38,24 +45,25 @@ def write(folder: Path, found: Results, jobs: Sequence[int]) -> None:
     rows = [row for row in ended if row.job in named or row.run_dir not in there]
     if not rows:
         return
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    for old in root.glob("events.*"):
+    root.mkdir(exist_ok=True)
+    before = list(root.glob("events.*"))
+    _write_events(root, [(_experiment(found), 0)])
+    for old in before:
         old.unlink(missing_ok=True)
-    writer = EventFileWriter(str(root))
-    _add(writer, _experiment(found), 0)
-    writer.close()
     for row in rows:
         # In one piece: a session that was cut off would count as written.
         hidden = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
-        writer = EventFileWriter(str(hidden))
-        step = int(str(row.field("best_step") or row.field("step") or 0))
-        _add(writer, _session_start(row, found), 0)
-        for tag, value in _metrics(row).items():
-            _add(writer, _scalar(tag, value), step)
-        _add(writer, _session_end(row), step)
-        writer.close()
-        _put(hidden, root / row.run_dir)
+        try:
+            _write_events(hidden, _session(row, found))
+            _put(hidden, root / row.run_dir)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+
+
+def _session(row: Row, found: Results) -> list[tuple[Summary, int]]:
+    scalars = [(_scalar(tag, value), step) for tag, (step, value) in _metrics(row).items()]
+    return [(_session_start(row, found), 0), *scalars, (_session_end(row), _step(row, "step"))]
 
 
 def _put(hidden: Path, place: Path) -> None:
@@ -67,23 +75,52 @@ def _put(hidden: Path, place: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _add(writer: EventFileWriter, summary: Summary, step: int) -> None:
+def _write_events(folder: Path, summaries: Sequence[tuple[Summary, int]]) -> None:
+    """Write a file of events with (summary, step) in one piece.
+
+    TensorBoard's own writer has a thread, whose errors cannot be caught.
+    """
     from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+    now, content = time.time(), io.BytesIO()
+    events = [Event(wall_time=now, step=step, summary=summary) for summary, step in summaries]
+    writer = RecordWriter(content)
+    for event in (Event(wall_time=now, file_version=VERSION), *events):
+        writer.write(event.SerializeToString())
+    place = f"{platform.node()}.{os.getpid()}.{secrets.token_hex(4)}"
+    name = f"events.out.tfevents.{int(now):010}.{place}"
+    checkpoints.write_atomically(folder / name, content.getvalue())
 
 
-def _metrics(row: Row) -> dict[str, float]:
-    """Return the metrics of a job: the objective, and those of each split."""
-    values: dict[str, float] = {}
-    objective = row.state.objective
+def _metrics(row: Row) -> dict[str, tuple[int, float]]:
+    """Return the metrics of a job, each with the step that it was measured at.
+
+    They are the objective, the validation metrics of the best step and those of other splits.
+    """
+    values: dict[str, tuple[int, float]] = {}
+    objective, step = row.state.objective, _step(row, "objective_step", "best_step", "step")
     for index, value in enumerate(objective if isinstance(objective, list) else [objective]):
         if value is not None:
-            values["objective" if not index else f"objective_{index}"] = value
-    metrics = row.state.ended.get("metrics")
-    for split, named in (metrics if isinstance(metrics, dict) else {}).items():
-        values |= {f"{split}/{name}": float(value) for name, value in named.items()}
+            values["objective" if not index else f"objective_{index}"] = step, value
+    for split, (at, named) in _measured(row).items():
+        values |= {f"{split}/{name}": (at, float(value)) for name, value in named.items()}
     return values
+
+
+def _measured(row: Row) -> dict[str, tuple[int, Mapping[str, Any]]]:
+    measured: Any = row.state.ended.get("measured")
+    if isinstance(measured, dict) and measured:
+        return {split: (int(one["step"]), one["metrics"]) for split, one in measured.items()}
+    # A journal of an earlier version has the last values alone.
+    metrics: Any = row.state.ended.get("metrics")
+    last = _step(row, "step", "best_step")
+    return {split: (last, named) for split, named in (metrics or {}).items()}
+
+
+def _step(row: Row, *names: str) -> int:
+    """Return the first of these steps that the journal has of a job; 0: it has none."""
+    return next((int(str(step)) for name in names if (step := row.field(name)) != ""), 0)
 
 
 def _typed(value: str) -> float | str | bool:

@@ -25,7 +25,7 @@ from runner.run_dir.json_files import finite
 logger = logging.getLogger(__name__)
 
 FILE = "journal.jsonl"
-STARTED, ENDED = "started", "ended"
+STARTED, ENDED, REMOVED = "started", "ended", "removed"
 FINISHED, FAILED, RUNNING, PENDING = "finished", "failed", "running", "pending"
 STOP, INTERRUPT, PRUNED = "stopped", "interrupted", "pruned"
 # No job of these is started again.
@@ -51,6 +51,7 @@ class JobState:
         pid: its process.
         host: the machine of that.
         slurm: id of the Slurm job that it runs in; empty: in none.
+        code: digests of the user's packages that it was started with, by name.
         ended: the record of its end; empty: there is none.
     """
 
@@ -61,6 +62,7 @@ class JobState:
     pid: int = 0
     host: str = ""
     slurm: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
     ended: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -83,12 +85,20 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
 
-    def started(self, job: int, overrides: Sequence[str]) -> str:
-        """Record that this process starts a job; return the id of the attempt."""
+    def started(
+        self, job: int, overrides: Sequence[str], code: Mapping[str, str] | None = None
+    ) -> str:
+        """Record that this process starts a job; return the id of the attempt.
+
+        `code` has digests of the user's packages that it trains with.
+        """
         attempt = secrets.token_hex(6)
-        where = {"time": time.time(), "host": platform.node(), "pid": os.getpid()}
+        where: dict[str, object] = {"host": platform.node(), "pid": os.getpid()}
+        where["time"] = time.time()
         if (slurm := slurm_job.own_id()) is not None:
             where["slurm"] = slurm
+        if code:
+            where["code"] = dict(code)
         record = {"event": STARTED, "job": job, "overrides": list(overrides), **where}
         self.append({**record, "attempt": attempt})
         return attempt
@@ -110,14 +120,27 @@ class Journal:
         end = {"code": code, "status": status or status_of(code), "objective": objective}
         self.append({**record, **end, "attempt": attempt, **more})
 
-    def append(self, record: Mapping[str, object]) -> None:
-        """Append a record and flush it to the disk.
+    def removed(self, jobs: Mapping[int, JobState]) -> None:
+        """Record that run directories of complete jobs are gone: they are to be trained again."""
+        where = {"time": time.time(), "host": platform.node(), "pid": os.getpid()}
+        self.append(
+            *(
+                {"event": REMOVED, "job": job, "overrides": list(state.overrides), **where}
+                | {"attempt": state.attempt}
+                for job, state in jobs.items()
+            )
+        )
+
+    def append(self, *records: Mapping[str, object]) -> None:
+        """Append records and flush them to the disk.
 
         Raises:
-            ConfigError: if it cannot be written, as on a full disk.
+            ConfigError: if they cannot be written, as on a full disk.
         """
-        text = json.dumps(finite(record), allow_nan=False, ensure_ascii=False)
-        line = f"{text}\n".encode(errors="replace")
+        if not records:
+            return
+        texts = (json.dumps(finite(one), allow_nan=False, ensure_ascii=False) for one in records)
+        line = "".join(f"{text}\n" for text in texts).encode(errors="replace")
         try:
             file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -161,7 +184,7 @@ class Journal:
 def _parsed(line: bytes) -> dict[str, object] | None:
     try:
         record = json.loads(line)
-        if record["event"] in (STARTED, ENDED) and isinstance(record["job"], int):
+        if record["event"] in (STARTED, ENDED, REMOVED) and isinstance(record["job"], int):
             return dict(record)
     except (ValueError, KeyError, TypeError):
         logger.debug("A torn line of the journal is passed over: %r", line[:80])
@@ -172,7 +195,8 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
     """Return the state of each job from the records of a journal.
 
     The end of an attempt counts only until the next one is started: it may be recorded late, by
-    another process than the job's.
+    another process than the job's. A job whose directory was removed is pending, if it is still
+    the attempt that was removed that counts.
     """
     found: dict[int, JobState] = {}
     for record in records:
@@ -181,13 +205,18 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
         attempt, overrides = str(record.get("attempt", "")), record.get("overrides")
         if isinstance(overrides, list):
             state.overrides = overrides
-        if record["event"] == STARTED:
+        if record["event"] == REMOVED:
+            if state.is_complete and attempt == state.attempt:
+                found[number] = JobState(overrides=state.overrides, attempts=state.attempts)
+        elif record["event"] == STARTED:
             if state.is_complete:  # nothing is left to do in it, whoever has begun it again
                 continue
             state.status, state.ended = RUNNING, {}
             state.attempts, state.attempt = state.attempts + 1, attempt
             state.pid, state.host = int(str(record.get("pid", 0))), str(record.get("host", ""))
             state.slurm = str(record.get("slurm", ""))
+            code = record.get("code")
+            state.code = code if isinstance(code, dict) else {}
         elif attempt == state.attempt or record.get("status") in COMPLETE:
             state.status, state.ended = str(record.get("status", FAILED)), record
     return found

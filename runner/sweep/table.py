@@ -120,7 +120,11 @@ def _rank(objective: Objective, mode: str) -> tuple[int, float]:
 
 
 def write_csv(sweep: Sweep, found: Results) -> None:
-    """Write the rows of a sweep, by number, to its `results.csv`."""
+    """Write the rows of a sweep, by number, to its `results.csv`, unless they stand there.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["job", *found.swept, *COLUMNS])
@@ -132,7 +136,9 @@ def write_csv(sweep: Sweep, found: Results) -> None:
         numbers = [row.field(name) for name in ("best_step", "step", "seconds")]
         end = [state.status, "" if shown is None else shown, *numbers, state.attempts, row.run_dir]
         writer.writerow([row.job, *values, *end])
-    checkpoints.write_atomically(sweep.path / FILE, text.getvalue().encode(errors="replace"))
+    path, content = sweep.path / FILE, text.getvalue().encode(errors="replace")
+    if not path.is_file() or path.read_bytes() != content:
+        checkpoints.write_atomically(path, content)
 
 
 def table(found: Results) -> Table:

@@ -242,6 +242,22 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert names(tmp_path) == ["best.json"]
 
 
+def test_the_first_error_is_told_where_nothing_can_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", read_only)
+        patched.setattr(directory, "flush_file", full)
+        with pytest.raises(OSError, match="full"):
+            directory.write_atomically(tmp_path / "best.json", b"new")
+
+
 def test_directories_are_read_without_torch() -> None:
     probe = "import sys, accel.checkpoint.directory; print('torch' in sys.modules)"
     answer = subprocess.run(

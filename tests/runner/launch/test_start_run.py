@@ -15,7 +15,7 @@ from accel.errors import ConfigError
 from runner import cli
 from runner.config.schema import Recipe
 from runner.launch import launcher, start_run
-from runner.run_dir import atomic_update, lock
+from runner.run_dir import atomic_update, environment, lock
 from runner.run_dir.job import Job
 from runner.run_dir.outcomes import Outcome
 from tests.resume_matrix.cells import tree
@@ -121,6 +121,24 @@ def test_a_resume_that_fails_changes_nothing(
     after = tree(run_dir)
     assert {name for name in after if before.get(name) != after[name]} <= {".", ".lock"}
     assert before.keys() == after.keys()
+
+
+def test_a_resume_with_other_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = tmp_path / "wine_of_a_run.py"
+    module.write_text("WIDTH = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("RUNNER_IMPORTS", module.stem)
+    run_dir = one_run(tmp_path, monkeypatch)
+    environment.write_environment(run_dir)
+    launched(monkeypatch, lambda job: 0)
+    for width, is_said in ((1, False), (2, True)):
+        module.write_text(f"WIDTH = {width}\n")
+        capsys.readouterr()
+        assert cli.main([f"resume={run_dir}"]) == 0
+        said = "resume: the Python files of the package wine_of_a_run differ"
+        assert (said in capsys.readouterr().out) is is_said
 
 
 def test_a_second_command_is_refused(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from runner.run_dir import reproduction
+import pytest
+
+from runner.run_dir import provenance, reproduction
 from tests.runner.written_runs import write_run
 
 CLEAN = {"sha": "a" * 40, "branch": "main", "dirty": False, "diff_sha256": None}
@@ -41,3 +44,28 @@ def test_a_run_of_two_recipes_and_of_another_folder_is_said(tmp_path: Path) -> N
 def test_without_checkpoints_weights_are_not_compared(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in "ab"]
     assert reproduction.weights_verdict(*runs) == ""
+
+
+def test_changed_code_is_found_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "wine_of_runs.py"
+    module.write_text("WIDTH = 1\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    assert reproduction.code_changed(run, ["wine_of_runs"]) == []  # nothing is recorded
+    then = {
+        "git": {"reason": "no work tree"},
+        "runner_git": provenance.runner_checkout(),
+        "code": provenance.package_digests(["wine_of_runs"]),
+    }
+    (run / "environment.json").write_text(json.dumps(then))
+    assert reproduction.code_changed(run, ["wine_of_runs"]) == []
+    module.write_text("WIDTH = 2\n")
+    (said,) = reproduction.code_changed(run, ["wine_of_runs"])
+    assert said == "the Python files of the package wine_of_runs differ"
+    (run / "environment.json").write_text("{")
+    assert reproduction.code_changed(run, ["wine_of_runs"]) == []

@@ -49,4 +49,5 @@ def _make(folder: Path, number: int, pending: int) -> list[str]:
             more = {"metric": "loss", "step": 9, "best_step": 7, "seconds": 1.5}
             file.write(json.dumps({"event": "ended", **common, **end, **place, **more}) + "\n")
             (sweep.path / hparams.FOLDER / f"{job:04}").mkdir(parents=True)
+            sweep.run_dir(job).mkdir()
     return ["-m", *given]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner.config.schema import Recipe
-from runner.sweep import fork_server, pool
+from runner.sweep import code_changes, fork_server, pool
 from runner.sweep.devices import Machine
 from runner.sweep.fork_server import Event, Order
 from runner.sweep.journal import Journal
@@ -33,7 +33,8 @@ class StandIn:
         self.orders.append(order)
         given: Any = order.arguments
         code, journal = self.codes.get(order.number, 0), Journal(Path(given["folder"]))
-        attempt = journal.started(order.number, given["overrides"])
+        attempt = journal.started(order.number, given["overrides"], code_changes.of_project())
+        (journal.path.parent / f"{order.number:04}").mkdir(exist_ok=True)
         self.on_start(order)
         if code >= 0:
             value = self.objectives.get(order.number, float(order.number)) if code == 0 else None

@@ -84,6 +84,22 @@ def test_a_job_is_trained_once(trains: list[Job], tmp_path: Path) -> None:
     assert found == {"step": 5, "best_step": 4, "seconds": 2.5, "metric": "loss", "mode": "min"}
 
 
+def test_the_journal_has_values_at_the_steps_of_metrics_jsonl(
+    trains: list[Job], tmp_path: Path
+) -> None:
+    def measure(run_dir: Path) -> int:
+        lines = [{"step": step, "split": "validation", "loss": 1 / step} for step in (4, 5)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run_dir / "metrics.jsonl").write_text(text)
+        return finish(run_dir)
+
+    ENDS.append(measure)
+    assert run(tmp_path) == 0
+    ended = Journal(tmp_path).state(0).ended
+    assert ended["measured"] == {"validation": {"step": 4, "metrics": {"loss": 0.25}}}
+    assert (ended["objective"], ended["objective_step"]) == (0.25, 4)
+
+
 def test_a_stopped_job_is_resumed_from_its_checkpoint(trains: list[Job], tmp_path: Path) -> None:
     ENDS.extend([stop, finish])
     assert run(tmp_path) == 75

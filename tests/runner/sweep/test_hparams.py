@@ -36,11 +36,14 @@ KINDS = {
 
 def test_each_job_is_a_session_group_with_values_and_metrics(tmp_path: Path) -> None:
     made = directory.create(str(tmp_path / "sweep"), Recipe(), described(1, 2, 3))
-    metrics = {"validation": {"loss": 0.5, "accuracy": 0.75}, "test": {"loss": 0.6}}
+    metrics = {"validation": {"loss": 0.7, "accuracy": 0.25}, "test": {"loss": 0.6}}
     for job, code in ((0, 0), (1, 1)):
         attempt = made.journal.started(job, [f"seed={job + 1}"])
-        more = {"metrics": metrics, "best_step": 7, "objective": 0.5} if code == 0 else {}
-        made.journal.ended(job, attempt, [f"seed={job + 1}"], code, **more)  # type: ignore[arg-type]
+        best = {"validation": {"step": 7, "metrics": {"loss": 0.5, "accuracy": 0.75}}}
+        measured = {**best, "test": {"step": 9, "metrics": {"loss": 0.6}}}
+        more: dict[str, Any] = {"metrics": metrics, "measured": measured, "step": 9}
+        more = more | {"best_step": 7, "objective": 0.5} if code == 0 else {}
+        made.journal.ended(job, attempt, [f"seed={job + 1}"], code, **more)
     found = table.results(made, made.journal.states())
     for _ in range(2):  # writing again replaces
         hparams.write(made.path, found, [0, 1, 2])
@@ -61,7 +64,18 @@ def test_each_job_is_a_session_group_with_values_and_metrics(tmp_path: Path) -> 
         "validation/loss": 0.5,
         "validation/accuracy": 0.75,
     }
-    assert first.Scalars("objective")[0].step == 7
+    assert [first.Scalars(tag)[0].step for tag in tags] == [7, 7, 7, 9]
+
+
+def test_a_journal_of_an_earlier_version_has_the_last_values(tmp_path: Path) -> None:
+    made = directory.create(str(tmp_path / "sweep"), Recipe(), described(1))
+    attempt = made.journal.started(0, ["seed=1"])
+    more = {"metrics": {"validation": {"loss": 0.7}}, "step": 9, "best_step": 7}
+    made.journal.ended(0, attempt, ["seed=1"], 0, objective=0.5, **more)  # type: ignore[arg-type]
+    hparams.write(made.path, table.results(made, made.journal.states()), [0])
+    found = events(made.path / "tensorboard" / "0000")
+    assert found.Scalars("validation/loss")[0].step == 9
+    assert found.Scalars("objective")[0].step == 7
 
 
 def test_values_have_the_types_that_hparams_know() -> None:

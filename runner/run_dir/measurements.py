@@ -1,0 +1,59 @@
+"""What a finished run has measured, each split at the step it was measured at. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from runner.run_dir.json_files import METRICS, Fields, JsonObject
+
+PLACE = ("step", "epoch", "samples", "split", "time")  # where and when, in metrics.jsonl
+
+
+def measured(run_dir: Path, summary: Fields) -> dict[str, JsonObject]:
+    """Return by split the `step` and the `metrics` of one evaluation, from metrics.jsonl.
+
+    Args:
+        run_dir: the run.
+        summary: content of its summary.json. The evaluation of the validation set is that of its
+            best step, else the last one; of other splits it is the last one.
+
+    Returns:
+        Empty where metrics.jsonl has no such lines.
+    """
+    splits: dict[str, Fields] = summary.get("metrics") or {}
+    best = (summary.get("best") or {}).get("step")
+    found: dict[str, JsonObject] = {}
+    for record in _evaluations(run_dir / METRICS, splits):
+        split = record["split"]
+        is_chosen = split == "validation" and split in found and found[split]["step"] == best
+        if is_chosen and record["step"] != best:
+            continue
+        values = {name: record.get(_key(name)) for name in splits[split]}
+        known = {name: value for name, value in values.items() if value is not None}
+        found[split] = {"step": record["step"], "metrics": known}
+    return found
+
+
+def _key(name: str) -> str:
+    """Return the key of a metric in metrics.jsonl, where some names are the run's own."""
+    return f"{name}_value" if name in PLACE else name
+
+
+def _evaluations(path: Path, splits: dict[str, Fields]) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    marks = {f'"split": {json.dumps(split)}'.encode() for split in splits}
+    for line in lines:
+        if not any(mark in line for mark in marks):
+            continue
+        try:
+            record = json.loads(line)
+            if record["split"] in splits and isinstance(record["step"], int):
+                yield record
+        except (ValueError, KeyError, TypeError):  # cut off by a kill
+            continue

@@ -1,0 +1,84 @@
+"""The end of a sweep's command: results written and shown, failed jobs named. Free of torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+
+from runner.config import paths
+from runner.exit_codes import DONE, FAILED
+from runner.sweep import code_changes, hparams, table, task
+from runner.sweep.directory import Sweep
+from runner.sweep.journal import FINISHED, INTERRUPT, PRUNED, STOP, JobState
+from runner.sweep.table import Results
+
+_GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)
+
+
+def nothing_left(sweep: Sweep, config_name: str, states: Mapping[int, JobState]) -> int:
+    """Show a sweep in which nothing is left to do, and return the exit code."""
+    found = table.results(sweep, states)
+    code = _written(sweep, found, ())
+    table.show(found, config_name, Console(highlight=False))
+    code_changes.say(states)
+    print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
+    return code
+
+
+def _written(sweep: Sweep, found: Results, begun: Sequence[int]) -> int:
+    """Write the results of a sweep to files; return the code that says whether it was possible.
+
+    What cannot be written is told, and hides neither the table nor which jobs have failed.
+    """
+    writers: dict[str, Callable[[], object]] = {
+        table.FILE: lambda: table.write_csv(sweep, found),
+        f"{hparams.FOLDER}/ (HParams)": lambda: hparams.write(sweep.path, found, begun),
+    }
+    code = DONE
+    for name, write in writers.items():
+        try:
+            write()
+        except OSError as error:
+            code = FAILED
+            told = f"Warning: {name} is not written: {paths.failure(error)} ({sweep.path})"
+            print(f"{told}. The same command again writes it.", file=sys.stderr, flush=True)
+    return code
+
+
+def conclude(
+    config_name: str,
+    sweep: Sweep,
+    numbers: Sequence[int],
+    before: Mapping[int, JobState],
+) -> int | None:
+    """Write and show the results; print which jobs failed, and return the code of the sweep.
+
+    None: no job was to be run, and all has been written. `numbers` are the jobs that were to be
+    run, `before` the states before the command.
+    """
+    begun = [n for n, state in sweep.journal.states().items() if _is_new(state, before.get(n))]
+    task.record_deaths(sweep.path, begun)
+    states = sweep.journal.states()
+    found = table.results(sweep, states)
+    mine = sorted({*numbers, *begun})
+    written = _written(sweep, found, begun)
+    table.show(found, config_name, Console(highlight=False))
+    codes = [_code_of(states.get(number, JobState())) for number in mine]
+    failed = [number for number in mine if states.get(number, JobState()).status not in _GOOD]
+    if failed:
+        names = ", ".join(f"{number:04}" for number in failed)
+        print(f"{len(failed)} of {len(mine)} jobs failed: {names}", file=sys.stderr)
+    return max([*codes, *([written] if written != DONE else [])], default=None)
+
+
+def _is_new(state: JobState, before: JobState | None) -> bool:
+    return before is None or state.attempt != before.attempt or state.status != before.status
+
+
+def _code_of(state: JobState) -> int:
+    if state.is_complete:
+        return DONE
+    code = state.ended.get("code")
+    return code if isinstance(code, int) and code != DONE else FAILED

@@ -1,0 +1,58 @@
+"""Finished jobs of a sweep whose run directories are gone: they are trained again.
+
+Removing the directory of a job is how a person asks for that. One listing of the sweep's directory
+tells, however many jobs there are. A trial of a study keeps its value there: it is not doubled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Mapping
+
+from runner.sweep.code_changes import named
+from runner.sweep.directory import Sweep
+from runner.sweep.journal import JobState
+
+
+def of_finished(sweep: Sweep, states: Mapping[int, JobState]) -> list[int]:
+    """Return the numbers of complete jobs without a run directory."""
+    with os.scandir(sweep.path) as entries:
+        there = {entry.name for entry in entries}
+    complete = (number for number, state in states.items() if state.is_complete)
+    return sorted(number for number in complete if sweep.run_dir(number).name not in there)
+
+
+def forget(sweep: Sweep, numbers: Collection[int], states: Mapping[int, JobState]) -> list[int]:
+    """Record in the journal that jobs are to be trained again; return their numbers.
+
+    `states` are those in which the jobs are complete. Where another command has done so, too, the
+    records of both count once.
+    """
+    gone = [number for number in numbers if _is_gone(sweep, number)]
+    sweep.journal.removed({number: states[number] for number in gone})
+    return gone
+
+
+def _is_gone(sweep: Sweep, number: int) -> bool:
+    """Return whether a directory can be made, which a server asks its disk and no cache."""
+    place = sweep.run_dir(number)
+    try:
+        place.mkdir()
+    except FileExistsError:
+        return False
+    except OSError:  # nothing can be written there, which the journal tells
+        return True
+    with contextlib.suppress(OSError):  # another command has just put its lock there
+        place.rmdir()
+    return True
+
+
+def line(numbers: Collection[int], *, again: bool) -> str:
+    """Return what becomes of finished jobs whose directories are gone, in words."""
+    found = sorted(numbers)
+    if len(found) == 1:
+        ends = "it is trained again" if again else "its result stays, it is not trained again"
+        return f"The directory of finished {named(found)} is missing: {ends}."
+    ends = "they are trained again" if again else "their results stay, none is trained again"
+    return f"The directories of finished {named(found)} are missing: {ends}."

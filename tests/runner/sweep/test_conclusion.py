@@ -1,0 +1,86 @@
+"""The end of a sweep's command, also where its results cannot be written."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from accel.checkpoint import directory as checkpoints
+from runner import cli
+from runner.sweep import hparams
+from tests.runner.sweep import stand_ins
+from tests.runner.sweep.stand_ins import StandIn
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+LINE = ["-m", "seed=1,2", "optimizer.lr=0.5"]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return stand_ins.installed(monkeypatch)
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk be full for the results, though not for the sweep's description."""
+    real = checkpoints.write_atomically
+
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "results.csv":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, content)
+
+    def cannot(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(checkpoints, "write_atomically", full)
+    monkeypatch.setattr(hparams, "write", cannot)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_results_that_cannot_be_written_hide_no_table_and_no_failures(
+    failed: bool,
+    server: StandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    without_room(monkeypatch)
+    server.codes = {1: 2} if failed else {}
+    assert cli.main(LINE) == (2 if failed else 1)
+    shown = capsys.readouterr()
+    assert "best: job 0000" in shown.out
+    assert "Warning: results.csv is not written: the disk is full: [Errno 28]" in shown.err
+    assert "Warning: tensorboard/ (HParams) is not written: [Errno 30]" in shown.err
+    assert ("1 of 2 jobs failed: 0001" in shown.err) is failed
+    assert "Traceback" not in shown.err
+
+
+def test_what_is_not_written_yet_is_written_by_the_same_command_again(
+    server: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with monkeypatch.context() as patched:
+        without_room(patched)
+        assert cli.main(LINE) == 1
+        assert cli.main(LINE) == 1  # nothing is left to do but this
+    assert "Nothing is left to do" in capsys.readouterr().out
+    (sweep,) = tmp_path.glob("runs/digits/sweep-*")
+    assert not (sweep / "results.csv").exists()
+    assert cli.main(LINE) == 0
+    assert (sweep / "results.csv").exists()
+
+
+def test_where_nothing_has_changed_nothing_needs_to_be_written(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(LINE) == 0
+
+    def cannot(path: Path, content: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(checkpoints, "write_atomically", cannot)
+    assert cli.main(LINE) == 0
+    assert "Warning" not in capsys.readouterr().err
