@@ -114,8 +114,13 @@ def record_refusal(folder: Path, number: int, overrides: Sequence[str], code: in
     journal.ended(number, journal.started(number, overrides), overrides, code)
 
 
-def recorded_death(folder: Path, number: int, overrides: Sequence[str], code: int) -> None:
-    """Record the end of a job whose process died without a word, unless it is trained again."""
+def recorded_death(
+    folder: Path, number: int, overrides: Sequence[str], code: int, reason: str | None = None
+) -> None:
+    """Record the end of a job whose process died without a word, unless it is trained again.
+
+    `reason` tells how it died, where that is known.
+    """
     run_dir, journal = folder / f"{number:04}", Journal(folder)
     try:
         run_dir.mkdir(exist_ok=True)
@@ -125,7 +130,7 @@ def recorded_death(folder: Path, number: int, overrides: Sequence[str], code: in
                 return
             summary = summary_of(run_dir)
             done = is_finished(summary)
-            values = _values(summary, run_dir) if done else {}
+            values = _values(summary, run_dir) if done else {"reason": reason} if reason else {}
             journal.ended(number, state.attempt, overrides, DONE if done else code, **values)
     except lock.HeldError:  # it is trained again
         return

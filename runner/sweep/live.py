@@ -1,7 +1,8 @@
 """A sweep while it runs: a table on a terminal, plain lines elsewhere.
 
 Where a job's own output goes to the terminal (one job at a time), only a line before each job is
-printed. Steps and losses are read from the end of each running job's metrics.jsonl.
+printed, and one where its process has died. Steps and losses are read from the end of each running
+job's metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -84,13 +85,14 @@ class Live:
         shown = self._jobs.pop(job, None) or _Job("", None, time.monotonic())
         self._done += code == DONE
         self._failed += code != DONE
-        if self._alone:
+        died = status < 0 and code != DONE
+        if self._alone and not died:
             return
         shown.status, shown.seconds = status_of(code), time.monotonic() - shown.began
         value = Journal(self._folder).state(job).objective if code == DONE else None
         objective = "" if value is None else f"  objective {_objective(value)}"
         how = "" if status >= 0 else f" (its process {describe_exit(status)})"
-        log = "" if code == DONE else f"  see {self._folder / f'{job:04}' / 'logs'}"
+        log = "" if code == DONE or self._alone else f"  see {self._folder / f'{job:04}' / 'logs'}"
         text = f"job {job:04} {shown.status}{how}  {clock(shown.seconds)}{objective}{log}"
         self.note(f"{text}  {shown.overrides}".rstrip())
         self._draw()

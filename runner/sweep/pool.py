@@ -20,6 +20,7 @@ from typing import Protocol
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.run_dir import lock
+from runner.run_dir.outcomes import describe_exit
 from runner.sweep import attempt
 from runner.sweep.devices import Share
 from runner.sweep.fork_server import Event, Order, ServerDied
@@ -226,7 +227,8 @@ class Pool:
             return
         code = self._code_of(status)
         if code != DONE:
-            attempt.recorded_death(self._folder, task.number, task.overrides, code)
+            how = f"its process {describe_exit(status)}" if status < 0 else None
+            attempt.recorded_death(self._folder, task.number, task.overrides, code, how)
         self._codes[task.number] = code
         self._live.ended(task.number, code, status)
 

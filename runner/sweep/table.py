@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from runner.sweep.directory import Sweep
 from runner.sweep.journal import FINISHED, JobState, Objective
 from runner.sweep.settings import is_setting
 
+_INTEGER = re.compile(r"[+-]?(0|[1-9]\d*(_\d+)*)", re.ASCII)
+_LIST = re.compile(r"\[[\w\s.+,-]+\]", re.ASCII)  # of plain values
+_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
 FILE = "results.csv"
 MOST_ROWS = 40
 STYLES = {"finished": "green", "failed": "red", "stopped": "yellow", "interrupted": "yellow"}
@@ -101,8 +105,22 @@ def _values(overrides: Sequence[str]) -> dict[str, str]:
         key = hydra_setup.key_of(override)
         if not key.startswith("hydra") and not is_setting(override):
             taken_out = override.startswith("~")
-            found[key] = "null" if taken_out else override.partition("=")[2]
+            found[key] = "null" if taken_out else plain_value(override.partition("=")[2])
     return found
+
+
+def plain_value(text: str) -> str:
+    """Return an override's value in one form: numbers, true and false, and lists of them.
+
+    A grid has been through Hydra, which writes 0.001 and True; a list of jobs is as it was typed.
+    """
+    if _LIST.fullmatch(text):
+        return f"[{','.join(plain_value(one.strip()) for one in text[1:-1].split(','))}]"
+    if text.lower() in ("true", "false"):
+        return text.lower()
+    if _INTEGER.fullmatch(text):
+        return str(int(text))
+    return str(float(text)) if _FLOAT.fullmatch(text) else text
 
 
 def _swept(rows: Sequence[Row]) -> list[str]:

@@ -42,6 +42,21 @@ def test_one_job_at_a_time_prints_for_itself(tmp_path: Path) -> None:
     assert text.getvalue().splitlines() == ["job 0000 of 3 starts  seed=1"]
 
 
+def test_the_death_of_a_process_is_told_in_any_case(tmp_path: Path) -> None:
+    live, text = shown(tmp_path, alone=True)
+    live.started(0, ["seed=1"], Recipe())
+    live.ended(0, 1, -9)
+    live.started(1, ["seed=2"], Recipe())
+    live.ended(1, 1, 1)  # it has printed its error itself
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith(
+        "job 0000 failed (its process was ended by SIGKILL (out of memory?))"
+    )
+    assert lines[1].endswith("seed=1")
+    assert "logs" not in lines[1]
+
+
 def test_the_table_has_steps_and_losses_from_the_runs(tmp_path: Path) -> None:
     live, _ = shown(tmp_path, terminal=True)
     live.started(0, ["seed=1"], Recipe(trainer=Trainer(max_steps=50)))

@@ -36,7 +36,9 @@ def test_a_process_that_is_killed_is_recorded_as_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_pool(StandIn({1: -9}), tmp_path, [0, 1]) == {0: 0, 1: 1}
-    assert Journal(tmp_path).state(1).status == "failed"
+    state = Journal(tmp_path).state(1)
+    assert state.status == "failed"
+    assert state.ended["reason"] == "its process was ended by SIGKILL (out of memory?)"
     assert "was ended by SIGKILL" in capsys.readouterr().out
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from runner.compose import hydra_setup
 from runner.config.schema import Recipe
 from runner.sweep import directory, table
 from runner.sweep.directory import Sweep
@@ -96,6 +97,21 @@ def test_jobs_of_a_sweeper_are_found_in_the_journal(tmp_path: Path) -> None:
     made.journal.started(2, ["optimizer.lr=0.5", "~scheduler=null", "hydra/sweeper=three"])
     (row,) = results(made).rows
     assert row.values == {"optimizer.lr": "0.5", "scheduler": "null"}
+
+
+@pytest.mark.usefixtures("hydra_session")
+def test_a_value_has_one_form_in_grids_and_in_lists() -> None:
+    typed = "1e-3 1_000 1e5 1.50 +3 .5 true False abc '1e-3' 1E-7 0x10 1. -2e-3 null 0 [1e-3]"
+    for text in typed.split():
+        ((of_grid,), _) = hydra_setup.expand([f"a={text},other"])
+        assert table.plain_value(of_grid[2:]) == table.plain_value(text), text
+    assert [table.plain_value(text) for text in ("1e-3", "True", "007", "2026-01")] == [
+        *("0.001", "true", "007", "2026-01"),
+    ]
+
+
+def test_a_list_of_jobs_is_shown_like_a_grid() -> None:
+    assert table._values(["optimizer.lr=1e-3"]) == table._values(["optimizer.lr=0.001"])
 
 
 def test_values_of_different_metrics_are_not_compared(sweep: Sweep) -> None:
