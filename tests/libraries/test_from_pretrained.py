@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,58 @@ def test_a_model_is_placed_and_computes_as_under_the_public_package(
     assert ours == public
     assert ours["logits"] == wanted
     assert ("disk" in ours["map"].values()) == (limit != "none")
+
+
+ADAPT = """
+import sys
+from tests.libraries import alias
+alias.install()
+import copy, json, peft, torch, transformers
+folder, place = sys.argv[1], json.loads(sys.argv[2])
+tokens = torch.arange(24).reshape(2, 12) % 64
+def logits(model):
+    with torch.no_grad():
+        return model(tokens).logits
+def load(**options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+plan = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+expected = peft.get_peft_model(load(), plan).eval()
+expected.save_pretrained(f"{folder}/adapter")
+away = load(device_map=place, offload_folder=f"{folder}/off")
+model = peft.PeftModel.from_pretrained(away, f"{folder}/adapter", offload_folder=f"{folder}/more")
+model = model.eval()
+same = [torch.equal(logits(model), logits(expected))]
+model.merge_adapter(), expected.merge_adapter()
+same.append(torch.equal(logits(model), logits(expected)))
+model.unmerge_adapter(), expected.unmerge_adapter()
+merged, plain = model.merge_and_unload(), expected.merge_and_unload()
+same.append(torch.equal(logits(merged), logits(plain)))
+merged.save_pretrained(f"{folder}/merged")
+folder = f"{folder}/merged"
+same.append(torch.equal(logits(load()), logits(plain)))
+print(json.dumps({"same": same, "map": len(model.hf_device_map)}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [{"": "disk"}, {"": "cpu", "model.layers.1": "disk"}])
+def test_an_adapter_is_loaded_over_an_offloaded_model_and_merged(
+    tmp_path: Path, place: dict[str, str]
+) -> None:
+    reason = Cell("peft_lora", "", 1).reason_not_to_run()
+    if reason is not None:
+        pytest.skip(reason)
+    answered(MAKE, str(tmp_path))
+    # Peft writes a file of it under its own path below the working directory.
+    here = {"PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(
+        python("-c", ADAPT, str(tmp_path), json.dumps(place)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, **here},
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout.splitlines()[-1])["same"] == [True] * 4
