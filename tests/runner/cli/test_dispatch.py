@@ -145,7 +145,8 @@ def test_a_sweep_runs_every_combination(
     assert server.closed
     (folder,) = tmp_path.glob("runs/digits/sweep-*")
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("journal.jsonl", "results.csv", "sweep.json", "tensorboard")
+        *("0000", "0001", "0002", "0003"),
+        *("journal.jsonl", "results.csv", "sweep.json", "tensorboard"),
     ]
 
 
