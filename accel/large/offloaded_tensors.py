@@ -280,7 +280,8 @@ _IN_PLACE = (
     *("__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"),
     *("__ilshift__", "__irshift__", "__idiv__"),
 )
-_KINDS = (OffloadedWeight, LeftWeight, OffloadedBuffer, LeftBuffer, OffloadedView)
+HELD = (OffloadedWeight, LeftWeight, OffloadedBuffer, LeftBuffer)  # by modules
+_KINDS = (*HELD, OffloadedView)
 _VALUES = (*_KINDS, OffloadedValue)
 
 

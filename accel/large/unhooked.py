@@ -10,15 +10,7 @@ from torch import nn
 
 from accel.errors import StateError, listed
 from accel.large.hooks import ModelHook, hooks_of
-from accel.large.offloaded_tensors import (
-    LeftBuffer,
-    LeftWeight,
-    OffloadedBuffer,
-    OffloadedWeight,
-)
-
-# They refuse to be computed with.
-_MARKED = (OffloadedWeight, LeftWeight, OffloadedBuffer, LeftBuffer)
+from accel.large.offloaded_tensors import HELD
 
 
 class Place:
@@ -135,14 +127,14 @@ def _full(path: str, key: str) -> str:
 
 
 def _suspects(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield tensors on the meta device, as module and name; those that are marked are left out."""
+    """Yield tensors on the meta device, as module and name, but for those of `HELD`."""
     modules, seen = [model], {model}
     while modules:
         module = modules.pop()
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items() if held else ():
                 # The type first: a subclass's `is_meta` takes a hundred times as long.
-                if tensor is not None and type(tensor) not in _MARKED and tensor.is_meta:
+                if tensor is not None and type(tensor) not in HELD and tensor.is_meta:
                     yield module, name
         for child in module._modules.values() if module._modules else ():
             if child is not None and child not in seen:

@@ -93,8 +93,7 @@ class Journal:
         `code` has digests of the user's packages that it trains with.
         """
         attempt = secrets.token_hex(6)
-        where: dict[str, object] = {"host": platform.node(), "pid": os.getpid()}
-        where["time"] = time.time()
+        where = _where()
         if (slurm := slurm_job.own_id()) is not None:
             where["slurm"] = slurm
         if code:
@@ -122,12 +121,11 @@ class Journal:
 
     def removed(self, jobs: Mapping[int, JobState]) -> None:
         """Record that run directories of complete jobs are gone: they are to be trained again."""
-        where = {"time": time.time(), "host": platform.node(), "pid": os.getpid()}
+        where = {"event": REMOVED, **_where()}
         self.append(
             *(
-                {"event": REMOVED, "job": job, "overrides": list(state.overrides), **where}
-                | {"attempt": state.attempt}
-                for job, state in jobs.items()
+                {**where, "job": job, "overrides": list(one.overrides), "attempt": one.attempt}
+                for job, one in jobs.items()
             )
         )
 
@@ -179,6 +177,11 @@ class Journal:
     def state(self, job: int) -> JobState:
         """Return the state of one job; its lines alone are parsed."""
         return states(self.records(job)).get(job, JobState())
+
+
+def _where() -> dict[str, object]:
+    """Return when, and by which process, a record is written."""
+    return {"time": time.time(), "host": platform.node(), "pid": os.getpid()}
 
 
 def _parsed(line: bytes) -> dict[str, object] | None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from accel import disk_offload, dispatch_model
 from accel.hooks import AlignDevicesHook
+
+Dispatch = Callable[[nn.Module, Path], nn.Module]
+# Ways to send a model, or a part of it, to the disk.
+TO_DISK: list[Dispatch] = [
+    lambda model, folder: disk_offload(model, folder, "cpu"),
+    lambda model, folder: disk_offload(model, folder, "cpu", offload_buffers=True),
+    lambda model, folder: dispatch_model(model, {"0": "disk", "1": "cpu"}, offload_dir=folder),
+]
 
 
 class Block(nn.Module):

@@ -24,15 +24,12 @@ from accel import (
 from accel.errors import ConfigError
 from accel.hooks import remove_hook_from_submodules
 from accel.utils import offload_state_dict
-from tests.accel.large.models import inputs
+from tests.accel.large.models import TO_DISK, Dispatch, inputs
 
-Dispatch = Callable[[nn.Module, Path], nn.Module]
 DISPATCHES: list[Dispatch] = [
+    *TO_DISK,
     lambda model, folder: dispatch_model(model, {"": "cpu"}, offload_dir=folder),
     lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder),
-    lambda model, folder: dispatch_model(model, {"0": "disk", "1": "cpu"}, offload_dir=folder),
-    lambda model, folder: disk_offload(model, folder, "cpu"),
-    lambda model, folder: disk_offload(model, folder, "cpu", offload_buffers=True),
 ]
 
 

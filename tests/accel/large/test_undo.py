@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,11 @@ from accel.errors import CheckpointError, ConfigError
 from accel.hooks import ModelHook, add_hook_to_module
 from accel.large.hooks import hooks_of
 from accel.utils.modeling import get_state_dict_offloaded_model
-from tests.accel.large.models import Tied, inputs, net
+from tests.accel.large.models import TO_DISK, Dispatch, Tied, inputs, net
 
-Dispatch = Callable[[nn.Module, Path], nn.Module]
 DISPATCHES: list[Dispatch] = [
-    lambda model, folder: disk_offload(model, folder, "cpu"),
-    lambda model, folder: disk_offload(model, folder, "cpu", offload_buffers=True),
+    *TO_DISK,
     lambda model, folder: cpu_offload(model, "cpu"),
-    lambda model, folder: dispatch_model(model, {"0": "disk", "1": "cpu"}, offload_dir=folder),
     lambda model, folder: dispatch_model(
         model, {"0": "cpu", "1": "disk"}, offload_dir=folder, offload_buffers=True
     ),
