@@ -114,7 +114,7 @@ class Journal:
         **more: object,
     ) -> None:
         """Record how an attempt ended; `more` are values for the table."""
-        where = {"time": time.time(), "host": platform.node(), "pid": os.getpid()}
+        where = _where()
         record = {"event": ENDED, "job": job, "overrides": list(overrides), **where}
         end = {"code": code, "status": status or status_of(code), "objective": objective}
         self.append({**record, **end, "attempt": attempt, **more})
