@@ -64,7 +64,7 @@ class Cluster:
         self._ask("kill")
 
     def add_node(self) -> None:
-        """Add a node."""
+        """Add a node; return when the cluster knows all nodes that are there, and no others."""
         self._ask("add")
 
     def start(self, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
@@ -173,6 +173,7 @@ def main(cpus: int, number: int) -> None:
                 nodes.remove_node(added.pop(), allow_graceful=False)
             else:
                 added.append(nodes.add_node(**options))
+                nodes.wait_for_nodes(END_SECONDS)  # a killed node counts until its health check has failed
             print("answer done", flush=True)
     finally:
         nodes.shutdown()

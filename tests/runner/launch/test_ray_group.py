@@ -143,10 +143,10 @@ def test_a_run_that_waits_for_room_can_be_ended(nodes: Cluster, tmp_path: Path) 
         lines.append(line)
         if line.startswith("Waiting for room"):
             break
-    assert "16 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
-    assert "less than that: CPU 16 of 4" in lines[-1]
     command.send_signal(signal.SIGTERM)
     code, output = ray_nodes.ended(command)
+    assert "16 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
+    assert "less than that: CPU 16 of 4" in lines[-1]
     assert code == 1, output
     assert "SIGTERM came before its processes were started" in output
     assert not (tmp_path / "runs").exists()
