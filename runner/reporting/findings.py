@@ -13,7 +13,8 @@ from runner.reporting.curves import Band, Curve, Group
 from runner.reporting.importance import Importance, importance
 from runner.reporting.run_table import newest_first
 from runner.run_dir import record as records
-from runner.run_dir.record import RunRecord, number
+from runner.run_dir.field_types import number
+from runner.run_dir.record import RunRecord
 
 # Values of training that are no learning curve.
 NO_CURVE = ("lr", "samples_per_second", "skipped_steps")

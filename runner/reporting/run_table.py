@@ -152,7 +152,9 @@ def cell(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
-    return json.dumps(value) if isinstance(value, list | Mapping) else str(value)
+    return (
+        json.dumps(finite(value), default=str) if isinstance(value, list | Mapping) else str(value)
+    )
 
 
 def relative(path: Path) -> str:

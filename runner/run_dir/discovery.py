@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from accel.errors import ConfigError, Problem
-from runner.run_dir import atomic_update
+from runner.run_dir import atomic_update, field_types
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB
 from runner.run_dir.json_files import JsonObject
@@ -107,10 +106,11 @@ def read_journal(sweep_dir: Path) -> dict[int, JsonObject]:
         return {}
     for line in lines:
         try:
-            record = json.loads(line)
-            found[int(record["job"])] = record
-        except (ValueError, KeyError, TypeError):  # cut off by a kill
+            record, _ = field_types.fitted(field_types.loads(line), field_types.JOURNAL)
+        except ValueError:  # cut off by a kill
             continue
+        if record.get("job") is not None:
+            found[record["job"]] = record
     return found
 
 

@@ -7,11 +7,9 @@ Nothing is written, nothing imported; a file that is damaged or missing is said 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +19,9 @@ import yaml  # type: ignore[import-untyped]
 
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import CLEAN, INTERRUPTED
-from runner.run_dir import atomic_update, lock, slurm_job
+from runner.run_dir import atomic_update, evaluations, field_types, lock, slurm_job
 from runner.run_dir.atomic_update import CONFIG
+from runner.run_dir.field_types import FieldType, number
 from runner.run_dir.job import ENVIRONMENT, JOB, RECIPE
 from runner.run_dir.json_files import METRICS, SUMMARY, Fields, JsonObject
 
@@ -60,27 +59,37 @@ class RunRecord:
         path: the run directory.
         sweep: the name of the directory of its sweep; None: it is no job of one.
         journal: what the sweep's journal says of the job last.
-        problems: what could not be read, a sentence each.
     """
 
     def __init__(self, path: Path, sweep: str | None = None, journal: Fields | None = None) -> None:
         self.path = path
         self.sweep = sweep
         self.journal = dict(journal or {})
-        self.problems: list[str] = []
+        self._problems: list[str] = []
         self._nodes: JsonObject = {}
+
+    @property
+    def problems(self) -> list[str]:
+        """What is damaged or could not be read, a sentence each."""
+        self._examine()
+        return list(self._problems)
+
+    def _examine(self) -> None:
+        """Read every file, so that each problem is noted."""
+        _ = self.recipe_text, self.job, self.summary, self.environment, self.evaluations
+        _ = self.last, self.status, self.objective
 
     # -- the recipe ------------------------------------------------------------------------
 
     @cached_property
     def job(self) -> Fields:
         """The content of job.json; empty where it is damaged."""
-        return self._json(JOB)
+        return self._json(JOB, field_types.JOB)
 
     @cached_property
     def recipe_text(self) -> str:
         """The recipe as YAML; empty where it is lost."""
-        content = atomic_update.read(self.path, CONFIG)
+        content = self._content(CONFIG)
         text = "" if content is None else content.decode("utf-8", errors="replace").strip("\0")
         kept = self.job.get(RECIPE)
         if isinstance(kept, str) and (not text.strip() or kept.startswith(text)):
@@ -144,12 +153,18 @@ class RunRecord:
     @cached_property
     def summary(self) -> Fields:
         """The content of summary.json; empty where there is none."""
-        return self._json(SUMMARY)
+        return self._json(SUMMARY, field_types.SUMMARY)
 
     @cached_property
     def environment(self) -> Fields:
         """The content of environment.json; empty where there is none."""
-        return self._json(ENVIRONMENT)
+        return self._json(ENVIRONMENT, field_types.ENVIRONMENT)
+
+    @cached_property
+    def evaluations(self) -> list[Fields]:
+        """What `runner eval` has measured, oldest first."""
+        found = self._json(evaluations.EVAL, field_types.EVALUATIONS)
+        return list(found.get("evaluations") or ())
 
     @cached_property
     def holder(self) -> lock.Holder | None:
@@ -159,8 +174,8 @@ class RunRecord:
     @cached_property
     def started(self) -> float:
         """When its newest attempt was started, in seconds since the epoch."""
-        found = self.environment.get("started")
-        return float(found) if isinstance(found, int | float) else self._written(JOB, CONFIG)
+        found = number(self.environment.get("started"))
+        return self._written(JOB, CONFIG) if found is None else found
 
     @cached_property
     def failure(self) -> Fields:
@@ -169,7 +184,7 @@ class RunRecord:
         with contextlib.suppress(OSError):
             for file in os.scandir(self.path / "logs"):
                 if file.name.startswith("launch_") and "_rank_" in file.name:
-                    outcome = _loaded(Path(file.path))
+                    outcome = self._loaded(Path(file.path), field_types.OUTCOME)
                     if outcome.get("code") not in (*CLEAN, None) and _newer(outcome, found):
                         found = outcome
         return found
@@ -186,7 +201,7 @@ class RunRecord:
         if self.summary.get("complete") is True:
             return FINISHED
         ended = self._ended
-        if self.failure and float(self.failure.get("time", 0.0)) >= (ended or self.started):
+        if self.failure and _time(self.failure) >= (ended or self.started):
             return CUT_OFF if self.failure.get("code") == INTERRUPTED else FAILED
         if ended is not None:
             return STOPPED
@@ -200,10 +215,10 @@ class RunRecord:
     @property
     def _ended(self) -> float | None:
         """When the newest attempt came to a stop with its state saved; None: it did not."""
-        found = self.summary.get("ended")
         if not self.summary:
             return None
-        ended = float(found) if isinstance(found, int | float) else self._written(SUMMARY)
+        found = number(self.summary.get("ended"))
+        ended = self._written(SUMMARY) if found is None else found
         # A resumed run that was killed still has the summary of the attempt before.
         marked = self.summary.get("complete") is False and self.summary.get("stopped") in ENDS
         return ended if ended >= self.started and not marked else None
@@ -226,34 +241,41 @@ class RunRecord:
     @cached_property
     def last(self) -> Fields:
         """The newest record of metrics.jsonl; empty where there is none."""
-        return next(iter(self._tail()), {})
+        for line in self._tail():
+            with contextlib.suppress(ValueError):
+                found, wrong = field_types.fitted(field_types.loads(line), field_types.RECORD)
+                if wrong:
+                    self._note(f"{METRICS} is damaged at its end ({wrong})")
+                if found:
+                    return found
+        return {}
 
     @property
     def step(self) -> int | None:
         """Optimizer steps made, as far as is known."""
         settled = self.summary if self.status in (FINISHED, STOPPED, PRUNED) else self.last
-        found = settled.get("step", self.summary.get("step"))
-        return found if isinstance(found, int) else None
+        found = settled.get("step")
+        return self.summary.get("step") if found is None else found
 
     @property
     def seconds(self) -> float | None:
         """Time spent on the run, over all attempts."""
         settled = self.status in (FINISHED, STOPPED, PRUNED)
-        found = self.summary.get("seconds") if settled else self.last.get("time")
-        return float(found) if isinstance(found, int | float) else None
+        return number(self.summary.get("seconds") if settled else self.last.get("time"))
 
     @cached_property
     def objective(self) -> Objective | None:
         """The best value of the monitored metric, else the last; None: none is known."""
-        best = self.summary.get("best") if not self._is_behind else None
-        if not isinstance(best, Mapping):
-            found = _loaded(self.path / checkpoints.FOLDER / BEST)
-            best = found if "value" in found else None
-        metric = str((best or self.summary).get("metric") or self.summary.get("monitor") or "")
-        mode = (best or {}).get("mode") or self._mode(metric)
-        value = (best or {}).get("value")
-        if value is None and metric:
-            value = (self.summary.get("metrics") or {}).get("validation", {}).get(metric)
+        best = (self.summary.get("best") if not self._is_behind else None) or {}
+        if best.get("value") is None:
+            path = self.path / checkpoints.FOLDER / BEST
+            best = self._loaded(path, field_types.BEST)
+        metric = str(best.get("metric") or self.summary.get("monitor") or "")
+        mode = best.get("mode") or self._mode(metric)
+        value = best.get("value")
+        if value is None:
+            measured = (self.summary.get("metrics") or {}).get("validation") or {}
+            value = measured.get(metric)
         value = number(value)
         return None if value is None or not metric else Objective(metric, str(mode), value)
 
@@ -271,21 +293,23 @@ class RunRecord:
 
     # -- files -----------------------------------------------------------------------------
 
-    def _tail(self) -> list[Fields]:
-        """Return the last records of metrics.jsonl, newest first."""
+    def _tail(self) -> list[bytes]:
+        """Return the last lines of metrics.jsonl, newest first."""
         try:
             with (self.path / METRICS).open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-                lines = file.read().splitlines()
+                return file.read().splitlines()[::-1]
         except OSError:
             return []
-        found = []
-        for line in reversed(lines):
-            with contextlib.suppress(ValueError):  # a line that is cut off
-                record = json.loads(line)
-                if isinstance(record, Mapping):
-                    found.append(record)
-        return found
+
+    def records(self) -> Iterator[Fields]:
+        """Yield the records of metrics.jsonl, oldest first; lines that are damaged are skipped."""
+        with contextlib.suppress(OSError), (self.path / METRICS).open("rb") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    record = field_types.loads(line)
+                    if isinstance(record, Mapping):
+                        yield record
 
     def _written(self, *names: str) -> float:
         for name in names:
@@ -295,58 +319,52 @@ class RunRecord:
             return self.path.stat().st_mtime
         return 0.0
 
-    def _json(self, name: str) -> Fields:
+    def _content(self, name: str) -> bytes | None:
         try:
-            content = atomic_update.read(self.path, name)
+            return atomic_update.read(self.path, name)
         except OSError as error:
             self._note(f"{name} cannot be read ({error.strerror})")
-            return {}
-        if content is None:
-            return {}
+            return None
+
+    def _json(self, name: str, type_: FieldType) -> Fields:
+        content = self._content(name)
+        return {} if content is None else self._parsed(name, content, type_)
+
+    def _loaded(self, path: Path, type_: FieldType) -> Fields:
+        """Return what a JSON file below the run directory holds; empty where there is none."""
         try:
-            found = json.loads(content)
+            content = path.read_bytes()
+        except OSError:
+            return {}
+        return self._parsed(str(path.relative_to(self.path)), content, type_)
+
+    def _parsed(self, name: str, content: bytes, type_: FieldType) -> Fields:
+        try:
+            found, wrong = field_types.fitted(field_types.loads(content), type_)
         except ValueError as error:
-            self._note(f"{name} is damaged ({error})")
-            return {}
-        if not isinstance(found, Mapping):
-            self._note(f"{name} is damaged (it is no mapping)")
-            return {}
+            found, wrong = {}, str(error)
+        if wrong:
+            self._note(f"{name} is damaged ({wrong})")
         return found
 
     def _note(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
+        if problem not in self._problems:
+            self._problems.append(problem)
 
 
 # Reasons that make a run complete; a summary that is marked as incomplete all the same is old.
 ENDS = ("max_steps", "epochs", "callback")
 
 
-def number(value: object) -> float | None:
-    """Return a number as metrics.jsonl and summary.json have it, "NaN" among them; else None."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
-        return float(value)
-    if value in ("NaN", "Infinity", "-Infinity"):
-        return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}[str(value)]
-    return None
-
-
-def _loaded(path: Path) -> JsonObject:
-    """Return the mapping that a JSON file holds; empty where it holds none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _time(outcome: Fields) -> float:
+    return number(outcome.get("time")) or 0.0
 
 
 def _newer(outcome: Fields, than: Fields) -> bool:
     """Return whether an outcome is of a later launch, or the earlier cause in the same one."""
     if not than:
         return True
-    at, other = float(outcome.get("time", 0.0)), float(than.get("time", 0.0))
+    at, other = _time(outcome), _time(than)
     if abs(at - other) > SAME_LAUNCH_SECONDS:
         return at > other
     rank = bool(outcome.get("is_consequence")), at
