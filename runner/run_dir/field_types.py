@@ -140,13 +140,13 @@ OUTCOME: FieldType = {
 JOURNAL: FieldType = {"job": count, "status": text, "overrides": Each(word, listed=True)}
 
 
-def loads(content: bytes | str) -> Any:
+def loads(content: bytes) -> Any:
     """Return the value of JSON.
 
     Raises:
         ValueError: if it is none, or nested beyond reason; the message has no position.
     """
-    if not content.strip(b"\0 \t\r\n" if isinstance(content, bytes) else "\0 \t\r\n"):
+    if not content.strip(b"\0 \t\r\n"):
         raise ValueError("it is empty")
     try:
         return json.loads(content)
@@ -194,7 +194,7 @@ def _each(value: Any, type_: Each, key: str, wrong: list[str]) -> Any:
         return value
     if not isinstance(value, list if type_.listed else Mapping):
         return WRONG
-    items = enumerate(value) if type_.listed else value.items()
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
     read: list[tuple[Any, Any]] = []
     for name, item in items:
         container = isinstance(type_.type, Mapping | Each)
