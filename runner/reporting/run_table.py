@@ -19,7 +19,7 @@ from rich.text import Text
 
 from accel.errors import ConfigError, nearest
 from runner.reporting import filters
-from runner.reporting.console import clock, number
+from runner.reporting.console import PipedConsole, clock, number
 from runner.run_dir import record as records
 from runner.run_dir.json_files import JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
@@ -165,7 +165,7 @@ def relative(path: Path) -> str:
 
 def console_for_tables() -> Console:
     """Return a console on standard output; one that is no terminal has lines of any length."""
-    console = Console(highlight=False, soft_wrap=False)
+    console = PipedConsole(highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        console = Console(highlight=False, soft_wrap=False, width=UNLIMITED_COLUMNS)
+        console = PipedConsole(highlight=False, soft_wrap=False, width=UNLIMITED_COLUMNS)
     return console
