@@ -137,6 +137,11 @@ class RunRecord:
         return {name: node for name, node in nodes.items() if node is not MISSING}
 
     @property
+    def has_recipe(self) -> bool:
+        """Whether the recipe can be read as a whole, so that its keys can be compared."""
+        return self.status != BROKEN and len(self.recipe) == len(self._places)
+
+    @property
     def name(self) -> str:
         """The name of the run; without a recipe, that of the folder that it lies in."""
         found = self.value("name")
@@ -180,7 +185,7 @@ class RunRecord:
     @cached_property
     def failure(self) -> Fields:
         """How the first process that failed ended, of the last launch in which one did."""
-        found: JsonObject = {}
+        found: Fields = {}
         with contextlib.suppress(OSError):
             for file in os.scandir(self.path / "logs"):
                 if file.name.startswith("launch_") and "_rank_" in file.name:

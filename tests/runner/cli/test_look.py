@@ -138,3 +138,20 @@ def test_a_thousand_runs_are_listed_in_seconds(
     out = printed("list", str(tmp_path / "many"), "optimizer.lr=0.005", "tag!=x", capsys=capsys)
     assert "1000 runs" in out
     assert time.process_time() - began < 2.0
+
+
+def test_a_run_without_recipe_takes_no_part_in_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runner.reporting import curves, findings
+    from runner.run_dir import discovery
+
+    sweep = write_sweep(tmp_path)
+    for name in ("config.yaml", "job.json"):
+        (sweep / "0003" / name).write_text("")
+    compared = json.loads(printed("compare", str(sweep), "--json", capsys=capsys))
+    swept = {"optimizer.lr", "model.width", "seed"}
+    assert set(compared["recipe"]) == {"the recipe itself", *swept}
+    assert compared["recipe"]["the recipe itself"].count("unreadable") == 1
+    runs = discovery.find_runs([sweep])
+    assert set(findings.find(runs).keys) == swept - {curves.SEED}
