@@ -35,6 +35,8 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         defaults: the recipe without its overrides; None: it is not known here.
     """
     environment, states = run.environment, list(_checkpoints(run.path))
+    for _ in run.records():  # damaged lines are noted
+        pass
     return {
         **described(run),
         "command": shlex.join(map(str, environment.get("command") or ())),
@@ -63,7 +65,20 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
 
 def _changes(defaults: Mapping[str, object], recipe: Mapping[str, object]) -> list[JsonObject]:
     found = resumed_recipe.differences(defaults, recipe)
-    return [{"key": key, "default": there, "value": here} for key, there, here in found]
+    return [
+        {"key": key, "default": there, "value": here}
+        for key, there, here in found
+        if here is not None or _has(recipe, key)  # another factory has other keys
+    ]
+
+
+def _has(recipe: Mapping[str, object], key: str) -> bool:
+    node: object = recipe
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True
 
 
 def _checkpoints(run_dir: Path) -> Iterator[JsonObject]:
