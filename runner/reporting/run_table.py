@@ -34,6 +34,7 @@ STYLES = {
     records.PRUNED: "dim",
     records.BROKEN: "red",
 }
+MOST_DAMAGES = 10  # that are named below a table
 UNLIMITED_COLUMNS = 10_000  # where nobody's terminal limits a line
 
 
@@ -128,6 +129,11 @@ def show(
     for run in runs:
         table.add_row(*_cells(run, keys, any(run.tags for run in runs)))
     console.print(table)
+    damaged = [(relative(run.path), one) for run in runs for one in run.problems]
+    for where, problem in damaged[:MOST_DAMAGES]:
+        console.print(Text(f"{where}: {problem}", style="red"))
+    if len(damaged) > MOST_DAMAGES:
+        console.print(Text(f"{len(damaged) - MOST_DAMAGES} more damages; runner show names them."))
 
 
 def _cells(run: RunRecord, keys: Sequence[str], tagged: bool) -> list[Text]:
@@ -136,7 +142,8 @@ def _cells(run: RunRecord, keys: Sequence[str], tagged: bool) -> list[Text]:
     seconds = "" if run.seconds is None else clock(run.seconds)
     cells = [Text(run.name)]
     cells += [Text(", ".join(run.tags))] if tagged else []
-    cells.append(Text(run.status, style=STYLES[run.status]))
+    mark = " (damaged)" if run.problems and run.status != records.BROKEN else ""
+    cells.append(Text(run.status, style=STYLES[run.status]).append(mark, style="red"))
     cells += [Text(cell(run.value(key))) for key in keys]
     cells += [Text("" if run.step is None else str(run.step)), Text(shown), Text(seconds)]
     return [*cells, Text(relative(run.path))]

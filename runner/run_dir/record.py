@@ -29,6 +29,7 @@ RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
 SUBMITTED = "submitted"  # to Slurm, and not begun
 STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
+NODES = ("name", "model", "data", "trainer")  # of every recipe
 BEST = "best.json"
 RUN_LOG = "run.log"
 TAIL_BYTES = 8192
@@ -78,6 +79,39 @@ class RunRecord:
         """Read every file, so that each problem is noted."""
         _ = self.recipe_text, self.job, self.summary, self.environment, self.evaluations
         _ = self.last, self.status, self.objective
+        if self.recipe_text.strip() != str(self.job.get(RECIPE) or "").strip():
+            _ = self.recipe  # changed by hand or damaged: every node is parsed
+        for problem in (self._metrics_problem(), self._checkpoint_problem()):
+            if problem:
+                self._note(problem)
+
+    def _metrics_problem(self) -> str:
+        """Return what is wrong at the end of metrics.jsonl; a killed run may leave a torn line."""
+        lines = self._tail()
+        if self.status not in (FINISHED, STOPPED):
+            lines = lines[1:]
+        elif not lines and self.summary.get("metrics") and (self.path / METRICS).exists():
+            return f"{METRICS} is empty"
+        for at, line in enumerate(lines):
+            try:
+                field_types.loads(line)
+            except ValueError:
+                where = "truncated" if at == 0 and self.status in (FINISHED, STOPPED) else "damaged"
+                return f"{METRICS} is {where} at its end"
+        return ""
+
+    def _checkpoint_problem(self) -> str:
+        """Return whether the checkpoint that a finished run ended with is gone."""
+        recorded = self.summary.get("checkpoint")
+        if not recorded or self.status not in (FINISHED, STOPPED):
+            return ""
+        path, run_dir = Path(recorded), self.summary.get("run_dir")
+        if run_dir and path.is_relative_to(run_dir):  # it may have been moved
+            path = self.path / path.relative_to(run_dir)
+        if path.is_dir():
+            return ""
+        inside = path.is_relative_to(self.path)
+        return f"{path.relative_to(self.path) if inside else path} is missing"
 
     # -- the recipe ------------------------------------------------------------------------
 
@@ -93,10 +127,21 @@ class RunRecord:
         text = "" if content is None else content.decode("utf-8", errors="replace").strip("\0")
         kept = self.job.get(RECIPE)
         if isinstance(kept, str) and (not text.strip() or kept.startswith(text)):
+            if text.rstrip() != kept.rstrip():
+                wrong = "missing" if content is None else "truncated" if text.strip() else "empty"
+                self._note(f"{CONFIG} is {wrong}: the recipe is read from {JOB}")
             text = kept
         if not text.strip():
             self._note(f"{CONFIG} is missing or empty")
         return text
+
+    @cached_property
+    def _is_recipe(self) -> bool:
+        """Whether there is a recipe, judged by nodes that each one has."""
+        lacking = [name for name in NODES if name not in self._places]
+        if lacking and self.recipe_text.strip():
+            self._note(f"{CONFIG} is no recipe, or truncated: it has no {', '.join(lacking)}")
+        return not lacking
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
@@ -199,7 +244,7 @@ class RunRecord:
         """One of `STATUSES`."""
         if self.holder is not None:
             return RUNNING
-        if not self.recipe_text:
+        if not self._is_recipe:
             return BROKEN
         if self.journal.get("status") == PRUNED:
             return PRUNED
@@ -302,19 +347,24 @@ class RunRecord:
         """Return the last lines of metrics.jsonl, newest first."""
         try:
             with (self.path / METRICS).open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-                return file.read().splitlines()[::-1]
+                start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+                file.seek(start)
+                return file.read().splitlines()[start > 0 :][::-1]  # the first may be cut
         except OSError:
             return []
 
     def records(self) -> Iterator[Fields]:
         """Yield the records of metrics.jsonl, oldest first; lines that are damaged are skipped."""
         with contextlib.suppress(OSError), (self.path / METRICS).open("rb") as file:
-            for line in file:
-                with contextlib.suppress(ValueError):
+            for number_, line in enumerate(file, start=1):
+                try:
                     record = field_types.loads(line)
-                    if isinstance(record, Mapping):
-                        yield record
+                except ValueError:
+                    if line.endswith(b"\n"):  # else it was cut off by a kill
+                        self._note(f"{METRICS} is damaged at line {number_}")
+                    continue
+                if isinstance(record, Mapping):
+                    yield record
 
     def _written(self, *names: str) -> float:
         for name in names:
