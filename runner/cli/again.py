@@ -36,8 +36,19 @@ def main(arguments: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run, or a sweep: all its jobs")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="changes of the recipe")
+    changes = parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", help="changes of the recipe"
+    )
+    changes.required = False  # argparse names it among what is missing
     parser.add_argument("--dry-run", action="store_true", help="say what differs, and stop")
+    sweeping = [flag for flag in arguments if flag in ("-m", "--multirun")]
+    if sweeping:
+        rule = "a run is made again once, with one value for each key"
+        remedy = (
+            "Leave it out; for a sweep, give the command of the run again with -m "
+            "(runner show RUN_DIR prints it): runner -m seed=0,1 …"
+        )
+        raise ConfigError.of(f"runner again {sweeping[0]}", rule, remedy)
     found = parser.parse_intermixed_args(list(arguments))
     place = processes.adopted()
     if place is not None and place.rank > 0:

@@ -75,10 +75,10 @@ def _show(
     model: nn.Module, name: str, num_processes: int, optimizer: str, estimates: Sequence[Estimate]
 ) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from runner.config.format_counts import counted, size
+    from runner.reporting.console import PipedConsole
 
     def shown(num_bytes: int | None) -> str:
         return "?" if num_bytes is None else "–" if num_bytes == 0 else size(num_bytes)
@@ -93,7 +93,7 @@ def _show(
         held = one.footprint
         sizes = (held.parameters, held.gradients, held.optimizer_state, one.total)
         table.add_row(one.format, one.strategy, *map(shown, (*sizes, one.largest_layer)))
-    console = Console(highlight=False)
+    console = PipedConsole(highlight=False)
     console.print(table)
     console.print(
         "On top come activations, and the largest layer where weights are gathered.", style="dim"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import CheckpointError, Problem
+from accel.errors import CheckpointError, ConfigError, Problem
 from runner.config.schema import Recipe
 from runner.run_dir import directory
 from runner.run_dir.job import Job
@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 BEST = "best"
 LAST = "last"
+
+
+class NoCheckpointError(ConfigError, CheckpointError):
+    """A run that is to be evaluated has no checkpoint: the request is refused."""
 
 
 def load(
@@ -94,7 +98,8 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
     best is damaged.
 
     Raises:
-        CheckpointError: if there is none, or it is incomplete.
+        CheckpointError: if it lacks the one that is asked for, or that is incomplete; a
+            `NoCheckpointError` if it has none at all.
     """
     folder, owns = directory.checkpoint_folder(run_dir), directory.owner(run_dir)
     newest = functools.partial(checkpoints.newest_complete, folder, owns)
@@ -154,6 +159,10 @@ def _verified(path: Path | None, run_dir: Path, which: str) -> Path:
 
 def _existing(path: Path | None, run_dir: Path, which: str) -> Path:
     if path is None or not path.is_dir():
+        if which in (BEST, LAST) and not directory.own_checkpoints(run_dir):
+            rule = f"the run has no checkpoint in {directory.checkpoint_folder(run_dir)}"
+            remedy = "Train it first, or name a checkpoint with --checkpoint PATH."
+            raise NoCheckpointError.of(str(run_dir), rule, remedy)
         rule = "the run has no such checkpoint"
         remedy = f"Choose {BEST}, {LAST} or a folder in {directory.checkpoint_folder(run_dir)}."
         raise CheckpointError(Problem(f"checkpoint {which!r} of {run_dir}", rule, remedy))

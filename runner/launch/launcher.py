@@ -125,7 +125,10 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
         faulthandler.enable()
     run_dir = run_dir_of(folder)
     try:
-        return worker.run(folder, stop)
+        if stop is None:
+            return worker.run(folder)
+        with exit_guards.explained(stop):  # an interrupt of the run's own code is a failure
+            return worker.run(folder, stop)
     except KeyboardInterrupt:
         if rank == 0:
             failures.print_interrupted(run_dir)

@@ -22,6 +22,7 @@ from runner.run_dir.record import MISSING, RunRecord
 
 # With more runs than these, a run is a row.
 MOST_SIDE_BY_SIDE = 5
+UNKNOWN = object()  # a key of a recipe that cannot be read
 SECTIONS = ("recipe", "code", "versions", "machine", "result")
 
 
@@ -56,13 +57,28 @@ def compare(runs: Sequence[RunRecord]) -> Compared:
         values = [read[section](run) for run in runs]
         names = list(dict.fromkeys(name for found in values for name in found))
         table = [(name, [found.get(name, MISSING) for found in values]) for name in names]
+        if section == "recipe":  # of a run whose recipe is lost, no key is known to differ
+            lost = [not run.has_recipe for run in runs]
+            table = [(name, _but_for(found, lost)) for name, found in table]
+            if any(lost):
+                rows_of_lost = ["unreadable" if one else "readable" for one in lost]
+                table.insert(0, ("the recipe itself", rows_of_lost))
         rows[section] = [row for row in table if not _same(row[1])]
         equal[section] = len(table) - len(rows[section])
     return Compared(short_names(runs), [str(run.path) for run in runs], rows, equal)
 
 
+def _but_for(values: Sequence[Any], lost: Sequence[bool]) -> list[Any]:
+    return [UNKNOWN if gone else value for value, gone in zip(values, lost, strict=True)]
+
+
 def _same(values: Sequence[Any]) -> bool:
-    return all(value == values[0] for value in values)
+    known = [value for value in values if value is not UNKNOWN]
+    return all(value == known[0] or _both_nan(value, known[0]) for value in known)
+
+
+def _both_nan(one: Any, other: Any) -> bool:
+    return isinstance(one, float) and isinstance(other, float) and one != one and other != other
 
 
 def _recipe(run: RunRecord) -> Fields:
@@ -122,7 +138,9 @@ def short_names(runs: Sequence[RunRecord]) -> list[str]:
 def as_json(compared: Compared) -> str:
     """Return what differs as JSON: by section and key, the values in the order of the runs."""
     rows = {
-        section: {key: [None if v is MISSING else v for v in values] for key, values in found}
+        section: {
+            key: [None if v in (MISSING, UNKNOWN) else v for v in values] for key, values in found
+        }
         for section, found in compared.rows.items()
     }
     content = {"runs": compared.directories, **rows}
@@ -152,8 +170,8 @@ def show(compared: Compared, console: Console) -> None:
 
 def shown(key: str, value: Any) -> str:
     """Return a compared value for a table."""
-    if value is MISSING:
-        return "–"
+    if value is MISSING or value is UNKNOWN:
+        return "–" if value is MISSING else "?"
     if key == "seconds" and isinstance(value, float):
         return clock(value)
     if isinstance(value, float) and not key.count("."):

@@ -25,8 +25,8 @@ Rows = Sequence[tuple[str, str]]
 BAR_WIDTH = 14  # columns that the bar needs at least, with the gaps beside it
 
 
-class _Console(Console):
-    """A console that lets the run know that nobody reads it any more (`| head`)."""
+class PipedConsole(Console):
+    """A console that lets the command know that nobody reads it any more (`| head`)."""
 
     def on_broken_pipe(self) -> None:
         """Raise, where rich would end the process on its own."""
@@ -49,7 +49,7 @@ class Display:
         line_seconds: float = 10.0,
     ) -> None:
         self.enabled = enabled
-        self.console = console or _Console(highlight=False, soft_wrap=False)
+        self.console = console or PipedConsole(highlight=False, soft_wrap=False)
         self.live = enabled and self.console.is_terminal
         self._every = refresh_seconds if self.live else line_seconds
         self._next = 0.0

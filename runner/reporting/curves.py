@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.reporting.filters import leaves
-from runner.run_dir.json_files import METRICS, Fields, JsonObject
-from runner.run_dir.record import MISSING, RunRecord, number
+from runner.run_dir.field_types import number
+from runner.run_dir.json_files import JsonObject, finite
+from runner.run_dir.record import MISSING, RunRecord
 
 # Values of a record that are no metric.
 POSITION = ("step", "epoch", "samples", "split", "time")
@@ -65,7 +65,7 @@ class Band:
 def read_curves(run: RunRecord) -> dict[str, Curve]:
     """Return the curves of a run by ``<split>/<metric>``; lines that are damaged are left out."""
     found: dict[str, tuple[list[float], list[float]]] = {}
-    for record in _records(run):
+    for record in run.records():
         split, step = record.get("split"), number(record.get("step"))
         if step is None:
             continue
@@ -76,15 +76,6 @@ def read_curves(run: RunRecord) -> dict[str, Curve]:
                 steps.append(step)
                 values.append(read)
     return {name: Curve(np.array(s), np.array(v)) for name, (s, v) in found.items()}
-
-
-def _records(run: RunRecord) -> Iterator[Fields]:
-    with contextlib.suppress(OSError), (run.path / METRICS).open(encoding="utf-8") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, Mapping):
-                    yield record
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
@@ -146,7 +137,7 @@ def _flat(run: RunRecord) -> JsonObject:
 
 
 def _hashed(value: Any) -> str:
-    return "" if value is MISSING else json.dumps(value, sort_keys=True, default=str)
+    return "" if value is MISSING else json.dumps(finite(value), sort_keys=True, default=str)
 
 
 def group_by_seed(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]:

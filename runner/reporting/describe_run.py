@@ -19,7 +19,7 @@ from runner.config import resumed_recipe
 from runner.config.format_counts import size
 from runner.reporting.console import clock, number
 from runner.reporting.run_table import STYLES, cell, described, relative
-from runner.run_dir import atomic_update, directory, evaluations, provenance
+from runner.run_dir import atomic_update, directory, provenance
 from runner.run_dir import record as records
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import RunRecord
@@ -35,6 +35,8 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         defaults: the recipe without its overrides; None: it is not known here.
     """
     environment, states = run.environment, list(_checkpoints(run.path))
+    for _ in run.records():  # damaged lines are noted
+        pass
     return {
         **described(run),
         "command": shlex.join(map(str, environment.get("command") or ())),
@@ -52,7 +54,7 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         "metrics": dict(run.summary.get("metrics") or {}),
         "best": run.summary.get("best"),
         "last": dict(run.last),
-        "evaluations": evaluations.read(run.path),
+        "evaluations": list(run.evaluations),
         "checkpoints": states,
         "failure": dict(run.failure) if run.status == records.FAILED else None,
         "resume": _resume(run) if any(state["complete"] for state in states) else "",
@@ -63,7 +65,20 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
 
 def _changes(defaults: Mapping[str, object], recipe: Mapping[str, object]) -> list[JsonObject]:
     found = resumed_recipe.differences(defaults, recipe)
-    return [{"key": key, "default": there, "value": here} for key, there, here in found]
+    return [
+        {"key": key, "default": there, "value": here}
+        for key, there, here in found
+        if here is not None or _has(recipe, key)  # another factory has other keys
+    ]
+
+
+def _has(recipe: Mapping[str, object], key: str) -> bool:
+    node: object = recipe
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True
 
 
 def _checkpoints(run_dir: Path) -> Iterator[JsonObject]:
@@ -188,13 +203,15 @@ def _code_rows(found: Fields) -> Iterator[tuple[str, str]]:
             parts.append(f"{device.get('count')} × {device['type']}")
         yield "machine", " · ".join(str(part) for part in parts if part)
     for key, files in found["data"].items():
-        yield "data", f"{key}: {files['path']} ({files['files']} files, {size(files['bytes'])})"
+        held = f"{files.get('files', '?')} files, {size(files.get('bytes') or 0)}"
+        yield "data", f"{key}: {files.get('path', '?')} ({held})"
 
 
 def _metric_rows(found: Fields) -> Iterator[tuple[str, str]]:
     best = found["best"]
-    if isinstance(best, Mapping):
-        yield "best", f"{best['metric']} {number(best['value'])} at step {best['step']}"
+    if best and best.get("metric") and best.get("value") is not None:
+        where = "" if best.get("step") is None else f" at step {best['step']}"
+        yield "best", f"{best['metric']} {number(best['value'])}{where}"
     elif found["objective"] is not None:
         yield "best", f"{found['metric']} {number(found['objective'])}"
     for split, metrics in found["metrics"].items():

@@ -13,7 +13,8 @@ from runner.reporting.curves import Band, Curve, Group
 from runner.reporting.importance import Importance, importance
 from runner.reporting.run_table import newest_first
 from runner.run_dir import record as records
-from runner.run_dir.record import RunRecord, number
+from runner.run_dir.field_types import number
+from runner.run_dir.record import RunRecord
 
 # Values of training that are no learning curve.
 NO_CURVE = ("lr", "samples_per_second", "skipped_steps")
@@ -88,7 +89,7 @@ def find(runs: Sequence[RunRecord]) -> Findings:
     judge = judges.most_common(1)[0][0] if judges else None
     ordered = sorted(newest, key=lambda run: _rank(run, judge))
     readable = [run for run in ordered if run.status != records.BROKEN]
-    every = curves.swept_keys(readable)
+    every = curves.swept_keys([run for run in readable if run.has_recipe])
     keys = every[:MOST_KEYS]
     groups = curves.group_by_seed(readable, every)
     read = {str(run.path): curves.read_curves(run) for run in readable}

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from accel.errors import ConfigError, nearest
 from runner.reporting import filters
-from runner.reporting.console import clock, number
+from runner.reporting.console import PipedConsole, clock, number
 from runner.run_dir import record as records
 from runner.run_dir.json_files import JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
@@ -34,6 +34,7 @@ STYLES = {
     records.PRUNED: "dim",
     records.BROKEN: "red",
 }
+MOST_DAMAGES = 10  # that are named below a table
 UNLIMITED_COLUMNS = 10_000  # where nobody's terminal limits a line
 
 
@@ -128,6 +129,11 @@ def show(
     for run in runs:
         table.add_row(*_cells(run, keys, any(run.tags for run in runs)))
     console.print(table)
+    damaged = [(relative(run.path), one) for run in runs for one in run.problems]
+    for where, problem in damaged[:MOST_DAMAGES]:
+        console.print(Text(f"{where}: {problem}", style="red"))
+    if len(damaged) > MOST_DAMAGES:
+        console.print(Text(f"{len(damaged) - MOST_DAMAGES} more damages; runner show names them."))
 
 
 def _cells(run: RunRecord, keys: Sequence[str], tagged: bool) -> list[Text]:
@@ -136,7 +142,8 @@ def _cells(run: RunRecord, keys: Sequence[str], tagged: bool) -> list[Text]:
     seconds = "" if run.seconds is None else clock(run.seconds)
     cells = [Text(run.name)]
     cells += [Text(", ".join(run.tags))] if tagged else []
-    cells.append(Text(run.status, style=STYLES[run.status]))
+    mark = " (damaged)" if run.problems and run.status != records.BROKEN else ""
+    cells.append(Text(run.status, style=STYLES[run.status]).append(mark, style="red"))
     cells += [Text(cell(run.value(key))) for key in keys]
     cells += [Text("" if run.step is None else str(run.step)), Text(shown), Text(seconds)]
     return [*cells, Text(relative(run.path))]
@@ -152,7 +159,9 @@ def cell(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
-    return json.dumps(value) if isinstance(value, list | Mapping) else str(value)
+    return (
+        json.dumps(finite(value), default=str) if isinstance(value, list | Mapping) else str(value)
+    )
 
 
 def relative(path: Path) -> str:
@@ -163,7 +172,7 @@ def relative(path: Path) -> str:
 
 def console_for_tables() -> Console:
     """Return a console on standard output; one that is no terminal has lines of any length."""
-    console = Console(highlight=False, soft_wrap=False)
+    console = PipedConsole(highlight=False, soft_wrap=False)
     if not console.is_terminal:
-        console = Console(highlight=False, soft_wrap=False, width=UNLIMITED_COLUMNS)
+        console = PipedConsole(highlight=False, soft_wrap=False, width=UNLIMITED_COLUMNS)
     return console

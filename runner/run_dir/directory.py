@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,13 @@ def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
         ConfigError: if it is no run directory.
     """
     job, plain = Job.read(Path(run_dir))
-    node: Any = plain["checkpoint"]
-    elsewhere = node["project"]["project_dir"]
+    node: Any = plain
+    for key in ("checkpoint", "project"):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    if not isinstance(node, Mapping):
+        rule = f"its {CONFIG} is no recipe: it has no checkpoint.project"
+        raise ConfigError.of(str(run_dir), rule, "Name a folder such as runs/<name>/<time>-<id>.")
+    elsewhere = node.get("project_dir")
     # A relative folder is seen from where the run was started.
     root = job.run_dir if elsewhere is None else Path(job.cwd) / elsewhere
     return root / checkpoints.FOLDER

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from runner.run_dir import field_types
 from runner.run_dir.json_files import Fields, JsonObject, write_json
 
 EVAL = "eval.json"
@@ -18,10 +18,11 @@ IDENTITY = ("checkpoint", "step", "overrides")
 def read(run_dir: Path) -> list[JsonObject]:
     """Return the evaluations of a run, oldest first; a damaged file holds none."""
     try:
-        found = json.loads((run_dir / EVAL).read_text(encoding="utf-8"))["evaluations"]
-        return [dict(one) for one in found]
-    except (OSError, ValueError, KeyError, TypeError):
+        content = field_types.loads((run_dir / EVAL).read_bytes())
+    except (OSError, ValueError):
         return []
+    found, _ = field_types.fitted(content, field_types.EVALUATIONS)
+    return list(found.get("evaluations") or ())
 
 
 def add(run_dir: Path, evaluation: Fields) -> None:

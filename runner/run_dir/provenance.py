@@ -308,7 +308,7 @@ def data_differences(then: Fields, now: Fields) -> list[str]:
     lines = []
     for key in before:
         if key not in after:
-            lines.append(f"{key}: {before[key]['path']} is not there")
+            lines.append(f"{key}: {before[key].get('path')} is not there")
         elif any(before[key].get(name) != after[key].get(name) for name in ("files", "bytes")):
             lines.append(f"{key}: {_size(before[key])} then, {_size(after[key])} now")
         elif before[key].get("newest") != after[key].get("newest"):

@@ -7,11 +7,9 @@ Nothing is written, nothing imported; a file that is damaged or missing is said 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +19,9 @@ import yaml  # type: ignore[import-untyped]
 
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import CLEAN, INTERRUPTED
-from runner.run_dir import atomic_update, lock, slurm_job
+from runner.run_dir import atomic_update, evaluations, field_types, lock, slurm_job
 from runner.run_dir.atomic_update import CONFIG
+from runner.run_dir.field_types import FieldType, number
 from runner.run_dir.job import ENVIRONMENT, JOB, RECIPE
 from runner.run_dir.json_files import METRICS, SUMMARY, Fields, JsonObject
 
@@ -30,6 +29,7 @@ RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
 SUBMITTED = "submitted"  # to Slurm, and not begun
 STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
+NODES = ("name", "model", "data", "trainer")  # of every recipe
 BEST = "best.json"
 RUN_LOG = "run.log"
 TAIL_BYTES = 8192
@@ -60,34 +60,88 @@ class RunRecord:
         path: the run directory.
         sweep: the name of the directory of its sweep; None: it is no job of one.
         journal: what the sweep's journal says of the job last.
-        problems: what could not be read, a sentence each.
     """
 
     def __init__(self, path: Path, sweep: str | None = None, journal: Fields | None = None) -> None:
         self.path = path
         self.sweep = sweep
         self.journal = dict(journal or {})
-        self.problems: list[str] = []
+        self._problems: list[str] = []
         self._nodes: JsonObject = {}
+
+    @property
+    def problems(self) -> list[str]:
+        """What is damaged or could not be read, a sentence each."""
+        self._examine()
+        return list(self._problems)
+
+    def _examine(self) -> None:
+        """Read every file, so that each problem is noted."""
+        _ = self.recipe_text, self.job, self.summary, self.environment, self.evaluations
+        _ = self.last, self.status, self.objective
+        if self.recipe_text.strip() != str(self.job.get(RECIPE) or "").strip():
+            _ = self.recipe  # changed by hand or damaged: every node is parsed
+        for problem in (self._metrics_problem(), self._checkpoint_problem()):
+            if problem:
+                self._note(problem)
+
+    def _metrics_problem(self) -> str:
+        """Return what is wrong at the end of metrics.jsonl; a killed run may leave a torn line."""
+        lines = self._tail()
+        if self.status not in (FINISHED, STOPPED):
+            lines = lines[1:]
+        elif not lines and self.summary.get("metrics") and (self.path / METRICS).exists():
+            return f"{METRICS} is empty"
+        for at, line in enumerate(lines):
+            try:
+                field_types.loads(line)
+            except ValueError:
+                where = "truncated" if at == 0 and self.status in (FINISHED, STOPPED) else "damaged"
+                return f"{METRICS} is {where} at its end"
+        return ""
+
+    def _checkpoint_problem(self) -> str:
+        """Return whether the checkpoint that a finished run ended with is gone."""
+        recorded = self.summary.get("checkpoint")
+        if not recorded or self.status not in (FINISHED, STOPPED):
+            return ""
+        path, run_dir = Path(recorded), self.summary.get("run_dir")
+        if run_dir and path.is_relative_to(run_dir):  # it may have been moved
+            path = self.path / path.relative_to(run_dir)
+        if path.is_dir():
+            return ""
+        inside = path.is_relative_to(self.path)
+        return f"{path.relative_to(self.path) if inside else path} is missing"
 
     # -- the recipe ------------------------------------------------------------------------
 
     @cached_property
     def job(self) -> Fields:
         """The content of job.json; empty where it is damaged."""
-        return self._json(JOB)
+        return self._json(JOB, field_types.JOB)
 
     @cached_property
     def recipe_text(self) -> str:
         """The recipe as YAML; empty where it is lost."""
-        content = atomic_update.read(self.path, CONFIG)
+        content = self._content(CONFIG)
         text = "" if content is None else content.decode("utf-8", errors="replace").strip("\0")
         kept = self.job.get(RECIPE)
         if isinstance(kept, str) and (not text.strip() or kept.startswith(text)):
+            if text.rstrip() != kept.rstrip():
+                wrong = "missing" if content is None else "truncated" if text.strip() else "empty"
+                self._note(f"{CONFIG} is {wrong}: the recipe is read from {JOB}")
             text = kept
         if not text.strip():
             self._note(f"{CONFIG} is missing or empty")
         return text
+
+    @cached_property
+    def _is_recipe(self) -> bool:
+        """Whether there is a recipe, judged by nodes that each one has."""
+        lacking = [name for name in NODES if name not in self._places]
+        if lacking and self.recipe_text.strip():
+            self._note(f"{CONFIG} is no recipe, or truncated: it has no {', '.join(lacking)}")
+        return not lacking
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
@@ -128,6 +182,11 @@ class RunRecord:
         return {name: node for name, node in nodes.items() if node is not MISSING}
 
     @property
+    def has_recipe(self) -> bool:
+        """Whether the recipe can be read as a whole, so that its keys can be compared."""
+        return self.status != BROKEN and len(self.recipe) == len(self._places)
+
+    @property
     def name(self) -> str:
         """The name of the run; without a recipe, that of the folder that it lies in."""
         found = self.value("name")
@@ -144,12 +203,18 @@ class RunRecord:
     @cached_property
     def summary(self) -> Fields:
         """The content of summary.json; empty where there is none."""
-        return self._json(SUMMARY)
+        return self._json(SUMMARY, field_types.SUMMARY)
 
     @cached_property
     def environment(self) -> Fields:
         """The content of environment.json; empty where there is none."""
-        return self._json(ENVIRONMENT)
+        return self._json(ENVIRONMENT, field_types.ENVIRONMENT)
+
+    @cached_property
+    def evaluations(self) -> list[Fields]:
+        """What `runner eval` has measured, oldest first."""
+        found = self._json(evaluations.EVAL, field_types.EVALUATIONS)
+        return list(found.get("evaluations") or ())
 
     @cached_property
     def holder(self) -> lock.Holder | None:
@@ -159,17 +224,17 @@ class RunRecord:
     @cached_property
     def started(self) -> float:
         """When its newest attempt was started, in seconds since the epoch."""
-        found = self.environment.get("started")
-        return float(found) if isinstance(found, int | float) else self._written(JOB, CONFIG)
+        found = number(self.environment.get("started"))
+        return self._written(JOB, CONFIG) if found is None else found
 
     @cached_property
     def failure(self) -> Fields:
         """How the first process that failed ended, of the last launch in which one did."""
-        found: JsonObject = {}
+        found: Fields = {}
         with contextlib.suppress(OSError):
             for file in os.scandir(self.path / "logs"):
                 if file.name.startswith("launch_") and "_rank_" in file.name:
-                    outcome = _loaded(Path(file.path))
+                    outcome = self._loaded(Path(file.path), field_types.OUTCOME)
                     if outcome.get("code") not in (*CLEAN, None) and _newer(outcome, found):
                         found = outcome
         return found
@@ -179,14 +244,14 @@ class RunRecord:
         """One of `STATUSES`."""
         if self.holder is not None:
             return RUNNING
-        if not self.recipe_text:
+        if not self._is_recipe:
             return BROKEN
         if self.journal.get("status") == PRUNED:
             return PRUNED
         if self.summary.get("complete") is True:
             return FINISHED
         ended = self._ended
-        if self.failure and float(self.failure.get("time", 0.0)) >= (ended or self.started):
+        if self.failure and _time(self.failure) >= (ended or self.started):
             return CUT_OFF if self.failure.get("code") == INTERRUPTED else FAILED
         if ended is not None:
             return STOPPED
@@ -200,10 +265,10 @@ class RunRecord:
     @property
     def _ended(self) -> float | None:
         """When the newest attempt came to a stop with its state saved; None: it did not."""
-        found = self.summary.get("ended")
         if not self.summary:
             return None
-        ended = float(found) if isinstance(found, int | float) else self._written(SUMMARY)
+        found = number(self.summary.get("ended"))
+        ended = self._written(SUMMARY) if found is None else found
         # A resumed run that was killed still has the summary of the attempt before.
         marked = self.summary.get("complete") is False and self.summary.get("stopped") in ENDS
         return ended if ended >= self.started and not marked else None
@@ -226,34 +291,41 @@ class RunRecord:
     @cached_property
     def last(self) -> Fields:
         """The newest record of metrics.jsonl; empty where there is none."""
-        return next(iter(self._tail()), {})
+        for line in self._tail():
+            with contextlib.suppress(ValueError):
+                found, wrong = field_types.fitted(field_types.loads(line), field_types.RECORD)
+                if wrong:
+                    self._note(f"{METRICS} is damaged at its end ({wrong})")
+                if found:
+                    return found
+        return {}
 
     @property
     def step(self) -> int | None:
         """Optimizer steps made, as far as is known."""
         settled = self.summary if self.status in (FINISHED, STOPPED, PRUNED) else self.last
-        found = settled.get("step", self.summary.get("step"))
-        return found if isinstance(found, int) else None
+        found = settled.get("step")
+        return self.summary.get("step") if found is None else found
 
     @property
     def seconds(self) -> float | None:
         """Time spent on the run, over all attempts."""
         settled = self.status in (FINISHED, STOPPED, PRUNED)
-        found = self.summary.get("seconds") if settled else self.last.get("time")
-        return float(found) if isinstance(found, int | float) else None
+        return number(self.summary.get("seconds") if settled else self.last.get("time"))
 
     @cached_property
     def objective(self) -> Objective | None:
         """The best value of the monitored metric, else the last; None: none is known."""
-        best = self.summary.get("best") if not self._is_behind else None
-        if not isinstance(best, Mapping):
-            found = _loaded(self.path / checkpoints.FOLDER / BEST)
-            best = found if "value" in found else None
-        metric = str((best or self.summary).get("metric") or self.summary.get("monitor") or "")
-        mode = (best or {}).get("mode") or self._mode(metric)
-        value = (best or {}).get("value")
-        if value is None and metric:
-            value = (self.summary.get("metrics") or {}).get("validation", {}).get(metric)
+        best = (self.summary.get("best") if not self._is_behind else None) or {}
+        if best.get("value") is None:
+            path = self.path / checkpoints.FOLDER / BEST
+            best = self._loaded(path, field_types.BEST)
+        metric = str(best.get("metric") or self.summary.get("monitor") or "")
+        mode = best.get("mode") or self._mode(metric)
+        value = best.get("value")
+        if value is None:
+            measured = (self.summary.get("metrics") or {}).get("validation") or {}
+            value = measured.get(metric)
         value = number(value)
         return None if value is None or not metric else Objective(metric, str(mode), value)
 
@@ -271,21 +343,28 @@ class RunRecord:
 
     # -- files -----------------------------------------------------------------------------
 
-    def _tail(self) -> list[Fields]:
-        """Return the last records of metrics.jsonl, newest first."""
+    def _tail(self) -> list[bytes]:
+        """Return the last lines of metrics.jsonl, newest first."""
         try:
             with (self.path / METRICS).open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-                lines = file.read().splitlines()
+                start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+                file.seek(start)
+                return file.read().splitlines()[start > 0 :][::-1]  # the first may be cut
         except OSError:
             return []
-        found = []
-        for line in reversed(lines):
-            with contextlib.suppress(ValueError):  # a line that is cut off
-                record = json.loads(line)
+
+    def records(self) -> Iterator[Fields]:
+        """Yield the records of metrics.jsonl, oldest first; lines that are damaged are skipped."""
+        with contextlib.suppress(OSError), (self.path / METRICS).open("rb") as file:
+            for number_, line in enumerate(file, start=1):
+                try:
+                    record = field_types.loads(line)
+                except ValueError:
+                    if line.endswith(b"\n"):  # else it was cut off by a kill
+                        self._note(f"{METRICS} is damaged at line {number_}")
+                    continue
                 if isinstance(record, Mapping):
-                    found.append(record)
-        return found
+                    yield record
 
     def _written(self, *names: str) -> float:
         for name in names:
@@ -295,58 +374,52 @@ class RunRecord:
             return self.path.stat().st_mtime
         return 0.0
 
-    def _json(self, name: str) -> Fields:
+    def _content(self, name: str) -> bytes | None:
         try:
-            content = atomic_update.read(self.path, name)
+            return atomic_update.read(self.path, name)
         except OSError as error:
             self._note(f"{name} cannot be read ({error.strerror})")
-            return {}
-        if content is None:
-            return {}
+            return None
+
+    def _json(self, name: str, type_: FieldType) -> Fields:
+        content = self._content(name)
+        return {} if content is None else self._parsed(name, content, type_)
+
+    def _loaded(self, path: Path, type_: FieldType) -> Fields:
+        """Return what a JSON file below the run directory holds; empty where there is none."""
         try:
-            found = json.loads(content)
+            content = path.read_bytes()
+        except OSError:
+            return {}
+        return self._parsed(str(path.relative_to(self.path)), content, type_)
+
+    def _parsed(self, name: str, content: bytes, type_: FieldType) -> Fields:
+        try:
+            found, wrong = field_types.fitted(field_types.loads(content), type_)
         except ValueError as error:
-            self._note(f"{name} is damaged ({error})")
-            return {}
-        if not isinstance(found, Mapping):
-            self._note(f"{name} is damaged (it is no mapping)")
-            return {}
+            found, wrong = {}, str(error)
+        if wrong:
+            self._note(f"{name} is damaged ({wrong})")
         return found
 
     def _note(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
+        if problem not in self._problems:
+            self._problems.append(problem)
 
 
 # Reasons that make a run complete; a summary that is marked as incomplete all the same is old.
 ENDS = ("max_steps", "epochs", "callback")
 
 
-def number(value: object) -> float | None:
-    """Return a number as metrics.jsonl and summary.json have it, "NaN" among them; else None."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
-        return float(value)
-    if value in ("NaN", "Infinity", "-Infinity"):
-        return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}[str(value)]
-    return None
-
-
-def _loaded(path: Path) -> JsonObject:
-    """Return the mapping that a JSON file holds; empty where it holds none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _time(outcome: Fields) -> float:
+    return number(outcome.get("time")) or 0.0
 
 
 def _newer(outcome: Fields, than: Fields) -> bool:
     """Return whether an outcome is of a later launch, or the earlier cause in the same one."""
     if not than:
         return True
-    at, other = float(outcome.get("time", 0.0)), float(than.get("time", 0.0))
+    at, other = _time(outcome), _time(than)
     if abs(at - other) > SAME_LAUNCH_SECONDS:
         return at > other
     rank = bool(outcome.get("is_consequence")), at

@@ -29,7 +29,8 @@ def newest(wanted: Recipe) -> Path | None:
 
     Raises:
         ConfigError: if another command trains in that run, or the recipe of a run that has
-            checkpoints is lost, so that it cannot be identified.
+            checkpoints is lost, so that it cannot be identified, or the chosen directory holds
+            another run.
     """
     passed: list[str] = []
     found = None
@@ -39,6 +40,10 @@ def newest(wanted: Recipe) -> Path | None:
             found = run_dir
             break
         passed.append(f"{run_dir}: {reason}")
+    if passed and found is None and wanted.run_dir is not None:
+        rule = f"the directory holds another run: {passed[0].partition(': ')[2]}"
+        remedy = "Undo the change, or name another directory."
+        raise directory.UsedError.of(f"run_dir={wanted.run_dir!r} resume=auto", rule, remedy)
     for line in passed[:MOST_NAMED]:
         logger.warning("resume=auto skips %s.", line)
     if len(passed) > MOST_NAMED:

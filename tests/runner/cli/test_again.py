@@ -143,3 +143,16 @@ def test_a_broken_run_is_refused(
     path.mkdir()
     assert cli.main(["again", str(path)]) == 2
     assert "it is no run directory" in capsys.readouterr().err
+
+
+def test_only_the_run_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["again"]) == 2
+    assert "the following arguments are required: RUN_DIR\n" in capsys.readouterr().err
+    assert cli.main(["again", "-h"]) == 0
+    assert "[KEY=VALUE ...]" in capsys.readouterr().out
+
+
+def test_a_sweep_is_refused_with_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["again", "A", "-m", "seed=0,1"]) == 2
+    assert "a run is made again once" in (found := capsys.readouterr().err)
+    assert "runner -m seed=0,1" in found

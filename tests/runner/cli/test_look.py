@@ -138,3 +138,119 @@ def test_a_thousand_runs_are_listed_in_seconds(
     out = printed("list", str(tmp_path / "many"), "optimizer.lr=0.005", "tag!=x", capsys=capsys)
     assert "1000 runs" in out
     assert time.process_time() - began < 2.0
+
+
+def test_a_run_without_recipe_takes_no_part_in_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runner.reporting import curves, findings
+    from runner.run_dir import discovery
+
+    sweep = write_sweep(tmp_path)
+    for name in ("config.yaml", "job.json"):
+        (sweep / "0003" / name).write_text("")
+    compared = json.loads(printed("compare", str(sweep), "--json", capsys=capsys))
+    swept = {"optimizer.lr", "model.width", "seed"}
+    assert set(compared["recipe"]) == {"the recipe itself", *swept}
+    assert compared["recipe"]["the recipe itself"].count("unreadable") == 1
+    runs = discovery.find_runs([sweep])
+    assert set(findings.find(runs).keys) == swept - {curves.SEED}
+
+
+@pytest.mark.parametrize(
+    ("name", "keep", "said"),
+    [
+        ("config.yaml", 0.0, "config.yaml is empty: the recipe is read from job.json"),
+        ("config.yaml", 0.5, "config.yaml is truncated: the recipe is read from job.json"),
+        ("environment.json", 0.0, "environment.json is damaged (it is empty)"),
+        ("environment.json", None, "environment.json is damaged (it is no mapping)"),
+        ("metrics.jsonl", 0.0, "metrics.jsonl is empty"),
+        ("metrics.jsonl", 0.9, "metrics.jsonl is truncated at its end"),
+        ("checkpoints", None, "checkpoints/checkpoint_0 is missing"),
+    ],
+)
+def test_damaged_runs_are_marked(
+    name: str, keep: float | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "runs" / "a", metrics=3)
+    summary = json.loads((run / "summary.json").read_text())
+    state = run / "checkpoints" / "checkpoint_0"
+    state.mkdir(parents=True)
+    summary |= {"checkpoint": "/elsewhere/a/checkpoints/checkpoint_0", "run_dir": "/elsewhere/a"}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert "damaged" not in printed("list", capsys=capsys)
+    if name == "checkpoints":
+        shutil.rmtree(run / name)
+    else:
+        content = (run / name).read_bytes()
+        (run / name).write_bytes(b"[1]" if keep is None else content[: int(len(content) * keep)])
+    out = printed("list", capsys=capsys)
+    assert "finished (damaged)" in out
+    assert f"runs/a: {said}" in out
+    assert said in printed("show", "runs/a", capsys=capsys)
+
+
+def test_a_torn_line_of_a_killed_run_is_no_damage_and_one_before_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = write_run(tmp_path / "runs" / "a", summary=False, metrics=3) / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    metrics.write_bytes(whole + b'{"step": 9')
+    assert "damaged" not in printed("list", capsys=capsys)
+    metrics.write_bytes(b'{"step": \n' + whole)
+    assert "metrics.jsonl is damaged at" in printed("list", capsys=capsys)
+
+
+def test_what_is_no_recipe_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.yaml").write_text("services: [web]\n")
+    out = printed("list", capsys=capsys)
+    assert "broken" in out
+    assert "config.yaml is no recipe" in out
+    assert "config.yaml is no recipe" in printed("show", "runs/a", capsys=capsys)
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "journal.jsonl"])
+def test_damaged_sweeps_are_said(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_sweep(tmp_path / "runs")
+    assert sweep.name + ":" not in printed("list", capsys=capsys)
+    content = (sweep / name).read_text()
+    (sweep / name).write_text("{" if name == "sweep.json" else content[: len(content) // 2])
+    assert f"{sweep}: {name} is" in printed("list", capsys=capsys)
+    (sweep / name).write_text("")
+    for command in ("list", "show"):
+        assert f"{sweep}: {name} is" in printed(command, str(sweep), capsys=capsys)
+
+
+def test_a_sweep_within_a_sweep_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outer = write_sweep(tmp_path / "runs", (0.1,))
+    inner = outer / "rel" / "sw"
+    shutil.copytree(outer, inner)
+    assert "8 runs in runs" in printed("list", capsys=capsys)
+    assert "8 runs in" in printed("list", str(outer), capsys=capsys)
+
+
+def test_keys_that_the_chosen_factory_lacks_are_no_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs" / "a", {"data": {"name": "other", "augment": None}})
+    out = printed("show", "runs/a", capsys=capsys)
+    assert "data.name=other" in out
+    lines = [line for line in out.splitlines() if "data." in line and "=null" in line]
+    assert len(lines) <= 1  # the key that the recipe has
+
+
+def test_nan_is_written_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        run = write_run(tmp_path / "runs" / name, {"optimizer.lr": rate}, best=0.1 + rate)
+        summary = json.loads((run / "summary.json").read_text())
+        if name == "a":
+            summary["best"]["value"] = summary["metrics"]["validation"]["loss"] = "NaN"
+            (run / "summary.json").write_text(json.dumps(summary))
+    out = printed("compare", "runs", capsys=capsys)
+    assert "nan" in out
+    assert "NaN" not in out

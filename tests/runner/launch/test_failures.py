@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from accel.errors import ConfigError, MissingPackageError, Problem
 from runner.launch import failures, launcher, worker
 from runner.run_dir.outcomes import Outcome
+from runner.training.stopping import StopFlag
 
 REFUSAL = ConfigError(Problem("optimizer.lr=-1", "it is above 0", "Set optimizer.lr=0.1."))
 
@@ -60,6 +62,21 @@ def test_control_c_tells_how_to_go_on(
     (run_dir / "checkpoints" / "checkpoint_0").mkdir(parents=True)
     assert launcher.run_here(run_dir) == 130
     assert capsys.readouterr().err.endswith(f"runner resume='{run_dir}'\n")
+
+
+def test_an_interrupt_of_the_runs_own_code_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "run", raising(KeyboardInterrupt()))
+    (tmp_path / "metrics.jsonl").touch()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with StopFlag().installed() as stop:
+            assert launcher.run_here(tmp_path, 0, stop) == 1
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    (kept,) = (tmp_path / "logs").glob("*_rank_0.json")
+    assert "raised without a Ctrl-C" in json.loads(kept.read_text())["message"]
 
 
 def test_the_folder_of_an_evaluation_is_not_named_as_a_run(

@@ -61,6 +61,16 @@ def test_auto_never_takes_a_run_of_another_recipe(
     assert "it starts a new one" in caplog.text
 
 
+def test_a_chosen_directory_with_another_run_is_refused_in_one_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = new_run(tmp_path, stamp=FIRST)
+    add_checkpoint(other / "checkpoints", 7)
+    with pytest.raises(ConfigError, match=r"holds another run: its recipe is another \(seed is 0"):
+        auto(tmp_path, seed=5, run_dir=str(other))
+    assert caplog.text == ""
+
+
 def test_limits_make_no_other_run_of_it(tmp_path: Path) -> None:
     run_dir = new_run(tmp_path, stamp=FIRST)
     add_checkpoint(run_dir / "checkpoints", 7)
