@@ -14,7 +14,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,9 @@ from runner.run_dir import lock, study
 from runner.sweep import attempt, directory, pool
 from runner.sweep.devices import Machine
 from runner.sweep.job_errors import JobFailed, JobStopped
-from runner.sweep.journal import PENDING, Journal, Objective
+from runner.sweep.journal import JobState, Journal, Objective, status_of
 from runner.sweep.settings import Jobs
+from runner.sweep.worker_deaths import Deaths
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 STOP_FILE = "stop"
 # Launchers whose jobs are to end with the command that began them.
 ENDING_WITH_PARENT = ("joblib", "submitit_local")
+# Launchers that end all processes when one dies.
+BROKEN_BY_A_DEATH = ("joblib",)
 
 
 @dataclass(frozen=True)
@@ -103,25 +106,57 @@ class Task:
     def launch_with(self, launcher: Launcher, jobs: Sequence[Sequence[str]], start: int) -> None:
         """Launch known jobs; where the launcher gives up, the ones not started are launched again.
 
-        A process of joblib's that is killed takes all the others with it.
+        A process of joblib's that is killed takes all the others with it. Their jobs are recorded
+        as interrupted, and go on, where it is known which process was the first.
         """
         left = list(range(start, start + len(jobs)))
         while left:
             task = replace(self, numbers=tuple((self.numbers or ())[index] for index in left))
             launcher.task_function = task  # type: ignore[attr-defined]
+            numbers = self._launch(launcher, task, [jobs[index - start] for index in left])
+            left = [index for index in left if (self.numbers or ())[index] in numbers]
+
+    def _launch(
+        self, launcher: Launcher, task: Task, jobs: Sequence[Sequence[str]]
+    ) -> Collection[int]:
+        """Launch the jobs of a task; return the numbers of those that are to be launched again.
+
+        Where the launcher gives up before any of them has started, its error is raised.
+        """
+        journal, numbers = Journal(Path(self.folder)), set(task.numbers or ())
+        before = journal.states()
+        with Deaths(Path(self.control), is_watched=self.launcher in BROKEN_BY_A_DEATH) as deaths:
             try:
-                launcher.launch([jobs[index - start] for index in left], 0)
-                return
+                launcher.launch(jobs, 0)
+                return ()
             except ConfigError:  # the launcher's own, before any job
                 raise
             except Exception as error:  # whatever a launcher raises
                 print(f"hydra/launcher={self.launcher}: {error}", file=sys.stderr)
-                states = Journal(Path(self.folder)).states()
-                begun = {number for number, one in states.items() if one.status != PENDING}
-                still = [index for index in left if (self.numbers or ())[index] not in begun]
-                if len(still) == len(left):
+                begun = {
+                    number
+                    for number, state in journal.states().items()
+                    if state.attempts > before.get(number, JobState()).attempts
+                }
+                if not begun & numbers:
                     raise
-                left = still
+                deaths.settle()
+        return numbers - begun | self._record_killed(deaths)
+
+    def _record_killed(self, deaths: Deaths) -> set[int]:
+        """Record a job whose process has died, and those that were ended with it; return these."""
+        if deaths.first is None:
+            return set()
+        folder, first = Path(self.folder), f"{deaths.first:04}"
+        states = Journal(folder).states()
+        ends = {deaths.first: (FAILED, "its process has died")}
+        with_it = f"hydra/launcher={self.launcher} ended its process with that of job {first}"
+        ends |= dict.fromkeys(deaths.others, (INTERRUPTED, with_it))
+        for number, (code, reason) in ends.items():
+            overrides = states[number].overrides if number in states else ()
+            attempt.recorded_death(folder, number, overrides, code, reason)
+            print(f"job {number:04} {status_of(code)}: {reason}", file=sys.stderr, flush=True)
+        return set(deaths.others)
 
     # -- on this machine -------------------------------------------------------------------
 
