@@ -173,7 +173,7 @@ def main(cpus: int, number: int) -> None:
                 nodes.remove_node(added.pop(), allow_graceful=False)
             else:
                 added.append(nodes.add_node(**options))
-                nodes.wait_for_nodes(END_SECONDS)  # a killed node counts until its health check has failed
+                nodes.wait_for_nodes(END_SECONDS)  # a killed node counts for some seconds
             print("answer done", flush=True)
     finally:
         nodes.shutdown()

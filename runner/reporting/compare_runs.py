@@ -68,16 +68,16 @@ def compare(runs: Sequence[RunRecord]) -> Compared:
     return Compared(short_names(runs), [str(run.path) for run in runs], rows, equal)
 
 
-def _but_for(values: Sequence[Any], lost: Sequence[bool]) -> list[Any]:
+def _but_for(values: Sequence[object], lost: Sequence[bool]) -> list[object]:
     return [UNKNOWN if gone else value for value, gone in zip(values, lost, strict=True)]
 
 
-def _same(values: Sequence[Any]) -> bool:
+def _same(values: Sequence[object]) -> bool:
     known = [value for value in values if value is not UNKNOWN]
     return all(value == known[0] or _both_nan(value, known[0]) for value in known)
 
 
-def _both_nan(one: Any, other: Any) -> bool:
+def _both_nan(one: object, other: object) -> bool:
     return isinstance(one, float) and isinstance(other, float) and one != one and other != other
 
 

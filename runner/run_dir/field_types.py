@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from runner.run_dir.json_files import JsonObject
 
@@ -22,7 +22,7 @@ MOST_NAMED = 3
 INFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # A leaf returns the value as it is read, or WRONG.
-Leaf = Callable[[Any], Any]
+Leaf = Callable[[object], object]
 
 
 @dataclass(frozen=True)
@@ -45,45 +45,45 @@ def number(value: object) -> float | None:
     return INFINITE.get(value) if isinstance(value, str) else None
 
 
-def anything(value: Any) -> Any:
+def anything(value: object) -> object:
     """Accept every value."""
     return value
 
 
-def word(value: Any) -> Any:
+def word(value: object) -> object:
     """Accept text."""
     return value if isinstance(value, str) else WRONG
 
 
-def text(value: Any) -> Any:
+def text(value: object) -> object:
     """Accept text or null."""
     return value if value is None or isinstance(value, str) else WRONG
 
 
-def flag(value: Any) -> Any:
+def flag(value: object) -> object:
     """Accept true, false or null."""
     return value if value is None or isinstance(value, bool) else WRONG
 
 
-def count(value: Any) -> Any:
+def count(value: object) -> object:
     """Accept an integer or null."""
     whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST
     return value if value is None or whole else WRONG
 
 
-def quantity(value: Any) -> Any:
+def quantity(value: object) -> object:
     """Accept a finite number or null."""
     found = number(value)
     return value if value is None or (found is not None and math.isfinite(found)) else WRONG
 
 
-def seconds(value: Any) -> Any:
+def seconds(value: object) -> object:
     """Accept a duration or a time since the epoch, or null."""
     found = number(value)
     return value if value is None or (found is not None and 0 <= found < LATEST) else WRONG
 
 
-def measured(value: Any) -> Any:
+def measured(value: object) -> object:
     """Accept a number; those that JSON lacks are written as words."""
     found = number(value)
     return WRONG if found is None else value if isinstance(value, int) else found
@@ -154,7 +154,7 @@ def loads(content: bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def fitted(found: Any, type_: FieldType) -> tuple[JsonObject, str]:
+def fitted(found: object, type_: FieldType) -> tuple[JsonObject, str]:
     """Return a mapping without the fields that have another type, and which they are, in words.
 
     Args:
@@ -164,13 +164,13 @@ def fitted(found: Any, type_: FieldType) -> tuple[JsonObject, str]:
     if not isinstance(found, Mapping):
         return {}, "it is no mapping"
     wrong: list[str] = []
-    value = _fitted(found, type_, "", wrong)
+    value = cast(JsonObject, _fitted(found, type_, "", wrong))
     more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
     named = f"wrong value at {', '.join(wrong[:MOST_NAMED])}{more}" if wrong else ""
     return value, named
 
 
-def _fitted(value: Any, type_: FieldType, key: str, wrong: list[str]) -> Any:
+def _fitted(value: object, type_: FieldType, key: str, wrong: list[str]) -> object:
     found = value
     if isinstance(type_, Each):
         found = _each(value, type_, key, wrong)
@@ -189,13 +189,13 @@ def _fitted(value: Any, type_: FieldType, key: str, wrong: list[str]) -> Any:
     return found
 
 
-def _each(value: Any, type_: Each, key: str, wrong: list[str]) -> Any:
+def _each(value: object, type_: Each, key: str, wrong: list[str]) -> object:
     if value is None:
         return value
     if not isinstance(value, list if type_.listed else Mapping):
         return WRONG
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    read: list[tuple[Any, Any]] = []
+    read: list[tuple[object, object]] = []
     for name, item in items:
         container = isinstance(type_.type, Mapping | Each)
         found = WRONG if item is None and container else item

@@ -69,8 +69,19 @@ def test_equal_runs_are_said_to_be_equal(tmp_path: Path) -> None:
 
 
 def test_a_key_that_a_run_lacks_is_a_dash(tmp_path: Path) -> None:
-    (tmp_path / "broken").mkdir()
-    found = compare_runs.compare([*runs(tmp_path, 1), RunRecord(tmp_path / "broken")])
-    assert ("seed", [0, MISSING]) in found.rows["recipe"]
+    other = RunRecord(write_run(tmp_path / "other", {"mine": 1}))
+    found = compare_runs.compare([*runs(tmp_path, 1), other])
+    assert ("mine", [MISSING, 1]) in found.rows["recipe"]
     assert "–" in shown(found)
-    assert json.loads(compare_runs.as_json(found))["recipe"]["seed"] == [0, None]
+    assert json.loads(compare_runs.as_json(found))["recipe"]["mine"] == [None, 1]
+
+
+def test_a_recipe_that_cannot_be_read_makes_no_key_different(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    found = compare_runs.compare([*runs(tmp_path, 2), RunRecord(tmp_path / "broken")])
+    assert found.rows["recipe"] == [
+        ("the recipe itself", ["readable", "readable", "unreadable"]),
+        ("optimizer.lr", [0.01, 0.02, compare_runs.UNKNOWN]),
+    ]
+    assert "?" in shown(found)
+    assert json.loads(compare_runs.as_json(found))["recipe"]["optimizer.lr"] == [0.01, 0.02, None]

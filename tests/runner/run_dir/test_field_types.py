@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from runner import cli
+from runner.run_dir import field_types
 from tests.runner.written_runs import STARTED, write, write_failure, write_run
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -93,6 +94,14 @@ def test_a_summary_of_the_wrong_shape_is_named(
         "good": [],
         "bad": ["summary.json is damaged (wrong value at best)"],
     }
+
+
+def test_what_does_not_fit_is_left_out_and_named_by_its_key() -> None:
+    value = {"step": True, "metrics": {"a": {"loss": "NaN", "acc": None}}, "mine": [1], "name": 3}
+    fitted, problem = field_types.fitted(value, field_types.SUMMARY)
+    assert str(fitted) == "{'metrics': {'a': {'loss': nan}}, 'mine': [1]}"
+    assert problem == "wrong value at step, metrics.a.acc, name"
+    assert field_types.fitted([1], field_types.SUMMARY) == ({}, "it is no mapping")
 
 
 def _out(capsys: pytest.CaptureFixture[str]) -> str:
