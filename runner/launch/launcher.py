@@ -6,6 +6,7 @@ codes are those of `runner.exit_codes`. Free of torch at import.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import shlex
 import sys
@@ -125,9 +126,8 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
         faulthandler.enable()
     run_dir = run_dir_of(folder)
     try:
-        if stop is None:
-            return worker.run(folder)
-        with exit_guards.explained(stop):  # an interrupt of the run's own code is a failure
+        # An interrupt of the run's own code is a failure.
+        with contextlib.nullcontext() if stop is None else exit_guards.explained(stop):
             return worker.run(folder, stop)
     except KeyboardInterrupt:
         if rank == 0:

@@ -17,9 +17,10 @@ from tests.runner.written_runs import STARTED, write, write_failure, write_run
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 REPLACEMENTS = (3, "x", [1, "a"], None, {"a": 1}, 10**400, float("nan"))
+LONG = ("summary.json", "environment.json", "job.json", "metrics.jsonl", "eval.json")
 FILES = (
-    *("summary.json", "environment.json", "job.json", "metrics.jsonl", "eval.json"),
     *("checkpoints/best.json", "logs/launch_1_rank_0.json", "slurm.json"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in LONG),
 )
 OF_FINISHED_RUNS = ("summary.json", "environment.json", "job.json", "eval.json")
 GIT = {"sha": "a" * 40, "branch": "main", "dirty": True, "diff_sha256": "b" * 64, "untracked": []}
