@@ -48,7 +48,11 @@ def save(
 
     Raises:
         CheckpointError: if safetensors cannot hold it.
+        StateError: for offloaded weights, which have no values outside their model.
     """
+    from accel.large.offloaded_tensors import refuse_without_values
+
+    refuse_without_values(obj)
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return

@@ -375,14 +375,6 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """
         return key in self._written or key in self.state_dict
 
-    def was_written(self, key: str) -> bool:
-        """Return whether a weight was given another value, which no file and no caller has.
-
-        Args:
-            key: name of the weight.
-        """
-        return key in self._written
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
 

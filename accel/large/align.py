@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from accel.errors import StateError
-from accel.large.hooks import Arguments, ModelHook
-from accel.large.left_weights import remember
-from accel.large.loaded_weight import LoadedWeight, content_of
+from accel.errors import CheckpointError, StateError
+from accel.large.hooks import Arguments, ModelHook, outside_graphs
+from accel.large.loaded_weight import LoadedWeight, LoadLock, content_of
 from accel.large.offloaded_tensors import (
-    OffloadedWeight,
+    are_alike,
+    is_of,
     mark_in_state_dict,
     mark_left,
     marked_offloaded,
     refuse_gradient,
+    token_of,
 )
 from accel.large.read_ahead import ReadAhead
 from accel.large.tensors import (
     Device,
     TiedParams,
     as_device,
+    get_tensor,
     held_in,
     named_module_tensors,
     other_names,
@@ -35,44 +34,12 @@ from accel.large.tensors import (
     tied_on,
 )
 from accel.large.unhooked import Place, check_hooked, refuse_assigned
-from accel.large.weights_map import Weights, in_memory, was_written, write_weight
+from accel.large.weights_map import Weights, in_memory, write_weight
+from accel.logging import get_logger
 from accel.ops import send_to_device
 from accel.tree import iterate
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _outside_graphs(method: Method) -> Method:
-    """Decorate a method that no graph has a place for, as it reads files.
-
-    `torch._dynamo`, which takes half a second to import, is left out where nothing is compiled.
-    """
-    disabled = _disable_dynamo(method)
-
-    @functools.wraps(method)
-    def call(*args: object) -> object:
-        return disabled(*args) if torch.compiler.is_compiling() else method(*args)
-
-    return cast(Method, call)
-
-
-class LoadLock:
-    """Held by a thread while it loads or offloads weights of a model, not while the model computes.
-
-    So a forward pass may wait for another thread that runs the model, as autograd's threads do.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __reduce__(self) -> tuple[type[LoadLock], tuple[()]]:
-        return LoadLock, ()  # copies of a model do not wait for one another
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+logger = get_logger(__name__)
 
 
 class AlignDevicesHook(ModelHook):
@@ -118,7 +85,6 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._on_state_dicts: list[RemovableHandle] = []
-        self.restores_all = False  # when it is removed, also what the module had no data for
         # Of tied weights, by name: the modules that have them and their names there, this one too.
         self.tied: Mapping[str, Sequence[tuple[nn.Module, str]]] = {}
         # Other names of an offloaded weight in the module, by the one that is loaded.
@@ -130,6 +96,7 @@ class AlignDevicesHook(ModelHook):
         self._by_hand = 0  # of the calls of `pre_forward` since: those that no forward pass made
         self._loaded: dict[str, LoadedWeight] = {}
         self._left: dict[str, torch.Tensor] = {}  # without data, in the place of each weight
+        self._tokens: dict[str, object] = {}  # of them: their contents may be swapped
 
     def __getstate__(self) -> dict[str, object]:
         # Nobody uses the weights of a copy yet.
@@ -239,11 +206,12 @@ class AlignDevicesHook(ModelHook):
         for name in names:
             held, key = held_in(module, name)
             left = self._left.get(name)
-            if left is not None and _are_alike(left, held[key]):
+            if left is not None and are_alike(left, held[key]):
                 held[key] = marked_offloaded(left)
                 continue
             place_tensor(module, name, "meta", clear_cache=False)
             self._left[name] = held[key] = marked_offloaded(held[key])
+            self._tokens[name] = token_of(held[key])
         self._tie(module)
 
     def _tie(self, module: nn.Module) -> None:
@@ -280,13 +248,13 @@ class AlignDevicesHook(ModelHook):
         if changed is not None and not getattr(next(iterate(inputs), None), "is_meta", False):
             check_hooked(changed)
 
-    @_outside_graphs
+    @outside_graphs
     def _load(self, module: nn.Module) -> None:
         # Tensors that are made in inference mode have no version, which tells of changes.
         with self.lock, torch.inference_mode(False):
             names = self.offloaded(module)
             if self._users == 0:
-                refuse_assigned(module, self._assigned(module, names))
+                refuse_assigned(module, self.assigned(module, names))
                 try:
                     self._load_values(module, names)
                 except BaseException:
@@ -307,16 +275,25 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._by_hand -= 1  # no lock: a graph that is compiled has no place for it
 
-    def _assigned(self, module: nn.Module, names: Iterable[str]) -> Iterator[str]:
-        """Yield the names of offloaded tensors that something else was put in the place of."""
+    def assigned(self, module: nn.Module, names: Iterable[str]) -> Iterator[str]:
+        """Yield the names of offloaded tensors that something else was put in the place of.
+
+        Args:
+            module: what the hook is attached to, while it does not run.
+            names: of offloaded tensors, in the module.
+        """
         for name in names:
             held, key = held_in(module, name)
-            if held[key] is not self._left.get(name):
-                places = self.tied.get(name, ())
-                tied = (own._parameters[one] for own, one in places if own._parameters is not held)
-                is_left = type(held[key]) is OffloadedWeight  # of this weight, or of another
-                if not held[key].is_meta or (is_left and all(x is not held[key] for x in tied)):
-                    yield name
+            tensor, own = held[key], self._tokens.get(name)
+            if tensor is self._left.get(name) and token_of(tensor) is own:
+                continue
+            tied = [
+                token_of(owner._parameters[other])
+                for owner, other in self.tied.get(name, ())
+                if owner._parameters is not held
+            ]
+            if not is_of(tensor, [own, *tied]):
+                yield name
 
     def _load_values(self, module: nn.Module, names: Iterable[str]) -> None:
         ready = self._read_ahead()
@@ -366,7 +343,7 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._unload(module)
 
-    @_outside_graphs
+    @outside_graphs
     def _unload(self, module: nn.Module) -> None:
         with self.lock:
             if self.read_ahead is not None:
@@ -448,26 +425,50 @@ class AlignDevicesHook(ModelHook):
             handle.remove()
         self._on_state_dicts = []
         if self.offload and self.weights_map is not None:
-            for name in self.offloaded(module):
-                self._restore(module, name, self.weights_map)
+            names = self.offloaded(module)
+            given = self.values_assigned(module, names)
+            for name in names:
+                if name not in given:
+                    self._restore(module, name, self.weights_map)
             self._tie(module)
         return module
 
+    def values_assigned(self, module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the values that were assigned to offloaded tensors, by name.
+
+        Args:
+            module: what the hook is attached to, while it does not run.
+            names: of offloaded tensors, in the module.
+
+        Raises:
+            StateError: for another offloaded weight in the place of one, which has no values.
+        """
+        if self._users > 0:
+            return {}
+        held = {name: get_tensor(module, name) for name in self.assigned(module, names)}
+        given = {name: one for name, one in held.items() if one is not None and not one.is_meta}
+        refuse_assigned(module, held.keys() - given.keys())
+        return given
+
     def _restore(self, module: nn.Module, name: str, weights: Weights) -> None:
-        """Give a module a weight back, the same one as other modules that it is tied to have."""
+        """Give a module a weight back, the same one as other modules that it is tied to have.
+
+        One on disk is mapped from its file, so that it takes no memory before it is used.
+        """
         others = (owner._parameters[key] for owner, key in self.tied.get(name, ()))
         present = next((one for one in others if one is not None and not one.is_meta), None)
         device = self.original_devices.get(name, torch.device("cpu"))
         held, key = held_in(module, name)
         if present is not None:
             held[key] = present
-        elif device.type != "meta":
-            self._place(module, name, device, weights[name])
-        elif self.restores_all or was_written(weights, name):
-            self._place(module, name, "cpu", weights[name])
-        else:
-            remember(held[key], weights, name)
+            return
+        try:
+            self._place(module, name, "cpu" if device.type == "meta" else device, weights[name])
+        except CheckpointError as error:
             mark_left(held[key])
+            logger.warning(
+                "%s of %s is left without values: %s", name, type(module).__name__, error
+            )
 
 
 class _StateDict:
@@ -486,8 +487,3 @@ class _StateDict:
         names = self.hook.offloaded(module)
         every = [*names, *(other for name in names for other in aliases.get(name, ()))]
         mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in every])
-
-
-def _are_alike(left: torch.Tensor, loaded: torch.Tensor) -> bool:
-    same = left.shape == loaded.shape and left.dtype == loaded.dtype
-    return same and left.requires_grad == loaded.requires_grad

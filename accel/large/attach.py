@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from accel.checkpoint.offload_folder import PrefixedDataset
-from accel.large.align import AlignDevicesHook, LoadLock
+from accel.large.align import AlignDevicesHook
 from accel.large.hooks import add_hook_to_module, hooks_of
+from accel.large.loaded_weight import LoadLock
 from accel.large.read_ahead import Block, ReadAhead
 from accel.large.reparametrized import check_reparametrized
 from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in, owner_of

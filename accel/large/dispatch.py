@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from accel.large.device_hooks import CpuOffload, UserCpuOffloadHook
 from accel.large.device_map import DeviceMap, check_device_map
 from accel.large.device_memory import ELSEWHERE
 from accel.large.hooks import add_hook_to_module
-from accel.large.left_weights import load_renamed
+from accel.large.left_weights import check_left
 from accel.large.tensors import (
     Device,
     TiedParams,
@@ -101,7 +101,7 @@ def disk_offload(
         ConfigError: for weights or non-persistent buffers without a value.
     """
     undo(model)
-    load_renamed(model, offload_dir)
+    check_left(model, offload_dir)
     weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
     _check_values(model, weights, offload_dir)
     _load_buffers(model, weights, offload_buffers)
@@ -262,15 +262,16 @@ def dispatch_model(
     """
     check_device_map(model, device_map)
     undo(model)
+    if offload_dir is not None and offload_index is None:
+        check_left(model, offload_dir, state_dict or ())
     placed = set(device_map.values())
     if len(placed) == 1 and placed != {"disk"} and not force_hooks:
-        load_renamed(model, offload_dir, offload_index, copy=True)
-        _load_missing(model, offload_dir, offload_index)
+        _load_missing(model, [*model.state_dict()], offload_dir, offload_index)
         _check_values(model)
         model.to(as_device(next(iter(placed))))
     else:
-        load_renamed(model, offload_dir, offload_index, state_dict or ())
         spread = _Spread(model, device_map, main_device)
+        _load_missing(model, spread.resident(), offload_dir, offload_index)
         weights = spread.weights(state_dict, offload_dir, offload_index)
         _check_values(model, weights, offload_dir)
         _load_buffers(model, weights, offload_buffers)
@@ -294,10 +295,14 @@ def dispatch_model(
 
 
 def _load_missing(
-    model: nn.Module, folder: PathLike | None, index: Mapping[str, Info] | None
+    model: nn.Module,
+    names: Iterable[str],
+    folder: PathLike | None,
+    index: Mapping[str, Info] | None,
 ) -> None:
-    """Load the weights that a model has no data for, where an earlier dispatch offloaded them."""
-    lacking = [name for name, value in model.state_dict().items() if value.is_meta]
+    """Load those of some weights that a model has no data for, where they were offloaded to."""
+    state = model.state_dict()
+    lacking = [name for name in names if state[name].is_meta]
     if lacking and (folder is not None or index is not None):
         weights = OffloadedWeightsLoader(save_folder=folder, index=index)
         for name in lacking:
@@ -326,6 +331,11 @@ class _Spread:
 
     def offloaded(self) -> dict[str, bool]:
         return {name: str(device) in self.away for name, device in self.device_map.items()}
+
+    def resident(self) -> list[str]:
+        """Return the names of the tensors that stay where they run."""
+        away = {name for device in self.away for name in self._within(device)}
+        return [name for name in self.model.state_dict() if name not in away]
 
     def weights(
         self,

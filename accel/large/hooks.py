@@ -5,14 +5,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from accel.errors import StateError
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def outside_graphs(method: Method) -> Method:
+    """Decorate a method that no graph has a place for, as it reads files.
+
+    `torch._dynamo`, which takes half a second to import, is left out where nothing is compiled.
+    """
+    disabled = _disable_dynamo(method)
+
+    @functools.wraps(method)
+    def call(*args: object) -> object:
+        return disabled(*args) if torch.compiler.is_compiling() else method(*args)
+
+    return cast(Method, call)
 
 
 class ModelHook:
@@ -282,9 +298,10 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     Returns:
         The module.
     """
-    hook = module.__dict__.pop("_hf_hook", None)
+    hook = module.__dict__.get("_hf_hook")
     if hook is not None:
         hook.detach_hook(module)
+        del module.__dict__["_hf_hook"]
     hooked = module.__dict__.get("forward")
     if isinstance(hooked, HookedForward):
         own = module.__dict__

@@ -1,11 +1,31 @@
-"""An offloaded weight while it is loaded: whether it was changed, and is to be kept."""
+"""Offloaded weights while they are loaded: by one thread at a time, and whether they change."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
 from torch import nn
+
+
+class LoadLock:
+    """Held by a thread while it loads or offloads weights of a model, not while the model computes.
+
+    So a forward pass may wait for another thread that runs the model, as autograd's threads do.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[LoadLock], tuple[()]]:
+        return LoadLock, ()  # copies of a model do not wait for one another
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class LoadedWeight:

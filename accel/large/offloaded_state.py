@@ -114,15 +114,18 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
         Tensors by name; those that are offloaded lie on the CPU, mapped from their files.
 
     Raises:
-        StateError: for weights on the meta device that no hook has.
+        StateError: for weights on the meta device that no hook has, and for an offloaded weight
+            that was assigned to another.
     """
     state: dict[str, torch.Tensor] = model.state_dict()
     for path, module in model.named_modules(remove_duplicate=False):
         start = f"{path}." if path else ""
         for hook in align_hooks(module):
-            for name in hook.offloaded(module):
+            names = hook.offloaded(module)
+            given = hook.values_assigned(module, names)
+            for name in names:
                 for known in (name, *hook.aliases.get(name, ())):
-                    if f"{start}{known}" in state:
+                    if f"{start}{known}" in state and name not in given:
                         state[f"{start}{known}"] = hook.weight(name)
     lacking = [name for name, value in state.items() if getattr(value, "is_meta", False)]
     if lacking:

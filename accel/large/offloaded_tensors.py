@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
@@ -12,7 +13,9 @@ from torch import nn
 from accel.errors import StateError
 from accel.tree import iterate
 
-ORIGIN = "_offloaded_as"  # attribute of a tensor without data: its name, and where its values lie
+# Attributes of a tensor without data: its name, and where its values lie; what it stands for.
+ORIGIN = "_offloaded_as"
+TOKEN = "_stands_for"
 CANNOT_MOVE = (
     "You can't move a model that has some modules offloaded to cpu or disk. Remove its hooks with "
     "accel.hooks.remove_hook_from_submodules(model), or dispatch it anew, such as with "
@@ -87,11 +90,16 @@ def _is_new(result: object, given: Sequence[torch.Tensor]) -> bool:
     return any(not t.is_meta and id(t) not in known for t in iterate(result))
 
 
-def _marked(result: Any, kind: type[torch.Tensor]) -> Any:
+def _marked(result: Any, kind: type[torch.Tensor], token: object = None) -> Any:
     """Return a result whose plain tensors on the meta device are of another class."""
     if type(result) in (tuple, list):  # as of chunk
         return type(result)(_marked(one, kind) for one in result)
-    return result.as_subclass(kind) if _is_plain(result) else result
+    if not _is_plain(result):
+        return result
+    marked = result.as_subclass(kind)
+    if token is not None:
+        marked.__dict__[TOKEN] = token
+    return marked
 
 
 def _derived(
@@ -106,8 +114,13 @@ def _derived(
     With an input on the meta device, whose shapes are asked for, it is not.
     """
     name = getattr(func, "__name__", "")
-    if name == "__get__":  # an attribute, such as is_meta: by far the most calls
-        return _marked(func(*args), OffloadedView)
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if len(args) > 1:
+            _refuse_another(name, *args)
+    token = token_of(args[0]) if name in _WHOLE and args else None
+    if getattr(func, "__name__", "") == "__get__":  # such as is_meta: by far the most calls
+        return _marked(func(*args), OffloadedView, token)
 
     def copied() -> str:
         shape = _shape(args, kwargs, _KINDS)
@@ -118,11 +131,25 @@ def _derived(
         return _marked(result, OffloadedResult)
     given = list(iterate([args, kwargs or {}]))
     others = [tensor for tensor in given if type(tensor) not in _KINDS]
-    if others and all(tensor.is_meta for tensor in others):
+    ours = [tensor for tensor in given if type(tensor) in _KINDS]
+    is_new = any(_is_plain(one) and not _is_view(one, ours) for one in iterate(result))
+    if is_new and others and all(tensor.is_meta for tensor in others):
         return _marked(result, OffloadedResult)
-    if name not in _KEEP and any(_is_plain(t) and not _is_view(t, given) for t in iterate(result)):
+    if is_new and name not in _KEEP:
         raise StateError(computed())
-    return _marked(result, OffloadedView)
+    return _marked(result, OffloadedView, token)
+
+
+def _refuse_another(attribute: str, tensor: object, value: object) -> None:
+    """Refuse to set the data of a tensor to an offloaded weight, unless it is the same one."""
+    if attribute == "data" and type(value) in _VALUES:
+        token = token_of(value)
+        if token is None or token is not token_of(tensor):
+            raise StateError(
+                f"the data of a tensor {list(getattr(tensor, 'shape', ()))} is set to an offloaded "
+                "weight, or to a part of one, which has no values. Tie and change weights before "
+                "dispatch_model, or after accel.hooks.remove_hook_from_submodules(model)."
+            )
 
 
 def _is_view(result: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
@@ -165,15 +192,17 @@ class _Held(_Unused):
     def detach(self: Any) -> OffloadedValue:
         """Return the tensor for a state dict, also of a model whose hooks were removed."""
         with torch._C.DisableTorchFunctionSubclass():
-            return torch.Tensor.detach(self).as_subclass(OffloadedValue)
+            detached = torch.Tensor.detach(self).as_subclass(OffloadedValue)
+        detached.__dict__[TOKEN] = token_of(self)
+        return detached
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 data = self.data.clone()
                 copied = torch.Tensor._make_subclass(type(self), data, self.requires_grad)
-            if ORIGIN in self.__dict__:
-                copied.__dict__[ORIGIN] = self.__dict__[ORIGIN]
+            for known in {ORIGIN, TOKEN} & self.__dict__.keys():
+                copied.__dict__[known] = copy.deepcopy(self.__dict__[known], memo)
             memo[id(self)] = copied
         return memo[id(self)]
 
@@ -191,11 +220,15 @@ class OffloadedWeight(_Held, nn.Parameter):
 
 
 class LeftWeight(OffloadedWeight):
-    """An offloaded weight whose hook was removed, and which the module never had in memory."""
+    """An offloaded weight that no hook loads.
+
+    It was loaded to the disk, and its model is not dispatched yet; or its file was gone when its
+    hook was removed.
+    """
 
     _unused = (
-        "is used whose hooks were removed, which loaded its values. Dispatch the model again, such "
-        "as with dispatch_model(model, {'': 'cpu'}, offload_dir=folder)."
+        "is used that no hook loads the values of. Dispatch the model, such as with "
+        "dispatch_model(model, {'': 'cpu'}, offload_dir=folder), or load a checkpoint into it."
     )
 
 
@@ -226,7 +259,9 @@ class OffloadedValue(torch.Tensor):
         """
         with torch._C.DisableTorchFunctionSubclass():
             rule = functools.partial(_not_saved, args, kwargs)
-            return _marked(_call(func, args, kwargs, rule, rule), cls)
+            is_whole = getattr(func, "__name__", "") in _WHOLE and args
+            token = token_of(args[0]) if is_whole else None
+            return _marked(_call(func, args, kwargs, rule, rule), cls, token)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise StateError(_not_saved([self], None))
@@ -274,6 +309,8 @@ _KEEP = (
     *("bfloat16", "double", "float", "half", "to", "type", "type_as"),
 )
 _MOVES = ("to", "cpu", "cuda")
+# What gives all of a weight, laid out as it is: the name of an attribute, too.
+_WHOLE = frozenset((*_KEEP, *_MOVES, "data", "detach")) - {"flatten", "reshape"}
 _METADATA = ("detach_", "rename_", "requires_grad_", "share_memory_")  # they write no values
 _IN_PLACE = (
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__imatmul__", "__itruediv__"),
@@ -323,7 +360,33 @@ def marked_offloaded(tensor: torch.Tensor) -> torch.Tensor:
         tensor.__class__ = OffloadedWeight
     if kind is LeftBuffer:
         tensor.__class__ = OffloadedBuffer
-    return tensor.as_subclass(OffloadedBuffer) if _is_plain(tensor) else tensor
+    marked = tensor.as_subclass(OffloadedBuffer) if _is_plain(tensor) else tensor
+    marked.__dict__.setdefault(TOKEN, object())
+    return marked
+
+
+def are_alike(left: torch.Tensor, loaded: torch.Tensor) -> bool:
+    """Return whether one tensor may stand for another: shape, dtype and whether they train."""
+    same = left.shape == loaded.shape and left.dtype == loaded.dtype
+    return same and left.requires_grad == loaded.requires_grad
+
+
+def token_of(tensor: object) -> object:
+    """Return what tells an offloaded tensor from others, whose shapes may be equal, or None."""
+    return getattr(tensor, "__dict__", {}).get(TOKEN)
+
+
+def is_of(tensor: torch.Tensor, tokens: Iterable[object]) -> bool:
+    """Return whether a tensor stands for an offloaded one: a copy without data, or empty.
+
+    Args:
+        tensor: in the place of an offloaded one.
+        tokens: of that, and of others that are tied to it.
+    """
+    if not isinstance(tensor, _VALUES):
+        return tensor.is_meta
+    token = token_of(tensor)
+    return any(token is one for one in tokens if one is not None)
 
 
 def mark_left(tensor: torch.Tensor) -> None:
@@ -339,6 +402,13 @@ def mark_in_state_dict(state: MutableMapping[str, Any], names: Iterable[str]) ->
     for name in names:
         if _is_plain(state.get(name)):
             state[name] = state[name].as_subclass(OffloadedValue)
+
+
+def refuse_without_values(value: object) -> None:
+    """Raise `StateError` for offloaded weights in what is to be saved; modules have their hooks."""
+    for tensor in iterate(value):
+        if isinstance(tensor, HELD):
+            raise StateError(_not_saved([tensor.detach()], None))
 
 
 def refuse_gradient(_: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from accel.errors import ConfigError, StateError, nearest
 from accel.large.hooks import write_to
 from accel.large.offloaded_tensors import (
     ORIGIN,
+    TOKEN,
     OffloadedBuffer,
     OffloadedValue,
     OffloadedWeight,
@@ -134,8 +135,8 @@ def like(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         fresh: torch.Tensor = nn.Parameter(data.detach(), requires_grad=trains)
     else:
         fresh = torch.Tensor._make_subclass(type(old), data.detach(), trains)
-    fresh.__dict__.update(old.__dict__)
-    fresh.__dict__.pop(ORIGIN, None)
+    others = old.__dict__.keys() - {ORIGIN, TOKEN}
+    fresh.__dict__.update({name: old.__dict__[name] for name in old.__dict__ if name in others})
     return fresh
 
 

@@ -18,7 +18,6 @@ from accel.large.hooks import (
     hooks_of,
     remove_hook_from_module,
 )
-from accel.large.left_weights import forget
 from accel.large.offloaded_state import align_hooks
 from accel.large.offloaded_tensors import CANNOT_MOVE, mark_left
 from accel.large.tensors import held_in, named_module_tensors
@@ -33,17 +32,19 @@ _MOVES = ("to", "cpu", "cuda")  # methods of a module
 def undo(model: nn.Module) -> None:
     """Undo an earlier dispatch: its hooks are removed, and weights lie where it had them.
 
-    Those on disk are mapped from there, so that they take no memory before they are used. Other
-    hooks stay.
+    Other hooks stay.
 
     Args:
         model: dispatched or not.
+
+    Raises:
+        StateError: for an offloaded weight that was assigned to another; nothing is undone.
     """
     for module in model.modules():
+        for offloading in align_hooks(module):
+            offloading.values_assigned(module, offloading.offloaded(module))
+    for module in model.modules():
         others = [hook for hook in hooks_of(module) if not isinstance(hook, AlignDevicesHook)]
-        for hook in hooks_of(module):
-            if isinstance(hook, AlignDevicesHook):
-                hook.restores_all = True
         if len(others) < len(hooks_of(module)):
             remove_hook_from_module(module)
             if others:
@@ -94,7 +95,6 @@ def undo_for_loading(model: nn.Module, names: Collection[str]) -> None:
         held, key = held_in(module, name)
         for owner, other in hook.tied.get(name, ())[:1]:
             held[key] = owner._parameters[other]
-        forget(held[key])
         mark_left(held[key])
         for alias in hook.aliases.get(name, ()):
             owners, other = held_in(module, alias)

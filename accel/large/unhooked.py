@@ -99,8 +99,8 @@ def refuse_assigned(module: nn.Module, names: Iterable[str]) -> None:
         raise StateError(
             f"{', '.join(given)} of {type(module).__name__}: offloaded tensors were assigned, or "
             "are replaced by functional_call; their values come from the weights map. Set them by "
-            "accel.utils.set_module_tensor_to_device(module, name, device, value), or remove the "
-            "hooks with accel.hooks.remove_hook_from_submodules."
+            "accel.utils.set_module_tensor_to_device(module, name, device, value); tie weights "
+            "and swap layers after accel.hooks.remove_hook_from_submodules(model)."
         )
 
 

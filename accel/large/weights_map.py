@@ -22,13 +22,6 @@ def in_memory(weights: Weights | None, name: str) -> bool:
     return isinstance(weights, dict)
 
 
-def was_written(weights: Weights, name: str) -> bool:
-    """Return whether an offloaded weight has a value that only the weights map has."""
-    if isinstance(weights, PrefixedDataset):
-        return was_written(weights.dataset, f"{weights.prefix}{name}")
-    return isinstance(weights, OffloadedWeightsLoader) and weights.was_written(name)
-
-
 def write_weight(weights: Weights | None, name: str, value: torch.Tensor, tied: bool) -> None:
     """Have a weights map give another value of a weight, which is kept in memory.
 

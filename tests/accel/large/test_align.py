@@ -56,7 +56,7 @@ def test_weights_may_come_from_a_mapping() -> None:
     add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=weights))
     assert torch.equal(module(inputs()), inputs())
     remove_hook_from_module(module)
-    assert module.weight.is_meta
+    assert torch.equal(module(inputs()), inputs())
 
 
 def test_outputs_may_go_to_the_device_of_the_inputs() -> None:
@@ -188,7 +188,7 @@ def test_a_weight_is_loaded_under_all_its_names(loaded: bool) -> None:
     assert torch.equal(state["second"], plain.first)
     remove_hook_from_module(module)
     assert module.second is module.first
-    assert module.first.is_meta is not loaded
+    assert torch.equal(module.first, plain.first)
 
 
 def test_buffers_have_several_names_too() -> None:

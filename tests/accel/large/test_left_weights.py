@@ -1,8 +1,9 @@
-"""Weights whose hooks were removed are found by the name and in the file that they had."""
+"""Offloaded weights without hooks: they have their values, or refuse to be used."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,21 +16,24 @@ from torch import nn
 
 from accel import (
     Accelerator,
+    cpu_offload,
     disk_offload,
     dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel.errors import ConfigError
+from accel.errors import ConfigError, StateError
 from accel.hooks import remove_hook_from_submodules
 from accel.utils import offload_state_dict
-from tests.accel.large.models import TO_DISK, Dispatch, inputs
+from tests.accel.large.models import Dispatch, inputs
 
 DISPATCHES: list[Dispatch] = [
-    *TO_DISK,
+    lambda model, folder: disk_offload(model, folder, "cpu"),
+    lambda model, folder: dispatch_model(model, {"0": "disk", "": "cpu"}, offload_dir=folder),
     lambda model, folder: dispatch_model(model, {"": "cpu"}, offload_dir=folder),
     lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder),
+    lambda model, folder: cpu_offload(model, "cpu"),
 ]
 
 
@@ -42,7 +46,7 @@ def layers() -> nn.Sequential:
 
 
 def left(tmp_path: Path, written: bool = False, **options: Any) -> nn.Sequential:
-    """Return a model without values or hooks, whose weights lie in the folder "off"."""
+    """Return a model that never had its weights in memory, and whose hooks were removed."""
     Accelerator(cpu=True).save_model(layers(), tmp_path / "weights", safe_serialization=not written)
     with init_empty_weights(include_buffers=True):
         model = layers()
@@ -58,65 +62,124 @@ def is_like(model: nn.Module, expected: nn.Module) -> bool:
     return torch.allclose(model(inputs()), expected(inputs()))
 
 
-def unchanged(model: nn.Module) -> nn.Module:
-    return model
+# -- what users do to models ---------------------------------------------------------------
 
 
-def pickled(model: nn.Module) -> nn.Module:
-    copied: nn.Module = pickle.loads(pickle.dumps(model))
-    return copied
+def deleted(model: Any) -> None:
+    del model[1]
+
+
+def swapped(model: Any) -> None:
+    model[0], model[1] = model[1], model[0]
+
+
+def tied(model: Any) -> None:
+    model[0][0].weight = model[1][0].weight
+
+
+def tied_by_data(model: Any) -> None:
+    model[0][0].weight.data = model[1][0].weight.data
+
+
+def shared(model: Any) -> None:
+    model[2] = model[0]
+
+
+def transposed(model: Any) -> None:
+    model[0][0].weight.data = model[0][0].weight.data.t().contiguous()
+
+
+def wrapped_anew(model: Any) -> None:
+    for layer in model:
+        layer[0].weight = nn.Parameter(layer[0].weight.detach(), requires_grad=False)
+    del model[1]
+
+
+def rounded(model: Any) -> None:
+    model.half().float()
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize("copied", [unchanged, copy.deepcopy, pickled])
-@pytest.mark.parametrize("written", [False, True])
-@pytest.mark.parametrize("offload_buffers", [False, True])
-def test_a_layer_may_be_deleted(
-    dispatch: Dispatch,
-    copied: Callable[[nn.Module], nn.Module],
-    written: bool,
-    offload_buffers: bool,
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    "change", [deleted, swapped, tied, tied_by_data, shared, transposed, wrapped_anew, rounded]
+)
+def test_the_values_go_where_the_weights_go(
+    dispatch: Dispatch, change: Callable[[Any], None], tmp_path: Path
 ) -> None:
-    model: Any = copied(left(tmp_path, written, offload_buffers=offload_buffers))
-    expected = layers()
-    del model[1], expected[1]
+    model, expected = left(tmp_path, written=change is swapped), layers()
+    change(model)
+    change(expected)
     for _ in range(2):
+        assert is_like(model, expected)
         dispatch(model, tmp_path / "off")
         assert is_like(model, expected)
         remove_hook_from_submodules(model)
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES[:2])
-def test_layers_may_be_moved_and_added(dispatch: Dispatch, tmp_path: Path) -> None:
-    first, expected = left(tmp_path, written=True), layers()
-    added = nn.Linear(4, 4)  # written where the first one lay
-    model = nn.ModuleDict({"0": nn.Sequential(added), "1": nn.Sequential(first[2], first[0])})
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_copies_have_them_too(
+    copied: Callable[[nn.Module], nn.Module], written: bool, offload_buffers: bool, tmp_path: Path
+) -> None:
+    model = copied(left(tmp_path, written, offload_buffers=offload_buffers))
+    assert is_like(model, layers())
+    disk_offload(model, tmp_path / "other", "cpu")
+    assert is_like(model, layers())
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_a_folder_may_be_written_by_another_model(dispatch: Dispatch, tmp_path: Path) -> None:
+    model, other = left(tmp_path, written=True), layers()
+    nn.init.ones_(other[0][0].weight)
+    disk_offload(copy.deepcopy(other), tmp_path / "off", "cpu")
+    save_file(other.state_dict(), tmp_path / "weights" / "model.safetensors")
     dispatch(model, tmp_path / "off")
-    wanted = nn.Sequential(expected[2], expected[0])
-    assert is_like(model["1"], wanted)
-    assert is_like(model["0"], added) or model["0"][0].weight.is_meta
+    assert is_like(model, layers())
 
 
-def test_what_cannot_be_found_is_refused_with_its_names(tmp_path: Path) -> None:
-    model = left(tmp_path, written=True)
+# -- before the first dispatch, and without their files ------------------------------------
+
+
+def loaded(tmp_path: Path) -> nn.Sequential:
+    """Return a model whose checkpoint was loaded to the disk, and that is not dispatched yet."""
+    Accelerator(cpu=True).save_model(layers(), tmp_path / "weights")
+    model = layers().to("meta")
+    load_checkpoint_in_model(
+        model, tmp_path / "weights", {"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    return model
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES[:-1])
+def test_a_layer_that_is_moved_before_the_first_dispatch_is_refused(
+    dispatch: Dispatch, tmp_path: Path
+) -> None:
+    model = loaded(tmp_path)
     del model[1]
-    rule = r"weights 1.0.weight \(was 2.0.weight\), 1.0.bias \(was 2.0.bias\).* other names"
-    state = layers().state_dict()
-    offload_state_dict(tmp_path / "other", state)
+    rule = r"weights 1\.0\.weight, 1\.0\.bias.* layers were moved.*before layers are moved"
     with pytest.raises(ConfigError, match=rule):
-        dispatch_model(model, {"": "cpu"}, offload_dir=tmp_path / "other")
-    info = {name: {"dtype": "float32", "shape": list(v.shape)} for name, v in state.items()}
-    with pytest.raises(ConfigError, match="do not lie under the present ones"):
-        dispatch_model(model, {"": "disk"}, "cpu", offload_dir=tmp_path / "off", offload_index=info)
+        dispatch(model, tmp_path / "off")
     assert model[0][0].weight.is_meta
-    offload_state_dict(tmp_path / "off", {"2.0.weight": torch.ones(4, 4)})
-    with pytest.raises(ConfigError, match=r"weights 1.0.weight \(was 2.0.weight\): they have"):
-        disk_offload(model, tmp_path / "off", "cpu")
 
 
-def test_an_index_may_have_the_present_names(tmp_path: Path) -> None:
-    model, expected = left(tmp_path), layers()
+@pytest.mark.parametrize("dispatch", DISPATCHES[:-1])
+def test_files_that_another_model_wrote_before_the_first_dispatch_are_refused(
+    dispatch: Dispatch, tmp_path: Path
+) -> None:
+    model = loaded(tmp_path)
+    disk_offload(layers()[:1], tmp_path / "off", "cpu")
+    with pytest.raises(ConfigError, match=r"weights 0\.0\.weight, .* were written or removed"):
+        dispatch(model, tmp_path / "off")
+    load_checkpoint_in_model(  # the remedy
+        model, tmp_path / "weights", {"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    dispatch(model, tmp_path / "off")
+    assert is_like(model, layers())
+
+
+def test_an_index_that_is_given_has_the_present_names(tmp_path: Path) -> None:
+    model, expected = loaded(tmp_path), layers()
     del model[1], expected[1]
     file = str(tmp_path / "weights" / "model.safetensors")
     index = {
@@ -126,55 +189,41 @@ def test_an_index_may_have_the_present_names(tmp_path: Path) -> None:
         for name in expected.state_dict()
     }
     for place in ("cpu", "disk"):
-        dispatch_model(copy.deepcopy(model), {"": place}, "cpu", offload_index=index)
-    dispatch_model(model, {"": "cpu"}, offload_index=index)
-    assert is_like(model, expected)
+        dispatched = dispatch_model(copy.deepcopy(model), {"": place}, "cpu", offload_index=index)
+        assert is_like(dispatched, expected)
 
 
-def test_values_of_the_present_names_may_be_given(tmp_path: Path) -> None:
-    model, expected = left(tmp_path), layers()
-    del model[1], expected[1]
-    save_file(expected.state_dict(), tmp_path / "pruned.safetensors")
-    for folder in ("off", "other"):
-        load_checkpoint_and_dispatch(
-            model, tmp_path / "pruned.safetensors", {"": "disk"}, offload_folder=tmp_path / folder
-        )
-        assert is_like(model, expected)
-        remove_hook_from_submodules(model)
-
-
-def test_a_layer_may_be_deleted_before_the_first_dispatch(tmp_path: Path) -> None:
-    Accelerator(cpu=True).save_model(layers(), tmp_path / "weights")
-    model, expected = layers().to("meta"), layers()
-    off = tmp_path / "off"
-    load_checkpoint_in_model(model, tmp_path / "weights", {"": "disk"}, offload_folder=off)
-    del model[0], expected[0]
-    dispatch_model(model, {"": "disk"}, offload_dir=off)
-    assert is_like(model, expected)
-
-
-def test_tied_weights_are_found_by_any_name(tmp_path: Path) -> None:
+def test_tied_weights_that_were_loaded_to_the_disk_are_dispatched(tmp_path: Path) -> None:
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     model[1].weight = model[0].weight
-    expected = copy.deepcopy(model[1])
-    Accelerator(cpu=True).save_model(model, tmp_path / "weights")
-    model = load_checkpoint_and_dispatch(
-        model.to("meta"), tmp_path / "weights", {"": "disk"}, offload_folder=tmp_path / "off"
-    )
-    remove_hook_from_submodules(model)
-    del model[0]
-    dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "off")
-    assert is_like(model[0], expected)
+    expected = copy.deepcopy(model)
+    for safe in (True, False):
+        folder, off = tmp_path / f"weights-{safe}", tmp_path / f"off-{safe}"
+        Accelerator(cpu=True).save_model(model, folder, safe_serialization=safe)
+        empty = copy.deepcopy(model).to("meta")
+        load_checkpoint_in_model(empty, folder, {"": "disk"}, offload_folder=off)
+        for place in ("disk", "cpu"):
+            found: Any = dispatch_model(copy.deepcopy(empty), {"": place}, "cpu", offload_dir=off)
+            assert is_like(found[0], expected[0])
+            assert is_like(found[1], expected[1])
 
 
-def test_an_index_may_be_of_files_that_are_written_anew(tmp_path: Path) -> None:
-    """As peft writes them, under the names that its adapters give to weights."""
-    model = nn.ModuleDict({"base": left(tmp_path)})
-    file = str(tmp_path / "new.safetensors")
-    save_file({f"base.{name}": value for name, value in layers().state_dict().items()}, file)
-    index = {
-        f"base.{name}": {"safetensors_file": file, "weight_name": f"base.{name}"}
-        for name in layers().state_dict()
-    }
-    dispatch_model(model, {"": "disk"}, "cpu", offload_dir=tmp_path / "more", offload_index=index)
-    assert is_like(model["base"], layers())
+def test_without_their_files_they_are_left_without_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = disk_offload(layers().to("cpu"), tmp_path / "off", "cpu")
+    (tmp_path / "off" / "0.0.weight.dat").unlink()
+    with caplog.at_level(logging.WARNING):
+        remove_hook_from_submodules(model)
+    assert "weight of Linear is left without values: " in caplog.text
+    assert "0.0.weight.dat': it was written or removed since" in caplog.text
+    with pytest.raises(StateError, match="that no hook loads the values of"):
+        model(inputs())
+    offload_state_dict(tmp_path / "off", layers().state_dict())
+    with pytest.raises(ConfigError, match=r"weights 0\.0\.weight: .*Load the checkpoint anew"):
+        disk_offload(model, tmp_path / "off", "cpu")
+    with pytest.raises(ConfigError, match=r"weights 0\.0\.weight: they have no values"):
+        cpu_offload(model, "cpu")
+    Accelerator(cpu=True).save_model(layers(), tmp_path / "weights")
+    load_checkpoint_in_model(model, tmp_path / "weights")
+    assert is_like(model, layers())
