@@ -248,7 +248,8 @@ def dispatch_model(
         main_device: where modules on "cpu" and "disk" run; None: the first other device of the map.
         state_dict: weights of the modules on "cpu"; None: those of the model.
         offload_dir: folder of the weights on "disk", written unless the model has no data for them.
-        offload_index: where weights on "disk" lie; None: the index of `offload_dir`.
+        offload_index: where weights on "disk" lie, whose values hold, also where the model has
+            others; None: the index of `offload_dir`.
         offload_buffers: whether buffers are offloaded with the weights.
         skip_keys: keyword arguments and keys of outputs that stay where they are.
         preload_module_classes: as of `cpu_offload`.
