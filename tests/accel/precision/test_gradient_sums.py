@@ -38,7 +38,7 @@ def backward(accelerator: Accelerator, model: Any, scale: float = 1.0) -> None:
 
 
 def held(optimizer: Any) -> Any:
-    (found,) = gradient_sums._HOOKED[optimizer.optimizer].values()
+    (found,) = gradient_sums._OPTIMIZERS[optimizer.optimizer].sums.values()
     return found
 
 
@@ -212,7 +212,7 @@ def test_a_window_of_one_keeps_no_sum() -> None:
         backward(accelerator, model)
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.optimizer not in gradient_sums._HOOKED
+    assert optimizer.optimizer not in gradient_sums._OPTIMIZERS
 
 
 def test_a_step_frees_the_sum_and_a_model_is_freed_with_its_own() -> None:
