@@ -80,8 +80,8 @@ class Fp32Sum:
 
     def _is_followed(self) -> bool:
         """Return whether another hook comes after this one, which is the last from now on."""
-        hooks, own = self._handle.hooks_dict_ref(), self._handle.id
-        for number in reversed(hooks or {}):
+        hooks, own = self._handle.hooks_dict_ref() or {}, self._handle.id
+        for number in reversed(hooks):
             if number == own:
                 break
             if not isinstance(getattr(hooks[number], "__self__", None), Fp32Sum):
