@@ -14,7 +14,7 @@ import torch
 from accel.errors import ConfigError, StateError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import StepScaler, has_gradients, parameters_of
-from accel.precision.gradient_sums import sum_in_fp32
+from accel.precision.gradient_sums import sum_in_fp32, sum_unfrozen_in_fp32
 from accel.prepared import Objects
 from accel.state import GradientState
 
@@ -45,6 +45,7 @@ class Accumulation:
         self._windows = Windows(self.gradient_state)
         self._model_types: set[type] = set()
         self._divides_loss = not strategy.spec.owns_accumulation
+        self._has_windows = False
 
     def restart(self) -> None:
         """Forget the open window, and set `step` to 0."""
@@ -139,16 +140,17 @@ class Accumulation:
         Args:
             model: the model; None: every prepared one.
         """
-        self._open_window()
+        self._sum_in_fp32(is_new=False)
         with ExitStack() as stack:
             for entry in self._objects.models if model is None else [model]:
                 stack.enter_context(self._strategy.sync.no_sync(entry))
             yield
 
-    def _open_window(self) -> None:
-        """Have gradients of bf16 weights summed in fp32 where more than one is added up."""
+    def _sum_in_fp32(self, is_new: bool) -> None:
+        """Have gradients of bf16 weights summed in fp32 in a window that begins, or goes on."""
         if self._divides_loss:  # else the engine accumulates
-            sum_in_fp32(map(unwrap_optimizer, self._objects.optimizers))
+            self._has_windows = True
+            sum_in_fp32(map(unwrap_optimizer, self._objects.optimizers), is_new)
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context whose backward exchanges gradients after forwards under `no_sync`.
@@ -217,6 +219,8 @@ class Accumulation:
             return
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
+        if self._has_windows:
+            sum_unfrozen_in_fp32(map(unwrap_optimizer, self._objects.optimizers))
         self._strategy.backward(loss, **kwargs)
 
     def forward_backward(
@@ -251,7 +255,7 @@ class Accumulation:
         """
         window = list(micro_batches)
         if len(window) > 1:
-            self._open_window()
+            self._sum_in_fp32(is_new=True)
         losses = self._strategy.forward_backward(model, window, loss_fn, self)
         self.step, self.sync_gradients = 0, True  # whatever the strategy did, the window ends here
         return losses
@@ -413,8 +417,9 @@ class _MicroBatchContext:
 
     def __enter__(self) -> None:
         state, sync = self._windows.state, self._ends_window()
-        if state.sync_gradients and not sync:
-            self._owner._open_window()
+        is_new = state.sync_gradients
+        if not (is_new and sync):
+            self._owner._sum_in_fp32(is_new)
         state.sync_gradients = sync
         if not sync and self._models and not state.sync_each_batch:
             self._exits = ExitStack()

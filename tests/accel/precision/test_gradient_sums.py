@@ -38,7 +38,7 @@ def backward(accelerator: Accelerator, model: Any, scale: float = 1.0) -> None:
 
 
 def held(optimizer: Any) -> Any:
-    (found,) = gradient_sums._HOOKED[optimizer.optimizer].values()
+    (found,) = gradient_sums._OPTIMIZERS[optimizer.optimizer].sums.values()
     return found
 
 
@@ -212,7 +212,7 @@ def test_a_window_of_one_keeps_no_sum() -> None:
         backward(accelerator, model)
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.optimizer not in gradient_sums._HOOKED
+    assert optimizer.optimizer not in gradient_sums._OPTIMIZERS
 
 
 def test_a_step_frees_the_sum_and_a_model_is_freed_with_its_own() -> None:
@@ -253,6 +253,145 @@ def test_layers_that_are_added_or_unfrozen_take_part() -> None:
         assert torch.equal(part.weight.grad, torch.ones_like(part.weight))
 
 
+def test_a_weight_that_is_frozen_but_for_its_own_pass_takes_part() -> None:
+    """The discriminator of a GAN: at the begin of each micro-batch it is frozen."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=512)
+    generator, critic = layer(1), layer(1)
+    made = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (generator, critic)]
+    generator, critic, *optimizers = accelerator.prepare(generator, critic, *made)
+    ones = torch.ones(1, 1, dtype=torch.bfloat16)
+    critic.requires_grad_(False)
+    for _ in range(2):
+        for _ in range(512):
+            with accelerator.accumulate(generator, critic):
+                critic.requires_grad_(True)
+                accelerator.backward(critic(ones).sum())
+                critic.requires_grad_(False)
+                accelerator.backward(critic(generator(ones)).sum())
+        assert critic.weight.grad.item() == generator.weight.grad.item() == 1.0
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["added", "converted", "converted and back", "loaded by swapping"])
+def test_weights_that_change_within_a_window_take_part(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=512)
+    model = torch.nn.Sequential(layer(1), layer(1))
+    if way == "converted":
+        model.float()
+    held = model[:1] if way == "added" else model
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(held.parameters(), lr=0.0))
+    for number in range(512):
+        with accelerator.accumulate(model):
+            if number == 0 and way == "added":
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+            elif number == 2 and way == "converted":
+                model.bfloat16()
+            elif number == 2 and way == "converted and back":
+                model.float().bfloat16()
+            elif number == 2 and way == "loaded by swapping":
+                with monkeypatch.context() as patch:
+                    swaps = torch.__future__.get_swap_module_params_on_conversion
+                    patch.setattr(torch.__future__, swaps.__name__, lambda: True)
+                    gradients = [part.weight.grad for part in model]
+                    model.load_state_dict(model.state_dict())
+                    for part, gradient in zip(model, gradients, strict=True):
+                        part.weight.grad = gradient
+            ones = torch.ones(1, 1, dtype=model[0].weight.dtype)
+            accelerator.backward(sum(part(ones).sum() for part in model))
+    assert [part.weight.grad.item() for part in model] == [1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_the_sum_goes_on_after_gradients_of_gradients() -> None:
+    accelerator, model, _ = prepared(1024)
+    for number in range(1024):
+        with accelerator.accumulate(model):
+            output = model(torch.ones(1, 8, dtype=torch.bfloat16)).square().sum() / 16
+            accelerator.backward(output, create_graph=number % 100 == 10)
+    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
+    model.weight.grad = None
+
+
+def test_a_later_hook_of_the_node_loses_nothing() -> None:
+    """Neither where it fails, nor where it changes the gradient; also with two optimizers."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=8)
+    model = layer(1)
+    made = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
+    model, *_ = accelerator.prepare(model, *made)
+    node = torch.autograd.graph.get_gradient_edge(model.weight).node
+
+    def fail(_: Any) -> None:
+        raise ValueError("not finite")
+
+    def double(gradients: Any) -> Any:
+        return (gradients[0] * 2,)
+
+    ones = torch.ones(1, 1, dtype=torch.bfloat16)
+    for number, expected in enumerate([1, 2, 2, 3, 5, 7, 9, 11]):
+        with accelerator.accumulate(model):
+            loss = model(ones).sum() * 8
+            if number == 2:
+                handle = node.register_prehook(fail)
+                with pytest.raises(ValueError, match="not finite"):
+                    accelerator.backward(loss)
+                handle.remove()
+            else:
+                if number == 4:
+                    node.register_prehook(double)
+                accelerator.backward(loss)
+        assert model.weight.grad.item() == expected
+
+
+class Wrapper(torch.optim.Optimizer):
+    """One of those that do not call ``Optimizer.__init__``, and have no hooks."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups = base, base.param_groups
+        self.defaults, self.state = base.defaults, base.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+
+def test_an_optimizer_without_hooks_works() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=512)
+    model = layer(1)
+    made = Wrapper(torch.optim.SGD(model.parameters(), lr=0.0))
+    model, optimizer = accelerator.prepare(model, made)
+    for number in range(1024):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
+            if number % 512 == 511:
+                assert model.weight.grad.item() == 1.0
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_weights_are_swapped_after_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses to where a weak reference to a weight is left."""
+    accelerator, model, optimizer = prepared(2)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            backward(accelerator, model)
+            optimizer.step()
+            optimizer.zero_grad()
+    swaps = torch.__future__.get_swap_module_params_on_conversion
+    monkeypatch.setattr(torch.__future__, swaps.__name__, lambda: True)
+    model.load_state_dict({"weight": torch.full((8, 8), 3.0)})
+    assert model.weight[0, 0].item() == 3.0
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            backward(accelerator, model)
+    assert model.weight.grad[0, 0].item() == 1.0
+
+
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_gradients_of_gradients_are_left_to_torch() -> None:
     accelerator, model, _ = prepared(2)
@@ -273,9 +412,10 @@ def test_the_norm_is_computed_in_fp32() -> None:
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx((63 * 4 + 2.25**2) ** 0.5)
     assert model.weight.grad[1, 1].item() == pytest.approx(1.0, rel=2**-8)
-    assert accelerator.clip_grad_norm_(model.weight, 1e9, norm_type=float("inf")).dtype == (
-        torch.float32
-    )
+    for order in (float("inf"), "inf"):
+        norm = accelerator.clip_grad_norm_(model.weight, 1e9, norm_type=order)  # type: ignore[arg-type]
+        assert norm.dtype == torch.float32
+        assert norm.item() == model.weight.grad.abs().max().item()
 
 
 def ddp(options: dict[str, bool], each: bool, window: int) -> torch.Tensor:
