@@ -7,7 +7,7 @@
 .DEFAULT_GOAL := help
 
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 4
 PYTHON = $$(tests/setup.sh $(1))
 
 help:
@@ -17,7 +17,7 @@ train: ## train the default recipe (ARGS="precision=bf16 ..." are handed on)
 	@python=$(call PYTHON,run) && exec "$$python" -m runner $(ARGS)
 
 # Hundreds of processes import the project, each of which would compile it anew without bytecode.
-test: ## run the tests (ARGS="-k name" are handed on), JOBS=3 files at once
+test: ## run the tests (ARGS="-k name" are handed on), JOBS=4 files at once
 	@python=$(call PYTHON,test) && exec env -u PYTHONDONTWRITEBYTECODE "$$python" -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: ## lint, format and types

@@ -10,21 +10,14 @@ import pytest
 from tests.signals.cells import Cell, run
 
 SLOW = (
+    Cell(signal.SIGTERM, "all", True, "training", 1),
     Cell(signal.SIGTERM, "all", True, "training", 2),
     Cell(signal.SIGINT, "rank", True, "evaluation", 2),
 )
 
 
-def check(cell: Cell, folder: Path) -> None:
-    result = run(cell, folder)
-    assert result.problems(cell.expected) == [], result.output
-
-
-def test_sigterm_to_all_processes_saves(tmp_path: Path) -> None:
-    check(Cell(signal.SIGTERM, "all", True, "training", 1), tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", SLOW, ids=str)
 def test_a_signal_ends_a_run(cell: Cell, tmp_path: Path) -> None:
-    check(cell, tmp_path)
+    result = run(cell, tmp_path)
+    assert result.problems(cell.expected) == [], result.output

@@ -291,7 +291,7 @@ def resumed(folder: str, lengths: list[int], stateful: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("stateful", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "lengths",
     [

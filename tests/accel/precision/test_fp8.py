@@ -268,6 +268,7 @@ def test_weights_that_nobody_gathers_are_not_gathered_in_fp8() -> None:
         prepared(recipe)
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_without_its_messages() -> None:
     code = "from accel.precision.fp8 import import_torchao; import_torchao(); print('done')"
     found = subprocess.run(python("-c", code), capture_output=True, text=True, check=True)
