@@ -19,7 +19,7 @@ from rich.text import Text
 
 from accel.errors import ConfigError, nearest
 from runner.reporting import filters
-from runner.reporting.console import PipedConsole, clock, number
+from runner.reporting.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 from runner.run_dir import record as records
 from runner.run_dir.json_files import JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
@@ -35,7 +35,6 @@ STYLES = {
     records.BROKEN: "red",
 }
 MOST_DAMAGES = 10  # that are named below a table
-UNLIMITED_COLUMNS = 10_000  # where nobody's terminal limits a line
 
 
 def newest_first(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -310,7 +310,7 @@ def test_a_directory_that_holds_a_run_or_a_sweep_is_refused(
 
 @pytest.mark.parametrize("more", [(), ("resume=auto",)])
 @pytest.mark.parametrize(
-    "left, told",
+    ("left", "told"),
     [
         ("checkpoints/checkpoint_0/manifest.json", "/checkpoints holds checkpoints"),
         ("eval.json", "there is eval.json. Name a new or an empty directory, such as run_dir="),
