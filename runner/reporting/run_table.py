@@ -56,6 +56,8 @@ def in_order(runs: Sequence[RunRecord], key: str, reverse: bool = False) -> list
         filters.require_keys([key], runs)
     known_last = [run for run in runs if _missing(one.of(run))]
     rest = [run for run in runs if not _missing(one.of(run))]
+    if key == "objective":
+        rest.sort(key=lambda run: str(run.path))  # the lowest job of a sweep wins a tie
     ordered = sorted(rest, key=lambda run: _sort_key(run, key, one.of(run)), reverse=reverse)
     return [*ordered, *known_last]
 
