@@ -38,6 +38,7 @@ class _Job:
     overrides: str
     total: int | None
     began: float
+    monitor: str | None = None
     status: str = "running"
     step: str = ""
     loss: str = ""
@@ -45,8 +46,9 @@ class _Job:
     seconds: float | None = None
 
     def objective(self, number_of: int, is_named: bool) -> str:
-        """Return the first metrics of the last evaluation, with their names or without."""
-        shown = list(self.metrics.items())[:number_of]
+        """Return metrics of the last evaluation, the monitored first, with their names or not."""
+        ordered = sorted(self.metrics.items(), key=lambda one: one[0] != self.monitor)
+        shown = ordered[:number_of]
         return "  ".join(f"{name} {value}" if is_named else value for name, value in shown)
 
 
@@ -100,7 +102,8 @@ class Live:
     def started(self, job: int, overrides: Sequence[str], recipe: Recipe) -> None:
         """Show that a job starts."""
         text = " ".join(one for one in overrides if one not in self._common)
-        self._jobs[job] = _Job(text, recipe.trainer.max_steps, time.monotonic())
+        monitor = recipe.checkpoint.monitor
+        self._jobs[job] = _Job(text, recipe.trainer.max_steps, time.monotonic(), monitor)
         if self._rich is None:
             of = "" if self._total is None else f" of {self._total}"
             self.note(f"job {job:04}{of} starts  {text}".rstrip())
@@ -184,7 +187,7 @@ class Live:
             overrides = Text(one.overrides)
             overrides.truncate(max(room, 1), overflow="ellipsis")
             seconds = clock(time.monotonic() - one.began)
-            cells = [f"{job:04}", status, one.step, *loss, objective, seconds]
+            cells: list[str | Text] = [f"{job:04}", status, one.step, *loss, objective, seconds]
             table.add_row(*cells, *([overrides] if has_overrides else []))
         wide = self._console.options.update(max_width=UNLIMITED_COLUMNS)
         return table, Measurement.get(self._console, wide, table).maximum

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runner.config.schema import Recipe, Trainer
+from runner.config.schema import Checkpoint, Recipe, Trainer
 from runner.sweep.journal import Journal
 from runner.sweep.live import Live
 
@@ -83,12 +83,13 @@ def test_a_narrow_table_cuts_overrides_only(tmp_path: Path, width: int) -> None:
     console = Console(file=StringIO(), width=width, force_terminal=True, record=True)
     live = Live(tmp_path, 12, alone=False, console=console)
     overrides = ["optimizer.lr=0.0031622776", "model.hidden_size=128", "trainer.accumulation=8"]
-    live.started(7, overrides, Recipe(trainer=Trainer(max_steps=400)))
+    judged = Checkpoint(monitor="accuracy")
+    live.started(7, overrides, Recipe(trainer=Trainer(max_steps=400), checkpoint=judged))
     live.started(8, overrides, Recipe())
     (tmp_path / "0007").mkdir()
     records = [
         {"step": 120, "split": "train", "loss": 0.5, "time": 1.0},
-        {"step": 120, "split": "validation", "accuracy": 0.75, "loss": 0.25, "epoch": 1},
+        {"step": 120, "split": "validation", "loss": 0.25, "accuracy": 0.75, "epoch": 1},
     ]
     text = "".join(json.dumps(one) + "\n" for one in records)
     (tmp_path / "0007" / "metrics.jsonl").write_text(text)
