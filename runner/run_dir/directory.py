@@ -16,7 +16,7 @@ from typing import Any
 from accel.checkpoint import directory as checkpoints
 from accel.errors import CheckpointError, ConfigError
 from runner.config import paths
-from runner.run_dir import atomic_update
+from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB, Job
 
@@ -111,7 +111,8 @@ def require_unused(path: Path) -> None:
 
 def _is_before_a_run(name: str) -> bool:
     """Return whether a command makes such a file in a run directory before there is a recipe."""
-    return name == ".lock" or name.startswith(atomic_update.PREFIX) or ".partial-" in name
+    is_partial = name.startswith(".") and ".partial-" in name
+    return name == lock.FILE or name.startswith(atomic_update.PREFIX) or is_partial
 
 
 def holds_run(path: Path) -> bool:
