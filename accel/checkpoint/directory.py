@@ -168,6 +168,11 @@ def broken(path: str | os.PathLike[str], rule: str, remedy: str) -> CheckpointEr
 _USE_ANOTHER = "Use another checkpoint: an older one may be complete."
 
 
+def without_remedy(error: CheckpointError) -> str:
+    """Return what is wrong with a checkpoint, for where another one is tried anyway."""
+    return str(error).removesuffix(_USE_ANOTHER).rstrip()
+
+
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a checkpoint; the files that it lists are not looked at.
 
@@ -265,7 +270,7 @@ def newest_complete(
         try:
             verify(path)
         except CheckpointError as error:
-            logger.warning("Skipping a broken checkpoint. %s", error)
+            logger.warning("Skipping a broken checkpoint. %s", without_remedy(error))
         else:
             return path
     return None

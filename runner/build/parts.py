@@ -69,6 +69,7 @@ def check_machine(recipe: Recipe) -> list[Problem]:
         lambda: ConfigError.raise_if(_weights_problems(recipe)),
         lambda: ConfigError.raise_if(environment_conflicts.problems(recipe, Environment.read())),
         lambda: processes.check_interface(distributed),
+        lambda: _check_run_dir(recipe),
         lambda: _check_states_folder(recipe),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
@@ -110,6 +111,11 @@ def _check_plan(recipe: Recipe) -> None:
         spec = resolve(Arguments.of(arguments(recipe, batch_plan)), here).spec
         if not spec.place.startswith("accel."):  # ours takes a second, and the workers load it
             strategy_class(spec)
+
+
+def _check_run_dir(recipe: Recipe) -> None:
+    if recipe.run_dir is not None and recipe.resume is None:
+        directory.require_unused(Path(recipe.run_dir).expanduser().absolute())
 
 
 def _check_states_folder(recipe: Recipe) -> None:

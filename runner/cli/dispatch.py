@@ -59,6 +59,7 @@ def _run(arguments: Sequence[str]) -> int:
             sys.stdout.flush()
             return code
     except KeyboardInterrupt:
+        startup.interrupted()
         return INTERRUPTED
     except BrokenPipeError:  # the reader (`| head`) has closed the pipe
         return FAILED

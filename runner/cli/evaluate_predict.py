@@ -18,7 +18,7 @@ from accel.errors import AccelError, ConfigError
 from runner.cli.arguments import CommandParser
 from runner.config import processes
 from runner.config.schema import SPLITS
-from runner.exit_codes import DONE
+from runner.exit_codes import DONE, INTERRUPTED
 from runner.inference import worker
 from runner.inference.placement import WORDS, Placement, parse_limits
 from runner.inference.session import Request, evaluate, is_stream, write_predictions
@@ -37,11 +37,11 @@ class Failed:
 
 
 class _GroupFailed(Exception):
-    """Processes of an evaluation have failed with this exit code; the cause has been printed."""
+    """Processes of an evaluation have failed with this exit code and cause; it has been printed."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    def __init__(self, code: int, cause: str) -> None:
+        super().__init__(code, cause)
+        self.code, self.cause = code, cause
 
 
 def main(command: str, arguments: Sequence[str]) -> int:
@@ -80,7 +80,9 @@ def _tried(request: Request) -> Fields | Failed:
     try:
         return _evaluated(request)
     except _GroupFailed as failure:
-        return Failed(failure.code, "its processes failed")
+        if failure.code == INTERRUPTED:
+            raise
+        return Failed(failure.code, failure.cause)
     except AccelError as error:
         return Failed(failures.report(error), str(error).splitlines()[0])
 
@@ -183,9 +185,11 @@ def _by_processes(request: Request) -> JsonObject:
         output = None if request.output is None else Path(os.path.abspath(request.output))
         run_dir = Path(os.path.abspath(request.run_dir))
         worker.write_request(folder, replace(request, run_dir=run_dir, output=output))
-        code = launcher.run_group(folder, request.num_processes, Path.cwd(), WORKER)
-        if code != DONE:
-            raise _GroupFailed(code)
+        ended = launcher.run_group(folder, request.num_processes, Path.cwd(), WORKER)
+        if ended.code != DONE:
+            message = "" if ended.cause is None else ended.cause.message
+            lines = message.splitlines() or ["its processes failed"]
+            raise _GroupFailed(ended.code, lines[0])
         return worker.read_result(folder)
 
 

@@ -109,9 +109,13 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
             if best is not None or which == BEST:
                 return _verified(best, run_dir, BEST)
         except CheckpointError as error:
-            if which == BEST or newest() is None:
+            if which == BEST:
                 raise
-            logger.warning("The best state is skipped, the last is used. %s", error)
+            last = newest()
+            if last is not None:
+                found = checkpoints.without_remedy(error)
+                logger.warning("The best state is skipped, the last is used. %s", found)
+            return _existing(last, run_dir, LAST)
     if which in (LAST, None):
         return _existing(newest(), run_dir, LAST)
     path = Path(which or LAST)
@@ -163,6 +167,11 @@ def _existing(path: Path | None, run_dir: Path, which: str) -> Path:
             rule = f"the run has no checkpoint in {directory.checkpoint_folder(run_dir)}"
             remedy = "Train it first, or name a checkpoint with --checkpoint PATH."
             raise NoCheckpointError.of(str(run_dir), rule, remedy)
+        if which == LAST:
+            place = directory.checkpoint_folder(run_dir)
+            rule = f"the run has no complete checkpoint in {place}"
+            remedy = "Restore its files from a copy, or train the run again."
+            raise CheckpointError(Problem(str(run_dir), rule, remedy))
         rule = "the run has no such checkpoint"
         remedy = f"Choose {BEST}, {LAST} or a folder in {directory.checkpoint_folder(run_dir)}."
         raise CheckpointError(Problem(f"checkpoint {which!r} of {run_dir}", rule, remedy))

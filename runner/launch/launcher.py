@@ -140,8 +140,10 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
         return outcome.code
 
 
-def run_group(folder: Path, num_processes: int, cwd: Path, target: str = attempt.TRAIN) -> int:
-    """Run a job once in fresh processes, print the cause of a failure, and return the exit code.
+def run_group(
+    folder: Path, num_processes: int, cwd: Path, target: str = attempt.TRAIN
+) -> attempt.Ended:
+    """Run a job once in fresh processes, print the cause of a failure, and return how it ended.
 
     The folder is as for `run_here`; for the rest see `attempt.ThisMachine`.
     """
@@ -152,4 +154,4 @@ def run_group(folder: Path, num_processes: int, cwd: Path, target: str = attempt
     except KeyboardInterrupt:
         ended = attempt.Ended(INTERRUPTED)
     attempt.report(ended, run_dir, num_processes)
-    return ended.code
+    return ended

@@ -22,6 +22,7 @@ from runner.reporting import run_log
 
 Rows = Sequence[tuple[str, str]]
 
+UNLIMITED_COLUMNS = 10_000  # where nobody's terminal limits a line
 BAR_WIDTH = 14  # columns that the bar needs at least, with the gaps beside it
 
 

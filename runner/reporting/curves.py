@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from runner.config import resumed_recipe
 from runner.reporting.filters import leaves
 from runner.run_dir.field_types import number
 from runner.run_dir.json_files import JsonObject, finite
@@ -20,8 +21,10 @@ from runner.run_dir.record import MISSING, RunRecord
 POSITION = ("step", "epoch", "samples", "split", "time")
 MOST_POINTS = 120  # of a curve that is drawn
 SEED = "seed"
-# Keys of a recipe that change nothing of what a run computes.
-NO_CAUSE = ("name", "output_dir", "tags", "resume", "tracker", "profile", "submit")
+# Keys of a recipe that change nothing of what a run computes, and how fast it is, neither.
+NO_CAUSE = ("name", "output_dir", "tags", "resume", "run_dir", "tracker", "profile", "submit")
+# Of the other keys that `resume=auto` ignores, those that are worth a look on their own.
+SPEED = (("distributed", "num_processes"), ("dataloader",))
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 Array = npt.NDArray[np.float64]
@@ -121,10 +124,23 @@ def _at(curve: Curve, steps: Array) -> Array:
 
 
 def swept_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the dotted keys in which the recipes of runs differ, the seed not among them."""
+    """Return the dotted keys in which the recipes of runs differ, the seed not among them.
+
+    Keys that only say where a run is computed do not count. How many processes and workers there
+    are counts where nothing else differs.
+    """
     recipes = [_flat(run) for run in runs]
     names = list(dict.fromkeys(key for recipe in recipes for key in recipe))
-    return [name for name in names if len({_hashed(r.get(name, MISSING)) for r in recipes}) > 1]
+    different = [
+        name for name in names if len({_hashed(r.get(name, MISSING)) for r in recipes}) > 1
+    ]
+    causes = [name for name in different if not _lies_in(name, resumed_recipe.ELSEWHERE)]
+    return causes or [name for name in different if _lies_in(name, SPEED)]
+
+
+def _lies_in(name: str, keys: Sequence[tuple[str, ...]]) -> bool:
+    parts = tuple(name.split("."))
+    return any(parts[: len(key)] == key for key in keys)
 
 
 def _flat(run: RunRecord) -> JsonObject:

@@ -87,7 +87,7 @@ def find(runs: Sequence[RunRecord]) -> Findings:
     newest = newest_first(runs)
     judges = Counter(one for run in newest if is_judged(run) and (one := _judge(run)))
     judge = judges.most_common(1)[0][0] if judges else None
-    ordered = sorted(newest, key=lambda run: _rank(run, judge))
+    ordered = sorted(in_name_order(newest), key=lambda run: _rank(run, judge))
     readable = [run for run in ordered if run.status != records.BROKEN]
     every = curves.swept_keys([run for run in readable if run.has_recipe])
     keys = every[:MOST_KEYS]
@@ -113,6 +113,12 @@ def _named(judge: Judge) -> str:
 
 def _judged(runs: Sequence[RunRecord], judge: Judge | None) -> list[RunRecord]:
     return [run for run in runs if is_judged(run) and _judge(run) == judge]
+
+
+def in_name_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return runs with those that have an objective by directory: the lowest job wins a tie."""
+    judged = sorted((run for run in runs if is_judged(run)), key=lambda run: str(run.path))
+    return [*judged, *(run for run in runs if not is_judged(run))]
 
 
 def _rank(run: RunRecord, judge: Judge | None) -> tuple[int, float]:

@@ -236,8 +236,8 @@ def parallel_coordinates(keys: Sequence[str], runs: Sequence[RunRecord]) -> Pict
             assert run.objective is not None
             heights = [places.share(run.value(key)) for key, places in columns]
             heights.append(goals.share(run.objective.value))
-            share = rank / max(1, len(judged) - 1)
-            colour = colormaps["plasma"](0.15 + 0.6 * share)
+            share = rank / (len(judged) - 1) if len(judged) > 1 else 1.0
+            colour = colormaps["plasma"](0.15 + 0.6 * share)  # from violet to orange
             axes.plot(range(len(heights)), heights, color=colour, alpha=0.45 + 0.5 * share)
         names = [*(_plain(key) for key in keys), f"{first.metric} (objective)"]
         axes.set_xticks(range(len(names)), names, rotation=20 if len(names) > 4 else 0)
@@ -250,7 +250,7 @@ def parallel_coordinates(keys: Sequence[str], runs: Sequence[RunRecord]) -> Pict
             _axis(axes, at, places)
 
     width = min(12.0, 3.0 + 1.4 * len(keys))
-    title = "parallel coordinates (yellow: the best runs)"
+    title = "parallel coordinates (orange: the best runs)"
     return _picture("parallel-coordinates", title, draw, (width, 3.4))
 
 

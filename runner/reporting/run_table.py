@@ -19,7 +19,7 @@ from rich.text import Text
 
 from accel.errors import ConfigError, nearest
 from runner.reporting import filters
-from runner.reporting.console import PipedConsole, clock, number
+from runner.reporting.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 from runner.run_dir import record as records
 from runner.run_dir.json_files import JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
@@ -35,7 +35,6 @@ STYLES = {
     records.BROKEN: "red",
 }
 MOST_DAMAGES = 10  # that are named below a table
-UNLIMITED_COLUMNS = 10_000  # where nobody's terminal limits a line
 
 
 def newest_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -57,6 +56,8 @@ def in_order(runs: Sequence[RunRecord], key: str, reverse: bool = False) -> list
         filters.require_keys([key], runs)
     known_last = [run for run in runs if _missing(one.of(run))]
     rest = [run for run in runs if not _missing(one.of(run))]
+    if key == "objective":
+        rest.sort(key=lambda run: str(run.path))  # the lowest job of a sweep wins a tie
     ordered = sorted(rest, key=lambda run: _sort_key(run, key, one.of(run)), reverse=reverse)
     return [*ordered, *known_last]
 

@@ -16,7 +16,7 @@ from typing import Any
 from accel.checkpoint import directory as checkpoints
 from accel.errors import CheckpointError, ConfigError
 from runner.config import paths
-from runner.run_dir import atomic_update
+from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB, Job
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # A sweep's folder lies beside runs, ``sweep-<time>-<digest>``, and is described by this file.
 SWEEPS, SWEEP = "sweep-", "sweep.json"
 REQUEST = "request.json"  # what processes of an evaluation are asked for
+MOST_NAMED = 4  # entries of a directory that is refused
 
 
 class UsedError(ConfigError):
@@ -58,7 +59,7 @@ def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
     """Create the directory that a person has chosen for a new run, and return its absolute path.
 
     Raises:
-        ConfigError: if it holds a run, or cannot be written.
+        ConfigError: if it holds anything, or cannot be written.
     """
     path = Path(run_dir).expanduser().absolute()
     require_unused(path)
@@ -71,14 +72,55 @@ def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def require_unused(path: Path) -> None:
-    """Raise a UsedError if a directory that is to be a new run's holds a run or a sweep."""
+    """Raise a UsedError if a directory that is to be a new run's holds anything.
+
+    A lock, and what commands that were killed before they had a recipe have left, do not count.
+
+    Raises:
+        ConfigError: also if the directory cannot be read.
+    """
     value = f"run_dir={str(path)!r}"
-    if is_run(path):
+    try:
+        present = sorted(one.name for one in path.iterdir() if not _is_before_a_run(one.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return  # claiming it says what is wrong
+    except OSError as error:
+        rule = f"a run is written there, and that failed ({paths.failure(error)})"
+        raise ConfigError.of(value, rule, "Name another folder.") from error
+    if not present:
+        return
+    if holds_run(path):
         remedy = f"Resume it with resume={shlex.quote(str(path))}, or name another directory."
         raise UsedError.of(value, "the directory holds another run", remedy)
-    if (path / SWEEP).exists():
+    if SWEEP in present:
         rule, remedy = "the directory holds a sweep", "Name another directory."
         raise UsedError.of(value, rule, remedy)
+    if found := checkpoints.checkpoints(path / checkpoints.FOLDER):
+        run = run_of(found[-1])
+        rule = f"a run has a directory of its own, and {found[-1].parent} holds checkpoints"
+        remedy = (
+            "Name another directory. To go on with the run that wrote them"
+            f"{f' ({run})' if run else ''}: resume=<its directory>."
+        )
+        raise UsedError.of(value, rule, remedy)
+    more = f" and {len(present) - MOST_NAMED} more" if len(present) > MOST_NAMED else ""
+    rule = f"a run has a directory of its own, and there is {', '.join(present[:MOST_NAMED])}{more}"
+    remedy = f"Name a new or an empty directory, such as run_dir={shlex.quote(str(path / 'run'))}."
+    raise UsedError.of(value, rule, remedy)
+
+
+def _is_before_a_run(name: str) -> bool:
+    """Return whether a command makes such a file in a run directory before there is a recipe."""
+    is_partial = name.startswith(".") and ".partial-" in name
+    return name == lock.FILE or name.startswith(atomic_update.PREFIX) or is_partial
+
+
+def holds_run(path: Path) -> bool:
+    """Return whether a directory holds a run, not merely a foreign file named ``config.yaml``."""
+    if atomic_update.read(path, JOB) is not None:
+        return True
+    lines = (atomic_update.read(path, CONFIG) or b"").splitlines()
+    return {b"trainer:", b"checkpoint:", b"distributed:"} <= {line.rstrip() for line in lines}
 
 
 def stamp() -> str:

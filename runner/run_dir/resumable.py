@@ -30,7 +30,7 @@ def newest(wanted: Recipe) -> Path | None:
     Raises:
         ConfigError: if another command trains in that run, or the recipe of a run that has
             checkpoints is lost, so that it cannot be identified, or the chosen directory holds
-            another run.
+            another run or anything else.
     """
     passed: list[str] = []
     found = None
@@ -57,7 +57,10 @@ def _candidates(wanted: Recipe) -> list[Path]:
     """Return the runs that `resume=auto` may mean, newest first."""
     if wanted.run_dir is not None:
         chosen = Path(wanted.run_dir).expanduser().absolute()
-        return [chosen] if directory.is_run(chosen) else []
+        if directory.holds_run(chosen):
+            return [chosen]
+        directory.require_unused(chosen)
+        return []
     return directory.claimed(wanted.output_dir, wanted.name)[::-1]
 
 

@@ -11,23 +11,25 @@ import json
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console, Group, JustifyMethod
 from rich.live import Live as RichLive
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE
-from runner.reporting.console import clock, number
+from runner.reporting.console import UNLIMITED_COLUMNS, clock, number
 from runner.run_dir.json_files import METRICS
 from runner.run_dir.outcomes import describe_exit
 from runner.sweep.journal import Journal, status_of
 
 REFRESH_SECONDS = 1.0
 TAIL_BYTES = 8192
+LEAST_OVERRIDES = 16  # columns of them, before other columns are left out
 STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 
 
@@ -36,11 +38,37 @@ class _Job:
     overrides: str
     total: int | None
     began: float
+    monitor: str | None = None
     status: str = "running"
     step: str = ""
     loss: str = ""
-    objective: str = ""
+    metrics: dict[str, str] = field(default_factory=dict)
     seconds: float | None = None
+
+    def objective(self, number_of: int, is_named: bool) -> str:
+        """Return metrics of the last evaluation, the monitored first, with their names or not."""
+        ordered = sorted(self.metrics.items(), key=lambda one: one[0] != self.monitor)
+        shown = ordered[:number_of]
+        return "  ".join(f"{name} {value}" if is_named else value for name, value in shown)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which columns a table has: the less room there is, the fewer."""
+
+    num_metrics: int = 2
+    has_loss: bool = True
+    is_named: bool = True
+    gap: int = 2
+
+
+LAYOUTS = (
+    _Layout(),
+    _Layout(num_metrics=1),
+    _Layout(num_metrics=1, has_loss=False),
+    _Layout(num_metrics=1, has_loss=False, gap=1),
+    _Layout(num_metrics=1, has_loss=False, is_named=False, gap=1),
+)
 
 
 class Live:
@@ -74,7 +102,8 @@ class Live:
     def started(self, job: int, overrides: Sequence[str], recipe: Recipe) -> None:
         """Show that a job starts."""
         text = " ".join(one for one in overrides if one not in self._common)
-        self._jobs[job] = _Job(text, recipe.trainer.max_steps, time.monotonic())
+        monitor = recipe.checkpoint.monitor
+        self._jobs[job] = _Job(text, recipe.trainer.max_steps, time.monotonic(), monitor)
         if self._rich is None:
             of = "" if self._total is None else f" of {self._total}"
             self.note(f"job {job:04}{of} starts  {text}".rstrip())
@@ -125,19 +154,43 @@ class Live:
 
     def table(self) -> Group:
         """Return the jobs that run, and how many there are of each kind."""
-        table = Table(box=None, pad_edge=False)
-        for name in ("job", "status", "step", "loss", "objective", "time"):
-            table.add_column(name, justify="left" if name in ("job", "status") else "right")
-        table.add_column("overrides", no_wrap=True, overflow="ellipsis")
-        for job, one in sorted(self._jobs.items()):
-            seconds = clock(time.monotonic() - one.began)
-            style = STYLES.get(one.status, "")
-            cells = (one.step, one.loss, one.objective, seconds, Text(one.overrides))
-            table.add_row(f"{job:04}", Text(one.status, style=style), *cells)
+        width = self._console.width
+        for layout in LAYOUTS:
+            table, needed = self._table(layout, LEAST_OVERRIDES)
+            if needed <= width:
+                break
+        longest = max((len(one.overrides) for one in self._jobs.values()), default=0)
+        room = min(longest, LEAST_OVERRIDES) + width - needed
+        table, _ = self._table(layout, room)
         total = "" if self._total is None else f" of {self._total}"
         failed = f", {self._failed} failed" if self._failed else ""
         left = f"{self._done} finished{total}{failed}, {len(self._jobs)} running"
         return Group(table, Text(left, style="bold"))
+
+    def _table(self, layout: _Layout, room: int) -> tuple[Table, int]:
+        """Return a table with overrides of at most `room` columns, and how wide it is."""
+        table = Table(box=None, pad_edge=False, padding=(0, layout.gap, 0, 0))
+        metric = "objective" if layout.is_named else "value"
+        heads = ["job", "status", "step", *(["loss"] if layout.has_loss else []), metric, "time"]
+        for name in heads:
+            justify: JustifyMethod = "left" if name in ("job", "status") else "right"
+            table.add_column(name, justify=justify, no_wrap=True)
+        has_overrides = room >= len("a=1…") and any(one.overrides for one in self._jobs.values())
+        if has_overrides:
+            head = Text("overrides")
+            head.truncate(room, overflow="ellipsis")
+            table.add_column(head, no_wrap=True)
+        for job, one in sorted(self._jobs.items()):
+            loss = [one.loss] if layout.has_loss else []
+            objective = one.objective(layout.num_metrics, layout.is_named)
+            status = Text(one.status, style=STYLES.get(one.status, ""))
+            overrides = Text(one.overrides)
+            overrides.truncate(max(room, 1), overflow="ellipsis")
+            seconds = clock(time.monotonic() - one.began)
+            cells: list[str | Text] = [f"{job:04}", status, one.step, *loss, objective, seconds]
+            table.add_row(*cells, *([overrides] if has_overrides else []))
+        wide = self._console.options.update(max_width=UNLIMITED_COLUMNS)
+        return table, Measurement.get(self._console, wide, table).maximum
 
 
 def _objective(value: float | list[float]) -> str:
@@ -160,7 +213,7 @@ def _read_position(path: Path, job: _Job) -> None:
                 job.loss = number(record.get("loss", ""))
             elif record["split"] == "validation":
                 values = {k: v for k, v in record.items() if k not in _PLACE}
-                job.objective = "  ".join(f"{k} {number(v)}" for k, v in list(values.items())[:2])
+                job.metrics = {k: number(v) for k, v in values.items()}
         except (ValueError, KeyError, TypeError):  # the first of these lines is cut off
             continue
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
 from runner.compose import hydra_setup
-from runner.reporting.console import clock, number
+from runner.reporting.console import UNLIMITED_COLUMNS, clock, number
 from runner.sweep.directory import Sweep
 from runner.sweep.journal import FINISHED, JobState, Objective
 from runner.sweep.settings import is_setting
@@ -159,36 +160,82 @@ def write_csv(sweep: Sweep, found: Results) -> None:
         checkpoints.write_atomically(path, content)
 
 
-def table(found: Results) -> Table:
+@dataclass(frozen=True)
+class _Layout:
+    """What a table of results has: the less room there is, the less."""
+
+    breaks_headings: bool = True
+    has_step: bool = True
+    has_keys: bool = True
+    padding: int = 1
+
+    def heading(self, text: str) -> Text:
+        """Return a column's heading, broken at dots and spaces on a narrow console."""
+        return Text(re.sub(r"(?<=[.]\b)| ", "\n", text) if self.breaks_headings else text)
+
+
+LAYOUTS = (
+    _Layout(breaks_headings=False),
+    _Layout(),
+    _Layout(has_step=False),
+    _Layout(has_keys=False),
+    _Layout(has_step=False, has_keys=False, padding=0),
+)
+
+
+def _fitting(found: Results, console: Console) -> _Layout:
+    """Return the fullest layout in which every cell is whole on a console."""
+    wide = console.options.update(max_width=UNLIMITED_COLUMNS)
+    for layout in LAYOUTS:
+        if Measurement.get(console, wide, _table(found, layout)).maximum <= console.width:
+            break
+    return layout
+
+
+def _table(found: Results, layout: _Layout) -> Table:
     """Return the best rows as a table: the swept keys, objective, step, time."""
-    shown = found.rows[:MOST_ROWS]
     name = found.metric or "objective"
     title = f"{name} ({found.mode})" if found.metric else name
-    result = Table(box=box.SIMPLE, title=found.folder, title_justify="left", title_style="dim")
-    result.add_column("job")
-    for key in found.swept:
-        result.add_column(key, overflow="fold")
-    for column in ("status", title, "best step", "time"):
-        result.add_column(column, justify="left" if column == "status" else "right")
-    for row in shown:
+    result = Table(
+        box=box.SIMPLE,
+        title=found.folder,
+        title_justify="left",
+        title_style="dim",
+        padding=(0, layout.padding),
+    )
+    result.add_column("job", no_wrap=True)
+    keys = found.swept if layout.has_keys else []
+    for key in keys:
+        result.add_column(layout.heading(key), overflow="fold")
+    result.add_column("status", no_wrap=True)
+    for column in (title, *(["best step"] if layout.has_step else []), "time"):
+        result.add_column(layout.heading(column), justify="right", no_wrap=True)
+    for row in found.rows[:MOST_ROWS]:
         value = row.state.objective
-        values = [value] if isinstance(value, float) else value or []
-        unit = f"{row.field('metric')} " if found.metrics and values else ""
+        measured = [value] if isinstance(value, float) else value or []
+        unit = f"{row.field('metric')} " if found.metrics and measured else ""
         seconds = row.field("seconds")
         result.add_row(
             f"{row.job:04}",
-            *(Text(row.values.get(key, "")) for key in found.swept),
+            *(Text(row.values.get(key, "")) for key in keys),
             Text(row.state.status, style=STYLES.get(row.state.status, "")),
-            Text(unit + "  ".join(map(number, values))),
-            str(row.field("best_step")),
+            Text(unit + "  ".join(map(number, measured))),
+            *([str(row.field("best_step"))] if layout.has_step else []),
             clock(float(seconds)) if isinstance(seconds, (int, float)) else "",
         )
     return result
 
 
 def show(found: Results, command: str, console: Console) -> None:
-    """Print the table, and the command that trains the best job alone."""
-    console.print(table(found))
+    """Print the table, and the command that trains the best job alone.
+
+    Where the swept keys have no room as columns, they are listed below, a job a line.
+    """
+    layout = _fitting(found, console)
+    console.print(_table(found, layout))
+    for row in found.rows[:MOST_ROWS] if found.swept and not layout.has_keys else []:
+        values = " ".join(f"{k}={row.values[k]}" for k in found.swept if k in row.values)
+        console.print(f"{row.job:04}  {values}", markup=False, highlight=False, soft_wrap=True)
     left = len(found.rows) - MOST_ROWS
     if left > 0:
         console.print(f"and {left} more in {found.folder}/{FILE}", markup=False, soft_wrap=True)

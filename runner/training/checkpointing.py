@@ -275,7 +275,9 @@ class Saver:
                     continue
                 checkpoints.verify(path)
             except CheckpointError as error:
-                logger.warning("Skipping a broken checkpoint. %s", error)
+                logger.warning(
+                    "Skipping a broken checkpoint. %s", checkpoints.without_remedy(error)
+                )
                 continue
             # Killed between a save and its pointer, or resumed from before the pointer's step.
             if value is not None and step is not None:

@@ -113,6 +113,23 @@ def test_several_runs_are_a_table_and_one_that_fails_leaves_the_others(
     assert evaluations.read(runs[1])[0]["metrics"]["test"]["loss"] > 0
 
 
+def test_the_row_has_the_reason_why_processes_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runner.launch import launcher
+    from runner.launch.attempt import Ended
+    from runner.run_dir.outcomes import Outcome
+
+    cause = Outcome(0, 1.0, 2, "a: its weights do not fit. Leave it out.\nmore")
+    monkeypatch.setattr(launcher, "run_group", lambda *given: Ended(2, cause))
+    both = [str(write_run(tmp_path / name)) for name in "ab"]
+    assert cli.main(["eval", *both, "--processes", "2"]) == 2
+    assert capsys.readouterr().out.count("failed: a: its weights do not fit. Leave it out.") == 2
+    monkeypatch.setattr(launcher, "run_group", lambda *given: Ended(130))
+    assert cli.main(["eval", *both, "--processes", "2"]) == 130
+    assert capsys.readouterr().out == ""
+
+
 def test_a_read_only_run_is_measured_and_it_is_said(
     runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

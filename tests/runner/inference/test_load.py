@@ -63,16 +63,22 @@ def test_a_step_of_several_models_gives_them_by_name(tmp_path: Path) -> None:
     assert all(isinstance(model, torch.nn.Module) for model in models.values())
 
 
-def test_broken_and_missing_checkpoints_are_named(tmp_path: Path) -> None:
+def test_broken_and_missing_checkpoints_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_dir = make_run(tmp_path, best=0)
     with pytest.raises(CheckpointError, match="checkpoint_9"):
         runner.load(run_dir, "checkpoint_9")
     file = run_dir / "checkpoints" / "checkpoint_0" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    caplog.clear()
+    for which in (None, "last"):
+        with pytest.raises(CheckpointError, match=r"has no complete checkpoint in .* Restore"):
+            runner.load(run_dir, which)
+    assert "model.safetensors was altered" in caplog.text
+    assert "Use another" not in caplog.text
     with pytest.raises(CheckpointError, match=r"model\.safetensors was altered"):
-        runner.load(run_dir)
-    with pytest.raises(CheckpointError, match="'last'"):
-        runner.load(run_dir, "last")
+        runner.load(run_dir, "best")
 
 
 def test_a_damaged_best_state_is_passed_over_with_a_word(

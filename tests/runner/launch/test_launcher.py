@@ -23,12 +23,12 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from runner.launch import launcher
 run_dir = Path(sys.argv[1])
-sys.exit(launcher.run_group(run_dir, 2, run_dir, f"tests.runner.jobs:{sys.argv[2]}"))
+sys.exit(launcher.run_group(run_dir, 2, run_dir, f"tests.runner.jobs:{sys.argv[2]}").code)
 """
 
 
 def group(run_dir: Path, job: str, num_processes: int = 2) -> int:
-    return launcher.run_group(run_dir, num_processes, run_dir, f"tests.runner.jobs:{job}")
+    return launcher.run_group(run_dir, num_processes, run_dir, f"tests.runner.jobs:{job}").code
 
 
 def pids(run_dir: Path) -> list[int]:

@@ -287,12 +287,11 @@ def test_a_chosen_directory_is_the_run_itself(
         return 0
 
     launched(monkeypatch, train)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("kept")
+    (tmp_path / "mine" / ".attempt-1234abcd").mkdir(parents=True)  # of a command that was killed
+    (tmp_path / "mine" / ".lock").touch()
     assert cli.main([*LITTLE, "run_dir=mine"]) == 0
     job, plain = Job.read(tmp_path / "mine")
     assert (job.run_dir, plain["run_dir"]) == (tmp_path / "mine", None)
-    assert (tmp_path / "mine" / "notes.txt").exists()
     assert not (tmp_path / "runs").exists()
 
 
@@ -304,9 +303,46 @@ def test_a_directory_that_holds_a_run_or_a_sweep_is_refused(
     assert cli.main([*LITTLE, f"run_dir={run_dir}"]) == 2
     assert f"Resume it with resume={run_dir}" in capsys.readouterr().err
     assert tree(run_dir) == before
-    (tmp_path / "sweep.json").touch()
+    (tmp_path / "sweep.json").touch()  # beside runs/
     assert cli.main([*LITTLE, f"run_dir={tmp_path}"]) == 2
     assert "holds a sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [(), ("resume=auto",)])
+@pytest.mark.parametrize(
+    ("left", "told"),
+    [
+        ("checkpoints/checkpoint_0/manifest.json", "/checkpoints holds checkpoints"),
+        ("eval.json", "there is eval.json. Name a new or an empty directory, such as run_dir="),
+        ("config.yaml", "there is config.yaml. Name"),
+    ],
+)
+def test_a_chosen_directory_that_holds_anything_is_refused(
+    left: str,
+    told: str,
+    more: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launched(monkeypatch, lambda job: pytest.fail("it was started"))
+    (tmp_path / "used" / left).parent.mkdir(parents=True)
+    (tmp_path / "used" / left).write_text("lr: 0.1\n")
+    before = tree(tmp_path)
+    assert cli.main([*LITTLE, "run_dir=used", *more]) == 2
+    told_here = " ".join(capsys.readouterr().err.split())
+    assert told in told_here
+    assert "another run" not in told_here
+    assert cli.main([*LITTLE, "run_dir=used", *more, "--dry-run"]) == 2
+    assert tree(tmp_path) == before
+
+
+def test_an_empty_name_of_a_directory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*LITTLE, "run_dir="]) == 2
+    assert "run_dir='': it names a directory, and is empty" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_chosen_directory_is_resumed_automatically(

@@ -56,6 +56,20 @@ def test_runs_that_are_equal_but_for_the_seed_are_a_group(tmp_path: Path) -> Non
     assert curves.group_by_seed(runs[:1], [])[0].label == "digits"
 
 
+def test_where_a_run_is_computed_is_no_cause_of_its_objective(tmp_path: Path) -> None:
+    def swept(*recipes: dict[str, object]) -> list[str]:
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        return curves.swept_keys(
+            [RunRecord(write_run(folder / f"{n}", one)) for n, one in enumerate(recipes)]
+        )
+
+    place = {"distributed.max_restarts": 3, "distributed.rdzv_endpoint": "a:1", "submit.nodes": 2}
+    processes = {"distributed.num_processes": 4, "dataloader.num_workers": 2}
+    assert swept({"optimizer.lr": 0.5}, {**place, **processes}) == ["optimizer.lr"]
+    assert swept({"seed": 1}, place) == []
+    assert swept({"seed": 1}, {**place, **processes}) == [*processes]
+
+
 def test_the_objective_is_the_first_curve() -> None:
     found = [{name: curve(1) for name in ("train/loss", "test/loss", "validation/f1")}]
     assert curves.metric_names(found, "f1") == ["validation/f1", "train/loss"]

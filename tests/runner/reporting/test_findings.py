@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from runner.reporting import findings
+from runner.reporting import findings, run_table
 from runner.run_dir import discovery
 from runner.run_dir.record import RunRecord
 from tests.runner.written_runs import write_failure, write_run, write_sweep
@@ -52,6 +52,16 @@ def test_objectives_of_different_metrics_are_not_compared(tmp_path: Path) -> Non
     )
     shown = [findings.shown_objective(run, found.judged_by) for run in found.runs]
     assert shown == ["0.3000", "0.4000", "accuracy 0.5000"]
+
+
+def test_the_lowest_job_wins_a_tie_as_in_the_table_of_the_sweep(tmp_path: Path) -> None:
+    runs = [
+        RunRecord(write_run(tmp_path / f"{n:04}", best=0.5, started=1e9 + n)) for n in (19, 18, 20)
+    ]
+    found = findings.find(runs)
+    assert [run.path.name for run in found.judged] == ["0018", "0019", "0020"]
+    shown = run_table.in_order(run_table.newest_first(runs), "objective")
+    assert [run.path.name for run in shown] == ["0018", "0019", "0020"]
 
 
 def test_speed_and_memory(tmp_path: Path) -> None:

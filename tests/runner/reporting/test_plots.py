@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import colorsys
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,20 @@ def test_the_objective_against_a_key_of_any_kind(
     ]
     check(plots.objective_by_key(key, runs), text, "loss")
     check(plots.parallel_coordinates([key, "seed"], runs), key, "loss (objective)")
+
+
+@pytest.mark.parametrize("num_runs", [1, 4])
+def test_the_best_lines_have_the_colour_that_the_title_names(num_runs: int, tmp_path: Path) -> None:
+    runs = [
+        RunRecord(write_run(tmp_path / f"{n}", {"seed": n}, best=0.1 * (n + 1)))
+        for n in range(num_runs)
+    ]
+    picture = plots.parallel_coordinates(["seed"], runs)
+    assert "(orange: the best" in picture.title
+    colours = re.findall(r"stroke: #([0-9a-f]{6}); stroke-opacity: 0\.95", picture.svg)
+    (best,) = set(colours)
+    red, green, blue = (int(best[at : at + 2], 16) / 255 for at in (0, 2, 4))
+    assert 20 < 360 * colorsys.rgb_to_hsv(red, green, blue)[0] < 40
 
 
 def test_bars() -> None:

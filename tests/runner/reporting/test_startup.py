@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from runner.cli import dispatch
+from runner.reporting import startup
 from tests.helpers import SECONDS, python
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,6 +57,24 @@ def test_names_and_arguments_are_refused_before_torch_is_loaded(wrong: str, tmp_
         _, err = command.communicate(timeout=SECONDS)
     assert command.returncode == 2
     assert "torch is loaded" not in err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ctrl_c_while_torch_is_loaded_finishes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(arguments: list[str]) -> int:
+        startup.announce("mine")
+        raise KeyboardInterrupt
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(dispatch, "_dispatch", load)
+    assert dispatch.run([]) == 130
+    assert terminal.getvalue() == "mine: loading PyTorch …\r\nInterrupted.\n"
 
 
 def read_one_line(arguments: tuple[str, ...], folder: Path) -> tuple[int, str]:

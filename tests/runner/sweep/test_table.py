@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,26 @@ def test_values_of_different_metrics_are_not_compared(sweep: Sweep) -> None:
     assert "best: job" not in text
     assert "judged by different metrics, accuracy (max), loss (min)." in text
     assert "loss 0.01" in text
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 34])
+def test_a_narrow_table_keeps_status_objective_and_time(sweep: Sweep, width: int) -> None:
+    from dataclasses import replace
+
+    keys = ("optimizer.learning_rate", "trainer.global_batch_size", "model.hidden_size")
+    found = results(sweep)
+    rows = [
+        replace(row, values=dict.fromkeys(keys, str(128 + row.job)), state=state)
+        for row in found.rows
+        for state in (replace(row.state, status="interrupted"),)
+    ]
+    console = Console(width=width, record=True, file=StringIO())
+    table.show(replace(found, rows=rows, swept=list(keys)), "config", console)
+    lines = console.export_text().splitlines()
+    shown = "\n".join(lines)
+    assert shown.count("interrupted") == len(rows)
+    assert all(text in shown for text in ("0000", "accuracy", "(max)", "0.5000", "1:01", "time"))
+    assert all(part in shown for key in keys for part in key.split(".")), shown
+    whole = [line for line in lines if "=" not in line]  # others are wrapped by the terminal
+    assert max(len(line.rstrip()) for line in whole) <= width
+    assert ("optimizer.learning_rate=128" in shown) is (width < 120)
