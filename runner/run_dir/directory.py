@@ -23,6 +23,7 @@ from runner.run_dir.job import JOB, Job
 logger = logging.getLogger(__name__)
 
 # A sweep's folder lies beside runs, ``sweep-<time>-<digest>``, and is described by this file.
+LOGS = "logs"
 SWEEPS, SWEEP = "sweep-", "sweep.json"
 REQUEST = "request.json"  # what processes of an evaluation are asked for
 MOST_NAMED = 4  # entries of a directory that is refused
@@ -74,14 +75,15 @@ def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
 def require_unused(path: Path) -> None:
     """Raise a UsedError if a directory that is to be a new run's holds anything.
 
-    A lock, and what commands that were killed before they had a recipe have left, do not count.
+    A lock, logs of the shell or the scheduler that runs the command, and what commands that were
+    killed before they had a recipe have left, do not count.
 
     Raises:
         ConfigError: also if the directory cannot be read.
     """
     value = f"run_dir={str(path)!r}"
     try:
-        present = sorted(one.name for one in path.iterdir() if not _is_before_a_run(one.name))
+        present = sorted(one.name for one in path.iterdir() if not _is_before_a_run(one))
     except (FileNotFoundError, NotADirectoryError):
         return  # claiming it says what is wrong
     except OSError as error:
@@ -109,10 +111,20 @@ def require_unused(path: Path) -> None:
     raise UsedError.of(value, rule, remedy)
 
 
-def _is_before_a_run(name: str) -> bool:
-    """Return whether a command makes such a file in a run directory before there is a recipe."""
+def _is_before_a_run(path: Path) -> bool:
+    """Return whether a command has such a file in a run directory before there is a recipe."""
+    name = path.name
+    if name == LOGS and path.is_dir():
+        return all(map(_is_log, path.iterdir()))
     is_partial = name.startswith(".") and ".partial-" in name
-    return name == lock.FILE or name.startswith(atomic_update.PREFIX) or is_partial
+    is_own = name == lock.FILE or name.startswith(atomic_update.PREFIX) or is_partial
+    return is_own or _is_log(path)
+
+
+def _is_log(path: Path) -> bool:
+    """Return whether a file may be what the output of the command is written to."""
+    of_a_run = path.name == "run.log" or path.name.startswith("rank_")
+    return path.suffix in (".log", ".out", ".err", ".txt") and path.is_file() and not of_a_run
 
 
 def holds_run(path: Path) -> bool:

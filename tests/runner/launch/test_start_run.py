@@ -289,6 +289,9 @@ def test_a_chosen_directory_is_the_run_itself(
     launched(monkeypatch, train)
     (tmp_path / "mine" / ".attempt-1234abcd").mkdir(parents=True)  # of a command that was killed
     (tmp_path / "mine" / ".lock").touch()
+    (tmp_path / "mine" / "logs").mkdir()
+    for log in ("slurm-7.out", "logs/7.err", "log.txt"):  # of the command itself
+        (tmp_path / "mine" / log).touch()
     assert cli.main([*LITTLE, "run_dir=mine"]) == 0
     job, plain = Job.read(tmp_path / "mine")
     assert (job.run_dir, plain["run_dir"]) == (tmp_path / "mine", None)
