@@ -216,6 +216,11 @@ def _resume(
         print(f"{run_dir} is finished: {reason}. Nothing is left to do.", flush=True)
         return DONE
     with _locked_for_resume(run_dir, origin):
+        if auto and directory.newest_checkpoint(run_dir) is None:  # of the directory that is chosen
+            on_claimed(run_dir)
+            print(f"{run_dir}: no complete checkpoint lies there. The run begins anew.", flush=True)
+            previous_attempts.set_aside(run_dir)
+            return _train_new(requested, recipe, fresh)
         return _train_on(requested, recipe, fresh, on_claimed)
 
 

@@ -25,7 +25,8 @@ def newest(wanted: Recipe) -> Path | None:
     """Return the newest run that `resume=auto` resumes; None: it starts a new one.
 
     It is the newest run of that name whose recipe is the same but for `resume.SAME_RUN` and which
-    has a complete checkpoint, or is finished. The skipped runs are named, with the reason.
+    has a complete checkpoint, is finished, or has the directory that was chosen. The skipped runs
+    are named, with the reason.
 
     Raises:
         ConfigError: if another command trains in that run, or the recipe of a run that has
@@ -85,6 +86,8 @@ def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
     if other is not None:
         rule = f"another command trains in {run_dir} ({other})"
         raise ConfigError.of("resume=auto", rule, "Wait for its end, or stop it first.")
+    if wanted.run_dir is not None:
+        return None  # without a complete checkpoint it begins anew there
     if is_finished(run_dir, wanted) is None and directory.newest_checkpoint(run_dir) is None:
         return "it has no complete checkpoint"
     return None

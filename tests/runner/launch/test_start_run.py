@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,27 @@ def test_a_chosen_directory_is_the_run_itself(
     job, plain = Job.read(tmp_path / "mine")
     assert (job.run_dir, plain["run_dir"]) == (tmp_path / "mine", None)
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_run_of_a_chosen_directory_begins_anew_without_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a job that a scheduler starts again, which was killed in its first minutes."""
+    command = [*LITTLE, "run_dir=mine", "resume=auto"]
+
+    def killed(job: Job) -> int:
+        (job.run_dir / "metrics.jsonl").write_text("{}")
+        return -signal.SIGKILL
+
+    launched(monkeypatch, killed)
+    assert cli.main(command) != 0
+    launched(monkeypatch, lambda job: len(list(job.run_dir.glob("metrics.jsonl"))))
+    assert cli.main(command) == 0
+    assert "no complete checkpoint lies there. The run begins anew" in capsys.readouterr().out
+    assert (tmp_path / "mine" / "logs" / "attempt_1" / "metrics.jsonl").exists()
+    assert Job.read(tmp_path / "mine")[1]["run_dir"] is None
+    assert cli.main([*command, "seed=5"]) == 2
+    assert "its recipe is another (seed is 0 there, 5 here)" in capsys.readouterr().err
 
 
 def test_a_directory_that_holds_a_run_or_a_sweep_is_refused(
