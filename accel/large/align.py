@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel.errors import CheckpointError, StateError
+from accel.large.hooked_state import LoadStateDict, MarkStateDict
 from accel.large.hooks import Arguments, ModelHook, outside_graphs
-from accel.large.loaded_weight import LoadedWeight, LoadLock, content_of
+from accel.large.loaded_weight import LoadedWeight, LoadLock
 from accel.large.offloaded_tensors import (
     are_alike,
     is_of,
-    mark_in_state_dict,
     mark_left,
     marked_offloaded,
     refuse_gradient,
@@ -34,7 +34,7 @@ from accel.large.tensors import (
     tied_on,
 )
 from accel.large.unhooked import Place, check_hooked, refuse_assigned
-from accel.large.weights_map import Weights, in_memory, write_weight
+from accel.large.weights_map import Weights, write_weight
 from accel.logging import get_logger
 from accel.ops import send_to_device
 from accel.tree import iterate
@@ -87,6 +87,9 @@ class AlignDevicesHook(ModelHook):
         self._on_state_dicts: list[RemovableHandle] = []
         # Of tied weights, by name: the modules that have them and their names there, this one too.
         self.tied: Mapping[str, Sequence[tuple[nn.Module, str]]] = {}
+        # The hook that offloads a tied weight, and its name for it, by place: of the whole model.
+        self.owners: dict[tuple[nn.Module, str], tuple[AlignDevicesHook, str]] = {}
+        self.restored: set[str] = set()  # names of what the module was given back
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
@@ -138,7 +141,12 @@ class AlignDevicesHook(ModelHook):
     def _resident(self, name: str) -> nn.Parameter | None:
         """Return what an offloaded weight is tied to, if a module keeps that where it runs."""
         device = "cpu" if self.execution_device is None else self.execution_device
-        return tied_on(self.tied.get(name, ()), as_device(device))
+        return tied_on(filter(self._is_tied, self.tied.get(name, ())), as_device(device))
+
+    def _is_tied(self, place: tuple[nn.Module, str]) -> bool:
+        """Return whether the tensor at a place of a tied weight is it, not assigned by hand."""
+        hook, name = self.owners.get(place, (None, ""))
+        return hook is None or name in hook.restored or hook._users > 0
 
     def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
         """Keep another value of an offloaded tensor in the weights map; false if it is not one.
@@ -184,6 +192,7 @@ class AlignDevicesHook(ModelHook):
             module: what the hook is attached to.
         """
         self.original_devices = {name: tensor.device for name, tensor in self._all(module)}
+        self.restored = set()
         device = self.execution_device
         leaving = self.offloaded(module) if self.offload else []
         self.aliases = other_names(module, leaving, self.place_submodules)
@@ -196,8 +205,8 @@ class AlignDevicesHook(ModelHook):
         self._to_meta(module, leaving)
         if self.offload:
             self._on_state_dicts = [
-                module.register_load_state_dict_pre_hook(self._load_state),
-                module.register_state_dict_post_hook(_StateDict(self)),
+                module.register_load_state_dict_pre_hook(LoadStateDict(self)),
+                module.register_state_dict_post_hook(MarkStateDict(self)),
             ]
         return module
 
@@ -285,15 +294,20 @@ class AlignDevicesHook(ModelHook):
         for name in names:
             held, key = held_in(module, name)
             tensor, own = held[key], self._tokens.get(name)
-            if tensor is self._left.get(name) and token_of(tensor) is own:
+            is_left = tensor is self._left.get(name) and token_of(tensor) is own
+            if is_left and not self.aliases.get(name):
                 continue
             tied = [
                 token_of(owner._parameters[other])
                 for owner, other in self.tied.get(name, ())
                 if owner._parameters is not held
             ]
-            if not is_of(tensor, [own, *tied]):
+            if not is_left and not is_of(tensor, [own, *tied]):
                 yield name
+            for alias in self.aliases.get(name, ()):
+                other = get_tensor(module, alias)
+                if other is not None and other is not tensor and not is_of(other, [own, *tied]):
+                    yield alias
 
     def _load_values(self, module: nn.Module, names: Iterable[str]) -> None:
         ready = self._read_ahead()
@@ -375,52 +389,23 @@ class AlignDevicesHook(ModelHook):
             for device in [d for d, copy in copies.items() if id(copy) in loaded]:
                 del copies[device]
 
-    def _load_state(
-        self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
-    ) -> None:
-        """Take a state dict's values of offloaded tensors, or report those that have no place.
+    def before_detach(self, module: nn.Module) -> None:
+        """Refuse to be removed where another offloaded weight was assigned to one.
 
-        Values that are offloaded already are compared; buffers, and what lies in memory, are
-        written. torch then finds the tensors themselves, and leaves them as they are, also of those
-        that are refused: it would assign values of ``assign=True``, or propose that.
+        Args:
+            module: what the hook is attached to.
         """
-        refused = list[str]()
-        for name in self.offloaded(module):
-            held, key = held_in(module, name)
-            for full in (f"{prefix}{one}" for one in (name, *self.aliases.get(name, ()))):
-                value = state_dict.get(full)
-                if value is None or value.shape != held[key].shape:
-                    continue
-                state_dict[full] = held[key]
-                has_value = not value.is_meta
-                if has_value and not self._takes(name, value.to(held[key].dtype), held[key]):
-                    refused.append(full)
-        if refused:
-            error_messages: list[str] = others[-1]
-            error_messages.append(
-                f"{', '.join(refused)}: offloaded weights cannot be loaded into a dispatched model "
-                "unless they are equal. Load them with accel.load_checkpoint_and_dispatch, or "
-                "before dispatch_model."
-            )
+        if self.offload:
+            self.values_assigned(module, self.offloaded(module))
 
-    def _takes(self, name: str, value: torch.Tensor, held: torch.Tensor) -> bool:
-        """Return whether an offloaded tensor has a value of a state dict now."""
-        with self.lock:
-            present = self.weight(name).to(value.dtype)
-            if torch.equal(content_of(present), content_of(value)):
-                return True
-            fits = in_memory(self.weights_map, name) or not isinstance(held, nn.Parameter)
-            if fits and name not in self.tied:
-                self._write(name, value)
-                return True
-            return False
-
+    @torch.inference_mode(False)
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Give a module the weights back that it had in memory, or that were changed since.
 
         Args:
             module: what the hook was attached to.
         """
+        self.before_detach(module)
         for handle in self._on_state_dicts:
             handle.remove()
         self._on_state_dicts = []
@@ -428,10 +413,22 @@ class AlignDevicesHook(ModelHook):
             names = self.offloaded(module)
             given = self.values_assigned(module, names)
             for name in names:
-                if name not in given:
-                    self._restore(module, name, self.weights_map)
-            self._tie(module)
+                self._restore_all(module, name, given)
         return module
+
+    def _restore_all(self, module: nn.Module, name: str, given: Collection[str]) -> None:
+        """Give a module a weight back under all its names, but for those that were given values."""
+        assert self.weights_map is not None
+        first: torch.Tensor | None = None
+        for one in (name, *self.aliases.get(name, ())):
+            if one in given:
+                continue
+            held, key = held_in(module, one)
+            if first is None:
+                self._restore(module, one, name, self.weights_map)
+                first = held[key]
+            held[key] = first
+            self.restored.add(one)
 
     def values_assigned(self, module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the values that were assigned to offloaded tensors, by name.
@@ -450,40 +447,25 @@ class AlignDevicesHook(ModelHook):
         refuse_assigned(module, held.keys() - given.keys())
         return given
 
-    def _restore(self, module: nn.Module, name: str, weights: Weights) -> None:
+    def _restore(self, module: nn.Module, name: str, source: str, weights: Weights) -> None:
         """Give a module a weight back, the same one as other modules that it is tied to have.
 
         One on disk is mapped from its file, so that it takes no memory before it is used.
         """
-        others = (owner._parameters[key] for owner, key in self.tied.get(name, ()))
+        tied = filter(self._is_tied, self.tied.get(source, ()))
+        others = (owner._parameters[key] for owner, key in tied)
         present = next((one for one in others if one is not None and not one.is_meta), None)
-        device = self.original_devices.get(name, torch.device("cpu"))
+        device = self.original_devices.get(source, torch.device("cpu"))
         held, key = held_in(module, name)
         if present is not None:
             held[key] = present
             return
         try:
-            self._place(module, name, "cpu" if device.type == "meta" else device, weights[name])
+            value = weights[source]
+            value = value.clone() if value.is_inference() else value
+            self._place(module, name, "cpu" if device.type == "meta" else device, value)
         except CheckpointError as error:
             mark_left(held[key])
             logger.warning(
                 "%s of %s is left without values: %s", name, type(module).__name__, error
             )
-
-
-class _StateDict:
-    """Has offloaded tensors in a module's state dict refuse to be saved without their values.
-
-    An object: torch notes in a hook of a state dict how it was registered.
-    """
-
-    def __init__(self, hook: AlignDevicesHook) -> None:
-        self.hook = hook
-
-    def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
-    ) -> None:
-        aliases = self.hook.aliases
-        names = self.hook.offloaded(module)
-        every = [*names, *(other for name in names for other in aliases.get(name, ()))]
-        mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in every])

@@ -142,6 +142,7 @@ class _Attacher:
     root: tuple[nn.Module, str]  # and its name in the weights map
     ahead: ReadAhead = field(default_factory=ReadAhead)
     lock: LoadLock = field(default_factory=LoadLock)
+    owners: dict[tuple[nn.Module, str], tuple[AlignDevicesHook, str]] = field(default_factory=dict)
     adapts: bool = field(init=False)
     ties: Mapping[str, Places] = field(init=False)
 
@@ -263,6 +264,10 @@ class _Attacher:
         # In place of what brings inputs alone, of a block around: peft knows a single hook.
         alone = offload and device is not None and all(map(_brings_inputs, hooks_of(module)))
         add_hook_to_module(module, hook, append=not alone)
+        hook.owners = self.owners
+        for first in hook.tied:
+            for one in (first, *hook.aliases.get(first, ())):
+                self.owners[owner_of(module, one)] = hook, one
         if names and hook.weights_map is not None:
             block = Block(tuple(names), hook.weights_map, "cpu" if device is None else device, size)
             hook.read_ahead = self.ahead, self.ahead.register(block)

@@ -99,6 +99,13 @@ class ModelHook:
         """
         return not name.count(".")
 
+    def before_detach(self, module: nn.Module) -> None:
+        """Raise an error if the hook cannot be removed: it has changed nothing yet.
+
+        Args:
+            module: what the hook is attached to.
+        """
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module when the hook is removed.
 
@@ -288,6 +295,15 @@ def hooks_in(hook: ModelHook) -> tuple[ModelHook, ...]:
     return hook.hooks if isinstance(hook, SequentialHook) else (hook,)
 
 
+def check_removable(model: nn.Module) -> None:
+    """Raise what a hook of a model's modules raises if it cannot be removed."""
+    for module in model.modules():
+        for hook in hooks_of(module):
+            before = getattr(hook, "before_detach", None)  # one that is no `ModelHook` may lack it
+            if before is not None:
+                before(module)
+
+
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove the hook of a module, which gets the `forward` back that it had.
 
@@ -298,6 +314,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     Returns:
         The module.
     """
+    if recurse:
+        check_removable(module)
     hook = module.__dict__.get("_hf_hook")
     if hook is not None:
         hook.detach_hook(module)

@@ -304,7 +304,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     return [sorted(group) for group in names.values() if len(group) > 1]
 
 
-def tied_on(places: Sequence[tuple[nn.Module, str]], device: torch.device) -> nn.Parameter | None:
+def tied_on(places: Iterable[tuple[nn.Module, str]], device: torch.device) -> nn.Parameter | None:
     """Return a tied weight that lies on a device, None if none does.
 
     Args:

@@ -15,6 +15,7 @@ from accel.large.align import AlignDevicesHook
 from accel.large.hooks import (
     SequentialHook,
     add_hook_to_module,
+    check_removable,
     hooks_of,
     remove_hook_from_module,
 )
@@ -40,9 +41,7 @@ def undo(model: nn.Module) -> None:
     Raises:
         StateError: for an offloaded weight that was assigned to another; nothing is undone.
     """
-    for module in model.modules():
-        for offloading in align_hooks(module):
-            offloading.values_assigned(module, offloading.offloaded(module))
+    check_removable(model)
     for module in model.modules():
         others = [hook for hook in hooks_of(module) if not isinstance(hook, AlignDevicesHook)]
         if len(others) < len(hooks_of(module)):

@@ -143,6 +143,11 @@ class OptimizerSums:
         for held in self.sums.values():
             held.release()
 
+    def remove(self) -> None:
+        """Sum no longer: the optimizer is gone."""
+        for held in self.sums.values():
+            held.remove()
+
     def _unseen(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         seen = self._seen
         return [
@@ -183,6 +188,8 @@ def sum_in_fp32(optimizers: Iterable[torch.optim.Optimizer], is_new: bool) -> No
         sums = _OPTIMIZERS.get(optimizer)
         if sums is None:
             sums = _OPTIMIZERS[optimizer] = OptimizerSums()
+            # DDP's reducer keeps the nodes, and with them the sums, of a model that stays.
+            weakref.finalize(optimizer, sums.remove).atexit = False
             # A wrapper that does not call Optimizer.__init__ has no hooks: it keeps its memory.
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
                 optimizer.register_step_pre_hook(_close)

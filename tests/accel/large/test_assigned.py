@@ -123,3 +123,71 @@ def test_weights_are_not_saved_without_their_values(offload: Dispatch, tmp_path:
     accelerator.save(dict(model.named_parameters()), tmp_path / "weights.pt")
     found = torch.load(tmp_path / "weights.pt")["0.weight"]
     assert torch.equal(found, model[0].weight)
+
+
+class Twice(nn.Module):
+    """A module that has one weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.arange(4.0))
+        self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.first + self.second
+
+
+@offloads
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_an_assigned_name_of_a_weight_leaves_the_other(
+    offload: Dispatch, name: str, tmp_path: Path
+) -> None:
+    model: Any = offload(Twice(), tmp_path)
+    setattr(model, name, nn.Parameter(torch.ones(4)))
+    with pytest.raises(StateError, match=f"{name} of Twice: offloaded tensors were assigned"):
+        model(torch.ones(4))
+    expected = {"first": torch.arange(4.0), "second": torch.arange(4.0), name: torch.ones(4)}
+    state = get_state_dict_offloaded_model(model)
+    remove_hook_from_submodules(model)
+    for one, value in expected.items():
+        assert torch.equal(state[one], value)
+        assert torch.equal(getattr(model, one), value)
+
+
+@offloads
+@pytest.mark.parametrize("assigned", [0, 1])
+def test_a_value_that_is_assigned_to_a_tied_weight_is_its_alone(
+    offload: Dispatch, assigned: int, tmp_path: Path
+) -> None:
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    value, x = tied[0].weight.detach().clone(), torch.ones(1, 4)
+    model: Any = offload(tied, tmp_path)
+    model[assigned].weight = nn.Parameter(torch.ones(4, 4))
+    assert torch.allclose(model[1 - assigned](x), x @ value.T)
+    state = get_state_dict_offloaded_model(model)
+    remove_hook_from_submodules(model)
+    for number, expected in ((assigned, torch.ones(4, 4)), (1 - assigned, value)):
+        assert torch.equal(state[f"{number}.weight"], expected)
+        assert torch.equal(model[number].weight, expected)
+
+
+@offloads
+def test_a_refused_removal_changes_nothing(offload: Dispatch, tmp_path: Path) -> None:
+    model: Any = offload(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), tmp_path)
+    model[1].weight = model[2].weight
+    with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
+        remove_hook_from_submodules(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert all(hasattr(layer, "_hf_hook") for layer in model)
+
+
+@offloads
+def test_weights_train_whose_hooks_were_removed_in_inference_mode(
+    offload: Dispatch, tmp_path: Path
+) -> None:
+    model = two(offload, tmp_path)
+    with torch.inference_mode():
+        remove_hook_from_submodules(model)
+    model(torch.ones(1, 4)).sum().backward()
+    assert model[0].weight.grad is not None

@@ -1,0 +1,115 @@
+"""State dicts of a module whose hook offloads its weights: what they hold, and what they load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from accel.large.loaded_weight import content_of
+from accel.large.offloaded_tensors import mark_in_state_dict
+from accel.large.tensors import held_in
+from accel.large.weights_map import Weights, in_memory
+
+
+class Offloading(Protocol):
+    """The part of a hook that a module's state dict has to do with."""
+
+    @property
+    def aliases(self) -> Mapping[str, list[str]]:
+        """Other names of an offloaded tensor in the module, by the one that is loaded."""
+        ...
+
+    @property
+    def tied(self) -> Mapping[str, object]:
+        """Of tied weights, by name: where else they are."""
+        ...
+
+    @property
+    def weights_map(self) -> Weights | None:
+        """The offloaded weights by name."""
+        ...
+
+    @property
+    def lock(self) -> AbstractContextManager[None]:
+        """Held while weights are loaded or written."""
+        ...
+
+    def offloaded(self, module: nn.Module) -> list[str]:
+        """Return the names of the offloaded tensors."""
+        ...
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return an offloaded weight."""
+        ...
+
+    def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
+        """Keep another value of an offloaded tensor."""
+        ...
+
+
+class MarkStateDict:
+    """Has offloaded tensors in a module's state dict refuse to be saved without their values.
+
+    An object: torch notes in a hook of a state dict how it was registered.
+    """
+
+    def __init__(self, hook: Offloading) -> None:
+        self._offloading = hook
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+    ) -> None:
+        names = _all_names(self._offloading.offloaded(module), self._offloading.aliases)
+        mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in names])
+
+
+class LoadStateDict:
+    """Takes a state dict's values of offloaded tensors, or reports those that have no place.
+
+    Values that are offloaded already are compared; buffers, and what lies in memory, are written.
+    torch then finds the tensors themselves, and leaves them as they are, also of those that are
+    refused: it would assign values of ``assign=True``, or propose that.
+    """
+
+    def __init__(self, hook: Offloading) -> None:
+        self._offloading = hook
+
+    def __call__(
+        self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        refused = list[str]()
+        for name in self._offloading.offloaded(module):
+            held, key = held_in(module, name)
+            for full in (f"{prefix}{one}" for one in _all_names([name], self._offloading.aliases)):
+                value = state_dict.get(full)
+                if value is None or value.shape != held[key].shape:
+                    continue
+                state_dict[full] = held[key]
+                has_value = not value.is_meta
+                if has_value and not self._takes(module, name, value.to(held[key].dtype)):
+                    refused.append(full)
+        if refused:
+            error_messages: list[str] = others[-1]
+            error_messages.append(
+                f"{', '.join(refused)}: offloaded weights cannot be loaded into a dispatched model "
+                "unless they are equal. Load them with accel.load_checkpoint_and_dispatch, or "
+                "before dispatch_model."
+            )
+
+    def _takes(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
+        """Return whether an offloaded tensor has a value of a state dict now."""
+        hook, (held, key) = self._offloading, held_in(module, name)
+        with hook.lock:
+            present = hook.weight(name).to(value.dtype)
+            if torch.equal(content_of(present), content_of(value)):
+                return True
+            fits = in_memory(hook.weights_map, name) or not isinstance(held[key], nn.Parameter)
+            return fits and name not in hook.tied and hook.write(module, name, value)
+
+
+def _all_names(names: Iterable[str], aliases: Mapping[str, list[str]]) -> list[str]:
+    return [one for name in names for one in (name, *aliases.get(name, ()))]
