@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.errors import ConfigError, Problem
 from runner.compose import conf_files, hydra_setup
@@ -76,7 +76,9 @@ def examine(request: Request) -> list[Examined]:
     with hydra_setup.session():
         choice = jobs.choose(request.overrides, request.config_name, request.settings)
         lists = jobs.lists(request.overrides, choice, request.settings)
-        return jobs.examine(lists, request.config_name)
+        found = jobs.examine(lists, request.config_name)
+    _search(request, choice, found)
+    return found
 
 
 def note(request: Request) -> str:
@@ -179,7 +181,8 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
             server.get()  # it imports while the other jobs are composed
         examined = jobs.examine(lists, name)
     check(examined)
-    described = _described(request, choice, examined, digest, sources)
+    search = _search(request, choice, examined)
+    described = _described(request, choice, examined, digest, sources, search)
     if sweep is not None:
         directory.require_unchanged(sweep, described)
     return _Known(choice, first, examined, described, sweep)
@@ -221,12 +224,27 @@ def _version() -> str:
         return str(paths.conf_folder().parent)
 
 
+def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> dict[str, Any]:
+    """Return the settings of a search that it keeps; empty: there is none, or no recipe.
+
+    Raises:
+        ConfigError: if its direction is not that of the recipe.
+    """
+    if not choice.is_search or examined[0].problems:
+        return {}
+    from runner.sweep import study_plan  # needs Optuna
+
+    with hydra_setup.session():
+        return study_plan.recorded(request.overrides, request.config_name, examined[0].recipe)
+
+
 def _described(
     request: Request,
     choice: Choice,
     examined: Sequence[Examined],
     digest: str,
     sources: str | None,
+    search: dict[str, Any],
 ) -> Description:
     plain = [serialization.frozen_plain(job.recipe) for job in examined]
     if any("${" in override for override in request.given):
@@ -248,6 +266,7 @@ def _described(
         time=time.time(),
         recipe=plain[0],
         jobs=listed if choice.known else [],
+        search=search,
     )
 
 
@@ -334,7 +353,9 @@ def _run(
         stack.close()
         stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
         mine = () if stopped else numbers
-        ended = conclusion.conclude(request.config_name, sweep, mine, before)
+        ended = conclusion.conclude(
+            request.config_name, sweep, mine, before, is_search=choice.is_search
+        )
         if ended is None:
             ended = DONE if choice.known or choice.is_search else FAILED
         if code in (STOPPED, INTERRUPTED):

@@ -70,7 +70,7 @@ def test_without_the_package_its_installation_is_told(monkeypatch: pytest.Monkey
 )
 def test_the_recipe_says_what_is_better(overrides: tuple[str, ...], mode: str) -> None:
     recipe = composition.require(composition.new_run(overrides, "config"))
-    assert study_plan.monitored_mode(recipe) == mode
+    assert study_plan.monitored(recipe)[1] == mode
 
 
 def test_the_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
