@@ -192,16 +192,17 @@ def _searched(summary: Mapping[str, Any], searched: StudyFile, run_dir: Path) ->
     pruned = summary.get("stopped") == state.PRUNED
     if metrics == [study.BEST]:
         return {} if pruned else _judged([objective(summary)])
+    named: dict[str, object] = {"metric": None, "mode": None}
+    if len(metrics) == 1:
+        named = {"metric": metrics[0], "mode": searched.modes[0]}
     try:
         values = [study.value_of(summary, metric, run_dir) for metric in metrics]
     except ConfigError as error:
         lacking = {} if pruned else {"status": FAILURE, "reason": str(error)}
-        return {"objective": None, **lacking}
+        return named | lacking | {"objective": None}
     judged = {} if pruned else _judged(values)
-    last = {"objective_step": summary.get("step"), **judged}
-    if len(metrics) > 1:
-        return last | {"objective": values, "metric": None, "mode": None}
-    return last | {"objective": values[0], "metric": metrics[0], "mode": searched.modes[0]}
+    found: object = values if len(values) > 1 else values[0]
+    return named | judged | {"objective": found, "objective_step": summary.get("step")}
 
 
 def _judged(values: Sequence[float | None]) -> dict[str, object]:

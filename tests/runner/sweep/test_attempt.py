@@ -226,4 +226,5 @@ def test_a_run_without_the_objective_of_its_search_has_failed(
     assert len(trains) == 1  # the search says what becomes of it
     state = Journal(tmp_path).state(0)
     assert state.status == status
+    assert state.ended["metric"] == ("loss" if metrics == ["best"] else metrics[0])
     assert (reason or "") in str(state.ended.get("reason", ""))
