@@ -329,13 +329,14 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
         found, also = command.examine(request), []
     missing = [*trust.missing_packages(), *also]
     _require_names(found, missing)
+    note = command.note(request) if flags.multirun else ""
     if flags.cfg:
-        print("\n".join(command.recipe_lines(found)))
+        print("\n".join([*([f"# {note}"] if note else ()), *command.recipe_lines(found)]))
         return DONE
     startup.announce(found[0].recipe.name)
     parts.require(found, missing)
     if flags.multirun:
-        print("\n".join(filter(None, [*command.listing(found), command.note(request)])))
+        print("\n".join(filter(None, [*command.listing(found), note])))
     print("The configuration is valid; nothing was started (--dry-run).")
     return DONE
 

@@ -310,13 +310,13 @@ def closed(override: str) -> str:
 def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
 
-    Where the recipe does not compose, only those of the command line: other problems are reported
-    when the jobs are composed.
+    Where the recipe does not compose, those of the files that it chooses, else only those of the
+    command line: other problems are reported when the jobs are composed.
     """
     single = [o for o in overrides if "," not in o]
-    of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
-    files = [o for o in of_hydra if key_of(o).startswith("hydra/")]
-    for some in (single, of_hydra, files):
+    files = [o for o in single if key_of(o).startswith("hydra/")]
+    chosen = [*files, *(o for o in single if key_of(o) in groups())]
+    for some in (single, chosen, files):
         with contextlib.suppress(Exception):
             choices = _compose(some, config_name).hydra.runtime.choices
             return {kind: str(choices[f"hydra/{kind}"]) for kind in ("launcher", "sweeper")}
@@ -326,16 +326,19 @@ def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
 def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> dict[str, Any]:
     """Return `hydra.<kind>` (launcher, sweeper) as plain containers, without the swept keys.
 
-    Where the recipe does not compose, only from Hydra's own overrides.
+    Where the recipe does not compose, only from Hydra's own overrides and the files of groups.
 
     Raises:
         Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
     """
     fixed = [o for o in overrides if not any(one.is_sweep_override() for one in parse([o]))]
     of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
+    chosen = [*(o for o in fixed if key_of(o) in groups()), *of_hydra]
     node: Any = None
-    with contextlib.suppress(Exception):
-        node = _compose(fixed, config_name).hydra[kind]
+    for some in (fixed, chosen):
+        with contextlib.suppress(Exception):
+            node = _compose(some, config_name).hydra[kind]
+            break
     if node is None:
         node = _compose(of_hydra, config_name).hydra[kind]
     plain: Any = OmegaConf.to_container(node, resolve=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from runner.run_dir.json_files import METRICS, Fields, JsonObject
 
 PLACE = ("step", "epoch", "samples", "split", "time")  # where and when, in metrics.jsonl
+OWN = "_value"  # ends the key of a metric with such a name
 
 
 def measured(run_dir: Path, summary: Fields) -> dict[str, JsonObject]:
@@ -37,16 +38,36 @@ def measured(run_dir: Path, summary: Fields) -> dict[str, JsonObject]:
     return found
 
 
+def last_values(run_dir: Path, splits: Iterable[str]) -> JsonObject:
+    """Return by "<split>/<metric>" the last measured value, from metrics.jsonl.
+
+    An evaluation need not have all metrics.
+    """
+    found: JsonObject = {}
+    for record in _evaluations(run_dir / METRICS, splits):
+        for key, value in record.items():
+            if key not in PLACE and value is not None:
+                found[f"{record['split']}/{_name(key)}"] = value
+    return found
+
+
+def _name(key: str) -> str:
+    """Return the name of a metric whose key in metrics.jsonl is `key`."""
+    name = key.removesuffix(OWN)
+    return name if name in PLACE else key
+
+
 def _key(name: str) -> str:
     """Return the key of a metric in metrics.jsonl, where some names are the run's own."""
-    return f"{name}_value" if name in PLACE else name
+    return f"{name}{OWN}" if name in PLACE else name
 
 
-def _evaluations(path: Path, splits: dict[str, Fields]) -> Iterator[dict[str, Any]]:
+def _evaluations(path: Path, splits: Iterable[str]) -> Iterator[dict[str, Any]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
         return
+    splits = tuple(splits)
     marks = {f'"split": {json.dumps(split)}'.encode() for split in splits}
     for line in lines:
         if not any(mark in line for mark in marks):

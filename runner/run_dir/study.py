@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accel.errors import ConfigError, nearest
+from runner.run_dir import measurements
 from runner.run_dir.json_files import write_json
 
 FILE = "optuna.json"
@@ -81,8 +82,14 @@ def of_sweep(sweep_dir: Path) -> StudyFile | None:
         raise ConfigError.of(str(path), rule, "Give the command of the sweep again.") from error
 
 
-def value_of(summary: Mapping[str, object], metric: str) -> float:
-    """Return an objective from `summary.json`; NaN where the run has measured nothing.
+def value_of(summary: Mapping[str, object], metric: str, run_dir: Path | None = None) -> float:
+    """Return an objective of a run; NaN where the run has measured nothing.
+
+    Args:
+        summary: the content of its `summary.json`.
+        metric: as `hydra.sweeper.metrics` names it. One of a split is the last measured value: not
+            every evaluation need have it.
+        run_dir: the run, whose earlier evaluations count as well; None: the last ones alone do.
 
     Raises:
         ConfigError: if the run measures no such metric.
@@ -93,6 +100,8 @@ def value_of(summary: Mapping[str, object], metric: str) -> float:
         value = value.get("value") if isinstance(value, Mapping) else None
     elif slash and split in SPLITS:
         measured = _measured(summary)
+        if metric not in measured and run_dir is not None:
+            measured |= measurements.last_values(run_dir, SPLITS)
         if metric not in measured:
             rule = f"the run measures {', '.join(measured) or 'nothing'}"
             raise ConfigError.of(f"hydra.sweeper.metrics={metric}", rule, nearest(metric, measured))

@@ -8,6 +8,7 @@ from the journal and the run directory what is left to do. Free of torch until t
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from runner.run_dir import atomic_update, lock, measurements, study
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
 from runner.sweep import code_changes
+from runner.sweep.journal import FAILED as FAILURE
 from runner.sweep.journal import FINISHED, PRUNED, Journal
 from runner.training import state
 
@@ -178,19 +180,35 @@ def _values(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
         "measured": measurements.measured(run_dir, summary),
     }
     searched = study.of_sweep(run_dir.parent)
-    return found if searched is None else found | _searched(summary, searched)
+    return found if searched is None else found | _searched(summary, searched, run_dir)
 
 
-def _searched(summary: Mapping[str, Any], searched: StudyFile) -> dict[str, object]:
-    """Return the objectives of a search, where they are others than the monitored metric."""
+def _searched(summary: Mapping[str, Any], searched: StudyFile, run_dir: Path) -> dict[str, object]:
+    """Return the objectives of a search, where they are others than the monitored metric.
+
+    A run without them has failed for the search, though it has come to its end.
+    """
     metrics = list(searched.metrics)
+    pruned = summary.get("stopped") == state.PRUNED
     if metrics == [study.BEST]:
-        return {}
+        return {} if pruned else _judged([objective(summary)])
+    named: dict[str, object] = {"metric": None, "mode": None}
+    if len(metrics) == 1:
+        named = {"metric": metrics[0], "mode": searched.modes[0]}
     try:
-        values = [study.value_of(summary, metric) for metric in metrics]
-    except ConfigError:  # told by the search
-        return {"objective": None}
-    last = {"objective_step": summary.get("step")}
-    if len(metrics) > 1:
-        return last | {"objective": values, "metric": None, "mode": None}
-    return last | {"objective": values[0], "metric": metrics[0], "mode": searched.modes[0]}
+        values = [study.value_of(summary, metric, run_dir) for metric in metrics]
+    except ConfigError as error:
+        lacking = {} if pruned else {"status": FAILURE, "reason": str(error)}
+        return named | lacking | {"objective": None}
+    judged = {} if pruned else _judged(values)
+    found: object = values if len(values) > 1 else values[0]
+    return named | judged | {"objective": found, "objective_step": summary.get("step")}
+
+
+def _judged(values: Sequence[float | None]) -> dict[str, object]:
+    """Return what a search makes of a run's objectives; empty: they are numbers."""
+    if None in values:
+        return {"status": FAILURE, "reason": "an objective is not measured"}
+    if not all(value is not None and math.isfinite(value) for value in values):
+        return {"status": FAILURE, "reason": "an objective is no finite number"}
+    return {}

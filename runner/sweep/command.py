@@ -10,23 +10,22 @@ import platform
 import re
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.errors import ConfigError, Problem
 from runner.compose import conf_files, hydra_setup
 from runner.compose.composition import Examined
 from runner.config import paths, serialization
 from runner.config.schema import Recipe
-from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.launch import failures
 from runner.sweep import (
     code_changes,
     conclusion,
+    control_folder,
     directory,
     jobs,
     missing_runs,
@@ -44,7 +43,7 @@ from runner.sweep.settings import Settings
 if TYPE_CHECKING:
     from runner.sweep.fork_server import ForkServer
 
-CONTROL = ".command-"
+JOBLIB = "joblib"
 # Interpolations whose values are not in the files of a recipe.
 RESOLVER = re.compile(rb"\$\{[^}]*:")
 Require = Callable[[Sequence[Examined]], object]
@@ -76,7 +75,9 @@ def examine(request: Request) -> list[Examined]:
     with hydra_setup.session():
         choice = jobs.choose(request.overrides, request.config_name, request.settings)
         lists = jobs.lists(request.overrides, choice, request.settings)
-        return jobs.examine(lists, request.config_name)
+        found = jobs.examine(lists, request.config_name)
+    _search(request, choice, found)
+    return found
 
 
 def note(request: Request) -> str:
@@ -136,7 +137,16 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         if missing:
             print(missing_runs.line(missing, again=known.choice.known), flush=True)
         code_changes.say(states)
-        return _run(request, known.choice, sweep, numbers, server, hydra)
+        code = _run(request, known.choice, sweep, numbers, server, hydra)
+        if known.sweep is None and request.settings.dir is None and code == REFUSED:
+            _remove_unstarted(sweep)
+        return code
+
+
+def _remove_unstarted(sweep: Sweep) -> None:
+    """Remove the directory that this command has made, if no job was started in it."""
+    if not sweep.journal.records() and not control_folder.others(sweep.path):
+        shutil.rmtree(sweep.path, ignore_errors=True)
 
 
 class _Server:
@@ -179,7 +189,8 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
             server.get()  # it imports while the other jobs are composed
         examined = jobs.examine(lists, name)
     check(examined)
-    described = _described(request, choice, examined, digest, sources)
+    search = _search(request, choice, examined)
+    described = _described(request, choice, examined, digest, sources, search)
     if sweep is not None:
         directory.require_unchanged(sweep, described)
     return _Known(choice, first, examined, described, sweep)
@@ -221,12 +232,27 @@ def _version() -> str:
         return str(paths.conf_folder().parent)
 
 
+def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> dict[str, Any]:
+    """Return the settings of a search that it keeps; empty: there is none, or no recipe.
+
+    Raises:
+        ConfigError: if its direction is not that of the recipe.
+    """
+    if not choice.is_search or examined[0].problems:
+        return {}
+    from runner.sweep import study_plan  # needs Optuna
+
+    with hydra_setup.session():
+        return study_plan.recorded(request.overrides, request.config_name, examined[0].recipe)
+
+
 def _described(
     request: Request,
     choice: Choice,
     examined: Sequence[Examined],
     digest: str,
     sources: str | None,
+    search: Mapping[str, Any] | None = None,
 ) -> Description:
     plain = [serialization.frozen_plain(job.recipe) for job in examined]
     if any("${" in override for override in request.given):
@@ -248,6 +274,7 @@ def _described(
         time=time.time(),
         recipe=plain[0],
         jobs=listed if choice.known else [],
+        search=dict(search or {}),
     )
 
 
@@ -299,7 +326,7 @@ def _run(
     total = len(sweep.description.jobs) if choice.known else None
     with hydra_setup.session():
         levels = hydra_setup.log_levels(request.overrides)
-    with _control(sweep.path) as control, contextlib.ExitStack() as stack:
+    with control_folder.made(sweep.path) as control, contextlib.ExitStack() as stack:
         local = None
         if choice.is_watched:
             alone = choice.is_local and request.settings.jobs == 1
@@ -325,6 +352,8 @@ def _run(
         code = FAILED
         try:
             code = hydra(_line(request, choice, sweep), called)
+            if choice.launcher == JOBLIB:
+                _end_idle_workers()
         except JobFailed:  # the sweeper gave up
             code = FAILED
         except KeyboardInterrupt:
@@ -332,9 +361,13 @@ def _run(
         except Exception as error:  # of the launcher or the sweeper
             code = failures.report(error)
         stack.close()
+        if code == REFUSED and not sweep.journal.records():
+            return code
         stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
         mine = () if stopped else numbers
-        ended = conclusion.conclude(request.config_name, sweep, mine, before)
+        ended = conclusion.conclude(
+            request.config_name, sweep, mine, before, is_search=choice.is_search
+        )
         if ended is None:
             ended = DONE if choice.known or choice.is_search else FAILED
         if code in (STOPPED, INTERRUPTED):
@@ -342,26 +375,17 @@ def _run(
         return STOPPED if stopped else max(code, ended)
 
 
+def _end_idle_workers() -> None:
+    """End joblib's processes, whose jobs have ended: by themselves that would take them seconds."""
+    loky: Any = sys.modules.get("joblib.externals.loky")
+    if loky is not None:
+        loky.get_reusable_executor(reuse=True).shutdown(wait=True, kill_workers=True)
+
+
 def _common(sweep: Sweep) -> set[str]:
     """Return the overrides that all known jobs have."""
     own = [set(job.overrides) for job in sweep.description.jobs]
     return set.intersection(*own) if len(own) > 1 else set()
-
-
-@contextlib.contextmanager
-def _control(folder: Path) -> Iterator[Path]:
-    """Make the folder of one command in a sweep directory; it is removed at the end."""
-    try:
-        control = Path(tempfile.mkdtemp(prefix=CONTROL, dir=folder))
-    except OSError as error:
-        rule = f"the jobs of a sweep are run from there, and that failed ({paths.failure(error)})"
-        remedy = "Make room, or the folder writable, and give the command again."
-        raise ConfigError.of(str(folder), rule, remedy) from error
-    try:
-        yield control
-    finally:
-        # A launcher's process may be writing its last file there.
-        shutil.rmtree(control, ignore_errors=True)
 
 
 def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:

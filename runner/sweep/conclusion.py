@@ -11,6 +11,7 @@ from runner.config import paths
 from runner.exit_codes import DONE, FAILED
 from runner.sweep import code_changes, hparams, table, task
 from runner.sweep.directory import Sweep
+from runner.sweep.journal import FAILED as FAILURE
 from runner.sweep.journal import FINISHED, INTERRUPT, PRUNED, STOP, JobState
 from runner.sweep.table import Results
 
@@ -52,24 +53,28 @@ def conclude(
     sweep: Sweep,
     numbers: Sequence[int],
     before: Mapping[int, JobState],
+    *,
+    is_search: bool = False,
 ) -> int | None:
     """Write and show the results; print which jobs failed, and return the code of the sweep.
 
     None: no job was to be run, and all has been written. `numbers` are the jobs that were to be
-    run, `before` the states before the command.
+    run, `before` the states before the command. Of a search all failed jobs count: it does not try
+    those again whose objective is no number.
     """
     begun = [n for n, state in sweep.journal.states().items() if _is_new(state, before.get(n))]
     task.record_deaths(sweep.path, begun)
     states = sweep.journal.states()
     found = table.results(sweep, states)
-    mine = sorted({*numbers, *begun})
+    others = [n for n, state in states.items() if is_search and state.status == FAILURE]
+    mine = sorted({*numbers, *begun, *others})
     written = _written(sweep, found, begun)
     table.show(found, config_name, Console(highlight=False))
     codes = [_code_of(states.get(number, JobState())) for number in mine]
     failed = [number for number in mine if states.get(number, JobState()).status not in _GOOD]
     if failed:
         names = ", ".join(f"{number:04}" for number in failed)
-        print(f"{len(failed)} of {len(mine)} jobs failed: {names}", file=sys.stderr)
+        print(f"{len(failed)} of {len(found.rows)} jobs failed: {names}", file=sys.stderr)
     return max([*codes, *([written] if written != DONE else [])], default=None)
 
 

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class Description:
         time: seconds since the epoch.
         recipe: the first job's frozen recipe.
         jobs: the jobs that are known in advance; empty: the sweeper chooses them.
+        search: `hydra.sweeper` of a search, without what may change; empty: it is none, or an
+            older version has begun it.
     """
 
     command: list[str]
@@ -84,6 +86,7 @@ class Description:
     recipe: dict[str, Any]
     jobs: list[KnownJob]
     format: int = FORMAT
+    search: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -318,6 +321,9 @@ def require_unchanged(there: Sweep, here: Description) -> None:
     if not old.jobs:
         for key, before, after in resumed_recipe.differences(old.recipe, new.recipe):
             problems.setdefault((key, str(before), str(after)), [])
+    if old.search and new.search:
+        for key, before, after in resumed_recipe.differences(old.search, new.search):
+            problems.setdefault((f"{sweepers.NODE}.{key}", str(before), str(after)), [])
     ConfigError.raise_if(
         [
             Problem(f"{key}={after}{_in_jobs(jobs)}", f"{key}={before} in {shown}", remedy)

@@ -25,7 +25,7 @@ from runner.exit_codes import DONE
 from runner.reporting.console import UNLIMITED_COLUMNS, clock, number
 from runner.run_dir.json_files import METRICS
 from runner.run_dir.outcomes import describe_exit
-from runner.sweep.journal import Journal, status_of
+from runner.sweep.journal import FAILED, JobState, Journal, status_of
 
 REFRESH_SECONDS = 1.0
 TAIL_BYTES = 8192
@@ -112,13 +112,17 @@ class Live:
     def ended(self, job: int, code: int, status: int) -> None:
         """Show how a job ended."""
         shown = self._jobs.pop(job, None) or _Job("", None, time.monotonic())
-        self._done += code == DONE
-        self._failed += code != DONE
         died = status < 0 and code != DONE
         if self._alone and not died:
             return
-        shown.status, shown.seconds = status_of(code), time.monotonic() - shown.began
-        value = Journal(self._folder).state(job).objective if code == DONE else None
+        # A search may judge a run that has come to its end as failed.
+        state = Journal(self._folder).state(job) if code == DONE else JobState()
+        shown.status = state.status if state.ended else status_of(code)
+        shown.seconds = time.monotonic() - shown.began
+        failed = code != DONE or shown.status == FAILED
+        self._done += not failed
+        self._failed += failed
+        value = state.objective
         objective = "" if value is None else f"  objective {_objective(value)}"
         how = "" if status >= 0 else f" (its process {describe_exit(status)})"
         log = "" if code == DONE or self._alone else f"  see {self._folder / f'{job:04}' / 'logs'}"

@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import io
 import itertools
-import json
 import math
 import sys
 import time
@@ -33,9 +32,8 @@ from runner.compose import composition, hydra_setup, sweepers
 from runner.config import processes
 from runner.run_dir import numerics
 from runner.run_dir import study as study_files
-from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import BEST, StudyFile
-from runner.sweep import study_plan, study_report
+from runner.sweep import attempt, study_plan, study_report
 from runner.sweep.job_errors import JobFailed, JobStopped
 from runner.sweep.launcher import instantiate_launcher
 from runner.sweep.search_space import Space
@@ -46,6 +44,8 @@ from runner.training import optuna_study
 from runner.training.optuna_study import PRUNER
 
 STUDY = "sweep"
+OBJECTIVES = "objectives"  # attribute of a study
+OBJECTIVE_KEYS = {"metrics": f"{sweepers.NODE}.metrics", "monitor": "checkpoint.monitor"}
 DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
 
 
@@ -144,6 +144,8 @@ class Search:
         self.config_name, self.launcher = config_name, launcher
         self._stopped = False
         self._begin = time.monotonic()
+        self._unmeasured: dict[int, ConfigError] = {}  # by jobs that lack an objective
+        self._ended_before = 0
 
     def run(self) -> None:
         """Run jobs until the study is complete, and print what was found."""
@@ -159,6 +161,7 @@ class Search:
                 for group in _consecutive(batch):
                     self._launch(found, group)
                 self._check_failures(found)
+                self._check_measured(found)
         if not self._stopped:
             study_report.show(study, found.newest(), self.settings.metrics, self.config_name)
 
@@ -166,7 +169,9 @@ class Search:
 
     def _open(self) -> tuple[optuna.Study, optuna.storages.BaseStorage]:
         """Create the study, or open that of an earlier command."""
-        settings, modes = self.settings, self._modes()
+        settings = self.settings
+        modes, objectives = self._objectives()
+        earlier = study_files.of_sweep(self.sweep_dir)
         reported = settings.reported
         file = StudyFile(
             storage=settings.storage or study_files.JOURNAL,
@@ -190,31 +195,44 @@ class Search:
             load_if_exists=True,
         )
         self._require_same(study, modes)
+        self._require_same_objectives(study, objectives, earlier)
         file.write(self.sweep_dir)
         return study, storage
 
-    def _modes(self) -> tuple[str, ...]:
-        """Return "min" or "max" of each objective."""
-        given = self.settings.modes
-        if self.settings.metrics[0] != BEST:
-            assert given is not None
-            return given
+    def _objectives(self) -> tuple[tuple[str, ...], dict[str, object]]:
+        """Return "min" or "max" of each objective, and what tells them from those of others."""
+        metrics = self.settings.metrics
+        if BEST not in metrics:
+            assert self.settings.modes is not None
+            return self.settings.modes, {"metrics": list(metrics), "monitor": None}
         with hydra_setup.session():
             probe = composition.new_run(self.space.probes()[0], self.config_name)
-        known = study_plan.monitored_mode(composition.require(probe))
-        if given is None and known is None:
-            raise ConfigError.of(
-                f"{sweepers.NODE}.direction",
-                "the step decides whether less or more of its metric is better",
-                f"Give {sweepers.NODE}.direction=minimize or maximize.",
-            )
-        if given is not None and known is not None and given[0] != known:
-            raise ConfigError.of(
-                f"{sweepers.NODE}.direction={given[0]}imize",
-                f"the best of the monitored metric is the {known}imum",
-                "Leave it out, or set checkpoint.monitor and checkpoint.mode.",
-            )
-        return given or (str(known),)
+        recipe = composition.require(probe)
+        monitor, _ = study_plan.monitored(recipe)
+        modes = study_plan.modes_of(self.settings, recipe)
+        return modes, {"metrics": list(metrics), "monitor": monitor}
+
+    def _require_same_objectives(
+        self, study: optuna.Study, here: dict[str, object], earlier: StudyFile | None
+    ) -> None:
+        """Raise if values of the study's trials are of other metrics; note those of a new study."""
+        there = study.user_attrs.get(OBJECTIVES)
+        if there is None:
+            if not study.get_trials(deepcopy=False):
+                there = here
+            elif earlier is not None and earlier.modes:  # begun by an older version
+                there = {"metrics": list(earlier.metrics)}
+            if there is not None:
+                study.set_user_attr(OBJECTIVES, there)
+        for key, what in OBJECTIVE_KEYS.items():
+            before, now = (one.get(key) for one in (there or {}, here))
+            if before is not None and now is not None and before != now:
+                old, new = (", ".join(x) if isinstance(x, list) else x for x in (before, now))
+                rule = f"trials of the study {study.study_name!r} are judged by {old}"
+                remedy = f"Set {what}={old} again, or start another sweep"
+                if self.settings.storage is not None:
+                    remedy += f" with another {sweepers.NODE}.study_name"
+                raise ConfigError.of(f"{what}={new}", rule, f"{remedy}.")
 
     def _require_same(self, study: optuna.Study, modes: Sequence[str]) -> None:
         """Raise if the study searches another space, or in another direction."""
@@ -260,8 +278,10 @@ class Search:
         try:
             values = self._values(job, returned)
         except ConfigError as error:
+            self._unmeasured[job.number] = error
             found.fail(job, str(error), again=True)
-            raise
+            print(f"trial {job.number}: failed ({error})", flush=True)
+            return
         named = ", ".join(
             f"{metric} {value:.6g}"
             for metric, value in zip(self.settings.metrics, values, strict=True)
@@ -270,8 +290,9 @@ class Search:
             found.complete(job, values)
             print(f"trial {job.number}: {named}", flush=True)
         else:
-            found.fail(job, f"an objective is no finite number ({named})", again=False)
-            print(f"trial {job.number}: failed, {named} is no finite number", flush=True)
+            reason = f"an objective is no finite number: {named}"
+            found.fail(job, reason, again=False)
+            print(f"trial {job.number}: failed ({reason})", flush=True)
 
     def _values(self, job: TrialJob, returned: object) -> list[float]:
         """Return the objectives of a job that has ended."""
@@ -282,8 +303,8 @@ class Search:
             remedy = f"Give the data a validation split, or set {sweepers.NODE}.metrics."
             raise ConfigError.of(f"job {job.number:04}", rule, remedy)
         folder = study_files.job_folder(self.sweep_dir, job.number)
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        return [study_files.value_of(summary, metric) for metric in self.settings.metrics]
+        summary = attempt.summary_of(folder)
+        return [study_files.value_of(summary, metric, folder) for metric in self.settings.metrics]
 
     def _check_failures(self, found: Jobs) -> None:
         newest = found.newest().values()
@@ -295,14 +316,24 @@ class Search:
                 f"{sweepers.NODE}.max_failure_rate={self.settings.max_failure_rate}"
             )
 
+    def _check_measured(self, found: Jobs) -> None:
+        """Raise if no trial that has ended has the objective, as where its name is misspelt.
+
+        Only once this command has tried a further one: each makes some progress.
+        """
+        ended = [n for n, trial in found.newest().items() if trial.state.is_finished()]
+        if len(ended) > self._ended_before and self._unmeasured.keys() >= set(ended):
+            raise self._unmeasured[min(ended)]
+
     def _time_is_up(self) -> bool:
         limit = self.settings.timeout
         return limit is not None and time.monotonic() - self._begin >= limit
 
     def _note_continued(self, found: Jobs) -> None:
         newest = found.newest()
+        ended = sum(trial.state.is_finished() for trial in newest.values())
+        self._ended_before = ended
         if newest:
-            ended = sum(trial.state.is_finished() for trial in newest.values())
             print(f"The study goes on: {ended} of {self.settings.n_trials} trials have ended.")
 
     def _note_random_keys(self) -> None:

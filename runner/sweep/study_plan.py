@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -12,6 +13,7 @@ from accel.errors import ConfigError, Problem, Problems, nearest
 from accel.imports import is_available
 from runner.compose import diagnose, hydra_setup, sweepers
 from runner.config.schema import Recipe
+from runner.run_dir.study import BEST
 
 if TYPE_CHECKING:
     from runner.sweep.search_space import Space
@@ -97,8 +99,65 @@ def _unknown(overrides: Sequence[str]) -> list[Problem]:
     ]
 
 
-def monitored_mode(recipe: Recipe) -> str | None:
-    """Return whether the best of a run's monitored metric is the "max" or the "min".
+def recorded(overrides: Sequence[str], config_name: str, recipe: Recipe) -> dict[str, Any]:
+    """Return what a sweep keeps of `hydra.sweeper`: all but what may change while it goes on.
+
+    Inside a session, after `probes` has found the settings to be right.
+
+    Args:
+        overrides: of the command line.
+        config_name: the primary config.
+        recipe: the first job's.
+
+    Raises:
+        ConfigError: if the direction is not that of the monitored metric.
+    """
+    from runner.sweep.study_settings import Settings
+
+    node = hydra_setup.plugin_settings("sweeper", overrides, config_name)
+    modes_of(Settings.read(node), recipe)
+    kept = [key for key in sweepers.DEFAULTS if f"{sweepers.NODE}.{key}" not in sweepers.SCHEDULING]
+    plain: dict[str, Any] = json.loads(json.dumps({key: node.get(key) for key in kept}))
+    return plain
+
+
+def modes_of(settings: Settings, recipe: Recipe) -> tuple[str, ...]:
+    """Return "min" or "max" of each objective.
+
+    Args:
+        settings: of the search.
+        recipe: of one of its jobs.
+
+    Raises:
+        ConfigError: if that of the monitored metric is not known, or the other one.
+    """
+    given = settings.modes
+    if BEST not in settings.metrics:
+        assert given is not None
+        return given
+    index, (_, known) = settings.metrics.index(BEST), monitored(recipe)
+    if given is None and known is None:
+        raise ConfigError.of(
+            f"{sweepers.NODE}.direction",
+            "the step decides whether less or more of its metric is better",
+            f"Give {sweepers.NODE}.direction=minimize or maximize.",
+        )
+    if given is not None and known is not None and given[index] != known:
+        several = len(settings.metrics) > 1
+        listed = ", ".join(f"{mode}imize" for mode in given)
+        written = f"directions=[{listed}]" if several else f"direction={listed}"
+        raise ConfigError.of(
+            f"{sweepers.NODE}.{written}",
+            f"the best of the monitored metric is the {known}imum",
+            f"Give {known}imize for {BEST}, or set checkpoint.monitor and checkpoint.mode."
+            if several
+            else "Leave it out, or set checkpoint.monitor and checkpoint.mode.",
+        )
+    return given or (str(known),)
+
+
+def monitored(recipe: Recipe) -> tuple[str | None, str | None]:
+    """Return the name of a run's monitored metric, and whether its best is the "max" or the "min".
 
     None: it is known only once the run has been built.
     """
@@ -107,16 +166,20 @@ def monitored_mode(recipe: Recipe) -> str | None:
     from runner.training.objective import Objective
     from runner.training.step import SupervisedStep
 
-    if recipe.checkpoint.mode is not None:
-        return str(recipe.checkpoint.mode)
+    checkpoint = recipe.checkpoint
+    if checkpoint.monitor is not None and checkpoint.mode is not None:
+        return str(checkpoint.monitor), str(checkpoint.mode)
     step = factory_of("step", recipe.step, register.step).function
     source: object = step
     if isinstance(step, type) and issubclass(step, SupervisedStep):
         source = factory_of("objective", recipe.objective, register.objective).function
     if not isinstance(source, type) or not (source is step or issubclass(source, Objective)):
-        return None
-    mode = getattr(source, "mode", None)
-    return str(mode) if mode in ("min", "max") else None
+        source = None
+    name, mode = (getattr(source, key, None) for key in ("monitor", "mode"))
+    return (
+        checkpoint.monitor or (name if isinstance(name, str) else None),
+        str(checkpoint.mode or mode) if (checkpoint.mode or mode) in ("min", "max") else None,
+    )
 
 
 def folder_of(config: DictConfig) -> Path:

@@ -259,6 +259,7 @@ class Task:
             return self._answer(number, STOPPED)
         with self.in_launcher_process(number):
             code = self.attempt(number, overrides)
+        sys.stdout.flush()  # the launcher may end the process at any time
         return self._answer(number, code)
 
     def attempt(self, number: int, overrides: Sequence[str]) -> int:

@@ -67,6 +67,8 @@ class TrialReport(Callback):
         if split != "validation":
             return
         metric = self.file.metric or loop.monitor
+        if metric == self.file.metric and metric not in metrics:
+            return  # not every evaluation need measure it
         value = monitored_value(metrics, metric, "hydra.sweeper.metrics")
         step = loop.state.step
         prune = self._trial is not None and _report(self._trial, step, value)

@@ -41,3 +41,18 @@ def test_without_the_file_or_evaluations_there_is_nothing(tmp_path: Path) -> Non
     assert measurements.measured(tmp_path, {"metrics": {"validation": {"loss": 1.0}}}) == {}
     written(tmp_path, record(10, "train", loss=0.9))
     assert measurements.measured(tmp_path, {}) == {}
+
+
+def test_a_metric_of_an_earlier_evaluation_has_its_last_value(tmp_path: Path) -> None:
+    lines = [
+        {"split": "validation", "step": 1, "loss": 0.5, "recall": 0.25, "time_value": 2.0},
+        {"split": "train", "step": 1, "loss": 9.0},
+        {"split": "validation", "step": 2, "loss": "NaN"},
+    ]
+    text = "".join(f"{json.dumps(one)}\n" for one in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert measurements.last_values(tmp_path, ("validation", "test")) == {
+        "validation/loss": "NaN",
+        "validation/recall": 0.25,
+        "validation/time": 2.0,
+    }

@@ -19,10 +19,14 @@ from runner.sweep.live import Live
 
 @dataclass
 class StandIn:
-    """Records the orders; job n ends with `codes[n]`, else 0, and `objectives[n]`, else n."""
+    """Records the orders; job n ends with `codes[n]`, else 0, and `objectives[n]`, else n.
+
+    `statuses` are those of jobs whose status the exit code does not tell.
+    """
 
     codes: dict[int, int] = field(default_factory=dict)
     objectives: dict[int, Any] = field(default_factory=dict)
+    statuses: dict[int, str] = field(default_factory=dict)
     orders: list[Order] = field(default_factory=list)
     waiting: list[Event] = field(default_factory=list)
     on_start: Callable[[Order], object] = lambda order: None
@@ -39,6 +43,7 @@ class StandIn:
         if code >= 0:
             value = self.objectives.get(order.number, float(order.number)) if code == 0 else None
             values = {"objective": value, "metric": "loss", "mode": "min", "seconds": 1.0}
+            values |= {"status": self.statuses.get(order.number)}
             journal.ended(order.number, attempt, given["overrides"], code, **values)
         self.waiting += [Event(order.number, 0), Event(order.number, 0, code)]
 

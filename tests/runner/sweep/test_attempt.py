@@ -13,6 +13,7 @@ from runner.config.schema import Recipe, Trainer
 from runner.launch import launcher
 from runner.run_dir import lock
 from runner.run_dir.job import Job
+from runner.run_dir.study import StudyFile
 from runner.sweep import attempt
 from runner.sweep.journal import Journal
 from tests.runner.run_dir.test_directory import add_checkpoint
@@ -195,3 +196,35 @@ def test_the_objective_is_the_best_value_else_the_last() -> None:
 def test_a_damaged_summary_is_none(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{")
     assert attempt.summary_of(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "best", "status", "reason"),
+    [
+        (["best"], {"value": 0.25}, "finished", None),
+        (["best"], {"value": "NaN"}, "failed", "an objective is no finite number"),
+        (["validation/loss"], None, "finished", None),
+        (["validation/los"], None, "failed", "the run measures validation/loss"),
+    ],
+)
+def test_a_run_without_the_objective_of_its_search_has_failed(
+    trains: list[Job],
+    tmp_path: Path,
+    metrics: list[str],
+    best: dict[str, object] | None,
+    status: str,
+    reason: str | None,
+) -> None:
+    StudyFile("j", "s", tmp_path.name, mode="min", metrics=metrics, modes=["min"]).write(tmp_path)
+
+    def end(run_dir: Path) -> int:
+        (run_dir / "summary.json").write_text(json.dumps({**SUMMARY, "best": best}))
+        return 0
+
+    ENDS.append(end)
+    assert [run(tmp_path), run(tmp_path)] == [0, 0]
+    assert len(trains) == 1  # the search says what becomes of it
+    state = Journal(tmp_path).state(0)
+    assert state.status == status
+    assert state.ended["metric"] == ("loss" if metrics == ["best"] else metrics[0])
+    assert (reason or "") in str(state.ended.get("reason", ""))

@@ -112,6 +112,19 @@ def test_a_changed_recipe_is_refused_with_the_difference(made: directory.Sweep) 
         directory.require_unchanged(sampled, replace(described(3, name="other"), jobs=[]))
 
 
+def test_changed_settings_of_a_search_are_refused_with_the_difference(
+    made: directory.Sweep,
+) -> None:
+    there = replace(made.description, jobs=[], search={"seed": 0, "params": {"seed": "1,2"}})
+    sampled = directory.Sweep(made.path, there)
+    here = replace(there, search={"seed": 1, "params": {"seed": "1,2"}})
+    with pytest.raises(ConfigError, match=r"hydra.sweeper.seed=1: hydra.sweeper.seed=0 in"):
+        directory.require_unchanged(sampled, here)
+    directory.require_unchanged(sampled, there)
+    older = directory.Sweep(made.path, replace(there, search={}))
+    directory.require_unchanged(older, here)
+
+
 def test_recipes_that_json_cannot_hold_are_composed_again() -> None:
     job = directory.known_job(0, (), {"model": {1: 2}}, {})
     assert job.changes is None

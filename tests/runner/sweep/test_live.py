@@ -36,6 +36,13 @@ def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     assert str(tmp_path / "0001" / "logs") in lines[3]
 
 
+def test_a_job_that_a_search_judges_as_failed(tmp_path: Path) -> None:
+    live, text = shown(tmp_path)
+    Journal(tmp_path).ended(0, "", [], 0, status="failed", objective=float("nan"))
+    live.ended(0, 0, 0)
+    assert "job 0000 failed" in text.getvalue()
+
+
 def test_one_job_at_a_time_prints_for_itself(tmp_path: Path) -> None:
     live, text = shown(tmp_path, terminal=True, alone=True)
     live.started(0, ["seed=1"], Recipe())

@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 from accel.errors import ConfigError
 from runner.compose import hydra_setup, sweepers
 from runner.run_dir import study as study_files
-from runner.run_dir.json_files import SUMMARY
+from runner.run_dir.json_files import METRICS, SUMMARY
 from runner.sweep.job_errors import JobFailed, JobStopped
 from runner.sweep.optuna_sweeper import STUDY, Search
 from runner.sweep.search_space import Space
@@ -58,12 +58,18 @@ class Launched(Launcher):
         return answers
 
 
-def search(folder: Path, objective: Objective, *space: str, **changes: object) -> Launched:
+def search(
+    folder: Path,
+    objective: Objective,
+    *space: str,
+    config_name: str = "config",
+    **changes: object,
+) -> Launched:
     launcher = Launched(objective)
     with hydra_setup.session():
         read = Space.read(space or SPACE, {}, {})
     settings = Settings.read({**sweepers.DEFAULTS, "n_trials": 6, **changes})
-    Search(settings, read, folder, "config", launcher).run()
+    Search(settings, read, folder, config_name, launcher).run()
     return launcher
 
 
@@ -123,7 +129,7 @@ def test_an_objective_that_is_no_number_fails_with_the_reason(tmp_path: Path) ->
     search(tmp_path, lambda number, given: math.nan if number else math.inf, n_trials=2)
     assert states(tmp_path) == ["FAIL", "FAIL"]
     reasons = [trial.user_attrs["failure"]["reason"] for trial in study_of(tmp_path).trials]
-    assert reasons == [f"an objective is no finite number (best {x})" for x in ("inf", "nan")]
+    assert reasons == [f"an objective is no finite number: best {x}" for x in ("inf", "nan")]
     assert search(tmp_path, distance, n_trials=2).batches == []
 
 
@@ -164,12 +170,16 @@ def test_no_job_starts_after_the_timeout(tmp_path: Path) -> None:
     assert len(search(tmp_path, distance, timeout=3600).batches) == 6
 
 
-def measured(folder: Path) -> Objective:
+def measured(folder: Path, lacking: Sequence[int] = ()) -> Objective:
+    """Return an objective whose runs measure the loss, but for the jobs that lack it."""
+
     def objective(number: int, given: dict[str, str]) -> None:
         run_dir = study_files.job_folder(folder, number)
-        run_dir.mkdir()
+        run_dir.mkdir(exist_ok=True)
         rate = float(given["optimizer.lr"])
-        metrics = {"validation": {"loss": rate, "accuracy": 1.0}}
+        metrics = {"validation": {"accuracy": 1.0}}
+        if number not in lacking:
+            metrics["validation"]["loss"] = rate
         summary = {"best": None, "metrics": metrics, "seconds": 1 / rate}
         (run_dir / SUMMARY).write_text(json.dumps(summary))
 
@@ -193,6 +203,50 @@ def test_a_metric_that_is_not_measured_is_told_after_one_job(tmp_path: Path) -> 
     assert len(study_of(tmp_path).trials) == 1
 
 
+LOSS = {"metrics": ["validation/loss"], "directions": ["minimize"]}
+
+
+def test_a_misspelt_metric_is_told_once_the_batch_is_recorded(tmp_path: Path) -> None:
+    judged = {"metrics": ["validation/los"], "directions": ["minimize"]}
+    with pytest.raises(ConfigError, match="Did you mean 'validation/loss'"):
+        search(tmp_path, measured(tmp_path), n_jobs=2, **judged)
+    assert states(tmp_path) == ["FAIL", "FAIL"]
+
+
+def test_a_job_without_the_objective_stops_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacking = measured(tmp_path, lacking=[2])
+    assert search(tmp_path, lacking, n_jobs=2, **LOSS).batches == [[0, 1], [2, 3], [4, 5]]
+    assert states(tmp_path) == ["COMPLETE", "COMPLETE", "FAIL", *["COMPLETE"] * 3]
+    assert "trial 2: failed (hydra.sweeper.metrics=validation/loss: the run measures" in (
+        capsys.readouterr().out
+    )
+    assert search(tmp_path, lacking, **LOSS).batches == [[2]]
+
+
+def test_a_search_whose_first_job_lacks_the_objective_goes_on_when_it_is_repeated(
+    tmp_path: Path,
+) -> None:
+    lacking = measured(tmp_path, lacking=[0])
+    with pytest.raises(ConfigError, match="Did you mean"):
+        search(tmp_path, lacking, **LOSS)
+    assert search(tmp_path, lacking, **LOSS).batches == [[n] for n in range(6)]
+    assert states(tmp_path) == ["FAIL", *["COMPLETE"] * 5]
+
+
+def test_a_metric_that_only_earlier_evaluations_have_is_their_last_value(tmp_path: Path) -> None:
+    lines = [{"split": "validation", "step": n, "loss": 1 / n, "accuracy": 1.0} for n in (1, 2)]
+
+    def objective(number: int, given: dict[str, str]) -> None:
+        measured(tmp_path, lacking=[0])(number, given)
+        text = "".join(f"{json.dumps(one)}\n" for one in lines)
+        (study_files.job_folder(tmp_path, number) / METRICS).write_text(text)
+
+    search(tmp_path, objective, n_trials=1, **LOSS)
+    assert study_of(tmp_path).best_value == 0.5
+
+
 @pytest.mark.parametrize(
     ("space", "changes", "message"),
     [
@@ -207,6 +261,53 @@ def test_a_study_of_something_else_is_refused(
     search(tmp_path, distance, n_trials=2)
     with pytest.raises(ConfigError, match=message):
         search(tmp_path, distance, *space, **changes)
+
+
+def test_values_of_other_metrics_are_not_mixed(tmp_path: Path) -> None:
+    search(tmp_path, measured(tmp_path), n_trials=2, **LOSS)
+    message = r"metrics=seconds: trials of the study 'sweep' are judged by validation/loss"
+    with pytest.raises(ConfigError, match=message):
+        search(tmp_path, measured(tmp_path), **{**LOSS, "metrics": ["seconds"]})
+    assert len(study_of(tmp_path).trials) == 2
+
+
+def test_a_study_of_an_older_version_has_the_metrics_of_its_file(tmp_path: Path) -> None:
+    search(tmp_path, measured(tmp_path), n_trials=1, **LOSS)
+    journal = tmp_path / study_files.JOURNAL
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(line for line in lines if "objectives" not in line))
+    with pytest.raises(ConfigError, match="are judged by validation/loss"):
+        search(tmp_path, measured(tmp_path), **{**LOSS, "metrics": ["seconds"]})
+    assert search(tmp_path, measured(tmp_path), n_trials=2, **LOSS).batches == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"metrics": ["validation/loss"], "directions": ["minimize"]},
+            "judged by best.*study_name",
+        ),
+        ({"config_name": "accurate"}, "checkpoint.monitor=accuracy: .* are judged by loss"),
+    ],
+)
+def test_sweeps_that_share_a_study_have_one_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    text = "defaults: [config, _self_]\ncheckpoint: {monitor: accuracy, mode: min}\n"
+    (tmp_path / "conf" / "accurate.yaml").write_text(text)
+    shared = {"storage": "shared.journal", "study_name": "s", "n_trials": 1}
+    search(tmp_path / "one", distance, **shared)
+    with pytest.raises(ConfigError, match=message):
+        search(tmp_path / "two", distance, **shared, **changes)
+
+
+def test_the_direction_of_best_is_checked_wherever_it_stands(tmp_path: Path) -> None:
+    both = {"metrics": ["seconds", "best"], "directions": ["minimize", "maximize"]}
+    with pytest.raises(ConfigError, match="monitored metric is the minimum"):
+        search(tmp_path, distance, **both)
 
 
 def test_sweeps_may_share_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

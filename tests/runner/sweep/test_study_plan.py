@@ -70,7 +70,17 @@ def test_without_the_package_its_installation_is_told(monkeypatch: pytest.Monkey
 )
 def test_the_recipe_says_what_is_better(overrides: tuple[str, ...], mode: str) -> None:
     recipe = composition.require(composition.new_run(overrides, "config"))
-    assert study_plan.monitored_mode(recipe) == mode
+    assert study_plan.monitored(recipe)[1] == mode
+
+
+def test_a_sweep_keeps_the_settings_but_for_scheduling() -> None:
+    line = ["hydra/sweeper=optuna", LR, "hydra.sweeper.n_trials=3", "hydra.sweeper.seed=5"]
+    recipe = composition.require(composition.new_run((), "config"))
+    kept = study_plan.recorded(line, "config", recipe)
+    assert (kept["seed"], kept["sampler"]) == (5, {"name": "tpe"})
+    assert not {"n_trials", "n_jobs", "timeout", "max_failure_rate"} & kept.keys()
+    with pytest.raises(ConfigError, match="direction=maximize: the best of the monitored metric"):
+        study_plan.recorded([*line, "hydra.sweeper.direction=maximize"], "config", recipe)
 
 
 def test_the_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,12 @@ def test_another_metric_may_be_the_one_reported(tmp_path: Path) -> None:
     assert set(found.trials[1].intermediate_values.values()) == {8.0}
 
 
+def test_an_evaluation_without_the_metric_reports_nothing(tmp_path: Path) -> None:
+    found = study_in(tmp_path, metric="precision")
+    assert train(tmp_path, 9.0, 9.0, 9.0, 9.0, 9.0)["stopped"] == "epochs"
+    assert found.trials[1].intermediate_values == {}
+
+
 def test_runs_of_several_objectives_report_nothing(tmp_path: Path) -> None:
     study_in(tmp_path, mode="min")
     StudyFile(study.JOURNAL, "sweep", tmp_path.name, mode=None).write(tmp_path)

@@ -1,0 +1,154 @@
+"""Commands of searches that a file chooses: begun, repeated, refused, listed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.errors import ConfigError
+from runner import cli
+from runner.exit_codes import REFUSED
+from runner.run_dir import study as study_files
+from runner.sweep import command
+from runner.sweep.directory import read
+from tests.runner.sweep import stand_ins
+from tests.runner.sweep.stand_ins import StandIn
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+LINE = ["-m", "experiment=search"]
+FILE = """
+# @package _global_
+defaults:
+  - override /hydra/sweeper: optuna
+hydra:
+  sweeper:
+    n_trials: {n_trials}
+    n_jobs: 1
+    sampler: random
+    study_name: {study_name}
+    storage: {storage}
+    metrics: {metrics}
+    direction: {direction}
+    params:
+      optimizer.lr: interval(0.1, {end})
+"""
+CHANGES = {
+    **{"n_trials": 3, "study_name": "null", "storage": "null", "metrics": "null"},
+    **{"direction": "null", "end": 1},
+}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return stand_ins.installed(monkeypatch)
+
+
+def write(folder: Path, **changes: object) -> None:
+    path = folder / "conf" / "experiment" / "search.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(FILE.format(**{**CHANGES, **changes}))
+
+
+def sweeps(folder: Path) -> list[Path]:
+    return sorted(folder.glob("runs/**/sweep-*"))
+
+
+def numbers(server: StandIn) -> list[int]:
+    found = [order.number for order in server.orders]
+    server.orders.clear()
+    return found
+
+
+@pytest.mark.slow
+def test_changed_settings_of_a_search_are_refused(
+    server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
+    assert cli.main(LINE) == 0
+    assert numbers(server) == [0, 1, 2]
+    write(tmp_path, end=2, n_trials=4)
+    assert cli.main(LINE) == REFUSED
+    error = capsys.readouterr().err
+    key = "hydra.sweeper.params.optimizer.lr="
+    assert f"{key}interval(0.1, 2): {key}interval(0.1, 1) in" in error
+    assert "n_trials" not in error
+    write(tmp_path, n_trials=4)
+    assert cli.main(LINE) == 0
+    assert numbers(server) == [3]
+
+
+@pytest.mark.slow
+def test_a_sweep_of_an_older_version_goes_on(server: StandIn, tmp_path: Path) -> None:
+    write(tmp_path, n_trials=1)
+    assert cli.main(LINE) == 0
+    (folder,) = sweeps(tmp_path)
+    text = (folder / "sweep.json").read_text()
+    (folder / "sweep.json").write_text(re.sub(r', "search": \{.*\}\}\s*$', "}", text))
+    assert read(folder).description.search == {}
+    write(tmp_path, n_trials=2)
+    assert cli.main(LINE) == 0
+    assert numbers(server) == [0, 1]
+
+
+@pytest.mark.slow
+def test_failed_jobs_are_counted_among_all(
+    server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, n_trials=4)
+    server.codes = {1: 1, 3: 1}
+    assert cli.main(LINE) == 1
+    assert cli.main(LINE) == 1
+    assert capsys.readouterr().err.count("2 of 4 jobs failed: 0001, 0003") == 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_refused_search_leaves_nothing(
+    server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], known: bool
+) -> None:
+    shared: dict[str, Any] = {"storage": "shared.journal", "study_name": "s", "n_trials": 1}
+    if not known:
+        write(tmp_path, **shared)
+        assert cli.main([*LINE, "sweep.dir=first"]) == 0
+        capsys.readouterr()
+    write(tmp_path, **shared, metrics="seconds" if not known else "null", direction="maximize")
+    assert cli.main(LINE) == REFUSED
+    assert sweeps(tmp_path) == []
+    shown = capsys.readouterr()
+    assert "job" not in shown.out
+    assert "other directions" in shown.err or "the best of the monitored metric" in shown.err
+    assert len(numbers(server)) == (not known)
+
+
+def test_a_misspelt_key_gets_the_nearest_name(tmp_path: Path) -> None:
+    write(tmp_path)
+    request = command.Request.of(["experiment=search", "hydra.sweeper.ntrials=4"], "config")
+    with pytest.raises(ConfigError, match="Did you mean 'n_trials'"):
+        command.examine(request)
+    request = command.Request.of(["experiment=search", "trainer.epochz=4"], "config")
+    assert any("epochs" in str(one) for one in command.examine(request)[0].problems)
+
+
+def test_a_search_says_that_it_chooses_its_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
+    assert cli.main([*LINE, "--cfg", "job"]) == 0
+    assert capsys.readouterr().out.startswith("# optuna chooses the jobs")
+
+
+@pytest.mark.slow
+def test_a_job_whose_objective_is_no_number_has_failed_each_time(
+    server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, n_trials=2)
+    server.statuses = {1: "failed"}
+    server.objectives = {1: float("nan")}
+    for _ in range(2):
+        assert cli.main(LINE) == 1
+        assert "1 of 2 jobs failed: 0001" in capsys.readouterr().err
+    assert numbers(server) == [0, 1]
+    (folder,) = sweeps(tmp_path)
+    assert study_files.of_sweep(folder) is not None
