@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ IGNORED_VARIABLES = {
 IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")
 # Processes that multiprocessing keeps, and ends with the session.
 IGNORED_PROCESSES = ("resource_tracker", "multiprocessing.forkserver")
+# What tests say that start processes, and wait for them.
+STARTING = re.compile(r"run_distributed|subprocess|python\(|cli\.main|luster|processes|launch")
 MANY_MODULES = 100  # imported since the collector was last spared what is there
 _FROZEN = [0]  # how many modules there were whenever it was
 
@@ -56,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _sort_longest_first(items: list[pytest.Item]) -> None:
-    """Order files by the longest time that a test of theirs may take, then by their tests.
+    """Order files by the longest time that a test may take, whether processes are started, and size.
 
     Each worker takes one file after the other: a long one at the end would be waited for alone.
     """
@@ -67,7 +70,15 @@ def _sort_longest_first(items: list[pytest.Item]) -> None:
         seconds = float(allowed.args[0]) if allowed else 0.0
         longest[item.path] = max(longest.get(item.path, 0.0), seconds)
         counts[item.path] += 1
-    items.sort(key=lambda item: (-longest[item.path], -counts[item.path], item.path))
+    starting = {path: bool(STARTING.search(path.read_text("utf-8"))) for path in counts}
+    items.sort(
+        key=lambda item: (
+            -longest[item.path],
+            not starting[item.path],
+            -counts[item.path],
+            item.path,
+        )
+    )
 
 
 def pytest_collection_finish() -> None:
