@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _sort_longest_first(items: list[pytest.Item]) -> None:
-    """Order files by the longest time that a test may take, whether processes are started, and size.
+    """Order files by the time that a test may take, whether they start processes, and their tests.
 
     Each worker takes one file after the other: a long one at the end would be waited for alone.
     """
