@@ -247,7 +247,6 @@ def ends_of_all(dispatch: bool, counts: tuple[int, ...]) -> dict[str, list[list[
     ("world_size", "dispatch", "counts"),
     [
         (1, False, COUNTS),
-        (2, True, (5,)),
         pytest.param(2, False, COUNTS, marks=pytest.mark.slow),
         pytest.param(2, True, COUNTS, marks=pytest.mark.slow),
     ],

@@ -131,7 +131,7 @@ def ordered(named: str) -> list[list[int]]:
     return [batch.tolist() for _ in range(2) for batch in loader]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("named", ["torch", "generator"])
 def test_shards_synchronise_the_named_generators(size: int, named: str) -> None:
     ranks = run_distributed(ordered, size, named)

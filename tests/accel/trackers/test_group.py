@@ -418,13 +418,9 @@ elif sys.argv[1] == "error":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "printed"),
-    [
-        pytest.param("ended", "False", marks=pytest.mark.slow),
-        pytest.param("forgotten", "False", marks=pytest.mark.slow),
-        ("error", "True"),
-    ],
+    ("way", "printed"), [("ended", "False"), ("forgotten", "False"), ("error", "True")]
 )
 def test_a_script_that_ends_anyhow_closes_its_trackers_once(way: str, printed: str) -> None:
     done = subprocess.run(python("-c", UNFINISHED, way), capture_output=True, text=True, cwd=ROOT)

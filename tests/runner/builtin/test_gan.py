@@ -112,6 +112,7 @@ def _train_in_parallel() -> tuple[list[float], list[float], list[float]]:
     return noise, weights(step, "generator").tolist(), weights(step, "discriminator").tolist()
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_models_of_one() -> None:
     first, second = run_distributed(_train_in_parallel, 2)
     assert first[1:] == second[1:]

@@ -143,7 +143,8 @@ def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
             assert examined.recipe.optimizer["lr"] == rate, line
 
 
-@pytest.mark.parametrize("lost", ["experiment", pytest.param("config", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["experiment", "config"])
 def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

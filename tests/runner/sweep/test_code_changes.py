@@ -54,6 +54,7 @@ def test_code_that_has_changed_is_said_once_before_jobs_start(
     assert "has changed since" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_it_is_said_where_nothing_is_left_to_do(
     server: StandIn, package: Path, capsys: pytest.CaptureFixture[str]
@@ -70,6 +71,7 @@ def test_it_is_said_where_nothing_is_left_to_do(
     assert "Finished jobs are kept. sweep.dir=" in shown.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_each_attempt_records_its_code(server: StandIn, package: Path, tmp_path: Path) -> None:
     assert cli.main(LINE) == 0

@@ -73,6 +73,7 @@ def test_what_is_not_written_yet_is_written_by_the_same_command_again(
     assert (sweep / "results.csv").exists()
 
 
+@pytest.mark.slow
 def test_where_nothing_has_changed_nothing_needs_to_be_written(
     server: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,7 +104,7 @@ def test_failed_jobs_are_counted_among_all(
     assert capsys.readouterr().err.count("2 of 4 jobs failed: 0001, 0003") == 2
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_refused_search_leaves_nothing(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], known: bool
 ) -> None:

@@ -107,7 +107,8 @@ def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     return (difference.norm() / whole.norm()).item()
 
 
-@pytest.mark.parametrize("threshold", [pytest.param(None, marks=pytest.mark.slow), 0])
+@pytest.mark.slow
+@pytest.mark.parametrize("threshold", [None, 0])
 def test_adapters_train_as_in_a_plain_loop_with_sums_by_module(threshold: int | None) -> None:
     wanted = run_distributed(trained, 2, torch.bfloat16, None, None, True)[0]
     found = run_distributed(trained, 2, torch.bfloat16, 3, threshold, False)[0]

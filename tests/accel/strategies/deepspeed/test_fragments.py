@@ -270,6 +270,7 @@ def trains_on_disk(folder: str) -> None:
     accelerator.end_training()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 def test_parameters_and_optimizer_state_rest_on_disk(tmp_path: Path) -> None:
     run_distributed(trains_on_disk, 2, str(tmp_path))
