@@ -21,6 +21,7 @@ from accel.wrapping import own_module
 
 if TYPE_CHECKING:
     from accel.checkpoint.disk_weights import DiskWeights
+    from accel.checkpoint.offload_folder import OffloadedWeightsLoader
 
 logger = get_logger(__name__)
 
@@ -341,7 +342,7 @@ class _Plan:
         if self.disk is not None:
             self._remember(self.disk.save(on_disk))
 
-    def _remember(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def _remember(self, weights: OffloadedWeightsLoader) -> None:
         from accel.large.left_weights import remember
         from accel.large.tensors import held_in
 

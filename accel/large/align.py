@@ -405,13 +405,12 @@ class AlignDevicesHook(ModelHook):
         Args:
             module: what the hook was attached to.
         """
-        self.before_detach(module)
+        names = self.offloaded(module) if self.offload else []
+        given = self.values_assigned(module, names)  # refused before anything changes
         for handle in self._on_state_dicts:
             handle.remove()
         self._on_state_dicts = []
-        if self.offload and self.weights_map is not None:
-            names = self.offloaded(module)
-            given = self.values_assigned(module, names)
+        if self.weights_map is not None:
             for name in names:
                 self._restore_all(module, name, given)
         return module

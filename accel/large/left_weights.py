@@ -11,14 +11,12 @@ from torch import nn
 from accel.checkpoint.offload_folder import (
     OffloadedWeightsLoader,
     PathLike,
-    PrefixedDataset,
 )
 from accel.errors import ConfigError, listed
 from accel.large.offloaded_tensors import ORIGIN, LeftBuffer, LeftWeight
-from accel.large.weights_map import Weights
 
 
-def remember(tensor: torch.Tensor, weights: Weights, name: str) -> None:
+def remember(tensor: torch.Tensor, weights: OffloadedWeightsLoader, name: str) -> None:
     """Note in a tensor without data where its values lie: its module may get another name.
 
     Args:
@@ -26,11 +24,7 @@ def remember(tensor: torch.Tensor, weights: Weights, name: str) -> None:
         weights: have its values.
         name: of it there.
     """
-    if isinstance(weights, PrefixedDataset):
-        remember(tensor, weights.dataset, f"{weights.prefix}{name}")
-        return
-    source = weights.source(name) if isinstance(weights, OffloadedWeightsLoader) else None
-    tensor.__dict__.setdefault(ORIGIN, {})[name] = source
+    tensor.__dict__.setdefault(ORIGIN, {})[name] = weights.source(name)
 
 
 def check_left(model: nn.Module, folder: PathLike, given: Collection[str] = ()) -> None:

@@ -113,13 +113,13 @@ def _derived(
     A view and a copy of another dtype stay so; what is computed is refused at once.
     With an input on the meta device, whose shapes are asked for, it is not.
     """
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
+    name = kind = getattr(func, "__name__", "")
+    if kind in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if len(args) > 1:
             _refuse_another(name, *args)
     token = token_of(args[0]) if name in _WHOLE and args else None
-    if getattr(func, "__name__", "") == "__get__":  # such as is_meta: by far the most calls
+    if kind == "__get__":  # such as is_meta: by far the most calls
         return _marked(func(*args), OffloadedView, token)
 
     def copied() -> str:

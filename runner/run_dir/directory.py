@@ -22,8 +22,8 @@ from runner.run_dir.job import JOB, Job
 
 logger = logging.getLogger(__name__)
 
-# A sweep's folder lies beside runs, ``sweep-<time>-<digest>``, and is described by this file.
 LOGS = "logs"
+# A sweep's folder lies beside runs, ``sweep-<time>-<digest>``, and is described by this file.
 SWEEPS, SWEEP = "sweep-", "sweep.json"
 REQUEST = "request.json"  # what processes of an evaluation are asked for
 MOST_NAMED = 4  # entries of a directory that is refused
