@@ -207,7 +207,8 @@ def _pmix(variables: Mapping[str, str]) -> Launched | None:
 def _job(variables: Mapping[str, str]) -> str:
     """Return the name of the job, the same on each of its processes; "" where there is none."""
     named = next((variables[name] for name in JOBS if variables.get(name)), "")
-    steps = (variables.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID"))
+    places = ("CLUSTER_NAME", "JOB_ID", "STEP_ID")
+    steps = (variables.get(f"SLURM_{name}", "") for name in places)
     return ".".join(part for part in (*steps, named) if part)
 
 

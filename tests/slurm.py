@@ -23,9 +23,11 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "sbatch", "scontro
 START_SECONDS = 90.0
 SECONDS = 300.0
 KILL_WAIT = 20
+# Clusters of tests that run at the same time have names of their own, as clusters of a site have:
+# processes take their rendezvous from the name of their job.
 # Jobs in `all`, the default partition, share cores; those in `high` take the nodes of `low` away.
 CONFIGURATION = """
-ClusterName=test
+ClusterName=test{controller}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root

@@ -32,8 +32,10 @@ def receive() -> Path | None:
         folder = connect().get(KEY).decode()
         return Path(folder) if folder else None
     except _DistError as error:
+        cause = str(error).partition("\n")[0]
         raise StateError(
-            f"Rank 0 named no run directory within {WAIT}. Its own output has the reason."
+            f"Rank 0 named no run directory, for which others wait {WAIT} at most ({cause}). Its own "
+            "output has the reason."
         ) from error
 
 

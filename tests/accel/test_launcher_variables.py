@@ -110,6 +110,15 @@ def test_processes_of_one_job_agree_on_a_port_and_others_take_another() -> None:
         assert Environment.read().master_port == 12001
 
 
+def test_the_same_step_of_two_clusters_takes_other_ports() -> None:
+    places = set()
+    for name in ("north", "south"):
+        with environment.patched(**{**NOTHING, **STEP, "SLURM_CLUSTER_NAME": name}):
+            found = Environment.read()
+        places.add((found.master_port, found.run_id))
+    assert len({port for port, _ in places}) == len({job for _, job in places}) == 2
+
+
 @pytest.mark.parametrize(("variables", "missing"), REFUSED)
 @pytest.mark.parametrize("build", [Accelerator, PartialState])
 def test_processes_that_cannot_join_each_other_are_refused(
