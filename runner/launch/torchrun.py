@@ -34,8 +34,8 @@ def receive() -> Path | None:
     except _DistError as error:
         cause = str(error).partition("\n")[0]
         raise StateError(
-            f"Rank 0 named no run directory, for which others wait {WAIT} at most ({cause}). Its own "
-            "output has the reason."
+            f"Rank 0 named no run directory, for which others wait {WAIT} at most ({cause}). "
+            "Its own output has the reason."
         ) from error
 
 
