@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-FILE = "run.log"
+from runner.run_dir.directory import RUN_LOG
+
 BEGIN = "--- process"
 # Sequences of ANSI X3.64: colours and the like, titles of windows, single escapes.
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_]")
@@ -171,9 +172,9 @@ def captured(run_dir: Path, what: str = "") -> Iterator[None]:
         what: written in the first line, e.g. the command.
     """
     try:
-        log = RunLog(run_dir / FILE)
+        log = RunLog(run_dir / RUN_LOG)
     except OSError as error:
-        print(f"{run_dir / FILE} cannot be written ({error.strerror}).", file=sys.stderr)
+        print(f"{run_dir / RUN_LOG} cannot be written ({error.strerror}).", file=sys.stderr)
         yield
         return
     log.line(f"{BEGIN} {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')} {what}".rstrip())

@@ -15,7 +15,7 @@ from runner.run_dir.json_files import METRICS
 # Files that a run writes before its first step.
 BEFORE_TRAINING = {
     *("config.yaml", "overrides.yaml", "job.json", "threads.json", "environment.json", "git.diff"),
-    *(".lock", "logs", "run.log", "tensorboard", checkpoints.FOLDER),
+    *(".lock", directory.LOGS, directory.RUN_LOG, "tensorboard", checkpoints.FOLDER),
 }
 
 

@@ -22,7 +22,7 @@ from runner.run_dir.job import JOB, Job
 
 logger = logging.getLogger(__name__)
 
-LOGS = "logs"
+LOGS, RUN_LOG = "logs", "run.log"
 # A sweep's folder lies beside runs, ``sweep-<time>-<digest>``, and is described by this file.
 SWEEPS, SWEEP = "sweep-", "sweep.json"
 REQUEST = "request.json"  # what processes of an evaluation are asked for
@@ -123,7 +123,7 @@ def _is_before_a_run(path: Path) -> bool:
 
 def _is_log(path: Path) -> bool:
     """Return whether a file may be what the output of the command is written to."""
-    of_a_run = path.name == "run.log" or path.name.startswith("rank_")
+    of_a_run = path.name == RUN_LOG or path.name.startswith("rank_")
     return path.suffix in (".log", ".out", ".err", ".txt") and path.is_file() and not of_a_run
 
 

@@ -21,6 +21,7 @@ from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import CLEAN, INTERRUPTED
 from runner.run_dir import atomic_update, evaluations, field_types, lock, slurm_job
 from runner.run_dir.atomic_update import CONFIG
+from runner.run_dir.directory import RUN_LOG
 from runner.run_dir.field_types import FieldType, number
 from runner.run_dir.job import ENVIRONMENT, JOB, RECIPE
 from runner.run_dir.json_files import METRICS, SUMMARY, Fields, JsonObject
@@ -31,7 +32,6 @@ SUBMITTED = "submitted"  # to Slurm, and not begun
 STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
 NODES = ("name", "model", "data", "trainer")  # of every recipe
 BEST = "best.json"
-RUN_LOG = "run.log"
 TAIL_BYTES = 8192
 MISSING = object()
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -13,10 +13,11 @@ from rich.console import Console
 from runner.reporting import run_log
 from runner.reporting.console import Display
 from runner.reporting.run_log import RunLog
+from runner.run_dir.directory import RUN_LOG
 
 
 def lines(folder: Path) -> list[str]:
-    return (folder / run_log.FILE).read_text(encoding="utf-8").splitlines()
+    return (folder / RUN_LOG).read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def lines(folder: Path) -> list[str]:
 def test_text_is_kept_as_it_was_last_seen(
     written: list[str], expected: list[str], tmp_path: Path
 ) -> None:
-    log = RunLog(tmp_path / run_log.FILE)
+    log = RunLog(tmp_path / RUN_LOG)
     for text in written:
         log.feed(1, text)
     log.close()
@@ -110,7 +111,7 @@ def test_a_child_does_not_repeat_what_the_parent_has_begun(tmp_path: Path) -> No
 def test_a_full_disk_ends_the_log_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / run_log.FILE).symlink_to("/dev/full")
+    (tmp_path / RUN_LOG).symlink_to("/dev/full")
     with run_log.captured(tmp_path):
         print("goes on")
         print("and on")
