@@ -127,6 +127,10 @@ class AlignDevicesHook(ModelHook):
             name for name, _ in tensors if name not in self.kept and (not known or name in known)
         ]
 
+    def all_names(self, name: str) -> list[str]:
+        """Return the name of an offloaded tensor, and its other names in the module."""
+        return [name, *self.aliases.get(name, ())]
+
     def _place(self, module: nn.Module, name: str, device: Device, value: Any = None) -> None:
         tied = self.tied_params_map
         place_tensor(module, name, device, value=value, tied_params_map=tied)
@@ -419,7 +423,7 @@ class AlignDevicesHook(ModelHook):
         """Give a module a weight back under all its names, but for those that were given values."""
         assert self.weights_map is not None
         first: torch.Tensor | None = None
-        for one in (name, *self.aliases.get(name, ())):
+        for one in self.all_names(name):
             if one in given:
                 continue
             held, key = held_in(module, one)

@@ -266,7 +266,7 @@ class _Attacher:
         add_hook_to_module(module, hook, append=not alone)
         hook.owners = self.owners
         for first in hook.tied:
-            for one in (first, *hook.aliases.get(first, ())):
+            for one in hook.all_names(first):
                 self.owners[owner_of(module, one)] = hook, one
         if names and hook.weights_map is not None:
             block = Block(tuple(names), hook.weights_map, "cpu" if device is None else device, size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -17,11 +17,6 @@ from accel.large.weights_map import Weights, in_memory
 
 class Offloading(Protocol):
     """The part of a hook that a module's state dict has to do with."""
-
-    @property
-    def aliases(self) -> Mapping[str, list[str]]:
-        """Other names of an offloaded tensor in the module, by the one that is loaded."""
-        ...
 
     @property
     def tied(self) -> Mapping[str, object]:
@@ -40,6 +35,10 @@ class Offloading(Protocol):
 
     def offloaded(self, module: nn.Module) -> list[str]:
         """Return the names of the offloaded tensors."""
+        ...
+
+    def all_names(self, name: str) -> list[str]:
+        """Return the name of an offloaded tensor, and its other names in the module."""
         ...
 
     def weight(self, name: str) -> torch.Tensor:
@@ -63,7 +62,8 @@ class MarkStateDict:
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
     ) -> None:
-        names = _all_names(self._offloading.offloaded(module), self._offloading.aliases)
+        hook = self._offloading
+        names = [one for name in hook.offloaded(module) for one in hook.all_names(name)]
         mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in names])
 
 
@@ -84,7 +84,7 @@ class LoadStateDict:
         refused = list[str]()
         for name in self._offloading.offloaded(module):
             held, key = held_in(module, name)
-            for full in (f"{prefix}{one}" for one in _all_names([name], self._offloading.aliases)):
+            for full in (f"{prefix}{one}" for one in self._offloading.all_names(name)):
                 value = state_dict.get(full)
                 if value is None or value.shape != held[key].shape:
                     continue
@@ -109,7 +109,3 @@ class LoadStateDict:
                 return True
             fits = in_memory(hook.weights_map, name) or not isinstance(held[key], nn.Parameter)
             return fits and name not in hook.tied and hook.write(module, name, value)
-
-
-def _all_names(names: Iterable[str], aliases: Mapping[str, list[str]]) -> list[str]:
-    return [one for name in names for one in (name, *aliases.get(name, ()))]

@@ -124,7 +124,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
             names = hook.offloaded(module)
             given = hook.values_assigned(module, names)
             for name in names:
-                for known in (name, *hook.aliases.get(name, ())):
+                for known in hook.all_names(name):
                     if f"{start}{known}" in state and known not in given:
                         state[f"{start}{known}"] = hook.weight(name)
     lacking = [name for name, value in state.items() if getattr(value, "is_meta", False)]
