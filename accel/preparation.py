@@ -158,6 +158,7 @@ class Preparation:
     ) -> Objects:
         if new.models:
             self._refuse_device_maps(new.models)
+        _refuse_offloaded(new.optimizers)
         loaders = self._loaders(new.dataloaders, placement.dataloaders, slice_fn)
         before = {id(p): p for model in new.models for p in model.parameters()}
         given = replace(new, dataloaders=loaders)
@@ -324,6 +325,26 @@ class Preparation:
             As many None as there are `objects`.
         """
         return self.free_memory(*objects)
+
+
+def _refuse_offloaded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers of offloaded weights that train: they get no gradients.
+
+    When their hooks are removed, the model has other tensors than the optimizer.
+    """
+    given = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+    if not any(parameter.is_meta for parameter in given):
+        return
+    from accel.large.offloaded_tensors import HELD
+
+    count = sum(isinstance(one, HELD) and one.requires_grad for one in given)
+    if count:
+        raise ConfigError.of(
+            f"prepare: an optimizer of {count} offloaded weights that are to train",
+            "a gradient of an offloaded weight has no memory to be kept in",
+            "Freeze them with requires_grad_(False) and train an adapter (LoRA), or make the "
+            "optimizer after accel.hooks.remove_hook_from_submodules(model).",
+        )
 
 
 def _is_scheduler(item: object) -> bool:

@@ -329,13 +329,17 @@ class _Plan:
                     yield name, str(known)
 
     def tie(self) -> None:
-        """Restore the weights that were tied on the meta device to one tensor."""
+        """Restore the weights that were tied on the meta device to one tensor.
+
+        Of one that is to be on disk and in memory, the tensor in memory is the weight: dispatch
+        offloads it where it is to be on disk.
+        """
         from accel.large.tensors import held_in
 
         self.quantized.finish()
         on_disk = set(self.on_disk())
         for group in self.ties:
-            places = [held_in(self.model, name) for name in group if name not in on_disk]
+            places = [held_in(self.model, name) for name in group]
             loaded = next((held[key] for held, key in places if not held[key].is_meta), None)
             for held, key in places if loaded is not None else ():
                 held[key] = loaded
@@ -348,7 +352,8 @@ class _Plan:
 
         for name in weights.keys() & self.on_disk():
             held, key = held_in(self.model, name)
-            remember(held[key], weights, name)
+            if held[key].is_meta:  # else it is tied to one in memory
+                remember(held[key], weights, name)
 
 
 def ties(model: torch.nn.Module) -> Iterator[list[str]]:

@@ -26,13 +26,14 @@ from accel.large.tensors import (
     Device,
     TiedParams,
     as_device,
+    check_device_same,
     get_tensor,
     held_in,
     named_module_tensors,
     other_names,
     place_tensor,
-    tied_on,
 )
+from accel.large.ties import TiedPlace, Ties, left_of, tokens_of
 from accel.large.unhooked import Place, check_hooked, refuse_assigned
 from accel.large.weights_map import Weights, write_weight
 from accel.logging import get_logger
@@ -87,9 +88,9 @@ class AlignDevicesHook(ModelHook):
         self._on_state_dicts: list[RemovableHandle] = []
         # Of tied weights, by name: the modules that have them and their names there, this one too.
         self.tied: Mapping[str, Sequence[tuple[nn.Module, str]]] = {}
-        # The hook that offloads a tied weight, and its name for it, by place: of the whole model.
-        self.owners: dict[tuple[nn.Module, str], tuple[AlignDevicesHook, str]] = {}
-        self.restored: set[str] = set()  # names of what the module was given back
+        self.ties = Ties()  # of the whole model
+        self._restored: dict[str, Any] = {}  # what the module was given back, by name
+        self._trained: dict[str, bool] = {}  # whether a weight needed gradients, by name
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
@@ -139,18 +140,28 @@ class AlignDevicesHook(ModelHook):
         """Return the offloaded weight of a name in the module."""
         if self.weights_map is None:
             raise StateError(f"weight {name!r}: the hook was not attached to a module yet.")
-        resident = self._resident(name)
+        resident = self.resident(name)
         return self.weights_map[name] if resident is None else resident.detach()
 
-    def _resident(self, name: str) -> nn.Parameter | None:
-        """Return what an offloaded weight is tied to, if a module keeps that where it runs."""
-        device = "cpu" if self.execution_device is None else self.execution_device
-        return tied_on(filter(self._is_tied, self.tied.get(name, ())), as_device(device))
+    def resident(self, name: str) -> nn.Parameter | None:
+        """Return what an offloaded weight is tied to, if a module keeps that where it runs.
 
-    def _is_tied(self, place: tuple[nn.Module, str]) -> bool:
-        """Return whether the tensor at a place of a tied weight is it, not assigned by hand."""
-        hook, name = self.owners.get(place, (None, ""))
-        return hook is None or name in hook.restored or hook._users > 0
+        Args:
+            name: of the weight, in the module.
+        """
+        device = as_device("cpu" if self.execution_device is None else self.execution_device)
+        tied = self.ties.present(self.tied.get(name, ()))
+        return next((one for one in tied if check_device_same(one.device, device)), None)
+
+    def present(self, name: str, place: TiedPlace) -> nn.Parameter | None:
+        """Return an offloaded weight while it has values: loaded, or given back.
+
+        Args:
+            name: of the weight, in the module.
+            place: where the weight is.
+        """
+        loaded = place[0]._parameters.get(place[1])
+        return loaded if self._users > 0 else self._restored.get(name)
 
     def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
         """Keep another value of an offloaded tensor in the weights map; false if it is not one.
@@ -196,7 +207,8 @@ class AlignDevicesHook(ModelHook):
             module: what the hook is attached to.
         """
         self.original_devices = {name: tensor.device for name, tensor in self._all(module)}
-        self.restored = set()
+        self._trained = {name: tensor.requires_grad for name, tensor in self._all(module)}
+        self._restored = {}
         device = self.execution_device
         leaving = self.offloaded(module) if self.offload else []
         self.aliases = other_names(module, leaving, self.place_submodules)
@@ -301,11 +313,8 @@ class AlignDevicesHook(ModelHook):
             is_left = tensor is self._left.get(name) and token_of(tensor) is own
             if is_left and not self.aliases.get(name):
                 continue
-            tied = [
-                token_of(owner._parameters[other])
-                for owner, other in self.tied.get(name, ())
-                if owner._parameters is not held
-            ]
+            places = self.tied.get(name, ())
+            tied = tokens_of(one for one in places if one[0]._parameters is not held)
             if not is_left and not is_of(tensor, [own, *tied]):
                 yield name
             for alias in self.aliases.get(name, ()):
@@ -318,7 +327,7 @@ class AlignDevicesHook(ModelHook):
         device = "cpu" if self.execution_device is None else self.execution_device
         self._loaded = {}
         for name in names:
-            resident = self._resident(name)
+            resident = self.resident(name)
             if resident is not None:  # it is no copy: it may be changed, and train
                 held, key = held_in(module, name)
                 held[key] = resident
@@ -401,6 +410,13 @@ class AlignDevicesHook(ModelHook):
         """
         if self.offload:
             self.values_assigned(module, self.offloaded(module))
+            self._keep_loaded(module)
+
+    def _keep_loaded(self, module: nn.Module) -> None:
+        """Keep what was changed of weights that `pre_forward` has loaded, called by hand."""
+        with self.lock:
+            if self._users > 0:
+                self._keep_changes(module)
 
     @torch.inference_mode(False)
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -411,6 +427,7 @@ class AlignDevicesHook(ModelHook):
         """
         names = self.offloaded(module) if self.offload else []
         given = self.values_assigned(module, names)  # refused before anything changes
+        self._keep_loaded(module)
         for handle in self._on_state_dicts:
             handle.remove()
         self._on_state_dicts = []
@@ -431,7 +448,7 @@ class AlignDevicesHook(ModelHook):
                 self._restore(module, one, name, self.weights_map)
                 first = held[key]
             held[key] = first
-            self.restored.add(one)
+            self._restored[one] = first
 
     def values_assigned(self, module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the values that were assigned to offloaded tensors, by name.
@@ -455,19 +472,23 @@ class AlignDevicesHook(ModelHook):
 
         One on disk is mapped from its file, so that it takes no memory before it is used.
         """
-        tied = filter(self._is_tied, self.tied.get(source, ()))
-        others = (owner._parameters[key] for owner, key in tied)
-        present = next((one for one in others if one is not None and not one.is_meta), None)
+        tied = self.tied.get(source, ())
+        present = next(self.ties.present(tied), None)
         device = self.original_devices.get(source, torch.device("cpu"))
         held, key = held_in(module, name)
         if present is not None:
+            if held[key].requires_grad != self._trained.get(source):  # said of this name since
+                present.requires_grad_(held[key].requires_grad)
             held[key] = present
             return
         try:
-            value = weights[source]
+            value = self.ties.stored(tied, weights, source)
             value = value.clone() if value.is_inference() else value
             self._place(module, name, "cpu" if device.type == "meta" else device, value)
         except CheckpointError as error:
+            left = left_of(tied)
+            if left is not None:
+                held[key] = left
             mark_left(held[key])
             logger.warning(
                 "%s of %s is left without values: %s", name, type(module).__name__, error

@@ -13,12 +13,20 @@ from accel.large.hooks import add_hook_to_module, hooks_of
 from accel.large.loaded_weight import LoadLock
 from accel.large.read_ahead import Block, ReadAhead
 from accel.large.reparametrized import check_reparametrized
-from accel.large.tensors import Device, TiedParams, find_tied_parameters, held_in, owner_of
+from accel.large.tensors import (
+    Device,
+    TiedParams,
+    find_shared_buffers,
+    find_tied_parameters,
+    held_in,
+    owner_of,
+)
+from accel.large.ties import TiedPlace, Ties
 from accel.large.unhooked import Place
 from accel.large.weights_map import Weights
 
 Keys = str | Iterable[str] | None
-Places = list[tuple[nn.Module, str]]  # modules that have one weight, and its name there
+Places = list[TiedPlace]  # of one weight
 # Modules of torch that use the weights of a submodule without calling it.
 _DIRECT = (nn.MultiheadAttention,)
 _NONE: Mapping[str, bool] = {}
@@ -87,6 +95,7 @@ def attach_align_device_hook(
         (module, module_name),
     )
     attacher.layers(module, module_name, execution_device, offload)
+    attacher.note_residents()
 
 
 def attach_align_device_hook_on_blocks(
@@ -128,6 +137,7 @@ def attach_align_device_hook_on_blocks(
     if not isinstance(offloaded, Mapping):
         offloaded = dict.fromkeys(devices, offloaded)
     attacher.blocks(module, module_name, devices, offloaded)
+    attacher.note_residents()
 
 
 @dataclass
@@ -142,14 +152,22 @@ class _Attacher:
     root: tuple[nn.Module, str]  # and its name in the weights map
     ahead: ReadAhead = field(default_factory=ReadAhead)
     lock: LoadLock = field(default_factory=LoadLock)
-    owners: dict[tuple[nn.Module, str], tuple[AlignDevicesHook, str]] = field(default_factory=dict)
+    ties: Ties = field(default_factory=Ties)
     adapts: bool = field(init=False)
-    ties: Mapping[str, Places] = field(init=False)
+    tied_places: Mapping[str, Places] = field(init=False)
+    shared: Collection[str] = field(init=False)
 
     def __post_init__(self) -> None:
         # As the model is before its first hook.
-        self.adapts = _adapts(self.root[0])
-        self.ties = _ties(*self.root)
+        model, name = self.root
+        self.adapts = _adapts(model)
+        self.tied_places = _ties(model, name)
+        self.note_residents()
+        self.shared = {_below(name, one) for group in find_shared_buffers(model) for one in group}
+
+    def note_residents(self) -> None:
+        """Note the tied weights that stay: before hooks are attached, and after, as they move."""
+        self.ties.note_residents(one for places in self.tied_places.values() for one in places)
 
     def blocks(
         self,
@@ -230,6 +248,11 @@ class _Attacher:
             name for name, parameter in own if parameter.requires_grad and not parameter.is_meta
         ]
 
+    def _shared(self, module: nn.Module, prefix: str) -> list[str]:
+        """Return the buffers that several modules have: each would offload values of its own."""
+        names = (name for name, _ in module.named_buffers(remove_duplicate=False))
+        return [name for name in names if f"{prefix}{name}" in self.shared]
+
     def _layer(
         self,
         module: nn.Module,
@@ -252,22 +275,25 @@ class _Attacher:
             place_submodules=whole,
             skip_keys=self.skip_keys,
             tied_params_map=self.tied,
-            kept=stay.union(self._trained(module)) if offload else frozenset(),
+            kept=stay.union(self._trained(module), self._shared(module, prefix))
+            if offload
+            else frozenset(),
         )
         names = hook.offloaded(module) if offload else []
         hook.lock = self.lock
         if offload:
             root, above = self.root
             hook.place = Place(root, name.removeprefix(above).removeprefix("."), whole)
-        hook.tied = {n: self.ties[prefix + n] for n in names if prefix + n in self.ties}
+        places = self.tied_places
+        hook.tied = {n: places[prefix + n] for n in names if prefix + n in places}
         size = sum(held[key].nbytes for held, key in (held_in(module, n) for n in names))
         # In place of what brings inputs alone, of a block around: peft knows a single hook.
         alone = offload and device is not None and all(map(_brings_inputs, hooks_of(module)))
         add_hook_to_module(module, hook, append=not alone)
-        hook.owners = self.owners
+        hook.ties = self.ties
         for first in hook.tied:
             for one in hook.all_names(first):
-                self.owners[owner_of(module, one)] = hook, one
+                self.ties.owners[owner_of(module, one)] = hook, one
         if names and hook.weights_map is not None:
             block = Block(tuple(names), hook.weights_map, "cpu" if device is None else device, size)
             hook.read_ahead = self.ahead, self.ahead.register(block)

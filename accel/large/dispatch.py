@@ -32,6 +32,7 @@ from accel.large.tensors import (
     TiedParams,
     as_device,
     check_tied_parameters_on_same_device,
+    find_shared_buffers,
     find_tied_parameters,
     get_non_persistent_buffers,
     held_in,
@@ -124,6 +125,7 @@ def _offload(
             weights_map=weights,
             offload_buffers=offload_buffers,
             preload_module_classes=preload,
+            tied_params_map=_tied_params(model, []),
         )
     align_inputs(model)
     guard(model)
@@ -185,11 +187,34 @@ def _check_values(
 
 def _load_buffers(model: nn.Module, weights: Weights | None, offload_buffers: bool) -> None:
     """Load the persistent buffers that a model has no data for, and that no hook will load."""
-    if offload_buffers or weights is None:
+    if weights is None:
         return
-    for name in [name for name, buffer in model.named_buffers() if buffer.is_meta]:
-        if name in weights:
-            set_module_tensor_to_device(model, name, "cpu", value=weights[name].clone())
+    groups = find_shared_buffers(model) if offload_buffers else None
+    shared = None if groups is None else {name for group in groups for name in group}
+    names = (name for name, _ in model.named_buffers(remove_duplicate=False))
+    _load_values(model, [name for name in names if shared is None or name in shared], weights)
+
+
+def _load_values(model: nn.Module, names: Iterable[str], weights: Weights) -> None:
+    """Give those of some tensors that are on the meta device their values, under all their names.
+
+    A weight that is tied to one that is offloaded stays tied to it.
+    """
+    wanted = set(names)
+    groups: dict[int, list[str]] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if tensor.is_meta:
+            groups.setdefault(id(tensor), []).append(name)
+    for group in groups.values():
+        known = next((name for name in group if name in weights), None)
+        if known is not None and not wanted.isdisjoint(group):
+            set_module_tensor_to_device(model, known, "cpu", value=weights[known].clone())
+            loaded, key = held_in(model, known)
+            for held, other in (held_in(model, name) for name in group):
+                held[other] = loaded[key]
 
 
 def cpu_offload_with_hook(
@@ -287,7 +312,7 @@ def dispatch_model(
                 offload_buffers=offload_buffers,
                 skip_keys=skip_keys,
                 preload_module_classes=preload_module_classes,
-                tied_params_map=_tied_params(model, ties, weights),
+                tied_params_map=_tied_params(model, ties),
             )
         _retie(model, ties)
         guard(model)
@@ -305,10 +330,7 @@ def _load_missing(
     state = model.state_dict()
     lacking = [name for name in names if state[name].is_meta]
     if lacking and (folder is not None or index is not None):
-        weights = OffloadedWeightsLoader(save_folder=folder, index=index)
-        for name in lacking:
-            if name in weights:
-                set_module_tensor_to_device(model, name, "cpu", value=weights[name].clone())
+        _load_values(model, lacking, OffloadedWeightsLoader(save_folder=folder, index=index))
 
 
 class _Spread:
@@ -372,15 +394,13 @@ class _Spread:
         return {name: value for name, value in state.items() if name not in elsewhere}
 
 
-def _tied_params(
-    model: nn.Module, ties: list[list[str]], weights: Weights | None
-) -> TiedParams | None:
-    """Return an entry for each address of a tied weight, which hooks fill with its copies."""
+def _tied_params(model: nn.Module, ties: list[list[str]]) -> TiedParams | None:
+    """Return an entry for each address of what modules share, which hooks fill with its copies."""
     pointers: TiedParams = {}
-    for group in ties:
+    for group in (*ties, *find_shared_buffers(model)):
         for name in group:
             held, key = held_in(model, name)
-            if not held[key].is_meta:
+            if not held[key].is_meta and held[key].numel() > 0:
                 pointers[held[key].data_ptr()] = {}
     return pointers or None
 

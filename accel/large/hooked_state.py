@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from accel.large.loaded_weight import content_of
-from accel.large.offloaded_tensors import mark_in_state_dict
+from accel.large.offloaded_tensors import mark_in_state_dict, token_of
 from accel.large.tensors import held_in
+from accel.large.ties import TiedPlace, tokens_of
 from accel.large.weights_map import Weights, in_memory
 
 
@@ -19,7 +20,7 @@ class Offloading(Protocol):
     """The part of a hook that a module's state dict has to do with."""
 
     @property
-    def tied(self) -> Mapping[str, object]:
+    def tied(self) -> Mapping[str, Sequence[TiedPlace]]:
         """Of tied weights, by name: where else they are."""
         ...
 
@@ -39,6 +40,10 @@ class Offloading(Protocol):
 
     def all_names(self, name: str) -> list[str]:
         """Return the name of an offloaded tensor, and its other names in the module."""
+        ...
+
+    def resident(self, name: str) -> nn.Parameter | None:
+        """Return the tensor that an offloaded one is tied to and that stays, if there is one."""
         ...
 
     def weight(self, name: str) -> torch.Tensor:
@@ -71,7 +76,8 @@ class LoadStateDict:
     """Takes a state dict's values of offloaded tensors, or reports those that have no place.
 
     Values that are offloaded already are compared; buffers, and what lies in memory, are written.
-    torch then finds the tensors themselves, and leaves them as they are, also of those that are
+    Of a state dict of the model itself, which has no values, the weights stay as they are. torch
+    then finds the tensors themselves, and leaves them as they are, also of those that are
     refused: it would assign values of ``assign=True``, or propose that.
     """
 
@@ -81,7 +87,7 @@ class LoadStateDict:
     def __call__(
         self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
     ) -> None:
-        refused = list[str]()
+        refused, empty = list[str](), list[str]()
         for name in self._offloading.offloaded(module):
             held, key = held_in(module, name)
             for full in (f"{prefix}{one}" for one in self._offloading.all_names(name)):
@@ -89,11 +95,20 @@ class LoadStateDict:
                 if value is None or value.shape != held[key].shape:
                     continue
                 state_dict[full] = held[key]
-                has_value = not value.is_meta
-                if has_value and not self._takes(module, name, value.to(held[key].dtype)):
+                if value.is_meta:
+                    own = tokens_of(self._offloading.tied.get(name, ())) or [token_of(held[key])]
+                    if token_of(value) is None or token_of(value) not in own:
+                        empty.append(full)
+                elif not self._takes(module, name, value.to(held[key].dtype)):
                     refused.append(full)
+        error_messages: list[str] = others[-1]
+        if empty:
+            error_messages.append(
+                f"{', '.join(empty)}: the state dict has no values of these weights, as they are "
+                "offloaded or on the meta device where it is from. Pass what "
+                "accel.utils.modeling.get_state_dict_offloaded_model(model) returns."
+            )
         if refused:
-            error_messages: list[str] = others[-1]
             error_messages.append(
                 f"{', '.join(refused)}: offloaded weights cannot be loaded into a dispatched model "
                 "unless they are equal. Load them with accel.load_checkpoint_and_dispatch, or "
@@ -104,6 +119,11 @@ class LoadStateDict:
         """Return whether an offloaded tensor has a value of a state dict now."""
         hook, (held, key) = self._offloading, held_in(module, name)
         with hook.lock:
+            resident = hook.resident(name)
+            if resident is not None:
+                with torch.no_grad():
+                    resident.copy_(value)
+                return True
             present = hook.weight(name).to(value.dtype)
             if torch.equal(content_of(present), content_of(value)):
                 return True

@@ -195,6 +195,24 @@ class SequentialHook(ModelHook):
         """
         return any(write_to(hook, module, name, value) for hook in self.hooks)
 
+    def has_value(self, module: nn.Module, name: str) -> bool:
+        """Return whether one of the hooks may give a tensor on the meta device its value.
+
+        Args:
+            module: what the hook is attached to.
+            name: of the tensor, in the module.
+        """
+        return any(may_have_value(hook, module, name) for hook in self.hooks)
+
+    def before_detach(self, module: nn.Module) -> None:
+        """Raise an error if one of the hooks cannot be removed.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        for hook in self.hooks:
+            _call(hook, "before_detach", module)
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module for each hook.
 
@@ -217,6 +235,11 @@ def write_to(hook: object, module: nn.Module, name: str, value: torch.Tensor) ->
     """Do what `write` of a hook does; one that is no `ModelHook` keeps no tensors."""
     write = getattr(hook, "write", None)
     return write is not None and bool(write(module, name, value))
+
+
+def may_have_value(hook: object, module: nn.Module, name: str) -> bool:
+    """Do what `has_value` of a hook does; one that is no `ModelHook` may have any."""
+    return not isinstance(hook, ModelHook) or hook.has_value(module, name)
 
 
 class ExportError(StateError, AttributeError):
@@ -246,9 +269,9 @@ class HookedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        forward: Callable[..., Any] = module.__dict__["_old_forward"]
+        forward: Callable[..., Any] = module.__dict__.get("_old_forward", module.forward)
         hook = getattr(module, "_hf_hook", None)
-        if hook is None:  # removed, under another patch of `forward` that keeps this one
+        if hook is None:  # removed, within this call or under a patch that keeps this `forward`
             return forward(*args, **kwargs)
         args, kwargs = hook.pre_forward(module, *args, **kwargs)
         _call(hook, "began_forward", module)
@@ -298,10 +321,9 @@ def hooks_in(hook: ModelHook) -> tuple[ModelHook, ...]:
 def check_removable(model: nn.Module) -> None:
     """Raise what a hook of a model's modules raises if it cannot be removed."""
     for module in model.modules():
-        for hook in hooks_of(module):
-            before = getattr(hook, "before_detach", None)  # one that is no `ModelHook` may lack it
-            if before is not None:
-                before(module)
+        hook = getattr(module, "_hf_hook", None)
+        if hook is not None:
+            _call(hook, "before_detach", module)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:

@@ -13,7 +13,7 @@ from accel.checkpoint.offload_folder import (
     PathLike,
 )
 from accel.errors import ConfigError, listed
-from accel.large.offloaded_tensors import ORIGIN, LeftBuffer, LeftWeight
+from accel.large.offloaded_tensors import ORIGIN, is_left
 
 
 def remember(tensor: torch.Tensor, weights: OffloadedWeightsLoader, name: str) -> None:
@@ -64,6 +64,6 @@ def check_left(model: nn.Module, folder: PathLike, given: Collection[str] = ()) 
 
 def _is_lost(tensor: torch.Tensor, names: list[str], weights: OffloadedWeightsLoader) -> bool:
     if ORIGIN not in tensor.__dict__:
-        return type(tensor) in (LeftWeight, LeftBuffer)
+        return is_left(tensor)
     loaded = tensor.__dict__[ORIGIN]
     return any(name not in loaded or weights.source(name) != loaded[name] for name in names)

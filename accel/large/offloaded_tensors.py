@@ -397,6 +397,11 @@ def mark_left(tensor: torch.Tensor) -> None:
         tensor.__class__ = LeftBuffer
 
 
+def is_left(tensor: object) -> bool:
+    """Return whether an offloaded weight or buffer is one that no hook loads any more."""
+    return type(tensor) in (LeftWeight, LeftBuffer)
+
+
 def mark_in_state_dict(state: MutableMapping[str, Any], names: Iterable[str]) -> None:
     """Have tensors of a state dict that have no data refuse to be saved."""
     for name in names:

@@ -304,16 +304,20 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     return [sorted(group) for group in names.values() if len(group) > 1]
 
 
-def tied_on(places: Iterable[tuple[nn.Module, str]], device: torch.device) -> nn.Parameter | None:
-    """Return a tied weight that lies on a device, None if none does.
+def find_shared_buffers(model: nn.Module) -> list[list[str]]:
+    """Return the groups of names under which one buffer is registered by several modules.
 
     Args:
-        places: the modules that have it, and its names there.
-        device: other than the meta device.
+        model: the model.
     """
-    weights = (module._parameters.get(key) for module, key in places)
-    here = (one for one in weights if one is not None and check_device_same(one.device, device))
-    return next(here, None)
+    names: dict[int, list[str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    return [
+        group
+        for group in names.values()
+        if len({id(owner_of(model, name)[0]) for name in group}) > 1
+    ]
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:

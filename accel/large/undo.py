@@ -102,8 +102,7 @@ def undo_for_loading(model: nn.Module, names: Collection[str]) -> None:
 
 def _is_away(hook: AlignDevicesHook, name: str) -> bool:
     """Return whether no module has an offloaded weight in memory that is tied to others."""
-    tied = (owner._parameters[key] for owner, key in hook.tied.get(name, ()))
-    return all(one is None or one.is_meta for one in tied)
+    return next(hook.ties.present(hook.tied.get(name, ())), None) is None
 
 
 class _Guarded:

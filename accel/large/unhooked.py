@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from accel.errors import StateError, listed
-from accel.large.hooks import ModelHook, hooks_of
+from accel.large.hooks import hooks_of, may_have_value
 from accel.large.offloaded_tensors import HELD
 
 
@@ -116,10 +116,7 @@ def _within(model: nn.Module, owner: nn.Module, key: str) -> bool:
 
 def _has_value(module: nn.Module, key: str, path: str) -> bool:
     """Return whether a hook of a module has a value of a tensor of its submodule at `path`."""
-    return any(
-        hook.has_value(module, _full(path, key)) if isinstance(hook, ModelHook) else True
-        for hook in hooks_of(module)
-    )
+    return any(may_have_value(hook, module, _full(path, key)) for hook in hooks_of(module))
 
 
 def _full(path: str, key: str) -> str:

@@ -98,6 +98,12 @@ def _show(
     console.print(
         "On top come activations, and the largest layer where weights are gathered.", style="dim"
     )
+    if any(one.format == "pure_bf16" for one in estimates):
+        console.print(
+            "pure_bf16 has optimizer state in bf16, too; precision=bf16_weights has it in fp32: "
+            "4 bytes a weight more.",
+            style="dim",
+        )
 
 
 # -- the model -----------------------------------------------------------------------------

@@ -1,0 +1,245 @@
+"""Tied weights, some of which are offloaded, stay tied, and no longer than in a plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accel import (
+    Accelerator,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from accel.errors import ConfigError, StateError
+from accel.hooks import (
+    ModelHook,
+    SequentialHook,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from accel.utils.modeling import get_state_dict_offloaded_model
+from tests.accel.large.models import Tied, hook_of, inputs, net, on_meta
+
+TOKENS = torch.arange(6)
+ACROSS = [{"": "cpu", "embedding": "disk"}, {"": "cpu", "head": "disk"}]
+
+
+def made(seed: int = 0) -> Tied:
+    torch.manual_seed(seed)
+    return Tied().eval()
+
+
+def empty() -> Tied:
+    with init_empty_weights(include_buffers=False):
+        return Tied().eval()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    Accelerator(cpu=True).save_model(made(), tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+def plain_as(checkpoint: Path) -> Tied:
+    """Return the model of the checkpoint; its shift is in no checkpoint."""
+    model = made(1)
+    load_checkpoint_in_model(model, checkpoint)
+    return model
+
+
+def loaded(checkpoint: Path, where: dict[str, str], folder: Path) -> nn.Module:
+    model = load_checkpoint_and_dispatch(empty(), checkpoint, where, offload_folder=folder)
+    model.get_submodule("block")._buffers["shift"] = made(1).get_buffer("block.shift")
+    return model
+
+
+@pytest.mark.parametrize("where", ACROSS)
+def test_weights_that_are_loaded_to_disk_and_memory_are_tied(
+    checkpoint: Path, where: dict[str, str], tmp_path: Path
+) -> None:
+    model, plain = loaded(checkpoint, where, tmp_path / "off"), plain_as(checkpoint)
+    for one in (model, plain):
+        name = "head.weight" if "embedding" in where else "embedding.weight"
+        with torch.no_grad():
+            one.get_parameter(name).mul_(2)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    remove_hook_from_submodules(model)
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+
+
+@pytest.mark.parametrize("where", [{"": "cpu"}, *ACROSS])
+def test_what_was_loaded_to_disk_alone_is_dispatched_tied(
+    checkpoint: Path, where: dict[str, str], tmp_path: Path
+) -> None:
+    model = empty()
+    load_checkpoint_in_model(model, checkpoint, {"": "disk"}, tmp_path / "off")
+    dispatch_model(model, where, offload_dir=tmp_path / "off")
+    remove_hook_from_submodules(model)
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+
+
+def test_buffers_that_modules_share_are_loaded_as_one(tmp_path: Path) -> None:
+    def sharing() -> nn.Sequential:
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+        model[1].running_mean = model[0].running_mean
+        return model
+
+    torch.save(sharing().state_dict(), tmp_path / "one.bin")
+    with init_empty_weights():
+        model = sharing()
+    where = {"": "disk"}
+    load_checkpoint_in_model(
+        model, tmp_path / "one.bin", where, tmp_path / "off", offload_buffers=True
+    )
+    dispatch_model(model, {"": "cpu"}, offload_dir=tmp_path / "off")
+    assert model[0].running_mean is model[1].running_mean
+
+
+@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
+def test_buffers_that_modules_share_have_the_statistics_of_both(
+    offload: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    plain[3].running_mean = plain[1].running_mean
+    model = copy.deepcopy(plain)
+    given = (tmp_path,) if offload is disk_offload else ()
+    offload(model, *given, execution_device="cpu", offload_buffers=True)
+    with torch.no_grad():
+        for _ in range(3):
+            model(inputs()), plain(inputs())
+    model.eval(), plain.eval()
+    assert torch.equal(model(inputs()), plain(inputs()))
+    remove_hook_from_submodules(model)
+    assert model[3].running_mean is model[1].running_mean
+
+
+@pytest.mark.parametrize("where", ACROSS)
+def test_what_is_assigned_to_the_one_that_stays_is_its_alone(
+    where: dict[str, str], tmp_path: Path
+) -> None:
+    plain = made()
+    model = dispatch_model(copy.deepcopy(plain), where, offload_dir=tmp_path)
+    name = "head" if "embedding" in where else "embedding"
+    for one in (model, plain):
+        with torch.no_grad():
+            one.get_parameter(f"{name}.weight").mul_(3)  # of both, still
+        one.get_submodule(name).weight = nn.Parameter(torch.ones(6, 4))
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    state = get_state_dict_offloaded_model(model)
+    assert all(torch.equal(state[key], value) for key, value in plain.state_dict().items())
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+
+
+def test_what_is_assigned_to_one_that_was_given_back_is_its_alone(tmp_path: Path) -> None:
+    plain = made()
+    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
+    remove_hook_from_module(model.get_submodule("embedding"))
+    for one in (model, plain):
+        one.get_submodule("embedding").weight = nn.Parameter(torch.ones(6, 4))
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+
+
+@pytest.mark.parametrize("where", ACROSS)
+@pytest.mark.parametrize("lacks", [(), ("head.weight",)])
+def test_a_state_dict_is_loaded_into_the_one_that_stays(
+    where: dict[str, str], lacks: tuple[str, ...], tmp_path: Path
+) -> None:
+    plain = made()
+    model = dispatch_model(copy.deepcopy(plain), where, offload_dir=tmp_path)
+    # The other weights are equal: one that is offloaded alone cannot be written.
+    state = plain.state_dict() | {"embedding.weight": torch.ones(6, 4)}
+    state |= {"head.weight": torch.ones(6, 4)}
+    for name in lacks:
+        del state[name]
+    for one in (model, plain):
+        one.load_state_dict(state, strict=not lacks)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+
+
+def test_a_state_dict_of_another_model_without_values_is_refused(tmp_path: Path) -> None:
+    model = disk_offload(made(), tmp_path / "a", "cpu")
+    other = disk_offload(made(1), tmp_path / "b", "cpu")
+    for state in (other.state_dict(), empty().state_dict()):
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match=r"embedding\.weight: the state dict has no val"):
+                model.load_state_dict(state, assign=assign)
+    before = model(TOKENS)
+    for copied in (model, copy.deepcopy(model)):
+        copied.load_state_dict(copied.state_dict())
+        assert torch.equal(copied(TOKENS), before)
+
+
+def test_freezing_under_one_name_is_remembered(tmp_path: Path) -> None:
+    for name, other in (("head", "embedding"), ("embedding", "head")):
+        model = disk_offload(made(), tmp_path / name, "cpu")
+        model.get_submodule(name).requires_grad_(False)
+        remove_hook_from_submodules(model)
+        assert not model.get_parameter(f"{other}.weight").requires_grad
+
+
+def test_of_a_tied_weight_one_file_is_enough(tmp_path: Path) -> None:
+    plain = made()
+    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
+    (tmp_path / "embedding.weight.dat").unlink()
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+
+
+def test_a_tied_weight_whose_files_are_gone_stays_tied(checkpoint: Path, tmp_path: Path) -> None:
+    model = disk_offload(made(), tmp_path, "cpu")
+    for name in ("embedding", "head"):
+        (tmp_path / f"{name}.weight.dat").unlink()
+    remove_hook_from_submodules(model)
+    load_checkpoint_in_model(model, checkpoint)
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+    assert on_meta(model) == set()
+
+
+# -- removal -------------------------------------------------------------------------------
+
+
+def test_what_is_written_after_a_call_by_hand_is_kept_by_removal(tmp_path: Path) -> None:
+    plain = net()
+    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
+    hook_of(model[0]).pre_forward(model[0])
+    for one in (model, plain):
+        with torch.no_grad():
+            one[0].scale.mul_(2)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model[0].scale, plain[0].scale)
+
+
+def test_a_refused_removal_of_nested_hooks_changes_nothing(tmp_path: Path) -> None:
+    model = disk_offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tmp_path, "cpu")
+    model[1]._hf_hook = SequentialHook(SequentialHook(model[1]._hf_hook), ModelHook())
+    model[1].weight = model[0].weight
+    before = [getattr(module, "_hf_hook", None) for module in model.modules()]
+    with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
+        remove_hook_from_submodules(model)
+    assert [getattr(module, "_hf_hook", None) for module in model.modules()] == before
+
+
+def test_hooks_are_removed_within_a_call(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
+    model.register_forward_pre_hook(lambda module, _: remove_hook_from_submodules(module))
+    assert torch.equal(model(inputs()), plain(inputs()))
+
+
+def test_an_optimizer_of_offloaded_weights_that_train_is_refused(tmp_path: Path) -> None:
+    model = disk_offload(net(), tmp_path, "cpu")
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"\d+ offloaded weights that are to train"):
+        Accelerator(cpu=True).prepare(model, made)
+    model.requires_grad_(False)
+    Accelerator(cpu=True).prepare(model, made)
