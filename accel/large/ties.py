@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from accel.errors import CheckpointError
+from accel.errors import CheckpointError, StateError
 from accel.large.offloaded_tensors import is_left, token_of
 from accel.large.weights_map import Weights
 
@@ -57,12 +57,26 @@ class Ties:
 
         Args:
             places: of the weight.
+
+        Raises:
+            StateError: where `functional_call` has replaced one: it does not know of the others.
         """
         for place in places:
             owner, name = self.owners.get(place, (None, ""))
-            found = self._residents.get(place) if owner is None else owner.present(name, place)
+            found = self._resident(place) if owner is None else owner.present(name, place)
             if found is not None and not found.is_meta:
                 yield found
+
+    def _resident(self, place: TiedPlace) -> nn.Parameter | None:
+        module, name = place
+        held = module._parameters.get(name)
+        if held is not None and not isinstance(held, nn.Parameter):
+            raise StateError(
+                f"{name} of {type(module).__name__} is replaced, as by functional_call, and is "
+                "tied to an offloaded weight, which keeps its value. Keep the modules of tied weights "
+                "on a device, or call functional_call before dispatch_model."
+            )
+        return self._residents.get(place)
 
     def stored(self, places: Iterable[TiedPlace], weights: Weights, name: str) -> torch.Tensor:
         """Return an offloaded weight, by another of its names where the file of this one is gone.

@@ -140,6 +140,17 @@ def test_what_is_assigned_to_the_one_that_stays_is_its_alone(
     assert torch.equal(model(TOKENS), plain(TOKENS))
 
 
+@pytest.mark.parametrize("where", ACROSS)
+def test_functional_calls_cannot_replace_a_part_of_a_tie(
+    where: dict[str, str], tmp_path: Path
+) -> None:
+    model = dispatch_model(made(), where, offload_dir=tmp_path)
+    name = "head.weight" if "embedding" in where else "embedding.weight"
+    with pytest.raises(StateError, match=r"replaced, as by functional_call, and is tied"):
+        torch.func.functional_call(model, {name: torch.ones(6, 4)}, (TOKENS,))
+    assert torch.equal(model(TOKENS), made()(TOKENS))
+
+
 def test_what_is_assigned_to_one_that_was_given_back_is_its_alone(tmp_path: Path) -> None:
     plain = made()
     model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
