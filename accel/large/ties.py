@@ -73,8 +73,8 @@ class Ties:
         if held is not None and not isinstance(held, nn.Parameter):
             raise StateError(
                 f"{name} of {type(module).__name__} is replaced, as by functional_call, and is "
-                "tied to an offloaded weight, which keeps its value. Keep the modules of tied weights "
-                "on a device, or call functional_call before dispatch_model."
+                "tied to an offloaded weight, which keeps its value. Keep the modules of tied "
+                "weights on a device, or call functional_call before dispatch_model."
             )
         return self._residents.get(place)
 
