@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from accel.data.loaders import PreparedLoader
 from accel.data.prepare import prepare_for, skip_first_batches
 from accel.errors import ConfigError, Problem
+from accel.logging import get_logger
 from accel.memory import release_memory
 from accel.optimizer import AcceleratedOptimizer
 from accel.precision.amp import parameters_of
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 KINDS = ("models", "optimizers", "schedulers", "dataloaders")
 STATEFUL = ("state_dict", "load_state_dict")
 PREPARED = (AcceleratedOptimizer, AcceleratedScheduler, PreparedLoader)
+logger = get_logger(__name__)
 # Attributes that are true of what was prepared; other libraries ask for them.
 MARKS = ("_is_accelerate_prepared", "_is_accelerator_prepared")
 
@@ -158,7 +160,8 @@ class Preparation:
     ) -> Objects:
         if new.models:
             self._refuse_device_maps(new.models)
-        _refuse_offloaded(new.optimizers)
+        for optimizer in new.optimizers:
+            _refuse_offloaded(optimizer)
         loaders = self._loaders(new.dataloaders, placement.dataloaders, slice_fn)
         before = {id(p): p for model in new.models for p in model.parameters()}
         given = replace(new, dataloaders=loaders)
@@ -327,18 +330,20 @@ class Preparation:
         return self.free_memory(*objects)
 
 
-def _refuse_offloaded(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers of offloaded weights that train: they get no gradients.
+def _refuse_offloaded(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of nothing but offloaded weights that train: they get no gradients.
 
     When their hooks are removed, the model has other tensors than the optimizer.
     """
-    given = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+    given = [one for one in parameters_of(optimizer) if one.requires_grad]
     if not any(parameter.is_meta for parameter in given):
         return
     from accel.large.offloaded_tensors import HELD
 
-    count = sum(isinstance(one, HELD) and one.requires_grad for one in given)
-    if count:
+    count = sum(isinstance(one, HELD) for one in given)
+    if count < len(given):
+        logger.warning("prepare: %d offloaded weights of an optimizer do not train.", count)
+    else:
         raise ConfigError.of(
             f"prepare: an optimizer of {count} offloaded weights that are to train",
             "a gradient of an offloaded weight has no memory to be kept in",

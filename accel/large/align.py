@@ -90,7 +90,6 @@ class AlignDevicesHook(ModelHook):
         self.tied: Mapping[str, Sequence[tuple[nn.Module, str]]] = {}
         self.ties = Ties()  # of the whole model
         self._restored: dict[str, Any] = {}  # what the module was given back, by name
-        self._trained: dict[str, bool] = {}  # whether a weight needed gradients, by name
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
@@ -207,7 +206,6 @@ class AlignDevicesHook(ModelHook):
             module: what the hook is attached to.
         """
         self.original_devices = {name: tensor.device for name, tensor in self._all(module)}
-        self._trained = {name: tensor.requires_grad for name, tensor in self._all(module)}
         self._restored = {}
         device = self.execution_device
         leaving = self.offloaded(module) if self.offload else []
@@ -413,9 +411,13 @@ class AlignDevicesHook(ModelHook):
             self._keep_loaded(module)
 
     def _keep_loaded(self, module: nn.Module) -> None:
-        """Keep what was changed of weights that `pre_forward` has loaded, called by hand."""
+        """Keep what was changed of weights that `pre_forward` has loaded, called by hand.
+
+        Those that are tied are given back as they are loaded.
+        """
         with self.lock:
             if self._users > 0:
+                self._loaded = {n: one for n, one in self._loaded.items() if n not in self.tied}
                 self._keep_changes(module)
 
     @torch.inference_mode(False)
@@ -477,8 +479,6 @@ class AlignDevicesHook(ModelHook):
         device = self.original_devices.get(source, torch.device("cpu"))
         held, key = held_in(module, name)
         if present is not None:
-            if held[key].requires_grad != self._trained.get(source):  # said of this name since
-                present.requires_grad_(held[key].requires_grad)
             held[key] = present
             return
         try:

@@ -21,7 +21,7 @@ from accel.large.tensors import (
     held_in,
     owner_of,
 )
-from accel.large.ties import TiedPlace, Ties
+from accel.large.ties import TiedPlace, Ties, refuse_tied_elsewhere
 from accel.large.unhooked import Place
 from accel.large.weights_map import Weights
 
@@ -280,6 +280,9 @@ class _Attacher:
             else frozenset(),
         )
         names = hook.offloaded(module) if offload else []
+        for one in names:
+            held, key = held_in(module, one)
+            refuse_tied_elsewhere(f"{prefix}{one}", owner_of(module, one), held[key], self.ties)
         hook.lock = self.lock
         if offload:
             root, above = self.root
@@ -293,7 +296,7 @@ class _Attacher:
         hook.ties = self.ties
         for first in hook.tied:
             for one in hook.all_names(first):
-                self.ties.owners[owner_of(module, one)] = hook, one
+                self.ties.offload(owner_of(module, one), hook, one)
         if names and hook.weights_map is not None:
             block = Block(tuple(names), hook.weights_map, "cpu" if device is None else device, size)
             hook.read_ahead = self.ahead, self.ahead.register(block)

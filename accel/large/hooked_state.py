@@ -12,7 +12,7 @@ from torch import nn
 from accel.large.loaded_weight import content_of
 from accel.large.offloaded_tensors import mark_in_state_dict, token_of
 from accel.large.tensors import held_in
-from accel.large.ties import TiedPlace, tokens_of
+from accel.large.ties import TiedPlace, Ties, tokens_of
 from accel.large.weights_map import Weights, in_memory
 
 
@@ -22,6 +22,11 @@ class Offloading(Protocol):
     @property
     def tied(self) -> Mapping[str, Sequence[TiedPlace]]:
         """Of tied weights, by name: where else they are."""
+        ...
+
+    @property
+    def ties(self) -> Ties:
+        """What is tied in the whole model."""
         ...
 
     @property
@@ -88,6 +93,7 @@ class LoadStateDict:
         self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
     ) -> None:
         refused, empty = list[str](), list[str]()
+        assigns = bool(others[0].get("assign_to_params_buffers"))
         for name in self._offloading.offloaded(module):
             held, key = held_in(module, name)
             for full in (f"{prefix}{one}" for one in self._offloading.all_names(name)):
@@ -99,7 +105,7 @@ class LoadStateDict:
                     own = tokens_of(self._offloading.tied.get(name, ())) or [token_of(held[key])]
                     if token_of(value) is None or token_of(value) not in own:
                         empty.append(full)
-                elif not self._takes(module, name, value.to(held[key].dtype)):
+                elif not self._takes(module, name, value.to(held[key].dtype), assigns):
                     refused.append(full)
         error_messages: list[str] = others[-1]
         if empty:
@@ -115,12 +121,16 @@ class LoadStateDict:
                 "before dispatch_model."
             )
 
-    def _takes(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
-        """Return whether an offloaded tensor has a value of a state dict now."""
+    def _takes(self, module: nn.Module, name: str, value: torch.Tensor, assigns: bool) -> bool:
+        """Return whether an offloaded tensor has a value of a state dict now.
+
+        To assign values unties: what stays can be the value of one name that is offloaded.
+        """
         hook, (held, key) = self._offloading, held_in(module, name)
         with hook.lock:
             resident = hook.resident(name)
-            if resident is not None:
+            shares = sum(place in hook.ties.owners for place in hook.tied.get(name, ())) > 1
+            if resident is not None and not (assigns and shares):
                 with torch.no_grad():
                     resident.copy_(value)
                 return True

@@ -301,7 +301,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         hook = SequentialHook(*hooks_in(present), hook)
     module = hook.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment] # a plain attribute of the module
-    if not hasattr(module, "_old_forward"):
+    # A container such as ModuleList is not called: its `forward` cannot be pickled.
+    runs = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+    if runs and not hasattr(module, "_old_forward"):
         hooked = HookedForward(module)
         module.__dict__ |= {"_old_forward": module.forward, "forward": hooked}
     return module

@@ -16,6 +16,8 @@ from accel.tree import iterate
 # Attributes of a tensor without data: its name, and where its values lie; what it stands for.
 ORIGIN = "_offloaded_as"
 TOKEN = "_stands_for"
+# Called with a weight that was said to train, or not: what is tied to it is to do the same.
+FOLLOWERS: list[Callable[[nn.Parameter], None]] = []
 CANNOT_MOVE = (
     "You can't move a model that has some modules offloaded to cpu or disk. Remove its hooks with "
     "accel.hooks.remove_hook_from_submodules(model), or dispatch it anew, such as with "
@@ -113,11 +115,9 @@ def _derived(
     A view and a copy of another dtype stay so; what is computed is refused at once.
     With an input on the meta device, whose shapes are asked for, it is not.
     """
-    name = kind = getattr(func, "__name__", "")
-    if kind in ("__get__", "__set__"):
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if len(args) > 1:
-            _refuse_another(name, *args)
+    kind, name = getattr(func, "__name__", ""), _name_of(func)
+    if kind == "__set__" and len(args) > 1:
+        _refuse_another(name, *args)
     token = token_of(args[0]) if name in _WHOLE and args else None
     if kind == "__get__":  # such as is_meta: by far the most calls
         return _marked(func(*args), OffloadedView, token)
@@ -127,6 +127,9 @@ def _derived(
         return f"an offloaded weight {shape} has no values to copy. {CANNOT_MOVE}"
 
     result = _call(func, args, kwargs, copied if name in _MOVES else computed, computed)
+    if name in ("requires_grad", "requires_grad_") and isinstance(args[0], OffloadedWeight):
+        for follow in FOLLOWERS:
+            follow(args[0])
     if name.endswith("_like") or name.startswith("new_"):  # of the shape alone
         return _marked(result, OffloadedResult)
     given = list(iterate([args, kwargs or {}]))
@@ -138,6 +141,14 @@ def _derived(
     if is_new and name not in _KEEP:
         raise StateError(computed())
     return _marked(result, OffloadedView, token)
+
+
+def _name_of(func: object) -> str:
+    """Return the name of an operation, or of the attribute that it gets or sets."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
 
 
 def _refuse_another(attribute: str, tensor: object, value: object) -> None:
@@ -259,7 +270,7 @@ class OffloadedValue(torch.Tensor):
         """
         with torch._C.DisableTorchFunctionSubclass():
             rule = functools.partial(_not_saved, args, kwargs)
-            is_whole = getattr(func, "__name__", "") in _WHOLE and args
+            is_whole = _name_of(func) in _WHOLE and args
             token = token_of(args[0]) if is_whole else None
             return _marked(_call(func, args, kwargs, rule, rule), cls, token)
 

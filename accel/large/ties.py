@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from accel.errors import CheckpointError, StateError
-from accel.large.offloaded_tensors import is_left, token_of
+from accel.errors import CheckpointError, ConfigError, StateError
+from accel.large.hooks import hooks_of
+from accel.large.offloaded_tensors import FOLLOWERS, OffloadedWeight, is_left, token_of
 from accel.large.weights_map import Weights
 
 TiedPlace = tuple[nn.Module, str]  # a module that has a weight, and its name there
@@ -22,6 +24,11 @@ class Owner(Protocol):
     @property
     def weights_map(self) -> Weights | None:
         """The offloaded weights by name."""
+        ...
+
+    @property
+    def tied(self) -> Mapping[str, Sequence[TiedPlace]]:
+        """Of tied weights, by name: all places."""
         ...
 
     def present(self, name: str, place: TiedPlace) -> nn.Parameter | None:
@@ -40,6 +47,22 @@ class Ties:
         # The hook that offloads a weight, and its name for it.
         self.owners: dict[TiedPlace, tuple[Owner, str]] = {}
         self._residents: dict[TiedPlace, nn.Parameter] = {}
+        _LIVE.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _LIVE.add(self)
+
+    def offload(self, place: TiedPlace, owner: Owner, name: str) -> None:
+        """Note that a hook offloads the weight at a place.
+
+        Args:
+            place: of a tied weight.
+            owner: the hook.
+            name: of the weight in the hook's module.
+        """
+        self.owners[place] = owner, name
+        self._residents.pop(place, None)
 
     def note_residents(self, places: Iterable[TiedPlace]) -> None:
         """Note the tensors of the weights that stay.
@@ -78,6 +101,36 @@ class Ties:
             )
         return self._residents.get(place)
 
+    def require_gradients(self, weight: nn.Parameter, flag: bool) -> None:
+        """Have what an offloaded weight is tied to train, or not, as it does itself.
+
+        Args:
+            weight: a tensor without values in the place of one.
+            flag: whether it was just said to train.
+        """
+        for (module, name), (owner, own) in self.owners.items():
+            if module._parameters.get(name) is weight:
+                places = owner.tied.get(own, ())
+                others = (one._parameters.get(key) for one, key in places)
+                left = (one for one in others if isinstance(one, OffloadedWeight))
+                for tensor in (*left, *self.present(places)):
+                    torch.Tensor.requires_grad_(tensor, flag)
+                return
+
+    def has_tied(self, place: TiedPlace, weight: torch.Tensor) -> bool:
+        """Return whether the weight at a place is tied to one that a hook offloads still.
+
+        Args:
+            place: where it is.
+            weight: that lies there.
+        """
+        owner, name = self.owners.get(place, (None, ""))
+        present = self._residents.get(place) if owner is None else owner.present(name, place)
+        return present is weight and any(
+            place in one.tied.get(own, ()) and _has_hook(module, one)
+            for (module, _), (one, own) in self.owners.items()
+        )
+
     def stored(self, places: Iterable[TiedPlace], weights: Weights, name: str) -> torch.Tensor:
         """Return an offloaded weight, by another of its names where the file of this one is gone.
 
@@ -97,6 +150,51 @@ class Ties:
                     with contextlib.suppress(CheckpointError):  # the first one is raised
                         return owner.weights_map[other]
             raise
+
+
+def _has_hook(module: nn.Module, hook: object) -> bool:
+    return any(one is hook for one in hooks_of(module))
+
+
+# Of all models: a tensor does not know its own, which it would be pickled with.
+_LIVE: weakref.WeakSet[Ties] = weakref.WeakSet()
+
+
+def follow_requires_grad(weight: nn.Parameter) -> None:
+    """Have what an offloaded weight is tied to train, or not, as was just said of it.
+
+    Args:
+        weight: a tensor without values in the place of one.
+    """
+    for ties in list(_LIVE):
+        ties.require_gradients(weight, weight.requires_grad)
+
+
+FOLLOWERS.append(follow_requires_grad)
+
+
+def refuse_tied_elsewhere(
+    name: str, place: TiedPlace, weight: torch.Tensor, dispatch: Ties
+) -> None:
+    """Refuse to offload a weight that is tied to one which another dispatch offloads.
+
+    Args:
+        name: for the message.
+        place: of the weight.
+        weight: that lies there.
+        dispatch: that offloads it.
+
+    Raises:
+        ConfigError: if it is.
+    """
+    others = (ties for ties in list(_LIVE) if ties is not dispatch)
+    if any(ties.has_tied(place, weight) for ties in others):
+        raise ConfigError.of(
+            f"{name} of {type(place[0]).__name__}",
+            "it is tied to a weight that an earlier dispatch offloads, and would be kept twice",
+            "Dispatch the model as a whole, or remove its hooks first: "
+            "accel.hooks.remove_hook_from_submodules(model).",
+        )
 
 
 def left_of(places: Iterable[TiedPlace]) -> nn.Parameter | None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,12 +193,79 @@ def test_a_state_dict_of_another_model_without_values_is_refused(tmp_path: Path)
         assert torch.equal(copied(TOKENS), before)
 
 
-def test_freezing_under_one_name_is_remembered(tmp_path: Path) -> None:
-    for name, other in (("head", "embedding"), ("embedding", "head")):
-        model = disk_offload(made(), tmp_path / name, "cpu")
-        model.get_submodule(name).requires_grad_(False)
-        remove_hook_from_submodules(model)
-        assert not model.get_parameter(f"{other}.weight").requires_grad
+Freeze = Callable[[nn.Module], object]
+FREEZE: list[Freeze] = [
+    lambda model: model.get_submodule("head").requires_grad_(False),
+    lambda model: model.get_submodule("embedding").requires_grad_(False),
+    lambda model: (
+        model.requires_grad_(False),
+        model.get_submodule("embedding").requires_grad_(True),
+    ),
+    lambda model: (model.requires_grad_(False), model.get_submodule("head").requires_grad_(True)),
+    lambda model: setattr(model.get_parameter("head.weight"), "requires_grad", False),
+]
+
+
+@pytest.mark.parametrize("where", [{"": "disk"}, *ACROSS])
+@pytest.mark.parametrize("freeze", FREEZE)
+@pytest.mark.parametrize("runs", [False, True])
+def test_who_freezes_one_name_freezes_the_weight(
+    where: dict[str, str], freeze: Freeze, runs: bool, tmp_path: Path
+) -> None:
+    plain = made()
+    model = dispatch_model(copy.deepcopy(plain), where, "cpu", offload_dir=tmp_path)
+    for one in (model, plain):
+        freeze(one)
+        for _ in range(runs):
+            one(TOKENS)
+    for name in ("embedding.weight", "head.weight"):
+        one = model.get_parameter(name)
+        if where == {"": "disk"} or not one.is_meta:  # else the tensor that stays has the say
+            assert one.requires_grad == plain.get_parameter(name).requires_grad
+    remove_hook_from_submodules(model)
+    flags = {name: one.requires_grad for name, one in model.named_parameters()}
+    assert flags == {name: one.requires_grad for name, one in plain.named_parameters()}
+
+
+def test_a_copy_is_frozen_by_itself(tmp_path: Path) -> None:
+    model = disk_offload(made(), tmp_path, "cpu")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied.get_submodule("head").requires_grad_(False)
+        assert not copied.get_parameter("embedding.weight").requires_grad
+        assert model.get_parameter("embedding.weight").requires_grad
+
+
+@pytest.mark.parametrize("where", [{"": "disk"}, {"": "disk", "block": "cpu"}])
+def test_a_weight_that_is_offloaded_is_not_kept_in_memory(
+    where: dict[str, str], tmp_path: Path
+) -> None:
+    model = made()
+    seen = weakref.ref(model.embedding.weight)
+    dispatch_model(model, where, "cpu", offload_dir=tmp_path)
+    gc.collect()
+    assert seen() is None
+
+
+def test_one_of_tied_weights_cannot_be_offloaded_by_another_dispatch(tmp_path: Path) -> None:
+    model = disk_offload(made(), tmp_path, "cpu")
+    embedding = model.get_submodule("embedding")
+    remove_hook_from_module(embedding)
+    with pytest.raises(ConfigError, match="tied to a weight that an earlier dispatch offloads"):
+        disk_offload(embedding, tmp_path / "other", "cpu")
+    assert torch.equal(model(TOKENS), made()(TOKENS))
+    remove_hook_from_submodules(model)
+    disk_offload(embedding, tmp_path / "other", "cpu")
+
+
+def test_values_that_are_assigned_by_a_state_dict_are_no_ones_else(tmp_path: Path) -> None:
+    """A plain model unties them; of two names that are offloaded one value would be lost."""
+    plain = made()
+    plain.head.register_parameter("other", plain.head.weight)
+    model = dispatch_model(copy.deepcopy(plain), {"": "cpu", "head": "disk"}, offload_dir=tmp_path)
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    state["head.other"] += 1
+    with pytest.raises(RuntimeError, match=r"head\.other: offloaded weights cannot be loaded"):
+        model.load_state_dict(state, assign=True)
 
 
 def test_of_a_tied_weight_one_file_is_enough(tmp_path: Path) -> None:
@@ -247,10 +317,46 @@ def test_hooks_are_removed_within_a_call(tmp_path: Path) -> None:
     assert torch.equal(model(inputs()), plain(inputs()))
 
 
+def test_tied_weights_that_are_written_after_a_call_by_hand_are_given_back(tmp_path: Path) -> None:
+    plain = made()
+    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
+    embedding = model.get_submodule("embedding")
+    hook_of(embedding).pre_forward(embedding)
+    for one in (model, plain):
+        with torch.no_grad():
+            one.get_parameter("embedding.weight").mul_(2)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+
+
+def test_a_model_with_a_list_of_modules_is_pickled(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[1].layers = nn.ModuleList([nn.Linear(4, 4)])
+    plain = copy.deepcopy(model)
+    dispatch_model(model, {"": "cpu", "2": "disk"}, offload_dir=tmp_path)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(inputs()), plain(inputs()))
+
+
 def test_an_optimizer_of_offloaded_weights_that_train_is_refused(tmp_path: Path) -> None:
-    model = disk_offload(net(), tmp_path, "cpu")
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = disk_offload(net(), tmp_path / "all", "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"\d+ offloaded weights that are to train"):
-        Accelerator(cpu=True).prepare(model, made)
+        Accelerator(cpu=True).prepare(model, optimizer)
     model.requires_grad_(False)
-    Accelerator(cpu=True).prepare(model, made)
+    Accelerator(cpu=True).prepare(model, optimizer)
+
+
+def test_of_an_optimizer_of_some_offloaded_weights_the_others_train(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    dispatch_model(model, {"0": "disk", "1": "cpu"}, "cpu", offload_dir=tmp_path)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "2 offloaded weights of an optimizer do not train" in caplog.text
+    before = model[1].weight.clone()
+    with torch.no_grad():
+        hidden = model[0](inputs())
+    accelerator.backward(model[1](hidden).sum())
+    optimizer.step()
+    assert not torch.equal(model[1].weight, before)
