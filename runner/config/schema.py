@@ -220,7 +220,8 @@ class Trainer:
             which the run is ended and the rank that hangs is named; at most 0.9 of the process
             group's time-out. Start-up with the first step, compilation, evaluation and saving may
             take longer: there the rank is named, and the run is ended only if every rank waits for
-            another. None: no watchdog.
+            another, a process is stopped or gone, or nothing changes in start-up for six times as
+            long. None: no watchdog.
         global_batch_size: samples per optimizer step.
         micro_batch_size: samples per process and forward pass; None: as large as possible.
         eval_batch_size: samples per process in evaluation; None: twice the micro-batch.
