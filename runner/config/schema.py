@@ -461,9 +461,11 @@ class Recipe:
             problems.add(
                 f"seed={self.seed}", f"it is from 0 to {SEEDS - 1}", "Give seed=0 or more."
             )
-        if self.run_dir is not None and not self.run_dir.strip():
-            rule = "it names a directory, and is empty (a shell variable without a value?)"
-            problems.add(f"run_dir={self.run_dir!r}", rule, "Give run_dir=DIR, or leave it out.")
+        for key in ("run_dir", "output_dir", "resume"):
+            value = getattr(self, key)
+            if value is not None and not value.strip():
+                rule = "it names a directory, and is empty (a shell variable without a value?)"
+                problems.add(f"{key}={value!r}", rule, f"Give {key}=DIR, or leave it out.")
         problems += [
             Problem(
                 f"{first}= and {second}= are both on",
