@@ -14,8 +14,16 @@ from runner.config.schema import PLUGINS
 PER_INVOCATION = (("resume",), ("run_dir",), ("trainer", "stop_after"), ("trainer", "max_time"))
 # How far a run goes. They may change from one invocation to the next, also of a finished run.
 LIMITS = (*PER_INVOCATION, ("trainer", "epochs"), ("trainer", "max_steps"))
+# How a run is watched, and how often it is saved: no bit of its result.
+WATCHED = (
+    *(("trainer", "hang_timeout"), ("trainer", "log_every")),
+    *(("trainer", "stop_on_nan"), ("trainer", "detect_anomaly")),
+    *(("checkpoint", "every_steps"), ("checkpoint", "every_epochs"), ("checkpoint", "at_end")),
+    ("checkpoint", "project", "total_limit"),
+)
 # Where a run is computed and told: nothing of what it computes.
 ELSEWHERE = (
+    *WATCHED,
     *(("name",), ("output_dir",), ("tags",), ("distributed",), ("tracker",), ("profile",)),
     ("submit",),
     *(("dataloader", "num_workers"), ("dataloader", "pin_memory")),

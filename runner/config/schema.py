@@ -220,7 +220,8 @@ class Trainer:
             which the run is ended and the rank that hangs is named; at most 0.9 of the process
             group's time-out. Start-up with the first step, compilation, evaluation and saving may
             take longer: there the rank is named, and the run is ended only if every rank waits for
-            another. None: no watchdog.
+            another, a process is stopped or gone, or nothing changes in start-up for six times as
+            long. None: no watchdog.
         global_batch_size: samples per optimizer step.
         micro_batch_size: samples per process and forward pass; None: as large as possible.
         eval_batch_size: samples per process in evaluation; None: twice the micro-batch.
@@ -460,9 +461,11 @@ class Recipe:
             problems.add(
                 f"seed={self.seed}", f"it is from 0 to {SEEDS - 1}", "Give seed=0 or more."
             )
-        if self.run_dir is not None and not self.run_dir.strip():
-            rule = "it names a directory, and is empty (a shell variable without a value?)"
-            problems.add(f"run_dir={self.run_dir!r}", rule, "Give run_dir=DIR, or leave it out.")
+        for key in ("run_dir", "output_dir", "resume"):
+            value = getattr(self, key)
+            if value is not None and not value.strip():
+                rule = "it names a directory, and is empty (a shell variable without a value?)"
+                problems.add(f"{key}={value!r}", rule, f"Give {key}=DIR, or leave it out.")
         problems += [
             Problem(
                 f"{first}= and {second}= are both on",

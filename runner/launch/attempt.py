@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,7 +112,13 @@ def workers(
     """
     command = bootstrap.command(WORKER, json.dumps(order(folder, launch, cwd, target)))
     run_dir = run_dir_of(folder)
-    return WorkerGroup(command, place, lambda rank: has_outcome(run_dir, launch, rank), waiting)
+    return WorkerGroup(
+        command,
+        place,
+        lambda rank: has_outcome(run_dir, launch, rank),
+        waiting,
+        partial(outcomes.note_processes, run_dir, launch),
+    )
 
 
 def order(folder: Path, launch: str, cwd: Path, target: str = TRAIN) -> dict[str, Any]:
@@ -145,6 +152,7 @@ def conclude(
     # A process that left no word died in native code or was killed.
     silent = failed.keys() - {outcome.rank for outcome in left}
     hang = outcomes.read_hang(run_dir, launch)
+    outcomes.forget_processes(run_dir, launch)
     ended = hang is not None and not hang.is_consequence  # by the watchdog, on every rank
     causes = [_outcome_from_status(run_dir, rank, failed[rank], ended) for rank in sorted(silent)]
     causes += [outcome for outcome in left if outcome.code not in CLEAN]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from runner.launch.stacks import BUSY, IN_TORCH, WAITING, Stack
+from runner.training.heartbeat import START_UP
+
+# A start-up in which nothing changes for that many time limits is ended.
+START_UP_LIMITS = 6
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,11 @@ class Report:
     stack: Stack
     ending: str = ""
 
+    @property
+    def state(self) -> tuple[int, int | None, Stack]:
+        """Fields that are the same for as long as the rank makes no progress at all."""
+        return self.count, self.collectives, self.stack
+
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Report:
         """Return the report that `plain` describes."""
@@ -40,37 +50,53 @@ class Verdict:
     """The rank that hangs, for which the others wait, and whether the run is ended.
 
     `message` has its activity and position, and where the others wait; `stack` is its Python stack,
-    empty where it does not answer.
+    empty where it does not answer. `is_new` is false where the reports before had the same verdict.
     """
 
     rank: int
     message: str
     stack: str
     ends: bool
+    is_new: bool
 
 
 def judge(
     reports: Mapping[int, Report],
     silent: Mapping[int, str],
     limit: float,
-    before: Mapping[int, Report] | None = None,
+    before: Sequence[Mapping[int, Report]] = (),
+    dead: Set[int] = frozenset(),
 ) -> Verdict | None:
     """Return which rank hangs; None: the run makes progress.
 
     A run is ended in the middle of training, where each step takes a time that is known. Start-up
     with the first step, compilation, evaluation and saving take as long as they take: the rank is
-    named, and the run is ended only if every rank waits for another, twice in the same place.
-    `silent` tells why ranks have not answered; `limit` is in seconds; `before` are the previous
-    reports.
+    named, and the run is ended only if every rank waits for another, twice in the same place, if a
+    process is stopped or gone, or if nothing changes in start-up for `START_UP_LIMITS` limits.
+
+    Args:
+        reports: of the ranks that have answered.
+        silent: why the other ranks have not.
+        limit: seconds without progress.
+        before: the previous reports, newest first.
+        dead: the silent ranks whose process is stopped or gone.
     """
     if any(report.seconds < limit / 2 for report in reports.values()):
         return None
     kinds = {report.stack.kind for report in reports.values()}
     deadlocked = not silent and kinds == {WAITING}
-    unchanged = all(_same(report, (before or {}).get(rank)) for rank, report in reports.items())
+    same = list(takewhile(lambda earlier: _same(reports, earlier, limit), before))
+    unchanged = bool(same)
+    stuck = unchanged and all(
+        report.phase == START_UP
+        and report.seconds - same[-1][rank].seconds >= (START_UP_LIMITS - 1) * limit
+        for rank, report in reports.items()
+    )
     slow = any(report.is_slow or report.stack.compiles for report in reports.values())
     out_of_step = None if silent else _rank_out_of_step(reports)
-    first = _first(reports, silent, deadlocked) if out_of_step is None else out_of_step
+    first = out_of_step
+    if first is None:
+        first = min(dead) if dead else _first(reports, silent, deadlocked)
     others = [reports[rank] for rank in sorted(reports) if rank != first]
     if first in silent:
         activity, stack = silent[first], ""
@@ -84,14 +110,15 @@ def judge(
     if out_of_step is not None:
         cause, stack = _out_of_step_text(reports, out_of_step), ""  # its stack is as expected
     message = f"{cause}{activity}. Meanwhile {waits}{rest}" if others else f"{cause}{activity}"
-    return Verdict(first, message, stack, ends=not slow or (deadlocked and unchanged))
+    ends = not slow or (deadlocked and unchanged) or bool(dead) or stuck
+    return Verdict(first, message, stack, ends, is_new=not unchanged)
 
 
-def _same(now: Report, before: Report | None) -> bool:
-    return before is not None and (now.count, now.collectives, now.stack) == (
-        before.count,
-        before.collectives,
-        before.stack,
+def _same(now: Mapping[int, Report], before: Mapping[int, Report], limit: float) -> bool:
+    """Return whether the same ranks were at the same place before, and had a verdict."""
+    return now.keys() == before.keys() and all(
+        before[rank].seconds >= limit / 2 and report.state == before[rank].state
+        for rank, report in now.items()
     )
 
 

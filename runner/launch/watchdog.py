@@ -52,6 +52,7 @@ OF_GROUP_TIMEOUT = 0.9
 # Torch's default for NCCL.
 NCCL_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(seconds=20)
+DEAD = frozenset("TtZX")  # states of processes: stopped, traced, ended, gone
 
 
 class Watchdog:
@@ -59,7 +60,8 @@ class Watchdog:
 
     It asks after `limit` seconds without progress. Stacks go to the logs of the run directory. The
     store is shared by all ranks, and by no one else. `on_verdict` is called on the judging rank
-    with each verdict; None: there is progress again.
+    with each new verdict; None: there is progress again. `launch` is the id of the launch; empty:
+    no parent has noted the processes.
     """
 
     def __init__(
@@ -71,16 +73,19 @@ class Watchdog:
         run_dir: Path,
         store: Store,
         on_verdict: Callable[[Verdict | None], None],
+        launch: str = "",
     ) -> None:
         self._progress, self._limit, self._store = progress, limit, store
         self._on_verdict = on_verdict
         self._rank, self._world_size = rank, world_size
+        self._run_dir, self._launch = run_dir, launch
         self._poll = min(MAX_POLL_SECONDS, limit / 10)
         self._log = rank_logs.log_file(run_dir, rank).open("a")
         self._seen, self._since = progress.count, time.monotonic()
         self._round = 0
         self._quiet_until = 0.0
         self._verdict_told = False
+        self._dumped: tuple[Any, ...] | None = None  # its state when it last wrote its stacks
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -149,8 +154,12 @@ class Watchdog:
         )
         self._store.set(f"{self._round}/{self._rank}", json.dumps(asdict(report)))
         if seconds >= self._limit / 2:
+            if report.state == self._dumped:
+                self._write(f"No progress for {seconds:.0f} s: the same as before.")
+                return
             self._write(f"No progress for {seconds:.0f} s in {report.phase}. All threads:")
             self._dump()
+            self._dumped = report.state
 
     def _write(self, line: str) -> None:
         self._log.write(f"--- watchdog of rank {self._rank}: {line}\n")
@@ -189,12 +198,11 @@ class Watchdog:
         reports = self._reports(self._round)
         silent = {rank: self._why_silent(rank) for rank in keys.keys() - reports.keys()}
         moved = self._progress.count != self._seen
-        verdict = (
-            None
-            if moved
-            else hangs.judge(reports, silent, self._limit, self._reports(self._round - 1))
-        )
-        if verdict is not None:
+        earlier = range(self._round - 1, self._round - 2 - hangs.START_UP_LIMITS, -1)
+        before = [self._reports(number) for number in earlier]
+        dead = {rank for rank in silent if self._is_dead(rank)}
+        verdict = None if moved else hangs.judge(reports, silent, self._limit, before, dead)
+        if verdict is not None and (verdict.is_new or verdict.ends):
             self._write(f"rank {verdict.rank}: {verdict.message}")
             self._on_verdict(verdict)
             self._verdict_told = True
@@ -212,16 +220,31 @@ class Watchdog:
 
     def _why_silent(self, rank: int) -> str:
         """Return why a rank does not answer, as far as can be seen from here."""
-        if not self._store.check([f"process/{rank}"]):
-            return "it has not started to build the run"
         if self._store.check([f"left/{rank}"]):
             return "it has left the run"
-        host, _, pid = self._store.get(f"process/{rank}").decode().partition(" ")
+        host, pid = self._process(rank)
         who = f"its process {pid} on {host} does not answer"
-        state = _state(int(pid)) if host == socket.gethostname() else "?"
-        if state in "TtZX":
+        state = _state(host, pid)
+        if state in DEAD:
             return f"{who}: it is {'stopped (SIGSTOP?)' if state in 'Tt' else 'gone'}"
+        if not self._store.check([f"process/{rank}"]):
+            known = f" (process {pid} on {host})" if pid else ""
+            return f"it has not started to build the run{known}"
         return f"{who}: native code keeps the interpreter; its log has the stack"
+
+    def _process(self, rank: int) -> tuple[str, str]:
+        """Return host and process id of a rank: by itself, or by its parent; empty: not known."""
+        if self._store.check([f"process/{rank}"]):
+            found = self._store.get(f"process/{rank}").decode()
+        else:
+            found = outcomes.read_processes(self._run_dir, self._launch).get(rank, "")
+        host, _, pid = found.partition(" ")
+        return host, pid
+
+    def _is_dead(self, rank: int) -> bool:
+        """Return whether a rank's process is stopped, or gone before it has left the run."""
+        left = self._store.check([f"left/{rank}"])
+        return not left and _state(*self._process(rank)) in DEAD
 
     def _apply_verdict(self, ends: bool) -> None:
         if ends:
@@ -244,8 +267,10 @@ def _collectives() -> int | None:
     return None
 
 
-def _state(pid: int) -> str:
-    """Return the state of a process as the system lists it: "T" stopped, "Z" ended, …."""
+def _state(host: str, pid: str) -> str:
+    """Return the state of a process as the system lists it: "T" stopped, "Z" ended; "?" unknown."""
+    if not pid or host != socket.gethostname():
+        return "?"
     try:
         listed = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -279,7 +304,7 @@ def watching(
         return
     store = torchrun.connect("watchdog", STORE_TIMEOUT)
     on_verdict = partial(_report, run_dir, stop.launch)
-    dog = Watchdog(stop.progress, limit, rank, world_size, run_dir, store, on_verdict)
+    dog = Watchdog(stop.progress, limit, rank, world_size, run_dir, store, on_verdict, stop.launch)
     dog.start()
     try:
         yield

@@ -109,7 +109,7 @@ class WorkerGroup:
 
     `finished` tells whether the rank that has exited with 0 had come to its end. Workers that are
     `waiting` get the order, the command's last argument; a fresh interpreter is what they lack in
-    number.
+    number. `on_start` is called with the process id of each rank.
     """
 
     def __init__(
@@ -118,9 +118,10 @@ class WorkerGroup:
         place: Place,
         finished: Callable[[int], bool] = lambda rank: True,
         waiting: Sequence[ForkedWorker] = (),
+        on_start: Callable[[Mapping[int, int]], None] = lambda pids: None,
     ) -> None:
         self._command, self._place, self._finished = list(command), place, finished
-        self._waiting = list(waiting)
+        self._waiting, self._on_start = list(waiting), on_start
         self._processes: dict[int, Process] = {}
         self._seen: dict[int, float] = {}  # when each rank was last seen alive
         # How each rank ended that failed, not those that were ended because of it.
@@ -133,6 +134,7 @@ class WorkerGroup:
         with signals_blocked(HEARD_SIGNALS):
             for local_rank, rank in enumerate(self._place.ranks):
                 self._processes[rank] = self._started(self._place.environment(local_rank))
+        self._on_start({rank: process.pid for rank, process in self._processes.items()})
 
     def _started(self, environment: Mapping[str, str]) -> Process:
         while self._waiting:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runner.run_dir.json_files import MetricsFile
+from runner.run_dir.json_files import WEIGHTS_STEP, MetricsFile
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Names of what the run itself writes; a value of the user's of such a name gets another.
 RESERVED = (
-    *("step", "epoch", "samples", "split", "time"),
+    *("step", "epoch", "samples", "split", WEIGHTS_STEP, "time"),
     *("lr", "samples_per_second", "skipped_steps"),
 )
 PURGING = ("tensorboard", "csv")  # trackers that take `purge_step`
@@ -81,6 +81,7 @@ class Recorder:
         values: Mapping[str, float],
         seconds: float,
         of_run: Mapping[str, float] | None = None,
+        weights_step: int | None = None,
     ) -> None:
         """Write the values of a log point or of an evaluation.
 
@@ -90,9 +91,12 @@ class Recorder:
                 name of the run's own as ``<name>_value``.
             seconds: since the run began.
             of_run: values that belong to no split; trackers get them under their own names.
+            weights_step: the step whose weights were measured; None: the present ones.
         """
         state, common = self._state, dict(of_run or {})
         where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
+        if weights_step is not None:
+            where[WEIGHTS_STEP] = weights_step
         own = self.renamed(values, common)
         record = {**where, "split": split, **own, **common, "time": round(seconds, 3)}
         if self._early is not None:

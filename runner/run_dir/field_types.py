@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from runner.run_dir.json_files import JsonObject
+from runner.run_dir.json_files import WEIGHTS_STEP, JsonObject
 
 WRONG = object()
 OTHERS = "*"  # the type of the fields that a mapping does not name
@@ -96,6 +96,7 @@ BEST: FieldType = {
 SUMMARY: FieldType = {
     **dict.fromkeys(("name", "run_dir", "stopped", "reason", "monitor", "mode"), text),
     **dict.fromkeys(("step", "epoch", "samples", "num_processes", "num_parameters"), count),
+    WEIGHTS_STEP: count,
     **{"complete": flag, "seconds": seconds, "ended": seconds, "samples_per_second": quantity},
     **{"best": BEST, "metrics": METRICS_OF_SPLITS, "checkpoint": text},
     **{"memory": Each(quantity)},
@@ -121,7 +122,7 @@ JOB: FieldType = {
 }
 RECORD: FieldType = {  # a line of metrics.jsonl
     **{"step": count, "epoch": count, "samples": count, "split": text, "time": seconds},
-    OTHERS: measured,
+    **{WEIGHTS_STEP: count, OTHERS: measured},
 }
 EVALUATIONS: FieldType = {
     "evaluations": Each(

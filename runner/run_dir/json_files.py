@@ -19,6 +19,8 @@ Fields = Mapping[str, Any]  # the same, to be read
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+# In the test's line of metrics.jsonl and in summary.json: the step whose weights were tested.
+WEIGHTS_STEP = "weights_step"
 
 
 def write_json(path: Path, value: object) -> None:

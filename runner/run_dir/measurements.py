@@ -7,9 +7,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from runner.run_dir.json_files import METRICS, Fields, JsonObject
+from runner.run_dir.json_files import METRICS, WEIGHTS_STEP, Fields, JsonObject
 
-PLACE = ("step", "epoch", "samples", "split", "time")  # where and when, in metrics.jsonl
+PLACE = (
+    "step",
+    "epoch",
+    "samples",
+    "split",
+    WEIGHTS_STEP,
+    "time",
+)  # where and when, in metrics.jsonl
 OWN = "_value"  # ends the key of a metric with such a name
 
 
@@ -19,7 +26,8 @@ def measured(run_dir: Path, summary: Fields) -> dict[str, JsonObject]:
     Args:
         run_dir: the run.
         summary: content of its summary.json. The evaluation of the validation set is that of its
-            best step, else the last one; of other splits it is the last one.
+            best step, else the last one; of other splits it is the last one. The step is that of
+            the weights.
 
     Returns:
         Empty where metrics.jsonl has no such lines.
@@ -34,17 +42,19 @@ def measured(run_dir: Path, summary: Fields) -> dict[str, JsonObject]:
             continue
         values = {name: record.get(_key(name)) for name in splits[split]}
         known = {name: value for name, value in values.items() if value is not None}
-        found[split] = {"step": record["step"], "metrics": known}
+        found[split] = {"step": record.get(WEIGHTS_STEP, record["step"]), "metrics": known}
     return found
 
 
-def last_values(run_dir: Path, splits: Iterable[str]) -> JsonObject:
+def last_values(run_dir: Path, splits: Iterable[str], step: int | None = None) -> JsonObject:
     """Return by "<split>/<metric>" the last measured value, from metrics.jsonl.
 
-    An evaluation need not have all metrics.
+    An evaluation need not have all metrics. `step`: only evaluations at that step count; None: all.
     """
     found: JsonObject = {}
     for record in _evaluations(run_dir / METRICS, splits):
+        if step is not None and record["step"] != step:
+            continue
         for key, value in record.items():
             if key not in PLACE and value is not None:
                 found[f"{record['split']}/{_name(key)}"] = value

@@ -9,9 +9,12 @@ Free of torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import socket
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -97,6 +100,29 @@ def read_hang(run_dir: Path, launch: str) -> Outcome | None:
     """Return which rank of a launch hung at its end; None: none did."""
     path = log_folder(run_dir) / f"{launch}_hang.json"
     return Outcome(**json.loads(path.read_text())) if path.exists() else None
+
+
+def note_processes(run_dir: Path, launch: str, pids: Mapping[int, int]) -> None:
+    """Write down the processes of this machine's ranks, before they say anything themselves."""
+    if not pids:
+        return
+    found = {rank: f"{socket.gethostname()} {pid}" for rank, pid in pids.items()}
+    with contextlib.suppress(OSError):  # a full disk; the watchdog then says less
+        write_json(log_folder(run_dir) / f"{launch}_processes_{min(pids)}.json", found)
+
+
+def read_processes(run_dir: Path, launch: str) -> dict[int, str]:
+    """Return host and process id of the ranks of a launch, as far as they were noted."""
+    found: dict[int, str] = {}
+    for file in (run_dir / "logs").glob(f"{launch}_processes_*.json"):
+        found |= {int(rank): who for rank, who in json.loads(file.read_text()).items()}
+    return found
+
+
+def forget_processes(run_dir: Path, launch: str) -> None:
+    """Remove what `note_processes` has written."""
+    for file in (run_dir / "logs").glob(f"{launch}_processes_*.json"):
+        file.unlink(missing_ok=True)
 
 
 def read_outcomes(run_dir: Path, launch: str) -> list[Outcome]:

@@ -24,7 +24,7 @@ from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.directory import RUN_LOG
 from runner.run_dir.field_types import FieldType, number
 from runner.run_dir.job import ENVIRONMENT, JOB, RECIPE
-from runner.run_dir.json_files import METRICS, SUMMARY, Fields, JsonObject
+from runner.run_dir.json_files import METRICS, SUMMARY, WEIGHTS_STEP, Fields, JsonObject
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
@@ -354,7 +354,10 @@ class RunRecord:
             return []
 
     def records(self) -> Iterator[Fields]:
-        """Yield the records of metrics.jsonl, oldest first; lines that are damaged are skipped."""
+        """Yield the records of metrics.jsonl, oldest first; lines that are damaged are skipped.
+
+        The step of the weights that were tested is no measurement, and is left out.
+        """
         with contextlib.suppress(OSError), (self.path / METRICS).open("rb") as file:
             for number_, line in enumerate(file, start=1):
                 try:
@@ -364,7 +367,7 @@ class RunRecord:
                         self._note(f"{METRICS} is damaged at line {number_}")
                     continue
                 if isinstance(record, Mapping):
-                    yield record
+                    yield {k: v for k, v in record.items() if k != WEIGHTS_STEP}
 
     def _written(self, *names: str) -> float:
         for name in names:

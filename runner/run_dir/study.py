@@ -13,12 +13,12 @@ from pathlib import Path
 
 from accel.errors import ConfigError, nearest
 from runner.run_dir import measurements
-from runner.run_dir.json_files import write_json
+from runner.run_dir.json_files import WEIGHTS_STEP, write_json
 
 FILE = "optuna.json"
 JOURNAL = "optuna.journal"
 BEST = "best"  # the best value of the monitored validation metric
-SPLITS = ("validation", "test")
+VALIDATION, TEST = SPLITS = ("validation", "test")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StudyFile:
         mode: whether its best is the "max" or the "min"; None: runs report nothing, since the
             objective is no such metric, or there are several.
         pruner: name and arguments of the pruner; empty: none.
-        metrics: the objectives of the search, as `value_of` reads them.
+        metrics: the objectives of the search, as `values_of` reads them.
         modes: "min" or "max" of each.
     """
 
@@ -80,6 +80,45 @@ def of_sweep(sweep_dir: Path) -> StudyFile | None:
     except (ValueError, TypeError) as error:
         rule = f"it describes the study of a sweep, and is damaged ({error})"
         raise ConfigError.of(str(path), rule, "Give the command of the sweep again.") from error
+
+
+def values_of(summary: Mapping[str, object], metrics: Sequence[str], run_dir: Path) -> list[float]:
+    """Return the objectives of a run; see `value_of`.
+
+    Where metrics of the validation and of the test set are among them, they are of the same
+    weights: those that the test used. A run of an earlier version has not recorded which.
+    """
+    splits = {metric.partition("/")[0] for metric in metrics}
+    step = weights_step(summary) if splits.issuperset(SPLITS) else None
+    return [
+        _at_step(metric, run_dir, step)
+        if step is not None and metric.startswith(f"{VALIDATION}/")
+        else value_of(summary, metric, run_dir)
+        for metric in metrics
+    ]
+
+
+def step_of(summary: Mapping[str, object], metrics: Sequence[str]) -> object:
+    """Return the step whose weights the objectives of a run are of; None: not known."""
+    tested = any(metric.startswith(f"{TEST}/") for metric in metrics)
+    step = weights_step(summary) if tested else None
+    return summary.get("step") if step is None else step
+
+
+def weights_step(summary: Mapping[str, object]) -> int | None:
+    """Return the step whose weights the test used; None: not known, or there was no test."""
+    step = summary.get(WEIGHTS_STEP)
+    return step if isinstance(step, int) else None
+
+
+def _at_step(metric: str, run_dir: Path, step: int) -> float:
+    measured = measurements.last_values(run_dir, (VALIDATION,), step)
+    if metric not in measured:
+        found = ", ".join(measured) or "nothing"
+        rule = f"at step {step}, whose weights were tested, the run measures {found}"
+        remedy = "Give objectives of one split, or measure it in each evaluation."
+        raise ConfigError.of(f"hydra.sweeper.metrics={metric}", rule, remedy)
+    return float(str(measured[metric]))
 
 
 def value_of(summary: Mapping[str, object], metric: str, run_dir: Path | None = None) -> float:

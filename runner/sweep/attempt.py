@@ -196,13 +196,14 @@ def _searched(summary: Mapping[str, Any], searched: StudyFile, run_dir: Path) ->
     if len(metrics) == 1:
         named = {"metric": metrics[0], "mode": searched.modes[0]}
     try:
-        values = [study.value_of(summary, metric, run_dir) for metric in metrics]
+        values = study.values_of(summary, metrics, run_dir)
     except ConfigError as error:
         lacking = {} if pruned else {"status": FAILURE, "reason": str(error)}
         return named | lacking | {"objective": None}
     judged = {} if pruned else _judged(values)
     found: object = values if len(values) > 1 else values[0]
-    return named | judged | {"objective": found, "objective_step": summary.get("step")}
+    step = study.step_of(summary, metrics)
+    return named | judged | {"objective": found, "objective_step": step, "best_step": step}
 
 
 def _judged(values: Sequence[float | None]) -> dict[str, object]:

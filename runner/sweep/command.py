@@ -137,7 +137,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         if missing:
             print(missing_runs.line(missing, again=known.choice.known), flush=True)
         code_changes.say(states)
-        code = _run(request, known.choice, sweep, numbers, server, hydra)
+        code = _run(request, known, sweep, numbers, server, hydra)
         if known.sweep is None and request.settings.dir is None and code == REFUSED:
             _remove_unstarted(sweep)
         return code
@@ -315,12 +315,13 @@ def _of_how_many(known: _Known, states: dict[int, JobState], numbers: Sequence[i
 
 def _run(
     request: Request,
-    choice: Choice,
+    known: _Known,
     sweep: Sweep,
     numbers: tuple[int, ...],
     server: _Server,
     hydra: Hydra,
 ) -> int:
+    choice, num_records = known.choice, len(sweep.journal.records())
     before = sweep.journal.states()
     done = sum(state.is_complete for state in before.values())
     total = len(sweep.description.jobs) if choice.known else None
@@ -330,7 +331,7 @@ def _run(
         local = None
         if choice.is_watched:
             alone = choice.is_local and request.settings.jobs == 1
-            common = _common(sweep)
+            common = _common(sweep, known.examined or ())
             live = Live(sweep.path, total, done, alone=alone, common=common)
             stack.callback(live.close)
             forks = server.get() if choice.is_local else None
@@ -361,7 +362,9 @@ def _run(
         except Exception as error:  # of the launcher or the sweeper
             code = failures.report(error)
         stack.close()
-        if code == REFUSED and not sweep.journal.records():
+        if code == REFUSED and len(sweep.journal.records()) > num_records:
+            code = FAILED  # jobs were started: a search has found no objective in them
+        if code == REFUSED and not num_records:
             return code
         stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
         mine = () if stopped else numbers
@@ -382,9 +385,10 @@ def _end_idle_workers() -> None:
         loky.get_reusable_executor(reuse=True).shutdown(wait=True, kill_workers=True)
 
 
-def _common(sweep: Sweep) -> set[str]:
-    """Return the overrides that all known jobs have."""
-    own = [set(job.overrides) for job in sweep.description.jobs]
+def _common(sweep: Sweep, examined: Sequence[Examined]) -> set[str]:
+    """Return the overrides that all jobs have: known ones, or those `examined` for a sweeper."""
+    jobs = [job.overrides for job in sweep.description.jobs]
+    own = [set(job) for job in jobs or [one.overrides for one in examined]]
     return set.intersection(*own) if len(own) > 1 else set()
 
 

@@ -304,7 +304,7 @@ class Search:
             raise ConfigError.of(f"job {job.number:04}", rule, remedy)
         folder = study_files.job_folder(self.sweep_dir, job.number)
         summary = attempt.summary_of(folder)
-        return [study_files.value_of(summary, metric, folder) for metric in self.settings.metrics]
+        return study_files.values_of(summary, self.settings.metrics, folder)
 
     def _check_failures(self, found: Jobs) -> None:
         newest = found.newest().values()

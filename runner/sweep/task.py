@@ -324,7 +324,8 @@ class Task:
         if code in (STOPPED, INTERRUPTED):
             raise JobStopped(f"job {number:04} was stopped")
         if code != DONE:
-            raise JobFailed(f"job {number:04} ended with exit code {code}")
+            how = state.ended.get("reason") or f"it ended with exit code {code}"
+            raise JobFailed(f"job {number:04}: {how}")
         # A search may have other objectives, and knows what none means.
         if state.objective is None and not (Path(self.folder) / study.FILE).exists():
             run_dir = Path(self.folder) / f"{number:04}"

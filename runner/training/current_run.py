@@ -36,6 +36,7 @@ class Run(Protocol):
         monitor: metric by which states are compared.
         mode: whether its best is the "max" or the "min".
         metrics: the last evaluation of each split, by metric.
+        weights_step: the step whose weights were tested; None: there was no test yet.
         remeasured: whether a resume changed the data or the objective that evaluations measure by.
         results: entries that callbacks add to summary.json.
         rows: (label, text) that callbacks add to the final table.
@@ -60,6 +61,7 @@ class Run(Protocol):
     monitor: str
     mode: str
     metrics: dict[str, dict[str, float]]
+    weights_step: int | None
     remeasured: bool
     results: dict[str, object]
     rows: list[tuple[str, str]]

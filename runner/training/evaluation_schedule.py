@@ -71,11 +71,13 @@ class Evaluations:
 
     def test(self, step: int) -> None:
         """Evaluate the test data, if there is any, with the weights of `step`."""
+        run = self._run
         if "test" not in self._prepared.eval_batches:
             return
         metrics = self._evaluate("test")
         if metrics is not None:
-            self._report("test", metrics, f"weights of step {step}")
+            run.weights_step = step
+            self._report("test", metrics, f"weights of step {step}", step)
 
     def _evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split; None if the evaluation was interrupted by a stop."""
@@ -94,10 +96,12 @@ class Evaluations:
             run.stopped = Stop("signal", f"{stop_flag.reason} received in evaluation")
             return None
 
-    def _report(self, split: str, metrics: dict[str, float], mark: str) -> None:
+    def _report(
+        self, split: str, metrics: dict[str, float], mark: str, weights_step: int | None = None
+    ) -> None:
         run = self._run
         run.metrics[split] = metrics
-        self._recorder.write(split, metrics, run.seconds)
+        self._recorder.write(split, metrics, run.seconds, weights_step=weights_step)
         run.display.evaluation(split, run.state.step, run.state.epoch_number, metrics, mark)
         with self._stop_flag.progress.slow_phase("on_evaluate"):
             self._on_evaluate(split, dict(metrics))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+START_UP = "start-up"
+
 
 class Progress:
     """Counts what the main thread has completed; read by another thread.
@@ -19,7 +21,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.count = 0
-        self.phase = "start-up"
+        self.phase = START_UP
         self.is_slow = True
         self.ending = ""
 

@@ -86,6 +86,7 @@ class Loop:
         self.state = TrainState()
         self.stopped: Stop | None = None
         self.metrics: dict[str, dict[str, float]] = {}
+        self.weights_step: int | None = None
         self.schedulers: Mapping[str, LRScheduler] = {}
         self.results: dict[str, object] = {}
         self.rows: list[tuple[str, str]] = []

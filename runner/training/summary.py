@@ -13,6 +13,7 @@ import torch
 
 from runner.config.format_counts import counted, size
 from runner.reporting.console import clock, number, short
+from runner.run_dir.json_files import WEIGHTS_STEP
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -200,6 +201,7 @@ def summary_of(loop: Run) -> dict[str, object]:
         "mode": loop.mode,
         "best": best,
         "metrics": loop.metrics,
+        WEIGHTS_STEP: loop.weights_step,
         "checkpoint": loop.saver.last,
         "data": {split: num_samples(found) for split, found in _splits(loop.data).items()},
         "memory": peak_memory(loop.accelerator.device),

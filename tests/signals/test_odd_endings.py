@@ -62,10 +62,10 @@ ONE = (
 )
 
 
-def end(folder: Path, *arguments: str) -> tuple[int, str, list[int]]:
+def end(folder: Path, *arguments: str, stops: bool = False) -> tuple[int, str, list[int]]:
     """Return the exit code of a run, its standard error, and those of its processes that are left.
 
-    One that hangs is killed.
+    One that hangs is killed. `stops`: its second process is stopped as soon as there is one.
     """
     seen: set[int] = set()
     with tempfile.TemporaryFile("w+", dir=folder) as told:
@@ -80,6 +80,9 @@ def end(folder: Path, *arguments: str) -> tuple[int, str, list[int]]:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while process.poll() is None and time.monotonic() < deadline:
             seen.update(children(process.pid))
+            if stops and len(seen) > 1:
+                os.kill(max(seen), signal.SIGSTOP)
+                stops = False
             time.sleep(0.05)
         if process.poll() is None:
             process.kill()
@@ -121,6 +124,17 @@ def test_an_odd_ending_of_one_process_names_the_cause(ending: Ending, tmp_path: 
     part = ending.arguments.partition(".")[0]
     told = check(tmp_path, ending, "the run failed", f"{part}.on=0")
     assert "Traceback" not in told or OWN in told
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_as_it_starts_ends_the_run(tmp_path: Path) -> None:
+    two = ("distributed=multi_cpu", "distributed.num_processes=2", HANG)
+    code, told, left = end(tmp_path, *two, stops=True)
+    assert (code, left) == (1, []), told
+    assert " failed first: it hangs: its process " in told
+    assert "does not answer: it is stopped (SIGSTOP?). Meanwhile rank " in told
+    (folder,) = (path.parent for path in tmp_path.rglob("logs"))
+    assert not list((folder / "logs").glob("*_processes_*"))
 
 
 def save_model(folder: str) -> None:

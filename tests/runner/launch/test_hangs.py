@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
-from runner.launch.hangs import Report, judge
+from runner.launch.hangs import START_UP_LIMITS, Report, judge
 from runner.launch.stacks import Place, Stack
 
 LIMIT = 10.0
@@ -89,9 +90,64 @@ def test_a_run_that_makes_progress_is_left_alone() -> None:
 )
 def test_a_slow_phase_is_named_and_never_ended(slow: Report) -> None:
     reports = {0: report(0, GATHER), 1: slow}
-    verdict = judge(reports, {}, LIMIT, reports)
+    verdict = judge(reports, {}, LIMIT, [reports])
     assert verdict is not None
     assert (verdict.rank, verdict.ends) == (1, False)
+
+
+@pytest.mark.parametrize("phase", ["start-up", "evaluation"])
+def test_a_process_that_is_stopped_ends_the_run_in_any_phase(phase: str) -> None:
+    reports = {0: report(0, GATHER, is_slow=True, phase=phase)}
+    silent = {1: "it has not started", 2: "its process 7 does not answer: it is stopped"}
+    named = judge(reports, silent, LIMIT)
+    assert named is not None
+    assert (named.rank, named.ends) == (1, False)
+    verdict = judge(reports, silent, LIMIT, dead={2})
+    assert verdict is not None
+    assert (verdict.rank, verdict.ends) == (2, True)
+    assert "it is stopped" in verdict.message
+
+
+def rounds(number: int, **changes: Any) -> list[dict[int, Report]]:
+    """Return the reports of rank 0 at each limit without progress, the newest first."""
+    changes = {"is_slow": True, "phase": "start-up", **changes}
+    return [{0: report(0, GATHER, seconds=at * LIMIT, **changes)} for at in range(number, 0, -1)]
+
+
+@pytest.mark.parametrize("silent", [{}, {1: "it has not started"}], ids=["answers", "silent"])
+def test_a_start_up_in_which_nothing_changes_is_ended(silent: dict[int, str]) -> None:
+    for number in range(1, START_UP_LIMITS + 1):
+        now, *before = rounds(number)
+        both = [{**each, 1: report(1, SLEEP, **vars_of(each))} for each in (now, *before)]
+        now, *before = (now, *before) if silent else both
+        verdict = judge(now, silent, LIMIT, before)
+        assert verdict is not None
+        assert (verdict.ends, verdict.is_new) == (number == START_UP_LIMITS, number == 1)
+
+
+def vars_of(reports: dict[int, Report]) -> dict[str, Any]:
+    return {"is_slow": True, "phase": "start-up", "seconds": reports[0].seconds}
+
+
+def test_what_changes_or_is_no_start_up_is_not_ended() -> None:
+    now, *before = rounds(START_UP_LIMITS + 3)
+    others = [
+        (rounds(START_UP_LIMITS + 3, phase="evaluation"), {1: "silent"}),
+        ([now, *before[:3], *rounds(START_UP_LIMITS, count=4)], {1: "silent"}),
+        ([now, {**before[0], 1: report(1, SLEEP)}, *before[1:]], {1: "silent"}),
+    ]
+    for (latest, *earlier), silent in others:
+        verdict = judge(latest, silent, LIMIT, earlier)
+        assert verdict is not None
+        assert not verdict.ends
+
+
+def test_a_verdict_is_new_where_there_was_none_before() -> None:
+    now, quick = rounds(1)[0], rounds(1)[0]
+    quick = {0: replace(quick[0], seconds=1.0)}
+    verdict = judge(now, {1: "silent"}, LIMIT, [quick])
+    assert verdict is not None
+    assert verdict.is_new
 
 
 def test_a_deadlock_is_ended_in_any_phase_once_it_is_seen_twice() -> None:
@@ -104,10 +160,10 @@ def test_a_deadlock_is_ended_in_any_phase_once_it_is_seen_twice() -> None:
     assert first is not None
     assert not first.ends
     moved = {**reports, 1: report(1, GATHER, is_slow=True, phase="start-up")}
-    again = judge(reports, {}, LIMIT, moved)
+    again = judge(reports, {}, LIMIT, [moved])
     assert again is not None
     assert not again.ends
-    last = judge(reports, {}, LIMIT, reports)
+    last = judge(reports, {}, LIMIT, [reports])
     assert last is not None
     assert last.ends
     assert "every rank waits for another" in last.message
@@ -134,7 +190,7 @@ def test_a_rank_that_ends_training_alone_is_named(
         )
         for rank in range(world_size)
     }
-    verdict = judge(reports, {}, LIMIT, reports)
+    verdict = judge(reports, {}, LIMIT, [reports])
     assert verdict is not None
     assert (verdict.rank, verdict.ends, verdict.stack) == (named, True, "")
     rule = "after step 2 (enough); call loop.stop on every rank at the same step: no progress for"

@@ -362,11 +362,12 @@ def test_a_chosen_directory_that_holds_anything_is_refused(
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("key", ["run_dir", "resume", "output_dir"])
 def test_an_empty_name_of_a_directory_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*LITTLE, "run_dir="]) == 2
-    assert "run_dir='': it names a directory, and is empty" in capsys.readouterr().err
+    assert cli.main([*LITTLE, f"{key}="]) == 2
+    assert f"{key}='': it names a directory, and is empty" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

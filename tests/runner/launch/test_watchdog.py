@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from accel.errors import ConfigError
 from runner.config.schema import Distributed, Recipe, Trainer
 from runner.launch import hangs, watchdog
+from runner.run_dir import outcomes
 from runner.training.heartbeat import Progress
 from tests.helpers import run_distributed
 
@@ -65,6 +69,39 @@ def watched(folder: str, limit: float) -> list[tuple[int, str, bool]]:
     return verdicts
 
 
+def alone(folder: str, pid: int) -> list[tuple[int, str, bool]]:
+    """Return the first two verdicts of rank 0: rank 1 does not begin."""
+    from runner.launch import torchrun
+
+    verdicts: list[tuple[int, str, bool]] = []
+
+    def tell(verdict: hangs.Verdict | None) -> None:
+        assert verdict is not None
+        verdicts.append(_short(verdict))
+
+    store = torchrun.connect("watchdog", watchdog.STORE_TIMEOUT)
+    outcomes.note_processes(Path(folder), "launch_1", {1: pid})
+    dog = watchdog.Watchdog(Progress(), 0.5, 0, 2, Path(folder), store, tell, "launch_1")
+    with patch("os._exit", side_effect=RuntimeError("the run is ended")):
+        dog.start()
+        deadline = time.monotonic() + 240
+        while not (verdicts and verdicts[-1][2]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        dog._thread.join(60)
+    dog.close()
+    return verdicts
+
+
+def of_another_rank(folder: str, number: int) -> list[tuple[int, str, bool]]:
+    """Return the verdicts of rank 0 about a process that is stopped (or else is not)."""
+    with subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL) as process:
+        try:
+            process.send_signal(number)
+            return alone(folder, process.pid)
+        finally:
+            process.kill()
+
+
 def _short(verdict: hangs.Verdict) -> tuple[int, str, bool]:
     return verdict.rank, verdict.message, verdict.ends
 
@@ -89,3 +126,21 @@ def test_every_rank_writes_its_stack_and_one_is_named(tmp_path: Path) -> None:
         assert f"watchdog of rank {rank}: No progress for" in log
         assert "in watched" in log
     assert "in sleeping" in (tmp_path / "logs" / "rank_1.log").read_text()
+
+
+def test_a_process_that_is_stopped_before_it_says_anything_ends_the_run(tmp_path: Path) -> None:
+    ((verdict,),) = run_distributed(of_another_rank, 1, str(tmp_path), signal.SIGSTOP)
+    rank, message, ends = verdict
+    assert (rank, ends) == (1, True)
+    assert "does not answer: it is stopped (SIGSTOP?). Meanwhile rank 0 is at" in message
+    outcomes.forget_processes(tmp_path, "launch_1")
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank_0.log"]
+
+
+@pytest.mark.slow
+def test_a_start_up_that_stands_still_is_named_once_and_then_ended(tmp_path: Path) -> None:
+    ((first, last),) = run_distributed(of_another_rank, 1, str(tmp_path), signal.SIGCONT)
+    assert [first[2], last[2]] == [False, True]
+    assert "it has not started to build the run (process " in first[1]
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("All threads:") < log.count("watchdog of rank 0: No progress for")

@@ -79,6 +79,23 @@ def test_limits_make_no_other_run_of_it(tmp_path: Path) -> None:
     assert auto(tmp_path, trainer=Trainer(global_batch_size=8)) is None
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"trainer": Trainer(hang_timeout=60, log_every=3, stop_on_nan=False, detect_anomaly=True)},
+        {"checkpoint": Checkpoint(every_steps=3, every_epochs=None, at_end=False)},
+    ],
+    ids=["watched", "saved"],
+)
+def test_how_a_run_is_watched_and_saved_makes_no_other_run_of_it(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    run_dir = new_run(tmp_path, stamp=FIRST)
+    add_checkpoint(run_dir / "checkpoints", 7)
+    assert auto(tmp_path, **other) == run_dir
+    assert auto(tmp_path, trainer=Trainer(eval_every=3)) is None
+
+
 def test_auto_does_not_train_anew_what_has_lost_its_recipe(tmp_path: Path) -> None:
     run_dir = new_run(tmp_path, stamp=FIRST)
     add_checkpoint(run_dir / "checkpoints", 7)

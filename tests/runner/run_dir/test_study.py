@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -61,3 +62,41 @@ def test_what_was_not_measured_is_no_number() -> None:
 def test_a_metric_that_a_run_does_not_measure_is_told() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'validation/loss'"):
         study.value_of(SUMMARY, "validation/los")
+
+
+BOTH = ("test/accuracy", "validation/loss")
+
+
+def lines(folder: Path, *records: dict[str, object]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
+
+
+def summary_of_test(**changes: object) -> dict[str, object]:
+    """Return the summary of a run of 12 steps, whose test used the weights of step 4."""
+    metrics = {"validation": {"loss": 0.75}, "test": {"accuracy": 0.5}}
+    return {"step": 12, "weights_step": 4, "metrics": metrics, **changes}
+
+
+def test_objectives_of_both_splits_are_of_the_weights_that_were_tested(tmp_path: Path) -> None:
+    lines(
+        tmp_path,
+        {"split": "validation", "step": 4, "loss": 0.25},
+        {"split": "validation", "step": 12, "loss": 0.75, "recall": 0.5},
+        {"split": "test", "step": 12, "weights_step": 4, "accuracy": 0.5},
+    )
+    assert study.values_of(summary_of_test(), BOTH, tmp_path) == [0.5, 0.25]
+    assert study.values_of(summary_of_test(), ("validation/loss", "step"), tmp_path) == [0.75, 12]
+    assert study.step_of(summary_of_test(), BOTH) == 4
+    assert study.step_of(summary_of_test(), ("validation/loss",)) == 12
+    with pytest.raises(ConfigError, match="at step 4, whose weights were tested, the run measures"):
+        study.values_of(summary_of_test(), ("test/accuracy", "validation/recall"), tmp_path)
+
+
+def test_a_run_of_an_earlier_version_has_its_last_values(tmp_path: Path) -> None:
+    lines(tmp_path, {"split": "validation", "step": 4, "loss": 0.25})
+    for summary in (
+        summary_of_test(weights_step=None),
+        {k: v for k, v in summary_of_test().items() if k[0] != "w"},
+    ):
+        assert study.values_of(summary, BOTH, tmp_path) == [0.5, 0.75]
+        assert study.step_of(summary, BOTH) == 12

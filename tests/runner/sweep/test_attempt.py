@@ -228,3 +228,28 @@ def test_a_run_without_the_objective_of_its_search_has_failed(
     assert state.status == status
     assert state.ended["metric"] == ("loss" if metrics == ["best"] else metrics[0])
     assert (reason or "") in str(state.ended.get("reason", ""))
+
+
+def test_the_journal_has_the_step_of_the_weights_that_a_search_judges(
+    trains: list[Job], tmp_path: Path
+) -> None:
+    metrics = ["test/loss", "validation/loss"]
+    file = StudyFile("j", "s", tmp_path.name, metrics=metrics, modes=["min", "min"])
+    file.write(tmp_path)
+
+    def end(run_dir: Path) -> int:
+        lines = [{"split": "validation", "step": step, "loss": 1 / step} for step in (2, 5)]
+        lines.append({"split": "test", "step": 5, "weights_step": 2, "loss": 0.75})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run_dir / "metrics.jsonl").write_text(text)
+        measured = {"validation": {"loss": 0.2}, "test": {"loss": 0.75}}
+        summary = {**SUMMARY, "metrics": measured, "weights_step": 2}
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+        return 0
+
+    ENDS.append(end)
+    assert run(tmp_path) == 0
+    state = Journal(tmp_path).state(0)
+    assert state.objective == [0.75, 0.5]
+    assert [state.ended[name] for name in ("objective_step", "best_step", "step")] == [2, 2, 5]
+    assert state.ended["measured"]["test"] == {"step": 2, "metrics": {"loss": 0.75}}

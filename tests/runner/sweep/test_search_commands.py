@@ -10,7 +10,7 @@ import pytest
 
 from accel.errors import ConfigError
 from runner import cli
-from runner.exit_codes import REFUSED
+from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import study as study_files
 from runner.sweep import command
 from runner.sweep.directory import read
@@ -137,6 +137,18 @@ def test_a_search_says_that_it_chooses_its_jobs(
     write(tmp_path)
     assert cli.main([*LINE, "--cfg", "job"]) == 0
     assert capsys.readouterr().out.startswith("# optuna chooses the jobs")
+
+
+def test_a_search_whose_jobs_lack_the_objective_has_failed(
+    server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, n_trials=2, metrics="validation/los", direction="minimize")
+    assert cli.main([*LINE, "tags=[x]", "sweep.jobs=2"]) == FAILED
+    shown = capsys.readouterr()
+    assert "hydra.sweeper.metrics=validation/los: the run measures nothing" in shown.err
+    assert numbers(server) == [0]
+    (line,) = (line for line in shown.out.splitlines() if "job 0000 finished" in line)
+    assert re.search(r"  optimizer\.lr=0\.\d+$", line)  # what all jobs share is not shown
 
 
 @pytest.mark.slow

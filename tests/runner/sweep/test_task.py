@@ -62,15 +62,19 @@ def test_known_jobs_run_with_the_recipe_of_the_description(called: Task) -> None
 
 
 def test_a_sweeper_gets_objectives_and_failures(called: Task) -> None:
-    server = StandIn({1: 1}, {0: None, 2: 0.25})
+    server = StandIn({1: 1, 4: -9}, {0: None, 2: 0.25})
     sampled = replace(with_server(called, server), numbers=None)
-    jobs = [["seed=1"], ["seed=2"], ["seed=3"], ["trainer.epochs=-1"]]
+    jobs = [["seed=1"], ["seed=2"], ["seed=3"], ["trainer.epochs=-1"], ["seed=4"]]
     found = sampled.run_here(jobs, 0)
     assert found[2].return_value == 0.25
-    for index, text in ((0, "measured none"), (1, "exit code 1"), (3, "exit code 2")):
+    killed = "^job 0004: its process was ended by SIGKILL"
+    for index, text in (
+        *((0, "measured none"), (1, "^job 0001: it ended with exit code 1$")),
+        *((3, "exit code 2"), (4, killed)),
+    ):
         with pytest.raises(JobFailed, match=text):
             _ = found[index].return_value
-    assert [order.number for order in server.orders] == [0, 1, 2]
+    assert [order.number for order in server.orders] == [0, 1, 2, 4]
 
 
 def test_a_stop_ends_the_command(called: Task) -> None:

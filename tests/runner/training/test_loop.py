@@ -227,6 +227,8 @@ def test_the_best_state_outlives_pruning_and_is_the_one_tested(tmp_path: Path) -
 
     best = load_file(tmp_path / "checkpoints" / pointer["checkpoint"] / "model.safetensors")
     assert torch.equal(seen[0], best["0.weight"])
+    (tested,) = records(tmp_path, "test")
+    assert (tested["step"], tested["weights_step"], summary["weights_step"]) == (30, 5, 5)
 
 
 class StopAt(Callback):
