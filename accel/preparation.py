@@ -338,9 +338,13 @@ def _refuse_offloaded(optimizer: torch.optim.Optimizer) -> None:
     given = [one for one in parameters_of(optimizer) if one.requires_grad]
     if not any(parameter.is_meta for parameter in given):
         return
-    from accel.large.offloaded_tensors import HELD
+    from accel.large.offloaded_tensors import OffloadedWeight
+    from accel.large.ties import trains_elsewhere
 
-    count = sum(isinstance(one, HELD) for one in given)
+    offloaded = [one for one in given if isinstance(one, OffloadedWeight)]
+    count = sum(not trains_elsewhere(one) for one in offloaded)
+    if not count:
+        return
     if count < len(given):
         logger.warning("prepare: %d offloaded weights of an optimizer do not train.", count)
     else:

@@ -31,6 +31,7 @@ from accel.large.tensors import (
     held_in,
     named_module_tensors,
     other_names,
+    owner_of,
     place_tensor,
 )
 from accel.large.ties import TiedPlace, Ties, left_of, tokens_of
@@ -89,7 +90,9 @@ class AlignDevicesHook(ModelHook):
         # Of tied weights, by name: the modules that have them and their names there, this one too.
         self.tied: Mapping[str, Sequence[tuple[nn.Module, str]]] = {}
         self.ties = Ties()  # of the whole model
-        self._restored: dict[str, Any] = {}  # what the module was given back, by name
+        # Ties of earlier dispatches that an offloaded weight belongs to, by name.
+        self.earlier: dict[str, list[Ties]] = {}
+        self.restored: dict[str, Any] = {}  # what the module was given back, by name
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
@@ -103,7 +106,7 @@ class AlignDevicesHook(ModelHook):
 
     def __getstate__(self) -> dict[str, object]:
         # Nobody uses the weights of a copy yet.
-        return {**self.__dict__, "_users": 0, "_by_hand": 0, "_loaded": {}}
+        return {**self.__dict__, "_users": 0, "_by_hand": 0, "_loaded": {}, "earlier": {}}
 
     def __repr__(self) -> str:
         return (
@@ -160,7 +163,7 @@ class AlignDevicesHook(ModelHook):
             place: where the weight is.
         """
         loaded = place[0]._parameters.get(place[1])
-        return loaded if self._users > 0 else self._restored.get(name)
+        return loaded if self._users > 0 else self.restored.get(name)
 
     def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
         """Keep another value of an offloaded tensor in the weights map; false if it is not one.
@@ -206,7 +209,7 @@ class AlignDevicesHook(ModelHook):
             module: what the hook is attached to.
         """
         self.original_devices = {name: tensor.device for name, tensor in self._all(module)}
-        self._restored = {}
+        self.restored = {}
         device = self.execution_device
         leaving = self.offloaded(module) if self.offload else []
         self.aliases = other_names(module, leaving, self.place_submodules)
@@ -235,6 +238,8 @@ class AlignDevicesHook(ModelHook):
             place_tensor(module, name, "meta", clear_cache=False)
             self._left[name] = held[key] = marked_offloaded(held[key])
             self._tokens[name] = token_of(held[key])
+            if left is not None and left.requires_grad != held[key].requires_grad:
+                self.ties.require_gradients(held[key], held[key].requires_grad)
         self._tie(module)
 
     def _tie(self, module: nn.Module) -> None:
@@ -273,7 +278,6 @@ class AlignDevicesHook(ModelHook):
 
     @outside_graphs
     def _load(self, module: nn.Module) -> None:
-        # Tensors that are made in inference mode have no version, which tells of changes.
         with self.lock, torch.inference_mode(False):
             names = self.offloaded(module)
             if self._users == 0:
@@ -373,23 +377,24 @@ class AlignDevicesHook(ModelHook):
         with self.lock:
             if self.read_ahead is not None:
                 self.read_ahead[0].release()
-            self._users = max(self._users - 1, 0)
-            if self._users > 0:
+            if self._users != 1:  # others use the weights, or the hook was removed within
+                self._users = max(self._users - 1, 0)
                 return
+            self._users = 0
             names = self.offloaded(module)
             try:
-                self._keep_changes(module)
+                self._keep_changes(module, self._loaded.keys())
             finally:
                 self._loaded, self._by_hand = {}, 0
                 self._forget_copies(module, names)
                 self._to_meta(module, names)
 
-    def _keep_changes(self, module: nn.Module) -> None:
+    def _keep_changes(self, module: nn.Module, names: Collection[str]) -> None:
         weights = self.weights_map
         if weights is None:
             return
-        for name, loaded in self._loaded.items():
-            held, key = held_in(module, name)
+        for name in names:
+            loaded, (held, key) = self._loaded[name], held_in(module, name)
             if loaded.changed(held[key], weights, name, by_contents=self._by_hand > 0):
                 self._write(name, held[key])
 
@@ -411,14 +416,10 @@ class AlignDevicesHook(ModelHook):
             self._keep_loaded(module)
 
     def _keep_loaded(self, module: nn.Module) -> None:
-        """Keep what was changed of weights that `pre_forward` has loaded, called by hand.
-
-        Those that are tied are given back as they are loaded.
-        """
+        """Keep what was changed of weights that are loaded by hand; tied ones are given back so."""
         with self.lock:
             if self._users > 0:
-                self._loaded = {n: one for n, one in self._loaded.items() if n not in self.tied}
-                self._keep_changes(module)
+                self._keep_changes(module, self._loaded.keys() - self.tied.keys())
 
     @torch.inference_mode(False)
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -436,6 +437,7 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is not None:
             for name in names:
                 self._restore_all(module, name, given)
+        self._users, self._by_hand, self._loaded = 0, 0, {}
         return module
 
     def _restore_all(self, module: nn.Module, name: str, given: Collection[str]) -> None:
@@ -450,7 +452,10 @@ class AlignDevicesHook(ModelHook):
                 self._restore(module, one, name, self.weights_map)
                 first = held[key]
             held[key] = first
-            self._restored[one] = first
+            self.restored[one] = first
+            if isinstance(first, nn.Parameter) and not first.is_meta:
+                for ties in self.earlier.get(name, ()):
+                    ties.replace(owner_of(module, one), first)
 
     def values_assigned(self, module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the values that were assigned to offloaded tensors, by name.

@@ -21,7 +21,7 @@ from accel.large.tensors import (
     held_in,
     owner_of,
 )
-from accel.large.ties import TiedPlace, Ties, refuse_tied_elsewhere
+from accel.large.ties import TiedPlace, Ties, others_with
 from accel.large.unhooked import Place
 from accel.large.weights_map import Weights
 
@@ -282,7 +282,8 @@ class _Attacher:
         names = hook.offloaded(module) if offload else []
         for one in names:
             held, key = held_in(module, one)
-            refuse_tied_elsewhere(f"{prefix}{one}", owner_of(module, one), held[key], self.ties)
+            if found := others_with(owner_of(module, one), held[key], self.ties):
+                hook.earlier[one] = found
         hook.lock = self.lock
         if offload:
             root, above = self.root

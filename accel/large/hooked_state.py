@@ -124,13 +124,15 @@ class LoadStateDict:
     def _takes(self, module: nn.Module, name: str, value: torch.Tensor, assigns: bool) -> bool:
         """Return whether an offloaded tensor has a value of a state dict now.
 
-        To assign values unties: what stays can be the value of one name that is offloaded.
+        To assign values unties: it is not written to a weight that stays and is tied to this one.
         """
         hook, (held, key) = self._offloading, held_in(module, name)
         with hook.lock:
             resident = hook.resident(name)
-            shares = sum(place in hook.ties.owners for place in hook.tied.get(name, ())) > 1
-            if resident is not None and not (assigns and shares):
+            if resident is not None and assigns:
+                if hook.ties.take_assigned(hook.tied[name], value):
+                    return True
+            elif resident is not None:
                 with torch.no_grad():
                     resident.copy_(value)
                 return True

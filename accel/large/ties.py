@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from accel.errors import CheckpointError, ConfigError, StateError
-from accel.large.hooks import hooks_of
+from accel.errors import CheckpointError, StateError
+from accel.large.loaded_weight import content_of
 from accel.large.offloaded_tensors import FOLLOWERS, OffloadedWeight, is_left, token_of
 from accel.large.weights_map import Weights
 
@@ -24,6 +24,11 @@ class Owner(Protocol):
     @property
     def weights_map(self) -> Weights | None:
         """The offloaded weights by name."""
+        ...
+
+    @property
+    def restored(self) -> dict[str, nn.Parameter]:
+        """What a module was given back, by name."""
         ...
 
     @property
@@ -47,11 +52,11 @@ class Ties:
         # The hook that offloads a weight, and its name for it.
         self.owners: dict[TiedPlace, tuple[Owner, str]] = {}
         self._residents: dict[TiedPlace, nn.Parameter] = {}
-        _LIVE.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _LIVE.add(self)
+        if self.owners:
+            _LIVE.add(self)
 
     def offload(self, place: TiedPlace, owner: Owner, name: str) -> None:
         """Note that a hook offloads the weight at a place.
@@ -61,6 +66,7 @@ class Ties:
             owner: the hook.
             name: of the weight in the hook's module.
         """
+        _LIVE.add(self)
         self.owners[place] = owner, name
         self._residents.pop(place, None)
 
@@ -84,22 +90,82 @@ class Ties:
         Raises:
             StateError: where `functional_call` has replaced one: it does not know of the others.
         """
+        for module, name in places:
+            held = module._parameters.get(name)
+            is_replaced = held is not None and not isinstance(held, nn.Parameter)
+            if is_replaced and (module, name) not in self.owners:
+                raise StateError(
+                    f"{name} of {type(module).__name__} is replaced, as by functional_call, and "
+                    "is tied to an offloaded weight, which keeps its value. Keep the modules of "
+                    "tied weights on a device, or call functional_call before dispatch_model."
+                )
+            yield from self._present([(module, name)])
+
+    def _present(self, places: Iterable[TiedPlace]) -> Iterator[nn.Parameter]:
         for place in places:
             owner, name = self.owners.get(place, (None, ""))
-            found = self._resident(place) if owner is None else owner.present(name, place)
+            found = self._residents.get(place) if owner is None else owner.present(name, place)
             if found is not None and not found.is_meta:
                 yield found
 
-    def _resident(self, place: TiedPlace) -> nn.Parameter | None:
-        module, name = place
-        held = module._parameters.get(name)
-        if held is not None and not isinstance(held, nn.Parameter):
-            raise StateError(
-                f"{name} of {type(module).__name__} is replaced, as by functional_call, and is "
-                "tied to an offloaded weight, which keeps its value. Keep the modules of tied "
-                "weights on a device, or call functional_call before dispatch_model."
-            )
-        return self._residents.get(place)
+    def holds(self, place: TiedPlace, weight: torch.Tensor) -> bool:
+        """Return whether the tensor at a place is that of a tied weight.
+
+        Args:
+            place: of a weight.
+            weight: that lies there.
+        """
+        return any(one is weight for one in self._present([place]))
+
+    def replace(self, place: TiedPlace, weight: nn.Parameter) -> None:
+        """Have another tensor be the weight at a place that `holds` was true of.
+
+        Args:
+            place: of a tied weight.
+            weight: that lies there now.
+        """
+        owner, name = self.owners.get(place, (None, ""))
+        if owner is None:
+            self._residents[place] = weight
+        else:
+            owner.restored[name] = weight
+
+    def take_assigned(self, places: Iterable[TiedPlace], value: torch.Tensor) -> bool:
+        """Return whether what stays was assigned a value, and is the tied weight from now on.
+
+        Args:
+            places: of the weight.
+            value: that an offloaded name of it is to have.
+        """
+        for place in places:
+            module, name = place
+            weight = module._parameters.get(name)
+            if place not in self._residents or weight is None or weight.is_meta:
+                continue
+            is_other = weight is not self._residents[place]
+            if is_other and torch.equal(content_of(weight), content_of(value.to(weight.dtype))):
+                self._residents[place] = weight
+                return True
+        return False
+
+    def places_of(self, weight: nn.Parameter) -> Sequence[TiedPlace]:
+        """Return all places of a tied weight; empty if it is none of this model's.
+
+        Args:
+            weight: a tensor without values in the place of one.
+        """
+        for (module, name), (owner, own) in self.owners.items():
+            if module._parameters.get(name) is weight:
+                return owner.tied.get(own, ())
+        return ()
+
+    def has_values(self, weight: nn.Parameter) -> bool:
+        """Return whether an offloaded weight is tied to one that has values.
+
+        Args:
+            weight: a tensor without values in the place of one.
+        """
+        return any(True for _ in self._present(self.places_of(weight)))
 
     def require_gradients(self, weight: nn.Parameter, flag: bool) -> None:
         """Have what an offloaded weight is tied to train, or not, as it does itself.
@@ -108,28 +174,11 @@ class Ties:
             weight: a tensor without values in the place of one.
             flag: whether it was just said to train.
         """
-        for (module, name), (owner, own) in self.owners.items():
-            if module._parameters.get(name) is weight:
-                places = owner.tied.get(own, ())
-                others = (one._parameters.get(key) for one, key in places)
-                left = (one for one in others if isinstance(one, OffloadedWeight))
-                for tensor in (*left, *self.present(places)):
-                    torch.Tensor.requires_grad_(tensor, flag)
-                return
-
-    def has_tied(self, place: TiedPlace, weight: torch.Tensor) -> bool:
-        """Return whether the weight at a place is tied to one that a hook offloads still.
-
-        Args:
-            place: where it is.
-            weight: that lies there.
-        """
-        owner, name = self.owners.get(place, (None, ""))
-        present = self._residents.get(place) if owner is None else owner.present(name, place)
-        return present is weight and any(
-            place in one.tied.get(own, ()) and _has_hook(module, one)
-            for (module, _), (one, own) in self.owners.items()
-        )
+        places = self.places_of(weight)
+        others = (module._parameters.get(name) for module, name in places)
+        left = (one for one in others if isinstance(one, OffloadedWeight))
+        for tensor in (*left, *self._present(places)):
+            torch.Tensor.requires_grad_(tensor, flag)
 
     def stored(self, places: Iterable[TiedPlace], weights: Weights, name: str) -> torch.Tensor:
         """Return an offloaded weight, by another of its names where the file of this one is gone.
@@ -152,10 +201,6 @@ class Ties:
             raise
 
 
-def _has_hook(module: nn.Module, hook: object) -> bool:
-    return any(one is hook for one in hooks_of(module))
-
-
 # Of all models: a tensor does not know its own, which it would be pickled with.
 _LIVE: weakref.WeakSet[Ties] = weakref.WeakSet()
 
@@ -173,28 +218,24 @@ def follow_requires_grad(weight: nn.Parameter) -> None:
 FOLLOWERS.append(follow_requires_grad)
 
 
-def refuse_tied_elsewhere(
-    name: str, place: TiedPlace, weight: torch.Tensor, dispatch: Ties
-) -> None:
-    """Refuse to offload a weight that is tied to one which another dispatch offloads.
+def trains_elsewhere(weight: nn.Parameter) -> bool:
+    """Return whether an offloaded weight is tied to one that has values, and so can train.
 
     Args:
-        name: for the message.
+        weight: a tensor without values in the place of one.
+    """
+    return any(ties.has_values(weight) for ties in list(_LIVE))
+
+
+def others_with(place: TiedPlace, weight: torch.Tensor, dispatch: Ties) -> list[Ties]:
+    """Return the ties of earlier dispatches of which a weight is to be offloaded.
+
+    Args:
         place: of the weight.
         weight: that lies there.
-        dispatch: that offloads it.
-
-    Raises:
-        ConfigError: if it is.
+        dispatch: the ties of that which offloads it.
     """
-    others = (ties for ties in list(_LIVE) if ties is not dispatch)
-    if any(ties.has_tied(place, weight) for ties in others):
-        raise ConfigError.of(
-            f"{name} of {type(place[0]).__name__}",
-            "it is tied to a weight that an earlier dispatch offloads, and would be kept twice",
-            "Dispatch the model as a whole, or remove its hooks first: "
-            "accel.hooks.remove_hook_from_submodules(model).",
-        )
+    return [ties for ties in list(_LIVE) if ties is not dispatch and ties.holds(place, weight)]
 
 
 def left_of(places: Iterable[TiedPlace]) -> nn.Parameter | None:

@@ -246,15 +246,59 @@ def test_a_weight_that_is_offloaded_is_not_kept_in_memory(
     assert seen() is None
 
 
-def test_one_of_tied_weights_cannot_be_offloaded_by_another_dispatch(tmp_path: Path) -> None:
+def test_a_part_that_is_dispatched_again_stays_tied(tmp_path: Path) -> None:
     model = disk_offload(made(), tmp_path, "cpu")
     embedding = model.get_submodule("embedding")
     remove_hook_from_module(embedding)
-    with pytest.raises(ConfigError, match="tied to a weight that an earlier dispatch offloads"):
-        disk_offload(embedding, tmp_path / "other", "cpu")
+    disk_offload(embedding, tmp_path / "other", "cpu")
     assert torch.equal(model(TOKENS), made()(TOKENS))
     remove_hook_from_submodules(model)
-    disk_offload(embedding, tmp_path / "other", "cpu")
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+
+
+def test_two_models_share_a_module_with_tied_weights(tmp_path: Path) -> None:
+    shared = nn.Sequential(made(), nn.Linear(6, 6))
+    first, second = nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared, nn.Tanh())
+    plain = copy.deepcopy([first, second])
+    disk_offload(first, tmp_path / "first", "cpu")
+    disk_offload(second, tmp_path / "second", "cpu")
+    for model, expected in zip((first, second), plain, strict=True):
+        assert torch.equal(model(TOKENS), expected(TOKENS))
+    remove_hook_from_submodules(first)
+    tied = shared[0]
+    assert tied.head.weight is tied.embedding.weight
+
+
+@pytest.mark.parametrize("where", [{"": "disk"}, *ACROSS])
+def test_who_freezes_a_weight_as_its_module_runs_freezes_it(
+    where: dict[str, str], tmp_path: Path
+) -> None:
+    class Freezing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.requires_grad_(False)
+            return super().forward(x)
+
+    model = made()
+    weight, model.head = model.head.weight, Freezing(4, 6, bias=False)
+    model.head.weight = weight
+    dispatch_model(model, where, "cpu", offload_dir=tmp_path)
+    with torch.no_grad():
+        model(TOKENS)
+    remove_hook_from_submodules(model)
+    assert not model.embedding.weight.requires_grad
+    assert model.embedding.weight is model.head.weight
+
+
+@pytest.mark.parametrize("where", ACROSS)
+def test_a_value_that_is_assigned_to_one_name_is_not_that_of_others(
+    where: dict[str, str], tmp_path: Path
+) -> None:
+    plain = made()
+    model = dispatch_model(copy.deepcopy(plain), where, offload_dir=tmp_path)
+    name = "embedding.weight" if "embedding" in where else "head.weight"
+    with pytest.raises(RuntimeError, match="offloaded weights cannot be loaded"):
+        model.load_state_dict({name: torch.ones(6, 4)}, strict=False, assign=True)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
 
 
 def test_values_that_are_assigned_by_a_state_dict_are_no_ones_else(tmp_path: Path) -> None:
@@ -315,6 +359,33 @@ def test_hooks_are_removed_within_a_call(tmp_path: Path) -> None:
     model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
     model.register_forward_pre_hook(lambda module, _: remove_hook_from_submodules(module))
     assert torch.equal(model(inputs()), plain(inputs()))
+
+
+def test_a_module_removes_its_own_hook_as_it_runs(tmp_path: Path) -> None:
+    class Removing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            remove_hook_from_module(self)
+            return super().forward(x)
+
+    model = disk_offload(Removing(4, 4), tmp_path, "cpu")
+    before = model(inputs())
+    assert torch.equal(model(inputs()), before)
+    assert on_meta(model) == set()
+
+
+def test_a_refused_removal_keeps_what_was_written_by_hand(tmp_path: Path) -> None:
+    model = disk_offload(made(), tmp_path, "cpu")
+    embedding, head = model.get_submodule("embedding"), model.get_submodule("head")
+    before = head.weight
+    hook_of(embedding).pre_forward(embedding)
+    with torch.no_grad():
+        embedding.get_parameter("weight").mul_(2)
+    head.weight = model.get_parameter("block.linear.weight")
+    with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
+        remove_hook_from_submodules(model)
+    head.weight = before
+    with pytest.raises(StateError, match="is tied to others and was changed"):
+        hook_of(embedding).post_forward(embedding, None)
 
 
 def test_tied_weights_that_are_written_after_a_call_by_hand_are_given_back(tmp_path: Path) -> None:
