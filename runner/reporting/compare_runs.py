@@ -16,7 +16,7 @@ from rich.text import Text
 from runner.reporting.console import clock, number
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import STYLES, cell
-from runner.run_dir import provenance
+from runner.run_dir import earlier_sessions, provenance
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
 
@@ -99,6 +99,10 @@ def _code(run: RunRecord) -> Fields:
         found[f"{whose} untracked Python files"] = str(untracked)[:8] if untracked else "none"
     for package, digest in (run.environment.get("code") or {}).items():
         found[f"package {package}"] = str(digest)[:8]
+    for name, then in earlier_sessions.kept(run.path):
+        code = provenance.code_id(then)
+        if code != provenance.code_id(run.environment):
+            found[f"an earlier session ({name})"] = f"other code, {code or 'unknown'}"
     return found
 
 

@@ -19,7 +19,7 @@ from runner.config import resumed_recipe
 from runner.config.format_counts import size
 from runner.reporting.console import clock, number
 from runner.reporting.run_table import STYLES, cell, described, relative
-from runner.run_dir import atomic_update, directory, provenance
+from runner.run_dir import atomic_update, directory, earlier_sessions, provenance
 from runner.run_dir import record as records
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import RunRecord
@@ -44,6 +44,7 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         "cwd": environment.get("cwd"),
         "changes": None if defaults is None else _changes(defaults, run.recipe),
         "earlier_recipes": [path.name for path in atomic_update.kept_recipes(run.path)],
+        "earlier_sessions": earlier_sessions.notes(run.path, environment),
         "code": {key: environment.get(key) for key in ("git", "runner_git", "code")},
         "packages": dict(environment.get("packages") or {}),
         "machine": {
@@ -192,6 +193,8 @@ def _code_rows(found: Fields) -> Iterator[tuple[str, str]]:
             "runner",
             provenance.described_git(code["runner_git"]).replace(f" ({provenance.DIFF})", ""),
         )
+    for subject, sentences in found["earlier_sessions"].items():
+        yield from ((f"≠ {subject}", sentence) for sentence in sentences)
     packages = found["packages"]
     if packages:
         main = ("accel-runner", "torch", "numpy")

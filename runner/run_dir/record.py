@@ -23,8 +23,9 @@ from runner.run_dir import atomic_update, evaluations, field_types, lock, slurm_
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.directory import RUN_LOG
 from runner.run_dir.field_types import FieldType, number
-from runner.run_dir.job import ENVIRONMENT, JOB, RECIPE
+from runner.run_dir.job import JOB, RECIPE
 from runner.run_dir.json_files import METRICS, SUMMARY, Fields, JsonObject
+from runner.run_dir.provenance import ENVIRONMENT
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"

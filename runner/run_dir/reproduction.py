@@ -10,9 +10,9 @@ from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import AccelError
-from runner.run_dir import atomic_update, directory, provenance
-from runner.run_dir.job import ENVIRONMENT
+from runner.run_dir import atomic_update, directory, earlier_sessions, provenance
 from runner.run_dir.json_files import Fields
+from runner.run_dir.provenance import ENVIRONMENT
 
 WEIGHTS = ("model", "pytorch_model")
 
@@ -58,6 +58,8 @@ def compare(run_dir: Path, then: Fields, now: Fields) -> Comparison:
         "data": provenance.data_differences(then, now),
         "recipe": _recipe_notes(run_dir, then, now),
     }
+    for subject, sentences in earlier_sessions.notes(run_dir, then).items():
+        differences[subject] += sentences
     git = now.get("git") or {}
     compared = {"code": _code_compared(then, now)}
     if git.get("dirty"):

@@ -54,6 +54,16 @@ def test_only_differences_are_shown_by_section(tmp_path: Path) -> None:
     assert content["recipe"] == {"optimizer.lr": [0.01, 0.02]}
 
 
+def test_an_earlier_session_with_other_code_is_a_difference(tmp_path: Path) -> None:
+    one, two = runs(tmp_path)
+    earlier = {"git": {**GIT, "sha": "c" * 40}}
+    (one.path / "environment.0001.json").write_text(json.dumps(earlier))
+    rows = dict(compare_runs.compare([one, two]).rows["code"])
+    found, other = rows["an earlier session (environment.0001.json)"]
+    assert found.startswith("other code, cccccccc-")
+    assert other is MISSING
+
+
 @pytest.mark.parametrize(("number", "first"), [(2, "optimizer.lr"), (8, "r0")])
 def test_many_runs_are_rows(number: int, first: str, tmp_path: Path) -> None:
     lines = [

@@ -68,3 +68,15 @@ def test_a_broken_run_is_described_as_such(tmp_path: Path) -> None:
     assert "broken  config.yaml is missing" in text(found)
     assert "runner again" not in text(found)
     assert len(json.loads(describe_run.as_json([found, found]))) == 2
+
+
+def test_earlier_code_of_a_run_is_said(tmp_path: Path) -> None:
+    git = {"sha": "a" * 40, "branch": "main", "dirty": False}
+    path = write_run(tmp_path / "a", git=git)
+    earlier = {"git": {**git, "sha": "b" * 40}, "packages": {"torch": "2.13.0"}}
+    (path / "environment.0001.json").write_text(json.dumps(earlier))
+    shown = text(describe_run.describe(RunRecord(path), None))
+    said = "an earlier session of the run had other code (environment.0001.json)"
+    assert "≠ code" in shown
+    assert said in shown
+    assert "≠ versions" not in shown

@@ -41,6 +41,15 @@ def test_a_run_of_two_recipes_and_of_another_folder_is_said(tmp_path: Path) -> N
     assert dict(found.lines())["code"].startswith("not compared: no")
 
 
+def test_an_earlier_session_with_other_code_is_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "environment.0001.json").write_text(json.dumps({"git": {**CLEAN, "sha": "b" * 40}}))
+    found = reproduction.compare(run, {"git": CLEAN}, {"git": CLEAN})
+    assert not found.same
+    said = "an earlier session of the run had other code (environment.0001.json)"
+    assert found.differences["code"] == [said]
+
+
 def test_without_checkpoints_weights_are_not_compared(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in "ab"]
     assert reproduction.weights_verdict(*runs) == ""
