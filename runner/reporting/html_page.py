@@ -14,6 +14,7 @@ from runner.reporting import plots
 from runner.reporting.compare_runs import short_names
 from runner.reporting.console import clock, number
 from runner.reporting.findings import (
+    SEEDS_NOTE,
     Findings,
     is_judged,
     peak_memory,
@@ -161,8 +162,9 @@ def _figures(figures: dict[str, list[Picture]], found: Findings) -> Iterable[str
         yield "</div>"
         if title == "Learning curves":
             yield (
-                '<p class="quiet">A line is the mean over runs that are equal but for the seed, '
-                "its band the range from the lowest to the highest. Groups beyond the best "
+                '<p class="quiet">A line is the mean over runs whose recipe and code are equal '
+                "but for the seed (of several runs of a seed, the newest), its band the range "
+                "from the lowest to the highest. Groups beyond the best "
                 f"{plots.MOST_COLOURED} are thin.</p>"
             )
         if title == "Objective":
@@ -189,10 +191,11 @@ def _groups(found: Findings) -> Iterable[str]:
     for group in found.groups:
         both = spread(group.runs)
         mean, deviation = both if both is not None else (math.nan, math.nan)
-        values = [group.label, len(group.runs), mean, deviation]
+        values = [group.label, len(group.runs), group.num_seeds, mean, deviation]
         rows.append([_cell(value) for value in values])
     yield "<h2>Groups of seeds</h2>"
-    yield _table(["group", "runs", "mean objective", "standard deviation"], rows)
+    yield _table(["group", "runs", "seeds", "mean objective", "standard deviation"], rows)
+    yield f'<p class="quiet">{_text(SEEDS_NOTE)}</p>'
 
 
 def _runs(found: Findings) -> str:
