@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from runner.reporting import console, curves
 from runner.reporting.curves import Band, Curve, Group
 from runner.reporting.importance import Importance, importance
-from runner.reporting.run_table import newest_first
+from runner.reporting.run_table import damage, newest_first
 from runner.run_dir import record as records
 from runner.run_dir.field_types import number
 from runner.run_dir.record import RunRecord
@@ -142,9 +142,10 @@ def shown_objective(run: RunRecord, judge: Judge | None) -> str:
 
 
 def counted_statuses(runs: Sequence[RunRecord]) -> str:
-    """Return e.g. "12 runs: 10 finished, 2 failed"."""
-    counts = Counter(run.status for run in runs)
-    parts = [f"{counts[status]} {status}" for status in records.STATUSES if counts[status]]
+    """Return e.g. "12 runs: 9 finished, 1 finished (damaged), 2 failed"."""
+    counts = Counter((run.status, damage(run)) for run in runs)
+    order = sorted(counts, key=lambda one: (records.STATUSES.index(one[0]), one[1]))
+    parts = [f"{counts[status, damaged]} {status}{damaged}" for status, damaged in order]
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'}: {', '.join(parts)}"
 
 

@@ -24,7 +24,7 @@ from runner.reporting.findings import (
 )
 from runner.reporting.importance import METHOD
 from runner.reporting.plots import Picture
-from runner.reporting.run_table import cell, relative
+from runner.reporting.run_table import MOST_DAMAGES, cell, damage, relative
 from runner.run_dir import record as records
 from runner.run_dir.record import MISSING, RunRecord
 
@@ -135,6 +135,7 @@ def page(title: str, found: Findings, figures: dict[str, list[Picture]]) -> str:
         *_groups(found),
         "<h2>Runs</h2>",
         _runs(found),
+        *_problems(found),
         f"<script>{SCRIPT}</script></body></html>",
     ]
     return "\n".join(parts)
@@ -198,6 +199,15 @@ def _groups(found: Findings) -> Iterable[str]:
     yield f'<p class="quiet">{_text(SEEDS_NOTE)}</p>'
 
 
+def _problems(found: Findings) -> Iterable[str]:
+    names = short_names(found.runs)
+    damaged = [(n, one) for n, run in zip(names, found.runs, strict=True) for one in run.problems]
+    for name, problem in damaged[:MOST_DAMAGES]:
+        yield f'<p class="broken">{_text(name)}: {_text(problem)}</p>'
+    if len(damaged) > MOST_DAMAGES:
+        yield f"<p>{len(damaged) - MOST_DAMAGES} more damages; runner show names them.</p>"
+
+
 def _runs(found: Findings) -> str:
     seeds = {cell(run.value("seed")) for run in found.runs}
     shown = [*found.keys, *(["seed"] if len(seeds) > 1 else [])]
@@ -214,7 +224,8 @@ def _runs(found: Findings) -> str:
 def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Findings) -> list[str]:
     memory = peak_memory(run)
     reason = run.reason if run.status in (records.FAILED, records.BROKEN) else ""
-    status = f'<td class="{run.status}" title="{_text(run.reason)}">{_text(run.status)}</td>'
+    mark = f'<span class="broken">{damage(run)}</span>' if damage(run) else ""
+    status = f'<td class="{run.status}" title="{_text(run.reason)}">{_text(run.status)}{mark}</td>'
     objective = run.objective.value if is_judged(run) and run.objective is not None else None
     return [
         f'<td title="{_text(str(run.path))}">{_text(name)}'

@@ -20,7 +20,7 @@ from runner.reporting.findings import (
     throughput,
 )
 from runner.reporting.html_page import importance_note
-from runner.reporting.run_table import STYLES, cell
+from runner.reporting.run_table import cell, show_problems, status_text
 from runner.run_dir.record import RunRecord
 
 MOST_ROWS, MOST_GROUPS = 30, 12
@@ -94,13 +94,14 @@ def _runs(found: Findings, console: Console) -> None:
     console.print(table)
     if len(names) > MOST_ROWS:
         console.print(Text(f"{len(names) - MOST_ROWS} more runs are not shown.", style="dim"))
+    show_problems(found.runs, console)
 
 
 def _cells(name: str, run: RunRecord, found: Findings) -> list[Text]:
     rate, memory = throughput(run), peak_memory(run)
     return [
         Text(name),
-        Text(run.status, style=STYLES[run.status]),
+        status_text(run),
         *(Text(cell(run.value(key))) for key in found.keys),
         Text("" if run.step is None else str(run.step)),
         Text(shown_objective(run, found.judged_by)),
