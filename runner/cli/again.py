@@ -105,8 +105,6 @@ def _tell(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> None:
         print(f"  {mark} {subject:<10} {sentence}")
     if overrides:
         print(f"  ≠ {'overrides':<10} {' '.join(overrides)}")
-    if run.environment == {}:
-        print("  ≠ the run has no environment.json: nothing is known of its code and versions")
     sys.stdout.flush()
 
 

@@ -18,7 +18,7 @@ from accel.errors import AccelError, ConfigError
 from runner.cli.arguments import CommandParser
 from runner.config import processes
 from runner.config.schema import SPLITS
-from runner.exit_codes import DONE, INTERRUPTED
+from runner.exit_codes import DONE, FAILED, INTERRUPTED
 from runner.inference import worker
 from runner.inference.placement import WORDS, Placement, parse_limits
 from runner.inference.session import Request, evaluate, is_stream, write_predictions
@@ -55,6 +55,9 @@ def main(command: str, arguments: Sequence[str]) -> int:
 def evaluate_runs(arguments: Sequence[str]) -> int:
     """Measure runs on their data sets, print a table, and write it to eval.json of each.
 
+    Returns:
+        0; 1 if a run of several failed and another was measured; the highest code if all failed.
+
     Raises:
         ConfigError: if the only run or an override is refused.
         CheckpointError: if its checkpoint is missing or incomplete.
@@ -69,8 +72,12 @@ def evaluate_runs(arguments: Sequence[str]) -> int:
     results = {one.run_dir: _tried(one) for one in requests}
     if _is_main():
         _show_table(requests, results)
-    codes = [one.code for one in results.values() if isinstance(one, Failed)]
-    return max(codes, default=DONE)
+    return _code(list(results.values()))
+
+
+def _code(results: Sequence[Fields | Failed]) -> int:
+    codes = [one.code for one in results if isinstance(one, Failed)]
+    return FAILED if codes and len(codes) < len(results) else max(codes, default=DONE)
 
 
 def _tried(request: Request) -> Fields | Failed:

@@ -171,8 +171,10 @@ def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
     from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
-        found = OmegaConf.create(text)
+        found = _created(text)
         if as_recipe:
+            if not found:  # `null` or {}: with the defaults it would be a user's recipe
+                raise ValueError("it has no keys")
             _require_strategies(OmegaConf.to_container(found), path)
             for node, key in RETIRED:
                 own = OmegaConf.select(found, node)
@@ -187,6 +189,15 @@ def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
         remedy = "Correct the file, or name another run."
         rule = f"it is not the recipe of a run: {reason}"
         raise ConfigError.of(str(path), rule, remedy) from error
+
+
+def _created(text: str) -> Any:
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.create(text)
+    except AssertionError as error:  # OmegaConf's own, of a number or a date alone
+        raise ValueError("it is a single value") from error
 
 
 def _require_strategies(found: Any, path: Path) -> None:

@@ -13,6 +13,7 @@ from accel.errors import AccelError, ConfigError
 from runner.config import processes, resumed_recipe, trust
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher, staging
+from runner.reporting import run_log
 from runner.run_dir import (
     abandoned,
     atomic_update,
@@ -234,8 +235,10 @@ def _train_on(
     checkpoint = _checkpoint(requested.run_dir)
     resumable.require_reach(requested.run_dir, checkpoint, recipe)
     on_claimed(requested.run_dir)
-    for difference in reproduction.code_changed(requested.run_dir, requested.imports):
-        print(f"resume: {difference}", flush=True)
+    changed = reproduction.code_changed(requested.run_dir, requested.imports)
+    with run_log.captured(requested.run_dir, "of resume") if changed else contextlib.nullcontext():
+        for difference in changed:
+            print(f"resume: {difference}", flush=True)
     staged = staging.staged(replace(requested, resume_from=str(checkpoint)), recipe)
     try:
         return launcher.launch(staged, recipe, fresh=fresh)

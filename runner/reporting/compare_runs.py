@@ -15,8 +15,8 @@ from rich.text import Text
 
 from runner.reporting.console import clock, number
 from runner.reporting.filters import leaves
-from runner.reporting.run_table import STYLES, cell
-from runner.run_dir import provenance
+from runner.reporting.run_table import STYLES, cell, damage
+from runner.run_dir import earlier_sessions, provenance
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
 
@@ -35,12 +35,14 @@ class Compared:
         directories: of the runs.
         rows: by section, (key, a value for each run); None where a run lacks the key.
         num_equal: by section, how many keys all runs have in common.
+        problems: of each run, what is damaged.
     """
 
     names: list[str]
     directories: list[str]
     rows: dict[str, list[tuple[str, list[Any]]]]
     num_equal: dict[str, int]
+    problems: list[list[str]]
 
 
 def compare(runs: Sequence[RunRecord]) -> Compared:
@@ -65,7 +67,8 @@ def compare(runs: Sequence[RunRecord]) -> Compared:
                 table.insert(0, ("the recipe itself", rows_of_lost))
         rows[section] = [row for row in table if not _same(row[1])]
         equal[section] = len(table) - len(rows[section])
-    return Compared(short_names(runs), [str(run.path) for run in runs], rows, equal)
+    directories, problems = [str(run.path) for run in runs], [run.problems for run in runs]
+    return Compared(short_names(runs), directories, rows, equal, problems)
 
 
 def _but_for(values: Sequence[object], lost: Sequence[bool]) -> list[object]:
@@ -99,6 +102,10 @@ def _code(run: RunRecord) -> Fields:
         found[f"{whose} untracked Python files"] = str(untracked)[:8] if untracked else "none"
     for package, digest in (run.environment.get("code") or {}).items():
         found[f"package {package}"] = str(digest)[:8]
+    for name, then in earlier_sessions.kept(run.path):
+        code = provenance.code_id(then)
+        if code != provenance.code_id(run.environment):
+            found[f"an earlier session ({name})"] = f"other code, {code or 'unknown'}"
     return found
 
 
@@ -111,12 +118,14 @@ def _machine(run: RunRecord) -> Fields:
 
 
 def _result(run: RunRecord) -> Fields:
-    found: JsonObject = {"status": run.status, "step": run.step}
+    found: JsonObject = {"status": run.status + damage(run)}
     if run.objective is not None:
         found[f"best validation {run.objective.metric}"] = run.objective.value
     for split, metrics in (run.summary.get("metrics") or {}).items():
         found |= {f"{split} {name}": value for name, value in metrics.items()}
-    found["seconds"] = run.seconds
+    for name, value in (("step", run.step), ("seconds", run.seconds)):
+        if value is not None:
+            found[name] = value
     for name in ("samples_per_second", "num_parameters"):
         if name in run.summary:
             found[name] = run.summary[name]
@@ -143,7 +152,7 @@ def as_json(compared: Compared) -> str:
         }
         for section, found in compared.rows.items()
     }
-    content = {"runs": compared.directories, **rows}
+    content = {"runs": compared.directories, "problems": compared.problems, **rows}
     return json.dumps(finite(content), indent=2, ensure_ascii=False, default=str)
 
 
@@ -162,9 +171,12 @@ def show(compared: Compared, console: Console) -> None:
     for column in columns:
         table.add_column(Text(column), overflow="fold")
     for at, row in enumerate(rows, start=1):
-        cells = [Text(value, style=STYLES.get(value, "")) for value in row]
+        cells = [Text(value, style=STYLES.get(value.partition(" (")[0], "")) for value in row]
         table.add_row(*cells, end_section=at in ends)
     console.print(table)
+    for name, problems in zip(compared.names, compared.problems, strict=True):
+        for problem in problems:
+            console.print(Text(f"{name}: {problem}", style="red"))
     console.print(Text(_equal(compared), style="dim"))
 
 

@@ -15,7 +15,7 @@ from runner.config import resumed_recipe
 from runner.reporting.filters import leaves
 from runner.run_dir.field_types import number
 from runner.run_dir.json_files import JsonObject, finite
-from runner.run_dir.record import MISSING, RunRecord
+from runner.run_dir.record import CODE, FINISHED, MISSING, RunRecord
 
 # Values of a record that are no metric.
 POSITION = ("step", "epoch", "samples", "split", "time")
@@ -40,20 +40,25 @@ class Curve:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose recipes are equal but for the seed.
+    """Runs whose recipes and code are equal but for the seed.
 
     Attributes:
         label: the swept keys and their values, e.g. "optimizer.lr=0.01"; or the run's name.
-        runs: its runs.
+        runs: its runs; several may have the same seed.
     """
 
     label: str
     runs: list[RunRecord]
 
+    @property
+    def num_seeds(self) -> int:
+        """How many different seeds its runs have."""
+        return len(once_per_seed(self.runs))
+
 
 @dataclass(frozen=True)
 class Band:
-    """A curve of a group [points]: the mean over its runs, and the lowest and highest value.
+    """A curve of a group [points]: the mean over its seeds, and the lowest and highest value.
 
     `num_runs` is how many runs it is of; with one, all three are equal.
     """
@@ -126,6 +131,8 @@ def _at(curve: Curve, steps: Array) -> Array:
 def swept_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Return the dotted keys in which the recipes of runs differ, the seed not among them.
 
+    Where the runs were made by different code, the key `CODE` is one of them.
+
     Keys that only say where a run is computed do not count. How many processes and workers there
     are counts where nothing else differs.
     """
@@ -135,6 +142,7 @@ def swept_keys(runs: Sequence[RunRecord]) -> list[str]:
         name for name in names if len({_hashed(r.get(name, MISSING)) for r in recipes}) > 1
     ]
     causes = [name for name in different if not _lies_in(name, resumed_recipe.ELSEWHERE)]
+    causes += [CODE] if len({run.code for run in runs}) > 1 else []
     return causes or [name for name in different if _lies_in(name, SPEED)]
 
 
@@ -162,6 +170,18 @@ def group_by_seed(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]
     for run in runs:
         found.setdefault(tuple(_hashed(run.value(key)) for key in keys), []).append(run)
     return [Group(_label(members[0], keys), members) for members in found.values()]
+
+
+def once_per_seed(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return one run of each seed, in the order of the runs: the newest that is finished, if any.
+
+    A run of the same seed again is no further sample of what the seed changes.
+    """
+    found: dict[str, RunRecord] = {}
+    for run in sorted(runs, key=lambda run: (run.status == FINISHED, run.started, str(run.path))):
+        seed = run.value(SEED)
+        found[str(run.path) if seed is MISSING else _hashed(seed)] = run
+    return [run for run in runs if any(run is one for one in found.values())]
 
 
 def _label(run: RunRecord, keys: Sequence[str]) -> str:

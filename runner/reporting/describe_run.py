@@ -19,7 +19,14 @@ from runner.config import resumed_recipe
 from runner.config.format_counts import size
 from runner.reporting.console import clock, number
 from runner.reporting.run_table import STYLES, cell, described, relative
-from runner.run_dir import atomic_update, directory, provenance
+from runner.run_dir import (
+    atomic_update,
+    directory,
+    earlier_sessions,
+    field_types,
+    provenance,
+    slurm_job,
+)
 from runner.run_dir import record as records
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import RunRecord
@@ -44,6 +51,7 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         "cwd": environment.get("cwd"),
         "changes": None if defaults is None else _changes(defaults, run.recipe),
         "earlier_recipes": [path.name for path in atomic_update.kept_recipes(run.path)],
+        "earlier_sessions": earlier_sessions.notes(run.path, environment),
         "code": {key: environment.get(key) for key in ("git", "runner_git", "code")},
         "packages": dict(environment.get("packages") or {}),
         "machine": {
@@ -115,12 +123,24 @@ def _incomplete(path: Path, sizes: Mapping[str, int]) -> str:
 
 def _resume(run: RunRecord) -> str:
     where = shlex.quote(relative(run.path))
+    command = "runner submit" if _is_on_slurm(run) else "runner"
     if run.status in (records.RUNNING, records.BROKEN):
         return ""
     if run.status in (records.FINISHED, records.PRUNED):
         limit = "trainer.epochs" if run.value("trainer.max_steps") is None else "trainer.max_steps"
-        return f"runner resume={where} {limit}=…"
-    return f"runner resume={where}"
+        return f"{command} resume={where} {limit}=…"
+    return f"{command} resume={where}"
+
+
+def _is_on_slurm(run: RunRecord) -> bool:
+    """Return whether a job of `runner submit` trains a run, or did last: no later resume here."""
+    noted = slurm_job.read(run.path)
+    if not noted:
+        return False
+    variables = run.environment.get("variables")
+    last = variables.get("SLURM_JOB_ID") if isinstance(variables, Mapping) else None
+    submitted = field_types.number(noted.get("time")) or 0.0
+    return last == str(noted.get("job")) or run.started <= submitted
 
 
 # -- for people ----------------------------------------------------------------------------
@@ -192,6 +212,8 @@ def _code_rows(found: Fields) -> Iterator[tuple[str, str]]:
             "runner",
             provenance.described_git(code["runner_git"]).replace(f" ({provenance.DIFF})", ""),
         )
+    for subject, sentences in found["earlier_sessions"].items():
+        yield from ((f"≠ {subject}", sentence) for sentence in sentences)
     packages = found["packages"]
     if packages:
         main = ("accel-runner", "torch", "numpy")

@@ -16,7 +16,7 @@ from runner.run_dir.json_files import Fields
 
 
 def show(rows: Sequence[tuple[Path, Fields | str]], console: Console) -> None:
-    """Print evaluations; of a run that could not be measured, the reason in place of its metrics.
+    """Print evaluations, and below them why a run could not be measured.
 
     Args:
         rows: (run directory, its evaluation as `Evaluation` has it, or the reason).
@@ -37,16 +37,19 @@ def show(rows: Sequence[tuple[Path, Fields | str]], console: Console) -> None:
     for split, name in names:
         table.add_column(f"{split} {name}", justify="right", no_wrap=True)
     if len(measured) < len(rows):
-        table.add_column("", overflow="fold")
+        table.add_column("", no_wrap=True)
     for run_dir, found in rows:
         table.add_row(*_cells(run_dir, found, names))
     console.print(table)
+    for run_dir, found in rows:
+        if isinstance(found, str):
+            console.print(Text(f"{relative(run_dir)}: failed: {found}", style="red"))
 
 
 def _cells(run_dir: Path, found: Fields | str, names: Sequence[tuple[str, str]]) -> list[Text]:
     if isinstance(found, str):
         empty = [Text("")] * (1 + len(names))
-        return [Text(relative(run_dir)), *empty, Text(f"failed: {found}", style="red")]
+        return [Text(relative(run_dir)), *empty, Text("failed", style="red")]
     step = found["step"]
     cells = [Text(relative(run_dir)), Text("" if step is None else str(step))]
     for split, name in names:

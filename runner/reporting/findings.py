@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from runner.reporting import console, curves
 from runner.reporting.curves import Band, Curve, Group
 from runner.reporting.importance import Importance, importance
-from runner.reporting.run_table import newest_first
+from runner.reporting.run_table import damage, newest_first
 from runner.run_dir import record as records
 from runner.run_dir.field_types import number
 from runner.run_dir.record import RunRecord
 
 # Values of training that are no learning curve.
 NO_CURVE = ("lr", "samples_per_second", "skipped_steps")
+SEEDS_NOTE = (
+    "Mean and standard deviation are over seeds: of several runs of a seed, the newest counts that "
+    "is finished. Runs of different code are different groups."
+)
 MOST_METRICS = 8
 MOST_KEYS = 12
 Judge = tuple[str, str]  # metric and mode of an objective
@@ -30,7 +34,7 @@ class Findings:
     Attributes:
         runs: the best first; behind them those that another metric judges, then those without an
             objective.
-        keys: in which their recipes differ, the seed apart; at most `MOST_KEYS`.
+        keys: in which their recipes or their code differ, the seed apart; at most `MOST_KEYS`.
         num_keys: how many such keys there are.
         groups: of runs that are equal but for the seed.
         curves: by directory of a run, its curves by ``<split>/<metric>``.
@@ -70,8 +74,9 @@ class Findings:
         """Return a metric's band by the label of each group that has measured it."""
         found = {}
         for group in self.groups:
-            own = [self.curves[str(run.path)].get(metric) for run in group.runs]
-            present = [curve for curve in own if curve is not None]
+            measured = [run for run in group.runs if metric in self.curves[str(run.path)]]
+            chosen = curves.once_per_seed(measured)
+            present = [self.curves[str(run.path)][metric] for run in chosen]
             if present:
                 found[group.label] = curves.band(present)
         return {label: one for label, one in found.items() if len(one.steps)}
@@ -137,15 +142,20 @@ def shown_objective(run: RunRecord, judge: Judge | None) -> str:
 
 
 def counted_statuses(runs: Sequence[RunRecord]) -> str:
-    """Return e.g. "12 runs: 10 finished, 2 failed"."""
-    counts = Counter(run.status for run in runs)
-    parts = [f"{counts[status]} {status}" for status in records.STATUSES if counts[status]]
+    """Return e.g. "12 runs: 9 finished, 1 finished (damaged), 2 failed"."""
+    counts = Counter((run.status, damage(run)) for run in runs)
+    order = sorted(counts, key=lambda one: (records.STATUSES.index(one[0]), one[1]))
+    parts = [f"{counts[status, damaged]} {status}{damaged}" for status, damaged in order]
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'}: {', '.join(parts)}"
 
 
 def spread(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
-    """Return mean and standard deviation (0 of one run) of the objective; None: there is none."""
-    values = [run.objective.value for run in runs if is_judged(run) and run.objective is not None]
+    """Return mean and standard deviation (0 of one) of the objective over seeds; None: none is.
+
+    Of several runs of a seed, one counts: `curves.once_per_seed`.
+    """
+    judged = curves.once_per_seed([run for run in runs if is_judged(run)])
+    values = [run.objective.value for run in judged if run.objective is not None]
     if not values:
         return None
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0

@@ -14,6 +14,7 @@ from runner.reporting import plots
 from runner.reporting.compare_runs import short_names
 from runner.reporting.console import clock, number
 from runner.reporting.findings import (
+    SEEDS_NOTE,
     Findings,
     is_judged,
     peak_memory,
@@ -23,7 +24,7 @@ from runner.reporting.findings import (
 )
 from runner.reporting.importance import METHOD
 from runner.reporting.plots import Picture
-from runner.reporting.run_table import cell, relative
+from runner.reporting.run_table import MOST_DAMAGES, cell, damage, relative
 from runner.run_dir import record as records
 from runner.run_dir.record import MISSING, RunRecord
 
@@ -134,6 +135,7 @@ def page(title: str, found: Findings, figures: dict[str, list[Picture]]) -> str:
         *_groups(found),
         "<h2>Runs</h2>",
         _runs(found),
+        *_problems(found),
         f"<script>{SCRIPT}</script></body></html>",
     ]
     return "\n".join(parts)
@@ -161,8 +163,9 @@ def _figures(figures: dict[str, list[Picture]], found: Findings) -> Iterable[str
         yield "</div>"
         if title == "Learning curves":
             yield (
-                '<p class="quiet">A line is the mean over runs that are equal but for the seed, '
-                "its band the range from the lowest to the highest. Groups beyond the best "
+                '<p class="quiet">A line is the mean over runs whose recipe and code are equal '
+                "but for the seed (of several runs of a seed, the newest), its band the range "
+                "from the lowest to the highest. Groups beyond the best "
                 f"{plots.MOST_COLOURED} are thin.</p>"
             )
         if title == "Objective":
@@ -189,10 +192,20 @@ def _groups(found: Findings) -> Iterable[str]:
     for group in found.groups:
         both = spread(group.runs)
         mean, deviation = both if both is not None else (math.nan, math.nan)
-        values = [group.label, len(group.runs), mean, deviation]
+        values = [group.label, len(group.runs), group.num_seeds, mean, deviation]
         rows.append([_cell(value) for value in values])
     yield "<h2>Groups of seeds</h2>"
-    yield _table(["group", "runs", "mean objective", "standard deviation"], rows)
+    yield _table(["group", "runs", "seeds", "mean objective", "standard deviation"], rows)
+    yield f'<p class="quiet">{_text(SEEDS_NOTE)}</p>'
+
+
+def _problems(found: Findings) -> Iterable[str]:
+    names = short_names(found.runs)
+    damaged = [(n, one) for n, run in zip(names, found.runs, strict=True) for one in run.problems]
+    for name, problem in damaged[:MOST_DAMAGES]:
+        yield f'<p class="broken">{_text(name)}: {_text(problem)}</p>'
+    if len(damaged) > MOST_DAMAGES:
+        yield f"<p>{len(damaged) - MOST_DAMAGES} more damages; runner show names them.</p>"
 
 
 def _runs(found: Findings) -> str:
@@ -211,7 +224,8 @@ def _runs(found: Findings) -> str:
 def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Findings) -> list[str]:
     memory = peak_memory(run)
     reason = run.reason if run.status in (records.FAILED, records.BROKEN) else ""
-    status = f'<td class="{run.status}" title="{_text(run.reason)}">{_text(run.status)}</td>'
+    mark = f'<span class="broken">{damage(run)}</span>' if damage(run) else ""
+    status = f'<td class="{run.status}" title="{_text(run.reason)}">{_text(run.status)}{mark}</td>'
     objective = run.objective.value if is_judged(run) and run.objective is not None else None
     return [
         f'<td title="{_text(str(run.path))}">{_text(name)}'

@@ -142,7 +142,7 @@ def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
 
 
 def _label(label: str, found: Band) -> str:
-    more = f" ({found.num_runs} runs)" if found.num_runs > 1 else ""
+    more = f" ({found.num_runs} seeds)" if found.num_runs > 1 else ""
     return _plain(f"{label}{more}")
 
 

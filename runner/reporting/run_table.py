@@ -130,6 +130,11 @@ def show(
     for run in runs:
         table.add_row(*_cells(run, keys, any(run.tags for run in runs)))
     console.print(table)
+    show_problems(runs, console)
+
+
+def show_problems(runs: Sequence[RunRecord], console: Console) -> None:
+    """Print what is damaged of runs, a line each, for below a table."""
     damaged = [(relative(run.path), one) for run in runs for one in run.problems]
     for where, problem in damaged[:MOST_DAMAGES]:
         console.print(Text(f"{where}: {problem}", style="red"))
@@ -143,11 +148,20 @@ def _cells(run: RunRecord, keys: Sequence[str], tagged: bool) -> list[Text]:
     seconds = "" if run.seconds is None else clock(run.seconds)
     cells = [Text(run.name)]
     cells += [Text(", ".join(run.tags))] if tagged else []
-    mark = " (damaged)" if run.problems and run.status != records.BROKEN else ""
-    cells.append(Text(run.status, style=STYLES[run.status]).append(mark, style="red"))
+    cells.append(status_text(run))
     cells += [Text(cell(run.value(key))) for key in keys]
     cells += [Text("" if run.step is None else str(run.step)), Text(shown), Text(seconds)]
     return [*cells, Text(relative(run.path))]
+
+
+def damage(run: RunRecord) -> str:
+    """Return what is to stand behind a run's status: that its directory is damaged, or nothing."""
+    return " (damaged)" if run.problems and run.status != records.BROKEN else ""
+
+
+def status_text(run: RunRecord) -> Text:
+    """Return a run's status for a table, with its `damage`."""
+    return Text(run.status, style=STYLES[run.status]).append(damage(run), style="red")
 
 
 def cell(value: Any) -> str:

@@ -12,6 +12,7 @@ from runner.reporting import curves
 from runner.reporting.compare_runs import short_names
 from runner.reporting.console import clock, number
 from runner.reporting.findings import (
+    SEEDS_NOTE,
     Findings,
     peak_memory,
     shown_objective,
@@ -19,11 +20,12 @@ from runner.reporting.findings import (
     throughput,
 )
 from runner.reporting.html_page import importance_note
-from runner.reporting.run_table import STYLES, cell
+from runner.reporting.run_table import cell, show_problems, status_text
 from runner.run_dir.record import RunRecord
 
 MOST_ROWS, MOST_GROUPS = 30, 12
 BAR = 30
+NUMBERS = ("step", "time", "samples/s", "memory")
 
 
 def show(title: str, found: Findings, console: Console) -> None:
@@ -43,7 +45,7 @@ def _table(title: str, *heads: str) -> Table:
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for head in heads:
-        right = head in ("first", "last", "best", "runs", "step", "time", "samples/s", "memory")
+        right = head in (*("first", "last", "best", "runs", "seeds"), *NUMBERS)
         table.add_column(
             head, justify="right" if right else "left", overflow="fold", no_wrap=head == "curve"
         )
@@ -51,7 +53,7 @@ def _table(title: str, *heads: str) -> Table:
 
 
 def _curves(metric: str, found: Findings, console: Console) -> None:
-    table = _table(metric, "group", "runs", "curve", "first", "last")
+    table = _table(metric, "group", "seeds", "curve", "first", "last")
     bands = found.bands(metric)
     for label, band in list(bands.items())[:MOST_GROUPS]:
         line = Text(curves.sparkline(band.mean), style="cyan")
@@ -64,12 +66,13 @@ def _curves(metric: str, found: Findings, console: Console) -> None:
 
 
 def _groups(found: Findings, console: Console) -> None:
-    table = _table("groups of seeds", "group", "runs", "objective")
+    table = _table("groups of seeds", "group", "runs", "seeds", "objective")
     for group in found.groups[:MOST_ROWS]:
         both = spread(group.runs)
         value = "" if both is None else f"{number(both[0])} ± {number(both[1])}"
-        table.add_row(Text(group.label), str(len(group.runs)), value)
+        table.add_row(Text(group.label), str(len(group.runs)), str(group.num_seeds), value)
     console.print(table)
+    console.print(Text(SEEDS_NOTE, style="dim"))
 
 
 def _importance(found: Findings, console: Console) -> None:
@@ -91,13 +94,14 @@ def _runs(found: Findings, console: Console) -> None:
     console.print(table)
     if len(names) > MOST_ROWS:
         console.print(Text(f"{len(names) - MOST_ROWS} more runs are not shown.", style="dim"))
+    show_problems(found.runs, console)
 
 
 def _cells(name: str, run: RunRecord, found: Findings) -> list[Text]:
     rate, memory = throughput(run), peak_memory(run)
     return [
         Text(name),
-        Text(run.status, style=STYLES[run.status]),
+        status_text(run),
         *(Text(cell(run.value(key))) for key in found.keys),
         Text("" if run.step is None else str(run.step)),
         Text(shown_objective(run, found.judged_by)),

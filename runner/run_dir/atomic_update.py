@@ -7,8 +7,9 @@ which then says that the run is not complete any more.
 - A command writes its own into ``<run_dir>/.attempt-<token>/``. Workers read their job there, and
   the run is unchanged: a command that fails to load the state leaves nothing but its log.
 - `commit` (called once the state is loaded and the first step is made) flushes them, keeps the
-  earlier recipe as ``config.<n>.yaml``, and renames the folder to ``.committed``. From that moment
-  on they describe the run: every reader looks there first. Then they move into their places.
+  earlier recipe as ``config.<n>.yaml`` and other code's environment as ``environment.<n>.json``,
+  and renames the folder to ``.committed``. From that moment on they describe the run: every reader
+  looks there first. Then they move into their places.
 - If it is killed in between, the next command that locks the run finishes the move (`recover`).
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
+from runner.run_dir import earlier_sessions, provenance
 
 CONFIG = "config.yaml"
 PREFIX = ".attempt-"
@@ -58,6 +60,7 @@ def commit(folder: Path) -> None:
     checkpoints.flush_directory(folder)
     _finish(run_dir)
     _keep_recipe(run_dir, folder / CONFIG)
+    earlier_sessions.keep(run_dir, folder)
     os.rename(folder, run_dir / COMMITTED)
     checkpoints.flush_directory(run_dir)
     _finish(run_dir)
@@ -91,6 +94,9 @@ def _finish(run_dir: Path) -> None:
     committed = run_dir / COMMITTED
     if not committed.is_dir():
         return
+    names = {file.name for file in committed.iterdir()}
+    if provenance.ENVIRONMENT in names and provenance.DIFF not in names:  # the work tree is clean
+        (run_dir / provenance.DIFF).unlink(missing_ok=True)
     for file in sorted(committed.iterdir()):
         os.replace(file, run_dir / file.name)
     checkpoints.flush_directory(run_dir)

@@ -15,7 +15,6 @@ from accel.env import read
 from accel.strategies.table import specs
 from runner.config import trust
 from runner.run_dir import provenance
-from runner.run_dir.job import ENVIRONMENT
 from runner.run_dir.json_files import write_json
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ def write_environment(run_dir: str | os.PathLike[str], data: object = None) -> d
     """
     root = Path(run_dir)
     found = describe(data, root / provenance.DIFF)
-    write_json(root / ENVIRONMENT, found)
+    write_json(root / provenance.ENVIRONMENT, found)
     return found
 
 

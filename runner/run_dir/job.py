@@ -16,12 +16,12 @@ from runner.config import paths, serialization, trust
 from runner.config.schema import Recipe
 from runner.run_dir import atomic_update
 from runner.run_dir.atomic_update import CONFIG
+from runner.run_dir.provenance import ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
 OVERRIDES = "overrides.yaml"
 JOB = "job.json"
-ENVIRONMENT = "environment.json"
 # Under this name job.json holds the text of config.yaml, so that either can be restored.
 RECIPE = "recipe"
 

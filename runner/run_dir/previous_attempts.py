@@ -10,11 +10,11 @@ from pathlib import Path
 from accel.checkpoint import directory as checkpoints
 from runner.run_dir import provenance, slurm_job
 from runner.run_dir.atomic_update import CONFIG
-from runner.run_dir.job import ENVIRONMENT, JOB, OVERRIDES
+from runner.run_dir.job import JOB, OVERRIDES
 from runner.run_dir.outcomes import log_folder
 
 PREFIX = "attempt_"
-FROZEN = {CONFIG, OVERRIDES, JOB, ENVIRONMENT, provenance.DIFF}
+FROZEN = {CONFIG, OVERRIDES, JOB, provenance.ENVIRONMENT, provenance.DIFF}
 KEPT = ("logs", ".lock", slurm_job.FILE, slurm_job.SCRIPT)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import subprocess
@@ -20,7 +21,7 @@ from runner.run_dir.json_files import Fields, JsonObject
 
 logger = logging.getLogger(__name__)
 
-DIFF = "git.diff"
+ENVIRONMENT, DIFF = "environment.json", "git.diff"
 GIT = ("git", "--no-optional-locks")  # another git command of the user's may hold the index
 GIT_SECONDS = 20.0
 MOST_UNTRACKED = 200
@@ -249,6 +250,25 @@ def code_differences(then: Fields, now: Fields) -> list[str]:
     return lines + [f"the Python files of the package {package} differ" for package in changed]
 
 
+def code_id(recorded: Fields) -> str:
+    """Return a short name of recorded code, equal for equal code; empty: none is known.
+
+    It begins with the project's commit, and has a digest of all that `code_differences` compares.
+    """
+    states = {key: recorded.get(key) or {} for key in ("git", "runner_git")}
+    parts: JsonObject = {
+        key: [git.get("sha"), git.get("diff_sha256"), git.get("untracked_sha256")]
+        for key, git in states.items()
+        if "dirty" in git
+    }
+    parts |= {f"package {name}": digest for name, digest in (recorded.get("code") or {}).items()}
+    if not parts:
+        return ""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+    return f"{states['git']['sha'][:8]}-{digest[:6]}" if states["git"].get("sha") else digest[:8]
+
+
 def changed_packages(then: Fields, now: Fields) -> list[str]:
     """Return the packages, recorded in both environments, whose Python files differ."""
     before, after = then.get("code") or {}, now.get("code") or {}
@@ -322,21 +342,32 @@ def _size(found: Fields) -> str:
     return f"{found.get('files')} files of {found.get('bytes')} bytes{more}"
 
 
-def machine_differences(then: Fields, now: Fields) -> list[str]:
-    """Return how versions and machine of two recorded environments differ."""
+def version_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how the versions of packages and of Python differ in two recorded environments."""
     lines = []
     before, after = then.get("packages") or {}, now.get("packages") or {}
     for name in {**before, **after}:
         if before.get(name) != after.get(name):
             was, present = before.get(name) or "not installed", after.get(name) or "not installed"
             lines.append(f"{name} was {was}, and is {present}")
-    for key, what in (
-        *(("python", "Python"), ("platform", "the platform"), ("cpu", "the CPU")),
+    return lines + _changes_of(then, now, (("python", "Python"),))
+
+
+def machine_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how versions and machine of two recorded environments differ."""
+    machine = (
+        *(("platform", "the platform"), ("cpu", "the CPU")),
         *(("cpu_count", "the number of CPUs"), ("device", "the accelerator")),
-    ):
-        if key in then and then[key] != now.get(key):
-            lines.append(f"{what} was {_plain(then[key])}, and is {_plain(now.get(key))}")
-    return lines
+    )
+    return version_differences(then, now) + _changes_of(then, now, machine)
+
+
+def _changes_of(then: Fields, now: Fields, keys: Iterable[tuple[str, str]]) -> list[str]:
+    return [
+        f"{what} was {_plain(then[key])}, and is {_plain(now.get(key))}"
+        for key, what in keys
+        if key in then and then[key] != now.get(key)
+    ]
 
 
 def _plain(value: object) -> str:

@@ -19,18 +19,21 @@ import yaml  # type: ignore[import-untyped]
 
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import CLEAN, INTERRUPTED
-from runner.run_dir import atomic_update, evaluations, field_types, lock, slurm_job
+from runner.run_dir import atomic_update, evaluations, field_types, lock, provenance, slurm_job
+from runner.run_dir import earlier_sessions as sessions
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.directory import RUN_LOG
 from runner.run_dir.field_types import FieldType, number
-from runner.run_dir.job import ENVIRONMENT, JOB, RECIPE
+from runner.run_dir.job import JOB, RECIPE
 from runner.run_dir.json_files import METRICS, SUMMARY, WEIGHTS_STEP, Fields, JsonObject
+from runner.run_dir.provenance import ENVIRONMENT
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
 SUBMITTED = "submitted"  # to Slurm, and not begun
 STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
 NODES = ("name", "model", "data", "trainer")  # of every recipe
+CODE = "code"  # a key beside those of recipes
 BEST = "best.json"
 TAIL_BYTES = 8192
 MISSING = object()
@@ -166,7 +169,12 @@ class RunRecord:
             return MISSING
 
     def value(self, key: str) -> Any:
-        """Return the value at a dotted key of the recipe; `MISSING` where it has no such key."""
+        """Return the value at a dotted key of the recipe; `MISSING` where it has no such key.
+
+        The key `CODE`, which no recipe has, is that of `code`.
+        """
+        if key == CODE:
+            return self.code
         name, *rest = key.split(".")
         found = self.node(name)
         for part in rest:
@@ -209,6 +217,14 @@ class RunRecord:
     def environment(self) -> Fields:
         """The content of environment.json; empty where there is none."""
         return self._json(ENVIRONMENT, field_types.ENVIRONMENT)
+
+    @cached_property
+    def code(self) -> str:
+        """A short name of the code that all its steps were made by: equal for equal code."""
+        own = provenance.code_id(self.environment) or "unknown"
+        kept = [provenance.code_id(then) or "unknown" for _, then in sessions.kept(self.path)]
+        earlier = sorted(set(kept) - {own})
+        return f"{own} after {', '.join(earlier)}" if earlier else own
 
     @cached_property
     def evaluations(self) -> list[Fields]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import AccelError
-from runner.run_dir import atomic_update, directory, provenance
-from runner.run_dir.job import ENVIRONMENT
+from runner.run_dir import atomic_update, directory, earlier_sessions, provenance
 from runner.run_dir.json_files import Fields
+from runner.run_dir.provenance import ENVIRONMENT
 
 WEIGHTS = ("model", "pytorch_model")
 
@@ -48,9 +48,11 @@ def compare(run_dir: Path, then: Fields, now: Fields) -> Comparison:
 
     Args:
         run_dir: the run.
-        then: content of its environment.json.
+        then: content of its environment.json; empty where it is missing or damaged.
         now: `environment.describe` of this process.
     """
+    if not then:
+        return _unrecorded(run_dir, now)
     differences = {
         "code": provenance.code_differences(then, now),
         "work tree": [],
@@ -58,15 +60,30 @@ def compare(run_dir: Path, then: Fields, now: Fields) -> Comparison:
         "data": provenance.data_differences(then, now),
         "recipe": _recipe_notes(run_dir, then, now),
     }
-    git = now.get("git") or {}
-    compared = {"code": _code_compared(then, now)}
-    if git.get("dirty"):
-        changed = f"it has uncommitted changes beside commit {provenance.short_sha(git)}"
-        compared["work tree"] = f"{changed}: the new run keeps them in {provenance.DIFF}"
+    for subject, sentences in earlier_sessions.notes(run_dir, then).items():
+        differences[subject] += sentences
+    compared = {"code": _code_compared(then, now), **_work_tree(now)}
     compared["versions"] = "the same packages, Python, CPU and platform"
     compared["data"] = _data_compared(then)
     compared["recipe"] = "as frozen with the run"
     return Comparison(compared, differences)
+
+
+def _unrecorded(run_dir: Path, now: Fields) -> Comparison:
+    """Return the comparison of a run that has no record of its environment."""
+    wrong = "missing" if atomic_update.read(run_dir, ENVIRONMENT) is None else "damaged"
+    unknown = f"{ENVIRONMENT} is {wrong}: versions and code are not compared, nor is data"
+    recipe = _recipe_notes(run_dir, {}, now)
+    compared = {"code": unknown, **_work_tree(now), "recipe": "as frozen with the run"}
+    return Comparison(compared, {"code": [unknown], "recipe": recipe})
+
+
+def _work_tree(now: Fields) -> dict[str, str]:
+    git = now.get("git") or {}
+    if not git.get("dirty"):
+        return {}
+    changed = f"it has uncommitted changes beside commit {provenance.short_sha(git)}"
+    return {"work tree": f"{changed}: the new run keeps them in {provenance.DIFF}"}
 
 
 def code_changed(run_dir: Path, packages: Iterable[str]) -> list[str]:
@@ -91,18 +108,20 @@ def code_changed(run_dir: Path, packages: Iterable[str]) -> list[str]:
 
 
 def _code_compared(then: Fields, now: Fields) -> str:
-    parts = []
+    parts, rest = [], ""
     git, before = now.get("git") or {}, then.get("git") or {}
+    reason = git.get("reason") or before.get("reason") or "the run has recorded no git state"
     if "dirty" in git and "dirty" in before:
         dirty = "the same uncommitted changes" if git["dirty"] else "no uncommitted changes"
         parts.append(f"commit {provenance.short_sha(git)}, {dirty}")
+    else:
+        rest = f"; other files are not compared: {reason}"
     packages = [name for name, digest in (now.get("code") or {}).items() if digest]
     known = [name for name in packages if (then.get("code") or {}).get(name)]
     if known:
         parts.append(f"the Python files of {', '.join(known)}")
     if parts:
-        return f"the same: {', '.join(parts)}"
-    reason = git.get("reason") or before.get("reason") or "the run has recorded no git state"
+        return f"the same: {', '.join(parts)}{rest}"
     return f"not compared: {reason}, and no package of the project is recorded"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from runner import cli
+from runner.cli import evaluate_predict
 from runner.run_dir import evaluations
 from tests.runner.runs import make_run
 from tests.runner.written_runs import write_run
@@ -103,7 +104,7 @@ def test_several_runs_are_a_table_and_one_that_fails_leaves_the_others(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = write_run(tmp_path / "bad")  # it has no checkpoint
-    assert cli.main(["eval", *map(str, runs), str(bad), "--split", "test"]) == 2
+    assert cli.main(["eval", *map(str, runs), str(bad), "--split", "test"]) == 1
     out, err = capsys.readouterr()
     assert "test accuracy" in out
     assert str(runs[1].name) in out
@@ -111,6 +112,17 @@ def test_several_runs_are_a_table_and_one_that_fails_leaves_the_others(
     assert "the run has no checkpoint in" in err
     assert "last" not in err
     assert evaluations.read(runs[1])[0]["metrics"]["test"]["loss"] > 0
+
+
+def test_2_means_that_none_of_several_runs_was_measured() -> None:
+    refused, failed = evaluate_predict.Failed(2, "refused"), evaluate_predict.Failed(1, "failed")
+    for results, code in (
+        ([{}, {}], 0),
+        ([{}, refused], 1),
+        ([refused, failed, {}], 1),
+        ([refused, refused], 2),
+    ):
+        assert evaluate_predict._code(results) == code
 
 
 def test_the_row_has_the_reason_why_processes_failed(

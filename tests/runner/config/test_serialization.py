@@ -137,3 +137,9 @@ def test_what_nobody_gave_a_plugin_is_frozen_as_not_given() -> None:
         "zero_stage": 1,
         "is_train_batch_min": True,
     }
+
+
+@pytest.mark.parametrize("text", ["null", "{}", "", "3", "[]"])
+def test_a_file_without_keys_is_no_recipe_of_a_run(text: str) -> None:
+    with pytest.raises(ConfigError, match="x: it is not the recipe of a run"):
+        serialization.parse_yaml(text, Path("x"))

@@ -140,6 +140,8 @@ def test_a_resume_with_other_code_says_so(
         assert cli.main([f"resume={run_dir}"]) == 0
         said = "resume: the Python files of the package wine_of_a_run differ"
         assert (said in capsys.readouterr().out) is is_said
+        log = run_dir / "run.log"
+        assert (log.exists() and said in log.read_text()) is is_said
 
 
 def test_a_second_command_is_refused(

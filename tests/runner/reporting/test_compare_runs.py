@@ -54,6 +54,16 @@ def test_only_differences_are_shown_by_section(tmp_path: Path) -> None:
     assert content["recipe"] == {"optimizer.lr": [0.01, 0.02]}
 
 
+def test_an_earlier_session_with_other_code_is_a_difference(tmp_path: Path) -> None:
+    one, two = runs(tmp_path)
+    earlier = {"git": {**GIT, "sha": "c" * 40}}
+    (one.path / "environment.0001.json").write_text(json.dumps(earlier))
+    rows = dict(compare_runs.compare([one, two]).rows["code"])
+    found, other = rows["an earlier session (environment.0001.json)"]
+    assert found.startswith("other code, cccccccc-")
+    assert other is MISSING
+
+
 @pytest.mark.parametrize(("number", "first"), [(2, "optimizer.lr"), (8, "r0")])
 def test_many_runs_are_rows(number: int, first: str, tmp_path: Path) -> None:
     lines = [
@@ -85,3 +95,17 @@ def test_a_recipe_that_cannot_be_read_makes_no_key_different(tmp_path: Path) -> 
     ]
     assert "?" in shown(found)
     assert json.loads(compare_runs.as_json(found))["recipe"]["optimizer.lr"] == [0.01, 0.02, None]
+
+
+@pytest.mark.parametrize("content", ["", '{"complete": true, "seconds": "soon", "best": 3}'])
+def test_a_damaged_run_is_shown_as_such(content: str, tmp_path: Path) -> None:
+    found = runs(tmp_path)
+    (found[0].path / "summary.json").write_text(content)
+    compared = compare_runs.compare(found)
+    status = dict(compared.rows["result"])["status"]
+    assert status[0].endswith(" (damaged)")
+    assert status[1] == "finished"
+    text = shown(compared)
+    assert "r0: summary.json is damaged" in text
+    assert "null" not in text
+    assert json.loads(compare_runs.as_json(compared))["problems"][1] == []

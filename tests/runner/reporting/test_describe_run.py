@@ -68,3 +68,31 @@ def test_a_broken_run_is_described_as_such(tmp_path: Path) -> None:
     assert "broken  config.yaml is missing" in text(found)
     assert "runner again" not in text(found)
     assert len(json.loads(describe_run.as_json([found, found]))) == 2
+
+
+def test_earlier_code_of_a_run_is_said(tmp_path: Path) -> None:
+    git = {"sha": "a" * 40, "branch": "main", "dirty": False}
+    path = write_run(tmp_path / "a", git=git)
+    earlier = {"git": {**git, "sha": "b" * 40}, "packages": {"torch": "2.13.0"}}
+    (path / "environment.0001.json").write_text(json.dumps(earlier))
+    shown = text(describe_run.describe(RunRecord(path), None))
+    said = "an earlier session of the run had other code (environment.0001.json)"
+    assert "≠ code" in shown
+    assert said in shown
+    assert "≠ versions" not in shown
+
+
+def test_a_submitted_run_is_resumed_by_another_job(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", summary=False, started=STARTED)
+    recorded = json.loads((path / "environment.json").read_text())
+
+    def command(since: float, **variables: str) -> str:
+        content = {**recorded, "started": STARTED + since, "variables": variables}
+        (path / "environment.json").write_text(json.dumps(content))
+        return describe_run._resume(RunRecord(path))
+
+    assert command(0.0, SLURM_JOB_ID="7") == f"runner resume={path}"  # typed in a job
+    (path / "slurm.json").write_text(json.dumps({"job": "7", "time": STARTED + 1, "host": "a"}))
+    assert command(0.0) == f"runner submit resume={path}"  # it has not begun
+    assert command(2.0, SLURM_JOB_ID="7") == f"runner submit resume={path}"
+    assert command(3.0) == f"runner resume={path}"  # resumed on this machine since

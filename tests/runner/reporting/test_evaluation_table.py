@@ -22,4 +22,6 @@ def test_a_row_for_each_run_and_a_reason_for_one_that_failed() -> None:
     assert lines[1].split() == ["run", "step", "test", "loss", "validation", "loss"]
     assert lines[3].split() == ["/runs/a", "20", "0.5000"]
     assert lines[4].split() == ["/runs/b", "0.2500"]
-    assert "failed: its checkpoint [x] is broken" in lines[5]
+    assert lines[5].split() == ["/runs/c", "failed"]
+    assert len(lines[5].rstrip()) < 60  # the table is no wider than its numbers
+    assert "/runs/c: failed: its checkpoint [x] is broken" in lines

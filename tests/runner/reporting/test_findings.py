@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -30,13 +31,49 @@ def test_a_sweep_is_read(tmp_path: Path) -> None:
 
 def test_mean_and_deviation_of_a_group(tmp_path: Path) -> None:
     values = (0.1, 0.3, math.nan)
-    runs = [RunRecord(write_run(tmp_path / f"{n}", best=best)) for n, best in enumerate(values)]
+    runs = [
+        RunRecord(write_run(tmp_path / f"{n}", {"seed": n}, best=best))
+        for n, best in enumerate(values)
+    ]
     both = findings.spread(runs)
     assert both is not None
     assert abs(both[0] - 0.2) < 1e-9
     assert abs(both[1] - math.sqrt(0.02)) < 1e-9
     assert findings.spread(runs[2:]) is None
     assert findings.spread(runs[:1]) == (0.1, 0.0)
+
+
+def test_a_seed_counts_once_with_its_newest_run(tmp_path: Path) -> None:
+    for number, (seed, best) in enumerate(((0, 0.1), (0, 0.2), (1, 0.4))):
+        write_run(tmp_path / f"{number}", {"seed": seed}, best=best, metrics=2 + number,
+                  started=1e9 + number)  # fmt: skip
+    unfinished = write_run(tmp_path / "3", {"seed": 1}, summary=False, metrics=9, started=2e9)
+    found = findings.find(discovery.find_runs([tmp_path]))
+    (group,) = found.groups
+    assert (len(group.runs), group.num_seeds) == (4, 2)
+    both = findings.spread(group.runs)
+    assert both is not None
+    assert abs(both[0] - 0.3) < 1e-9
+    (band,) = found.bands("train/loss").values()
+    assert band.num_runs == 2
+    assert len(band.steps) == 4  # of the finished run of seed 1, not of that in `unfinished`
+    assert unfinished.is_dir()
+
+
+def test_runs_of_different_code_are_not_averaged(tmp_path: Path) -> None:
+    git = {"sha": "a" * 40, "branch": "main", "dirty": False}
+    changed = {**git, "dirty": True, "diff_sha256": "d" * 64}
+    for number, state in enumerate((git, git, changed, {**git, "branch": "side"})):
+        write_run(tmp_path / f"{number}", {"seed": number}, best=0.1 * number, git=state)
+    write_run(tmp_path / "4", {"seed": 4}, git=git)
+    earlier = {"git": {**git, "sha": "b" * 40}}
+    (tmp_path / "4" / "environment.0001.json").write_text(json.dumps(earlier))
+    found = findings.find(discovery.find_runs([tmp_path]))
+    assert found.keys == ["code"]
+    assert sorted(len(group.runs) for group in found.groups) == [1, 1, 3]
+    assert {group.label[:13] for group in found.groups} == {"code=aaaaaaaa"}
+    assert len({group.label for group in found.groups}) == 3
+    assert any(" after bbbbbbbb-" in group.label for group in found.groups)
 
 
 def test_objectives_of_different_metrics_are_not_compared(tmp_path: Path) -> None:

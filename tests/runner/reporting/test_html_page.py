@@ -83,3 +83,13 @@ def test_runs_without_anything_make_a_page(tmp_path: Path) -> None:
     text, _ = page(tmp_path)
     assert "No run has measured an objective." in text
     assert "No importance of keys" in text
+
+
+def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
+    for name in "ab":
+        write_run(tmp_path / name)
+    (tmp_path / "a" / "environment.json").write_text("{")
+    text, _ = page(tmp_path)
+    assert "2 runs: 1 finished, 1 finished (damaged)" in text
+    assert text.count('<span class="broken"> (damaged)</span>') == 1
+    assert '<p class="broken">a: environment.json is damaged' in text

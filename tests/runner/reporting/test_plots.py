@@ -41,7 +41,7 @@ def check(picture: plots.Picture, *texts: str) -> None:
 def test_learning_curves_name_the_best_groups_and_draw_the_others_thin() -> None:
     bands = {f"lr={n} _$x_<&>": band(1 + n % 2, 120 if n else 2) for n in range(12)}
     picture = plots.learning_curves("validation/loss", bands)
-    check(picture, "step", "lr=0 _$x_<&>", "lr=7 _$x_<&> (2 runs)")
+    check(picture, "step", "lr=0 _$x_<&>", "lr=7 _$x_<&> (2 seeds)")
     assert "lr=9" not in picture.svg
     assert picture.name == "curve-validation-loss"
 

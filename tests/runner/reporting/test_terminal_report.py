@@ -9,7 +9,7 @@ from rich.console import Console
 
 from runner.reporting import findings, terminal_report
 from runner.run_dir import discovery
-from tests.runner.written_runs import write_sweep
+from tests.runner.written_runs import write_run, write_sweep
 
 
 def shown(folder: Path) -> str:
@@ -33,3 +33,13 @@ def test_a_sweep_in_text(tmp_path: Path) -> None:
 def test_broken_runs_in_text(tmp_path: Path) -> None:
     (tmp_path / "20260101-120000-aaaa").mkdir()
     assert "1 run: 1 broken" in shown(tmp_path)
+
+
+def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
+    for name in "ab":
+        write_run(tmp_path / name)
+    (tmp_path / "a" / "environment.json").write_text("{")
+    text = shown(tmp_path)
+    assert "2 runs: 1 finished, 1 finished (damaged)" in text
+    assert text.count("finished (damaged)") == 2
+    assert "environment.json is damaged" in text

@@ -139,3 +139,15 @@ def test_versions_and_machine_are_compared() -> None:
         "numpy was not installed, and is 2",
         "the number of CPUs was 8, and is 2",
     ]
+
+
+def test_equal_code_has_one_short_name() -> None:
+    state = {"sha": "a" * 40, "branch": "main", "dirty": True, "diff_sha256": "d" * 64}
+    recorded = {"git": state, "code": {"wine": "1"}}
+    name = provenance.code_id(recorded)
+    assert name.startswith("aaaaaaaa-")
+    assert provenance.code_id({**recorded, "git": {**state, "branch": "side"}}) == name
+    assert provenance.code_id({**recorded, "git": {**state, "diff_sha256": "e"}}) != name
+    assert provenance.code_id({**recorded, "code": {"wine": "2"}}) != name
+    assert len(provenance.code_id({"git": {"reason": "no git"}, "code": {"wine": "1"}})) == 8
+    assert provenance.code_id({"git": None}) == ""

@@ -41,6 +41,39 @@ def test_a_run_of_two_recipes_and_of_another_folder_is_said(tmp_path: Path) -> N
     assert dict(found.lines())["code"].startswith("not compared: no")
 
 
+def test_an_earlier_session_with_other_code_is_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "environment.0001.json").write_text(json.dumps({"git": {**CLEAN, "sha": "b" * 40}}))
+    found = reproduction.compare(run, {"git": CLEAN}, {"git": CLEAN})
+    assert not found.same
+    said = "an earlier session of the run had other code (environment.0001.json)"
+    assert found.differences["code"] == [said]
+
+
+@pytest.mark.parametrize(("content", "wrong"), [(None, "missing"), ("{", "damaged")])
+def test_without_a_record_nothing_of_versions_is_claimed(
+    content: str | None, wrong: str, tmp_path: Path
+) -> None:
+    path = write_run(tmp_path / "a") / "environment.json"
+    path.unlink() if content is None else path.write_text(content)
+    now = {"git": {**CLEAN, "dirty": True}, "packages": {"torch": "2.13.0"}}
+    found = reproduction.compare(path.parent, {}, now)
+    assert not found.same
+    assert found.lines()[0] == (
+        "code",
+        f"environment.json is {wrong}: versions and code are not compared, nor is data",
+    )
+    assert not any("not installed" in sentence for _, sentence in found.lines())
+    assert "work tree" in dict(found.lines())
+
+
+def test_without_git_other_files_are_said_not_to_be_compared(tmp_path: Path) -> None:
+    recorded = {"git": {"reason": "no work tree"}, "code": {"wine": "1"}}
+    found = reproduction.compare(write_run(tmp_path / "a"), recorded, recorded)
+    said = "the same: the Python files of wine; other files are not compared: no work tree"
+    assert dict(found.lines())["code"] == said
+
+
 def test_without_checkpoints_weights_are_not_compared(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in "ab"]
     assert reproduction.weights_verdict(*runs) == ""

@@ -1,0 +1,104 @@
+"""The code and versions of a run's earlier sessions, kept where a resume has others. Free of torch.
+
+A resume replaces `environment.json` and `git.diff`. Where git state, packages or versions of the
+session before differ, its files stay as ``environment.<n>.json`` and ``git.<n>.diff``: steps of the
+run were made by that code, as ``config.<n>.yaml`` is a recipe that steps were made with.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from accel.checkpoint import directory as checkpoints
+from runner.run_dir import field_types, provenance
+from runner.run_dir.json_files import METRICS, Fields
+from runner.run_dir.provenance import DIFF, ENVIRONMENT
+
+_KEPT = re.compile(r"environment\.(\d+)\.json")
+
+
+def keep(run_dir: Path, folder: Path) -> None:
+    """Give the run's environment a second name, unless the staged one in `folder` is of its code.
+
+    A run that has never been trained has no session to keep.
+    """
+    current = run_dir / ENVIRONMENT
+    then, now = _read(current), _read(folder / ENVIRONMENT)
+    if not then or not now or not (run_dir / METRICS).exists() or not differences(then, now):
+        return
+    number, last = max(_kept(run_dir), default=(0, None))
+    if last is not None and last.read_bytes() == current.read_bytes():
+        return  # an earlier commit was killed after this function
+    number += 1
+    # The patch first: with the environment's second name, the session is kept.
+    if (run_dir / DIFF).exists():
+        _second_name(run_dir / DIFF, run_dir / diff_of(number))
+    _second_name(current, run_dir / f"environment.{number:04}.json")
+
+
+def diff_of(number: int) -> str:
+    """Return the name of the patch that is kept of a session."""
+    return f"git.{number:04}.diff"
+
+
+def differences(then: Fields, now: Fields) -> list[str]:
+    """Return how the code and the versions of two recorded environments differ, in sentences."""
+    return provenance.code_differences(then, now) + provenance.version_differences(then, now)
+
+
+def kept(run_dir: Path) -> list[tuple[str, Fields]]:
+    """Return names and contents of the kept environments of a run, oldest first.
+
+    One that is damaged has no content.
+    """
+    try:
+        return [(path.name, _read(path)) for _, path in _kept(run_dir)]
+    except OSError:
+        return []
+
+
+def notes(run_dir: Path, newest: Fields) -> dict[str, list[str]]:
+    """Return in sentences that steps of a run were made by other code or versions than its last.
+
+    Args:
+        run_dir: the run.
+        newest: content of its environment.json.
+
+    Returns:
+        Sentences by subject, "code" and "versions"; no subject without any.
+    """
+    found: dict[str, list[str]] = {}
+    for name, then in kept(run_dir):
+        if not then:
+            line = f"an earlier session of the run is recorded in {name}, which is damaged"
+            found.setdefault("code", []).append(line)
+        elif provenance.code_differences(then, newest):
+            line = f"an earlier session of the run had other code ({name})"
+            found.setdefault("code", []).append(line)
+        if then and provenance.version_differences(then, newest):
+            line = f"an earlier session of the run had other versions ({name})"
+            found.setdefault("versions", []).append(line)
+    return found
+
+
+def _kept(run_dir: Path) -> list[tuple[int, Path]]:
+    found = ((_KEPT.fullmatch(path.name), path) for path in run_dir.iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _read(path: Path) -> Fields:
+    """Return the content of an environment; empty where there is none, or it is damaged."""
+    try:
+        return field_types.fitted(field_types.loads(path.read_bytes()), field_types.ENVIRONMENT)[0]
+    except (OSError, ValueError):
+        return {}
+
+
+def _second_name(path: Path, name: Path) -> None:
+    name.unlink(missing_ok=True)  # of a commit that was killed
+    try:
+        os.link(path, name)
+    except OSError:  # a file system without hard links
+        checkpoints.write_atomically(name, path.read_bytes())

@@ -1,0 +1,103 @@
+"""A run that is resumed with other code keeps the record of the code before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from runner.run_dir import atomic_update, earlier_sessions
+from tests.runner.written_runs import write_run
+
+GIT = {"sha": "a" * 40, "branch": "main", "dirty": False}
+DIRTY = {**GIT, "dirty": True, "diff_sha256": "d" * 64}
+STARTED = iter(range(1000))
+
+
+def session(run_dir: Path, diff: str = "", **recorded: Any) -> None:
+    """Commit what a session records of its code."""
+    staged = atomic_update.stage(run_dir)
+    (staged / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
+    found = {"started": next(STARTED), "packages": {"torch": "2.13.0"}, "git": GIT, **recorded}
+    (staged / "environment.json").write_text(json.dumps(found))
+    if diff:
+        (staged / "git.diff").write_text(diff)
+    atomic_update.commit(staged)
+
+
+def names(run_dir: Path) -> list[str]:
+    return [name for name, _ in earlier_sessions.kept(run_dir)]
+
+
+def newest(run_dir: Path) -> Any:
+    return json.loads((run_dir / "environment.json").read_text())
+
+
+def a_run(folder: Path, metrics: int = 1) -> Path:
+    return write_run(folder / "run", metrics=metrics, git=GIT)
+
+
+def test_the_code_of_each_session_is_kept_under_a_name(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    session(run_dir, code={"wine": "1"}, git=DIRTY, diff="+first")
+    session(run_dir, code={"wine": "1"}, git=DIRTY, diff="+first")  # the same code
+    assert names(run_dir) == ["environment.0001.json"]
+    session(run_dir, code={"wine": "2"})
+    assert names(run_dir) == ["environment.0001.json", "environment.0002.json"]
+    assert (run_dir / "git.0002.diff").read_text() == "+first"
+    assert not (run_dir / "git.0001.diff").exists()
+    assert dict(earlier_sessions.kept(run_dir))["environment.0002.json"]["code"] == {"wine": "1"}
+
+
+def test_a_clean_work_tree_leaves_no_patch(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    session(run_dir, git=DIRTY, diff="+first")
+    assert (run_dir / "git.diff").read_text() == "+first"
+    session(run_dir)
+    assert not (run_dir / "git.diff").exists()
+    staged = atomic_update.stage(run_dir)  # files alone that say nothing of code
+    (staged / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
+    (run_dir / "git.diff").write_text("+kept")
+    atomic_update.commit(staged)
+    assert (run_dir / "git.diff").exists()
+
+
+def test_a_run_that_was_never_trained_has_no_session_to_keep(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path, metrics=0)
+    session(run_dir, code={"wine": "1"})
+    session(run_dir, code={"wine": "2"})
+    assert names(run_dir) == []
+
+
+def test_a_commit_that_was_killed_keeps_a_session_once(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    session(run_dir, git=DIRTY, diff="+first")
+    (run_dir / "environment.0001.json").unlink()  # it was killed between the two names
+    for name in ("git.0001.diff", "git.0002.diff"):
+        (run_dir / name).write_text("+torn")
+    session(run_dir)
+    assert names(run_dir) == ["environment.0001.json"]
+    assert (run_dir / "git.0001.diff").read_text() == "+first"
+    staged = run_dir / ".attempt-1"
+    staged.mkdir()
+    (run_dir / "environment.0002.json").write_bytes((run_dir / "environment.json").read_bytes())
+    (staged / "environment.json").write_text(json.dumps({"packages": {"torch": "2.12.0"}}))
+    earlier_sessions.keep(run_dir, staged)
+    assert names(run_dir) == ["environment.0001.json", "environment.0002.json"]
+
+
+def test_earlier_code_and_versions_are_said_unless_they_are_those_of_now(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    assert earlier_sessions.notes(run_dir, newest(run_dir)) == {}
+    session(run_dir, packages={"torch": "2.12.0"})
+    assert earlier_sessions.notes(run_dir, newest(run_dir)) == {
+        "versions": ["an earlier session of the run had other versions (environment.0001.json)"]
+    }
+    session(run_dir, packages={"torch": "2.13.0"}, git=DIRTY)
+    found = earlier_sessions.notes(run_dir, newest(run_dir))
+    assert found["code"] == [
+        f"an earlier session of the run had other code (environment.000{n}.json)" for n in (1, 2)
+    ]
+    assert "environment.0002.json" in found["versions"][0]
+    (run_dir / "environment.0001.json").write_text("{")
+    assert "damaged" in earlier_sessions.notes(run_dir, newest(run_dir))["code"][0]
