@@ -27,8 +27,9 @@ def killed_everywhere(tmp_path: Path, into: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answer.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="wants fork")
-@pytest.mark.parametrize("into", [pytest.param("new", marks=pytest.mark.slow), "existing"])
+@pytest.mark.parametrize("into", ["new", "existing"])
 def test_a_kill_at_any_step_leaves_a_complete_state(tmp_path: Path, into: str) -> None:
     found = killed_everywhere(tmp_path, into)
     assert len(found) > 20

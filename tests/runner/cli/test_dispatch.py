@@ -161,7 +161,8 @@ def test_a_sweep_goes_on_after_a_failed_job(
     assert "1 of 3 jobs failed: 0001" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("code", [75, pytest.param(130, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [75, 130])
 def test_a_job_that_is_stopped_alone_stops_no_other(
     monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

@@ -140,6 +140,7 @@ def test_a_thousand_runs_are_listed_in_seconds(
     assert time.process_time() - began < 2.0
 
 
+@pytest.mark.slow
 def test_a_run_without_recipe_takes_no_part_in_what_differs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

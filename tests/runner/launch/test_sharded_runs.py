@@ -90,12 +90,10 @@ def expected(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float
 REPEATED = (("shards", "one"), ("shards", "shards"), ("split", "one"), ("nodes", "hybrid"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        ("hybrid", "split"),
-        *(pytest.param(*names, marks=pytest.mark.slow) for names in REPEATED),
-    ],
+    [("hybrid", "split"), *REPEATED],
 )
 def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_engine(
     first: str, second: str, expected: list[float], text: Path, tmp_path: Path
@@ -106,7 +104,8 @@ def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_e
     assert loops.losses(run_dir) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["two", pytest.param("split", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two", "split"])
 def test_a_sharded_model_writes_a_sample(name: str, text: Path, tmp_path: Path) -> None:
     sample = (
         "callbacks=text",

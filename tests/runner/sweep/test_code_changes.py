@@ -35,6 +35,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_ins.installed(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_code_that_has_changed_is_said_once_before_jobs_start(
     server: StandIn, package: Path, capsys: pytest.CaptureFixture[str]

@@ -72,6 +72,7 @@ def test_a_sweep_goes_on_with_its_keys_in_another_order(server: StandIn) -> None
     assert numbers(server) == [1]
 
 
+@pytest.mark.slow
 def test_a_repeated_command_composes_one_job(
     server: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

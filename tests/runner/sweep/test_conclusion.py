@@ -56,6 +56,7 @@ def test_results_that_cannot_be_written_hide_no_table_and_no_failures(
     assert "Traceback" not in shown.err
 
 
+@pytest.mark.slow
 def test_what_is_not_written_yet_is_written_by_the_same_command_again(
     server: StandIn,
     tmp_path: Path,

@@ -35,6 +35,7 @@ def finished(tmp_path: Path) -> Sweep:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_removing_a_directory_asks_for_training_it_again(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -54,7 +54,7 @@ def saved_and_loaded(folder: str, index: int, adapter: bool, kind: str) -> tuple
     return before[0] == after[0] and equal(before[1], after[1]), sorted(os.listdir(folder))
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sharded_model_and_its_optimizer_are_saved_and_loaded(index: int, tmp_path: Path) -> None:
     adapter = index == 1  # it makes no difference to a model without one
     suffix = "" if index == 0 else "_1"
