@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -65,7 +66,7 @@ ONE = (
 def end(folder: Path, *arguments: str, stops: bool = False) -> tuple[int, str, list[int]]:
     """Return the exit code of a run, its standard error, and those of its processes that are left.
 
-    One that hangs is killed. `stops`: its second process is stopped as soon as there is one.
+    One that hangs is killed. `stops`: rank 1 is stopped as soon as its process is noted.
     """
     seen: set[int] = set()
     with tempfile.TemporaryFile("w+", dir=folder) as told:
@@ -80,8 +81,9 @@ def end(folder: Path, *arguments: str, stops: bool = False) -> tuple[int, str, l
         deadline = time.monotonic() + PATIENCE_SECONDS
         while process.poll() is None and time.monotonic() < deadline:
             seen.update(children(process.pid))
-            if stops and len(seen) > 1:
-                os.kill(max(seen), signal.SIGSTOP)
+            noted = next(folder.rglob("*_processes_*.json"), None) if stops else None
+            if noted is not None:
+                os.kill(int(json.loads(noted.read_text())["1"].split()[-1]), signal.SIGSTOP)
                 stops = False
             time.sleep(0.05)
         if process.poll() is None:
