@@ -278,6 +278,7 @@ class AlignDevicesHook(ModelHook):
 
     @outside_graphs
     def _load(self, module: nn.Module) -> None:
+        # Tensors that are made in inference mode have no version, which tells of changes.
         with self.lock, torch.inference_mode(False):
             names = self.offloaded(module)
             if self._users == 0:
@@ -377,10 +378,9 @@ class AlignDevicesHook(ModelHook):
         with self.lock:
             if self.read_ahead is not None:
                 self.read_ahead[0].release()
-            if self._users != 1:  # others use the weights, or the hook was removed within
-                self._users = max(self._users - 1, 0)
+            users, self._users = self._users, max(self._users - 1, 0)
+            if users != 1:  # others use the weights, or the hook was removed within
                 return
-            self._users = 0
             names = self.offloaded(module)
             try:
                 self._keep_changes(module, self._loaded.keys())

@@ -36,6 +36,7 @@ from accel.large.tensors import (
     find_tied_parameters,
     get_non_persistent_buffers,
     held_in,
+    names_by_tensor,
     retie_parameters,
     set_module_tensor_to_device,
 )
@@ -201,14 +202,11 @@ def _load_values(model: nn.Module, names: Iterable[str], weights: Weights) -> No
     A weight that is tied to one that is offloaded stays tied to it.
     """
     wanted = set(names)
-    groups: dict[int, list[str]] = {}
-    for name, tensor in (
+    named = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
-    ):
-        if tensor.is_meta:
-            groups.setdefault(id(tensor), []).append(name)
-    for group in groups.values():
+    )
+    for group in names_by_tensor((name, tensor) for name, tensor in named if tensor.is_meta):
         known = next((name for name in group if name in weights), None)
         if known is not None and not wanted.isdisjoint(group):
             set_module_tensor_to_device(model, known, "cpu", value=weights[known].clone())

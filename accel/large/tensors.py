@@ -298,10 +298,20 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     Returns:
         Sorted names of each tied parameter, such as ``[["embed.weight", "head.weight"]]``.
     """
+    groups = names_by_tensor(model.named_parameters(remove_duplicate=False))
+    return [sorted(group) for group in groups if len(group) > 1]
+
+
+def names_by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[str]]:
+    """Return the names of each tensor, in their order.
+
+    Args:
+        named: names and tensors, which may have several.
+    """
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
 
 
 def find_shared_buffers(model: nn.Module) -> list[list[str]]:
@@ -310,14 +320,8 @@ def find_shared_buffers(model: nn.Module) -> list[list[str]]:
     Args:
         model: the model.
     """
-    names: dict[int, list[str]] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        names.setdefault(id(buffer), []).append(name)
-    return [
-        group
-        for group in names.values()
-        if len({id(owner_of(model, name)[0]) for name in group}) > 1
-    ]
+    groups = names_by_tensor(model.named_buffers(remove_duplicate=False))
+    return [group for group in groups if len({id(owner_of(model, name)[0]) for name in group}) > 1]
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
