@@ -89,8 +89,9 @@ def run_test(test: str, prepare: Callable[[], None], limit: float) -> int:
     except Exception:
         traceback.print_exc()
         return BROKEN
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", f"--timeout={limit}"]
-    return int(pytest.main([*arguments, "--timeout-method=signal", test]))
+    arguments = ["-x", "-p", "no:cacheprovider", "-p", "no:warnings", f"--timeout={limit}"]
+    arguments += ["-m", "", "--timeout-method=signal"]  # a test marked slow runs here, too
+    return int(pytest.main([*arguments, test]))
 
 
 class Child:
@@ -179,7 +180,8 @@ def survivors(rows: list[Row], workers: int) -> tuple[list[str], list[str]]:
     plain_jobs = [(test, lambda: None, PLAIN_SECONDS) for test in tests]
     plain = dict(zip(tests, run_all(plain_jobs, workers), strict=True))
     problems = [
-        f"{row}: {row.test} fails without a mutant\n{_tail(plain[row.test].output)}"
+        f"{row}: {row.test} fails without a mutant (exit code {plain[row.test].code})\n"
+        f"{_tail(plain[row.test].output)}"
         for row in rows
         if plain[row.test].code != PASSED
     ]
