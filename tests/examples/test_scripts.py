@@ -20,7 +20,7 @@ ROUNDING = 0.004  # of what is summed up in another order; one test sample of 36
 
 pytestmark = pytest.mark.timeout(900)  # a second or two each; the machine may be shared
 EVERY = int(os.environ.get("EVERY_SCRIPT", "1"))  # continuous integration takes every n-th
-QUICK = ("local_sgd", "profiling")
+QUICK = ("profiling",)
 SLOW = pytest.mark.slow
 of_scripts = pytest.mark.parametrize(
     "script",

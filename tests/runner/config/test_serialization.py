@@ -93,7 +93,7 @@ ARGUMENTS = st.dictionaries(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(ARGUMENTS)
 def test_yaml_and_back_is_the_same_recipe(arguments: dict[str, Any]) -> None:
     import tempfile

@@ -38,7 +38,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hparams, "write", cannot)
 
 
-@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("failed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_results_that_cannot_be_written_hide_no_table_and_no_failures(
     failed: bool,
     server: StandIn,
