@@ -20,7 +20,7 @@ import torch
 from tests.helpers import free_port, python
 
 ROOT = Path(__file__).resolve().parents[3]
-MANY_RUNS = int(os.environ.get("TEARDOWN_RUNS", "200"))  # in the slow test; 7 in CI
+MANY_RUNS = int(os.environ.get("TEARDOWN_RUNS", "200"))  # in the slow test; 5 in CI
 AT_A_TIME = 2
 SECONDS = 200.0  # until a run counts as hanging
 
