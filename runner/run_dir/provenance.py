@@ -25,6 +25,8 @@ ENVIRONMENT, DIFF = "environment.json", "git.diff"
 GIT = ("git", "--no-optional-locks")  # another git command of the user's may hold the index
 GIT_SECONDS = 20.0
 MOST_UNTRACKED = 200
+MARKS = ("overrides.yaml", "sweep.json")  # a folder with one of them is a run's or a sweep's
+LOCK = ".lock"  # beside them, too
 MOST_DIFF_BYTES = 10_000_000
 MOST_SOURCES, MOST_SOURCE_BYTES = 2_000, 20_000_000
 MOST_DATA_FILES = 2_000
@@ -41,8 +43,9 @@ def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> Js
 
     Returns:
         sha, branch, root, dirty (tracked files differ from the commit), diff_sha256, diff_bytes,
-        untracked (names, at most `MOST_UNTRACKED`), num_untracked and untracked_sha256 (of its
-        Python files). Without a work tree: `reason` alone.
+        untracked (names, at most `MOST_UNTRACKED`, without what runs and sweeps have written),
+        num_untracked and untracked_sha256 (of its Python files). Without a work tree: `reason`
+        alone.
     """
     status = _start(folder, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all")
     root = _start(folder, "rev-parse", "--show-toplevel")
@@ -55,7 +58,7 @@ def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> Js
     found["root"] = top.strip()
     if found["dirty"]:
         found |= _diff(folder, diff_to)
-    untracked = found["untracked"]
+    untracked = _without_runs(found["untracked"])
     found["num_untracked"] = len(untracked)
     found["untracked_sha256"] = _digest_of_sources(Path(found["root"]), untracked)
     found["untracked"] = untracked[:MOST_UNTRACKED]
@@ -104,6 +107,23 @@ def _parsed(entries: Sequence[str]) -> JsonObject:
         elif kind == "?":
             found["untracked"].append(rest)
     return found
+
+
+def _without_runs(names: Sequence[str]) -> list[str]:
+    """Return untracked files that lie in no run and no sweep, whose folder git need not ignore."""
+    folders = {place for place, _, file in map(_split, names) if file in MARKS}
+    kept = []
+    for name in names:
+        place, _, file = _split(name)
+        while place and place not in folders:
+            place = _split(place)[0]
+        if not place and file != LOCK:
+            kept.append(name)
+    return kept
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    return name.rpartition("/")
 
 
 def _diff(folder: str | os.PathLike[str], diff_to: Path | None) -> JsonObject:

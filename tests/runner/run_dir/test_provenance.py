@@ -61,6 +61,17 @@ def test_each_kind_of_change_is_told(project: Path, tmp_path: Path) -> None:
     assert "has no git state now" in lost
 
 
+def test_what_runs_have_written_is_no_untracked_file_of_the_project(project: Path) -> None:
+    for name in (
+        *("runs/.lock", "runs/one/overrides.yaml", "runs/one/checkpoints/checkpoint_0/model.bin"),
+        *("runs/sweep-1/sweep.json", "runs/sweep-1/0000/.attempt-1/config.yaml", "runs/notes.txt"),
+    ):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("")
+    found = provenance.git_state(project)
+    assert (found["untracked"], found["num_untracked"]) == (["runs/notes.txt"], 1)
+
+
 def test_the_patch_applies_and_a_large_one_is_only_named(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
