@@ -339,10 +339,11 @@ def _refuse_offloaded(optimizer: torch.optim.Optimizer) -> None:
     if not any(parameter.is_meta for parameter in given):
         return
     from accel.large.offloaded_tensors import OffloadedWeight
-    from accel.large.ties import trains_elsewhere
+    from accel.large.ties import trains_in
 
     offloaded = [one for one in given if isinstance(one, OffloadedWeight)]
-    count = sum(not trains_elsewhere(one) for one in offloaded)
+    tensors = {id(parameter) for parameter in given}
+    count = sum(not trains_in(one, tensors) for one in offloaded)
     if not count:
         return
     if count < len(given):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +101,7 @@ def load_checkpoint_in_model(
         from accel.checkpoint.disk_weights import DiskWeights
 
         plan.disk = DiskWeights(offload_folder, source.stored())
+    plan.choose(shapes)
     plan.move(shapes)
     for part in source.parts():
         plan.load(part)
@@ -173,6 +174,7 @@ class _Plan:
             name: _as_device(name, device, problems) for name, device in (device_map or {}).items()
         }
         self._kept = set(keep_in_fp32)
+        self._superseded: set[str] = set()
         problems += self._unknown_names()
         problems += self._without_device(device_map is None)
         problems.raise_if()
@@ -218,10 +220,22 @@ class _Plan:
         return self._mapped(name) or stays, dtype
 
     def _keeps(self, name: str) -> bool:
+        group = next((group for group in self.ties if name in group), [name])
+        return any(map(self._is_named, group))
+
+    def _is_named(self, name: str) -> bool:
         within = any(name.startswith(f"{module}.") for module in self._kept)
         return within or not self._kept.isdisjoint(name.split("."))
 
     # -- loading ---------------------------------------------------------------------------
+
+    def choose(self, names: Collection[str]) -> None:
+        """Have a tied weight that a checkpoint has by several names be the last of them.
+
+        So it is in `torch.nn.Module.load_state_dict`, where their values may differ.
+        """
+        for group in self.ties:
+            self._superseded.update([name for name in group if name in names][:-1])
 
     def move(self, names: Iterable[str]) -> None:
         """Bring the weights that the model has in memory to their device and dtype."""
@@ -269,6 +283,7 @@ class _Plan:
 
     def load(self, part: Mapping[str, Any]) -> None:
         """Load some of the weights."""
+        part = {name: value for name, value in part.items() if name not in self._superseded}
         part = self.quantized.load(part)
         self._check_codes(part)
         part = self._offload(part)

@@ -31,7 +31,6 @@ from accel.large.tensors import (
     held_in,
     named_module_tensors,
     other_names,
-    owner_of,
     place_tensor,
 )
 from accel.large.ties import TiedPlace, Ties, left_of, tokens_of
@@ -90,8 +89,7 @@ class AlignDevicesHook(ModelHook):
         # Of tied weights, by name: the modules that have them and their names there, this one too.
         self.tied: Mapping[str, Sequence[tuple[nn.Module, str]]] = {}
         self.ties = Ties()  # of the whole model
-        # Ties of earlier dispatches that an offloaded weight belongs to, by name.
-        self.earlier: dict[str, list[Ties]] = {}
+        self.is_attached = False
         self.restored: dict[str, Any] = {}  # what the module was given back, by name
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
@@ -106,7 +104,7 @@ class AlignDevicesHook(ModelHook):
 
     def __getstate__(self) -> dict[str, object]:
         # Nobody uses the weights of a copy yet.
-        return {**self.__dict__, "_users": 0, "_by_hand": 0, "_loaded": {}, "earlier": {}}
+        return {**self.__dict__, "_users": 0, "_by_hand": 0, "_loaded": {}}
 
     def __repr__(self) -> str:
         return (
@@ -210,6 +208,7 @@ class AlignDevicesHook(ModelHook):
         """
         self.original_devices = {name: tensor.device for name, tensor in self._all(module)}
         self.restored = {}
+        self.is_attached = True
         device = self.execution_device
         leaving = self.offloaded(module) if self.offload else []
         self.aliases = other_names(module, leaving, self.place_submodules)
@@ -231,15 +230,16 @@ class AlignDevicesHook(ModelHook):
     def _to_meta(self, module: nn.Module, names: Iterable[str]) -> None:
         for name in names:
             held, key = held_in(module, name)
-            left = self._left.get(name)
+            left, trains = self._left.get(name), held[key].requires_grad
             if left is not None and are_alike(left, held[key]):
                 held[key] = marked_offloaded(left)
-                continue
-            place_tensor(module, name, "meta", clear_cache=False)
-            self._left[name] = held[key] = marked_offloaded(held[key])
-            self._tokens[name] = token_of(held[key])
-            if left is not None and left.requires_grad != held[key].requires_grad:
-                self.ties.require_gradients(held[key], held[key].requires_grad)
+            else:
+                place_tensor(module, name, "meta", clear_cache=False)
+                self._left[name] = held[key] = marked_offloaded(held[key])
+                self._tokens[name] = token_of(held[key])
+            if left is not None and left.requires_grad != trains:
+                torch.Tensor.requires_grad_(held[key], trains)
+                self.ties.require_gradients(held[key], trains)
         self._tie(module)
 
     def _tie(self, module: nn.Module) -> None:
@@ -438,6 +438,7 @@ class AlignDevicesHook(ModelHook):
             for name in names:
                 self._restore_all(module, name, given)
         self._users, self._by_hand, self._loaded = 0, 0, {}
+        self.is_attached = False
         return module
 
     def _restore_all(self, module: nn.Module, name: str, given: Collection[str]) -> None:
@@ -453,9 +454,6 @@ class AlignDevicesHook(ModelHook):
                 first = held[key]
             held[key] = first
             self.restored[one] = first
-            if isinstance(first, nn.Parameter) and not first.is_meta:
-                for ties in self.earlier.get(name, ()):
-                    ties.replace(owner_of(module, one), first)
 
     def values_assigned(self, module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the values that were assigned to offloaded tensors, by name.

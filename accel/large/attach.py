@@ -9,6 +9,7 @@ from torch import nn
 
 from accel.checkpoint.offload_folder import PrefixedDataset
 from accel.large.align import AlignDevicesHook
+from accel.large.fill_devices import lies_in
 from accel.large.hooks import add_hook_to_module, hooks_of
 from accel.large.loaded_weight import LoadLock
 from accel.large.read_ahead import Block, ReadAhead
@@ -19,9 +20,10 @@ from accel.large.tensors import (
     find_shared_buffers,
     find_tied_parameters,
     held_in,
+    named_module_tensors,
     owner_of,
 )
-from accel.large.ties import TiedPlace, Ties, others_with
+from accel.large.ties import TiedPlace, Ties, refuse_tied_elsewhere
 from accel.large.unhooked import Place
 from accel.large.weights_map import Weights
 
@@ -234,9 +236,7 @@ class _Attacher:
         whole = offload and (type(module).__name__ in self.preload or isinstance(module, _DIRECT))
         whole = whole and next(module.children(), None) is not None
         if whole or _has_own_tensors(module):
-            start = f"{name}." if name else ""
-            stay = (one.removeprefix(start) for one, away in others.items() if not away)
-            self._layer(module, name, device, offload, whole, frozenset(stay))
+            self._layer(module, name, device, offload, whole, _apart(module, name, others))
         for key, child in () if whole else module.named_children():
             if _below(name, key) not in others:
                 self.layers(child, _below(name, key), device, offload, others)
@@ -282,8 +282,7 @@ class _Attacher:
         names = hook.offloaded(module) if offload else []
         for one in names:
             held, key = held_in(module, one)
-            if found := others_with(owner_of(module, one), held[key], self.ties):
-                hook.earlier[one] = found
+            refuse_tied_elsewhere(owner_of(module, one), held[key], self.ties)
         hook.lock = self.lock
         if offload:
             root, above = self.root
@@ -345,6 +344,16 @@ def _ties(model: nn.Module, name: str) -> dict[str, Places]:
 
 def _below(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+def _apart(module: nn.Module, name: str, others: Mapping[str, bool]) -> frozenset[str]:
+    """Return the tensors of a module that lie in blocks with hooks of their own, or stay."""
+    start = f"{name}." if name else ""
+    modules = {one for one, _ in module.named_modules()}
+    given = {one.removeprefix(start): away for one, away in others.items() if one.startswith(start)}
+    apart = [one for one, away in given.items() if not away or one in modules]
+    tensors = named_module_tensors(module, recurse=True)
+    return frozenset(one for one, _ in tensors if any(lies_in(one, other) for other in apart))
 
 
 def _has_own_tensors(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from torch import nn
 from accel.checkpoint.offload_folder import (
     Info,
     OffloadedWeightsLoader,
-    extract_submodules_state_dict,
     offload_state_dict,
 )
 from accel.device import default_device_type
@@ -32,6 +31,7 @@ from accel.large.tensors import (
     TiedParams,
     as_device,
     check_tied_parameters_on_same_device,
+    device_of,
     find_shared_buffers,
     find_tied_parameters,
     get_non_persistent_buffers,
@@ -383,13 +383,8 @@ class _Spread:
 
     def _within(self, device: str) -> dict[str, torch.Tensor]:
         """Return the part of the model's state dict that the map puts on `device`."""
-        state: dict[str, torch.Tensor] = dict(self.model.state_dict())
-        names = [name for name, place in self.device_map.items() if str(place) == device]
-        if "" not in names:
-            return extract_submodules_state_dict(state, names)
-        others = [name for name in self.device_map if name and name not in names]
-        elsewhere = extract_submodules_state_dict(state, others)
-        return {name: value for name, value in state.items() if name not in elsewhere}
+        state = self.model.state_dict().items()
+        return {n: value for n, value in state if str(device_of(n, self.device_map)) == device}
 
 
 def _tied_params(model: nn.Module, ties: list[list[str]]) -> TiedParams | None:

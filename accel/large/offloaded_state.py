@@ -125,7 +125,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
             given = hook.values_assigned(module, names)
             for name in names:
                 for known in hook.all_names(name):
-                    if f"{start}{known}" in state and known not in given:
+                    held = state.get(f"{start}{known}")
+                    if held is not None and held.is_meta and known not in given:
                         state[f"{start}{known}"] = hook.weight(name)
     lacking = [name for name, value in state.items() if getattr(value, "is_meta", False)]
     if lacking:

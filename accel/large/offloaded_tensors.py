@@ -377,9 +377,8 @@ def marked_offloaded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_alike(left: torch.Tensor, loaded: torch.Tensor) -> bool:
-    """Return whether one tensor may stand for another: shape, dtype and whether they train."""
-    same = left.shape == loaded.shape and left.dtype == loaded.dtype
-    return same and left.requires_grad == loaded.requires_grad
+    """Return whether one tensor may stand for another: shape and dtype."""
+    return left.shape == loaded.shape and left.dtype == loaded.dtype
 
 
 def token_of(tensor: object) -> object:

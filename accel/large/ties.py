@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from accel.errors import CheckpointError, StateError
+from accel.errors import CheckpointError, ConfigError, StateError
 from accel.large.loaded_weight import content_of
 from accel.large.offloaded_tensors import FOLLOWERS, OffloadedWeight, is_left, token_of
 from accel.large.weights_map import Weights
@@ -32,6 +32,11 @@ class Owner(Protocol):
         ...
 
     @property
+    def is_attached(self) -> bool:
+        """Whether a module has the hook."""
+        ...
+
+    @property
     def tied(self) -> Mapping[str, Sequence[TiedPlace]]:
         """Of tied weights, by name: all places."""
         ...
@@ -45,7 +50,8 @@ class Ties:
     """The hooks that offload tied weights, and the tensors of those that stay: of a whole model.
 
     What is assigned to a place later is no longer tied, as in a model without hooks: the others
-    keep the weight that was there.
+    keep the weight that was there. Of a weight that no hook offloads any more nothing is to be
+    known: its places have one tensor again.
     """
 
     def __init__(self) -> None:
@@ -117,18 +123,16 @@ class Ties:
         """
         return any(one is weight for one in self._present([place]))
 
-    def replace(self, place: TiedPlace, weight: nn.Parameter) -> None:
-        """Have another tensor be the weight at a place that `holds` was true of.
+    def offloaded(self) -> set[TiedPlace]:
+        """Return all places of the weights that hooks offload."""
+        attached = ((owner, name) for owner, name in self.owners.values() if owner.is_attached)
+        return {place for owner, name in attached for place in owner.tied.get(name, ())}
 
-        Args:
-            place: of a tied weight.
-            weight: that lies there now.
-        """
-        owner, name = self.owners.get(place, (None, ""))
-        if owner is None:
-            self._residents[place] = weight
-        else:
-            owner.restored[name] = weight
+    def forget_removed(self) -> None:
+        """Let go of the weights that no hook offloads any more."""
+        known = self.offloaded()
+        self.owners = {place: one for place, one in self.owners.items() if place in known}
+        self._residents = {place: one for place, one in self._residents.items() if place in known}
 
     def take_assigned(self, places: Iterable[TiedPlace], value: torch.Tensor) -> bool:
         """Return whether what stays was assigned a value, and is the tied weight from now on.
@@ -155,17 +159,18 @@ class Ties:
             weight: a tensor without values in the place of one.
         """
         for (module, name), (owner, own) in self.owners.items():
-            if module._parameters.get(name) is weight:
+            if owner.is_attached and module._parameters.get(name) is weight:
                 return owner.tied.get(own, ())
         return ()
 
-    def has_values(self, weight: nn.Parameter) -> bool:
+    def has_values_in(self, weight: nn.Parameter, tensors: Container[int]) -> bool:
         """Return whether an offloaded weight is tied to one that has values.
 
         Args:
             weight: a tensor without values in the place of one.
+            tensors: the `id` of those that count.
         """
-        return any(True for _ in self._present(self.places_of(weight)))
+        return any(id(one) in tensors for one in self._present(self.places_of(weight)))
 
     def require_gradients(self, weight: nn.Parameter, flag: bool) -> None:
         """Have what an offloaded weight is tied to train, or not, as it does itself.
@@ -175,7 +180,9 @@ class Ties:
             flag: whether it was just said to train.
         """
         places = self.places_of(weight)
-        others = (module._parameters.get(name) for module, name in places)
+        owned = ((place, self.owners[place][0]) for place in places if place in self.owners)
+        held = (place for place, owner in owned if owner.is_attached)
+        others = (module._parameters.get(name) for module, name in held)
         left = (one for one in others if isinstance(one, OffloadedWeight))
         for tensor in (*left, *self._present(places)):
             torch.Tensor.requires_grad_(tensor, flag)
@@ -218,24 +225,45 @@ def follow_requires_grad(weight: nn.Parameter) -> None:
 FOLLOWERS.append(follow_requires_grad)
 
 
-def trains_elsewhere(weight: nn.Parameter) -> bool:
-    """Return whether an offloaded weight is tied to one that has values, and so can train.
+def forget_removed() -> None:
+    """Let go of the tied weights whose hooks were removed, of all models."""
+    for ties in list(_LIVE):
+        ties.forget_removed()
+
+
+def trains_in(weight: nn.Parameter, tensors: Container[int]) -> bool:
+    """Return whether an offloaded weight is tied to one of some tensors, and so can train.
 
     Args:
         weight: a tensor without values in the place of one.
+        tensors: the `id` of each of them.
     """
-    return any(ties.has_values(weight) for ties in list(_LIVE))
+    return any(ties.has_values_in(weight, tensors) for ties in list(_LIVE))
 
 
-def others_with(place: TiedPlace, weight: torch.Tensor, dispatch: Ties) -> list[Ties]:
-    """Return the ties of earlier dispatches of which a weight is to be offloaded.
+def refuse_tied_elsewhere(place: TiedPlace, weight: torch.Tensor, dispatch: Ties) -> None:
+    """Refuse to offload a weight that an earlier dispatch offloads by another of its names.
+
+    Two hooks would have a value of it each.
 
     Args:
         place: of the weight.
         weight: that lies there.
-        dispatch: the ties of that which offloads it.
+        dispatch: the ties of that which is to offload it.
+
+    Raises:
+        ConfigError: if another dispatch has it.
     """
-    return [ties for ties in list(_LIVE) if ties is not dispatch and ties.holds(place, weight)]
+    others = (ties for ties in list(_LIVE) if ties is not dispatch and place in ties.offloaded())
+    if any(ties.holds(place, weight) for ties in others):
+        module, name = place
+        raise ConfigError.of(
+            f"{name} of {type(module).__name__}",
+            "it is tied to a weight outside of what is dispatched, which an earlier dispatch "
+            "offloads",
+            "Dispatch the model that has both, with one device_map, or remove its hooks first: "
+            "accel.hooks.remove_hook_from_submodules(model).",
+        )
 
 
 def left_of(places: Iterable[TiedPlace]) -> nn.Parameter | None:

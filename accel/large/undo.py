@@ -22,6 +22,7 @@ from accel.large.hooks import (
 from accel.large.offloaded_state import align_hooks
 from accel.large.offloaded_tensors import CANNOT_MOVE, mark_left
 from accel.large.tensors import held_in, named_module_tensors
+from accel.large.ties import forget_removed
 from accel.logging import get_logger
 from accel.wrapping import is_dispatched
 
@@ -53,6 +54,7 @@ def undo(model: nn.Module) -> None:
         if isinstance(model.__dict__.get(name), _Guarded):
             delattr(model, name)
     model.__dict__.pop("hf_device_map", None)
+    forget_removed()
 
 
 @contextlib.contextmanager

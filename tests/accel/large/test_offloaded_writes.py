@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.func import functional_call
 
-from accel import cpu_offload, disk_offload, dispatch_model
+from accel import Accelerator, cpu_offload, disk_offload, dispatch_model
 from accel.errors import StateError
 from accel.hooks import (
     AlignDevicesHook,
@@ -146,6 +146,20 @@ def test_changes_within_a_context_are_kept(offload: Offload, tmp_path: Path) -> 
     expected[0].linear.weight.data.zero_()
     expected[0].linear.bias.data.fill_(1)
     assert torch.equal(model(inputs()), expected(inputs()))
+
+
+@OFFLOADS
+def test_a_save_within_a_context_has_its_changes(offload: Offload, tmp_path: Path) -> None:
+    model = offload(net(), tmp_path)
+    with align_module_device(model[0].linear), torch.no_grad():
+        model[0].linear.weight.fill_(7.0)
+        state = get_state_dict_offloaded_model(model)
+        Accelerator(cpu=True).save_model(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    for found in (state, saved, get_state_dict_offloaded_model(model)):
+        assert torch.equal(found["0.linear.weight"], torch.full((4, 4), 7.0))
+        assert torch.equal(found["0.linear.bias"], net()[0].linear.bias)
+        assert found["0.linear.bias"].device.type == "cpu"
 
 
 def test_what_was_read_ahead_is_not_used_after_a_change(

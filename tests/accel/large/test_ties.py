@@ -246,14 +246,45 @@ def test_a_weight_that_is_offloaded_is_not_kept_in_memory(
     assert seen() is None
 
 
-def test_a_part_that_is_dispatched_again_stays_tied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["embedding", "head"])
+def test_a_part_that_is_tied_to_what_an_earlier_dispatch_has_is_refused(
+    part: str, tmp_path: Path
+) -> None:
     model = disk_offload(made(), tmp_path, "cpu")
-    embedding = model.get_submodule("embedding")
-    remove_hook_from_module(embedding)
-    disk_offload(embedding, tmp_path / "other", "cpu")
+    with pytest.raises(ConfigError, match="it is tied to a weight outside of what is"):
+        cpu_offload(model.get_submodule(part), "cpu")
+    assert torch.equal(model(TOKENS), made()(TOKENS))
+    cpu_offload(model.get_submodule("block"), "cpu")
     assert torch.equal(model(TOKENS), made()(TOKENS))
     remove_hook_from_submodules(model)
     assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+    disk_offload(model, tmp_path / "again", "cpu")
+
+
+@pytest.mark.parametrize("first", [{"": "disk"}, *ACROSS])
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_what_was_untied_between_two_dispatches_is_no_longer_tied(
+    first: dict[str, str], is_removed: bool, tmp_path: Path
+) -> None:
+    model = dispatch_model(made(), first, "cpu", offload_dir=tmp_path / "first")
+    if is_removed:
+        remove_hook_from_submodules(model)
+    model.get_submodule("head").weight = nn.Parameter(torch.ones(6, 4))
+    disk_offload(model, tmp_path / "second", "cpu")
+    model.get_submodule("embedding").requires_grad_(False)
+    assert model.get_parameter("head.weight").requires_grad
+
+
+def test_a_second_dispatch_holds_no_weight_of_the_first(tmp_path: Path) -> None:
+    model = disk_offload(made(), tmp_path / "first", "cpu")
+    remove_hook_from_submodules(model)
+    seen = weakref.ref(model.get_parameter("embedding.weight"))
+    disk_offload(model, tmp_path / "second", "cpu")
+    gc.collect()
+    assert seen() is None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"\d+ offloaded weights that are to train"):
+        Accelerator(cpu=True).prepare(model, optimizer)
 
 
 def test_two_models_share_a_module_with_tied_weights(tmp_path: Path) -> None:
@@ -431,3 +462,27 @@ def test_of_an_optimizer_of_some_offloaded_weights_the_others_train(
     accelerator.backward(model[1](hidden).sum())
     optimizer.step()
     assert not torch.equal(model[1].weight, before)
+
+
+def test_an_optimizer_without_what_an_offloaded_weight_is_tied_to_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = dispatch_model(made(), {"": "cpu", "head": "disk"}, "cpu", offload_dir=tmp_path)
+    head, block = (list(model.get_submodule(one).parameters()) for one in ("head", "block"))
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="1 offloaded weights that are to train"):
+        accelerator.prepare(torch.optim.SGD(head, lr=0.1))
+    accelerator.prepare(torch.optim.SGD([*head, *block], lr=0.1))
+    assert "1 offloaded weights of an optimizer do not train" in caplog.text
+    caplog.clear()
+    accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not caplog.text
+
+
+def test_a_state_dict_is_loaded_after_a_freeze(tmp_path: Path) -> None:
+    model = dispatch_model(made(), {"": "cpu", "head": "disk"}, "cpu", offload_dir=tmp_path)
+    state = model.state_dict()
+    model.get_submodule("embedding").requires_grad_(False)
+    model(TOKENS)
+    model.load_state_dict(state)
+    assert not model.get_parameter("head.weight").requires_grad

@@ -1,0 +1,82 @@
+"""Checkpoints of tied weights: several values of one, and several dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from accel import (
+    Accelerator,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from accel.hooks import remove_hook_from_submodules
+from tests.accel.large.models import Tied
+
+TOKENS = torch.arange(6)
+MAPS = [{"": "cpu"}, {"": "disk"}, {"": "cpu", "embedding": "disk"}, {"": "cpu", "head": "disk"}]
+
+
+def made() -> Tied:
+    torch.manual_seed(0)
+    return Tied().eval()
+
+
+def empty() -> Tied:
+    with init_empty_weights(include_buffers=False):
+        return Tied().eval()
+
+
+def shifted(model: nn.Module) -> nn.Module:
+    """Give a model the buffer that is in no checkpoint."""
+    kept = model.get_parameter("head.weight").dtype
+    model.get_submodule("block")._buffers["shift"] = made().get_buffer("block.shift").to(kept)
+    return model
+
+
+@pytest.mark.parametrize("where", MAPS)
+@pytest.mark.parametrize("build", [empty, made])
+@pytest.mark.parametrize("form", ["pt", "safetensors"])
+def test_of_a_tied_weight_with_two_values_the_last_is_loaded(
+    where: dict[str, str], build: Callable[[], Tied], form: str, tmp_path: Path
+) -> None:
+    plain = made()
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    state["head.weight"] += 1
+    plain.load_state_dict(state)
+    save = safetensors.torch.save_file if form == "safetensors" else torch.save
+    save(state, tmp_path / f"model.{form}")
+    model = load_checkpoint_and_dispatch(
+        build(), tmp_path / f"model.{form}", where, offload_folder=tmp_path / "off"
+    )
+    shifted(model)
+    for _ in range(2):
+        assert torch.equal(model(TOKENS), plain(TOKENS))
+        remove_hook_from_submodules(model)
+
+
+@pytest.mark.parametrize("where", MAPS)
+@pytest.mark.parametrize("kept", ["head", "embedding"])
+def test_a_tied_weight_stays_in_fp32_under_all_its_names(
+    where: dict[str, str], kept: str, tmp_path: Path
+) -> None:
+    Accelerator(cpu=True).save_model(made(), tmp_path / "weights")
+    model = empty()
+    folder, dtype = tmp_path / "off", torch.bfloat16
+    load_checkpoint_in_model(
+        model, tmp_path / "weights", where, folder, dtype, keep_in_fp32_modules=[kept]
+    )
+    shifted(model)
+    dispatch_model(model, where, "cpu", offload_dir=folder)
+    assert torch.allclose(model(TOKENS).float(), made()(TOKENS), rtol=0.05, atol=0.05)
+    remove_hook_from_submodules(model)
+    weight = model.get_parameter("head.weight")
+    assert weight is model.get_parameter("embedding.weight")
+    assert weight.dtype == torch.float32
