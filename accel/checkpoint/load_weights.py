@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,10 @@ def _source(
 # -- what goes where -----------------------------------------------------------------------
 
 
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 class _Plan:
     """Device and dtype of each weight of a model, and how it gets there."""
 
@@ -220,8 +225,17 @@ class _Plan:
         return self._mapped(name) or stays, dtype
 
     def _keeps(self, name: str) -> bool:
-        group = next((group for group in self.ties if name in group), [name])
-        return any(map(self._is_named, group))
+        return _module_of(name) in self._in_fp32
+
+    @cached_property
+    def _in_fp32(self) -> set[str]:
+        """The modules that compute in fp32: those that are named, or share a weight with one."""
+        found = {_module_of(name) for name in self.state if self._is_named(name)}
+        sharing = [{_module_of(name) for name in group} for group in self.ties]
+        for _ in sharing if found else ():  # each may bring modules of others
+            for modules in sharing:
+                found |= modules if modules & found else set()
+        return found
 
     def _is_named(self, name: str) -> bool:
         within = any(name.startswith(f"{module}.") for module in self._kept)
@@ -347,8 +361,9 @@ class _Plan:
         """Restore the weights that were tied on the meta device to one tensor.
 
         Of one that is to be on disk and in memory, the tensor in memory is the weight: dispatch
-        offloads it where it is to be on disk.
+        offloads it where it is to be on disk. Where a model is dispatched already, its hooks know.
         """
+        from accel.large.offloaded_tensors import is_loaded_by_hook
         from accel.large.tensors import held_in
 
         self.quantized.finish()
@@ -357,7 +372,8 @@ class _Plan:
             places = [held_in(self.model, name) for name in group]
             loaded = next((held[key] for held, key in places if not held[key].is_meta), None)
             for held, key in places if loaded is not None else ():
-                held[key] = loaded
+                if not is_loaded_by_hook(held[key]):
+                    held[key] = loaded
         if self.disk is not None:
             self._remember(self.disk.save(on_disk))
 

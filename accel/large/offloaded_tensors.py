@@ -407,6 +407,11 @@ def mark_left(tensor: torch.Tensor) -> None:
         tensor.__class__ = LeftBuffer
 
 
+def is_loaded_by_hook(tensor: object) -> bool:
+    """Return whether a tensor stands for an offloaded weight or buffer that a hook loads."""
+    return type(tensor) in (OffloadedWeight, OffloadedBuffer)
+
+
 def is_left(tensor: object) -> bool:
     """Return whether an offloaded weight or buffer is one that no hook loads any more."""
     return type(tensor) in (LeftWeight, LeftBuffer)

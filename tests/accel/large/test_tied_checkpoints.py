@@ -26,12 +26,14 @@ MAPS = [{"": "cpu"}, {"": "disk"}, {"": "cpu", "embedding": "disk"}, {"": "cpu",
 
 def made() -> Tied:
     torch.manual_seed(0)
-    return Tied().eval()
+    model = Tied().eval()
+    model.head.bias = nn.Parameter(torch.ones(6))
+    return model
 
 
 def empty() -> Tied:
     with init_empty_weights(include_buffers=False):
-        return Tied().eval()
+        return made()
 
 
 def shifted(model: nn.Module) -> nn.Module:
@@ -80,3 +82,15 @@ def test_a_tied_weight_stays_in_fp32_under_all_its_names(
     weight = model.get_parameter("head.weight")
     assert weight is model.get_parameter("embedding.weight")
     assert weight.dtype == torch.float32
+
+
+def test_a_checkpoint_is_loaded_into_the_one_that_stays(tmp_path: Path) -> None:
+    plain = made()
+    state = {name: value + 1 for name, value in plain.state_dict().items()}
+    torch.save(state, tmp_path / "model.pt")  # by both names
+    plain.load_state_dict(state)
+    model = dispatch_model(made(), MAPS[2], "cpu", offload_dir=tmp_path / "off")
+    load_checkpoint_in_model(model, tmp_path / "model.pt")
+    for _ in range(2):
+        assert torch.equal(model(TOKENS), plain(TOKENS))
+        remove_hook_from_submodules(model)
