@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from runner.run_dir.record import RunRecord
 
 
+# Overrides of these keys leave the weights as they are.
+SAME_WEIGHTS = ("name", "output_dir", "run_dir", "tags", "tracker", "profile")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Make runs again, each from its frozen recipe in a directory of its own.
 
@@ -108,6 +112,11 @@ def _tell(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> None:
     sys.stdout.flush()
 
 
+def _may_change_weights(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0].partition(".")[0]
+    return key not in SAME_WEIGHTS
+
+
 def _start(run: RunRecord, examined: Examined, overrides: Sequence[str], fresh: bool) -> int:
     from runner.launch import member, rendezvous, start_run
     from runner.run_dir import numerics, reproduction
@@ -127,7 +136,7 @@ def _start(run: RunRecord, examined: Examined, overrides: Sequence[str], fresh: 
             )
         )
     verdict = ""
-    if code == DONE and claimed and not overrides:
+    if code == DONE and claimed and not any(map(_may_change_weights, overrides)):
         verdict = reproduction.weights_verdict(run.path, claimed[0])
     if verdict:
         print(verdict)

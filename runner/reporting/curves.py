@@ -52,7 +52,7 @@ class Group:
 
     @property
     def num_seeds(self) -> int:
-        """How many different seeds its runs have."""
+        """How many different seeds have a run that counts."""
         return len(once_per_seed(self.runs))
 
 
@@ -173,12 +173,14 @@ def group_by_seed(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]
 
 
 def once_per_seed(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return one run of each seed, in the order of the runs: the newest that is finished, if any.
+    """Return one run of each seed, in the order of the runs: the newest that is finished.
 
-    A run of the same seed again is no further sample of what the seed changes.
+    A run of the same seed again is no further sample of what the seed changes, nor is one that was
+    cut off a sample beside finished ones; where none is finished, the newest counts.
     """
     found: dict[str, RunRecord] = {}
-    for run in sorted(runs, key=lambda run: (run.status == FINISHED, run.started, str(run.path))):
+    counted = [run for run in runs if run.status == FINISHED] or runs
+    for run in sorted(counted, key=lambda run: (run.started, str(run.path))):
         seed = run.value(SEED)
         found[str(run.path) if seed is MISSING else _hashed(seed)] = run
     return [run for run in runs if any(run is one for one in found.values())]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from accel.errors import ConfigError
 from runner.reporting import console, curves
 from runner.reporting.curves import Band, Curve, Group
 from runner.reporting.importance import Importance, importance
 from runner.reporting.run_table import damage, newest_first
 from runner.run_dir import record as records
+from runner.run_dir import study
 from runner.run_dir.field_types import number
 from runner.run_dir.record import RunRecord
 
@@ -20,7 +22,8 @@ from runner.run_dir.record import RunRecord
 NO_CURVE = ("lr", "samples_per_second", "skipped_steps")
 SEEDS_NOTE = (
     "Mean and standard deviation are over seeds: of several runs of a seed, the newest counts that "
-    "is finished. Runs of different code are different groups."
+    "is finished. Runs that are not finished count where no run of the group is. Runs of different "
+    "code are different groups."
 )
 MOST_METRICS = 8
 MOST_KEYS = 12
@@ -41,6 +44,7 @@ class Findings:
         metrics: the names of the curves to show, the objective's first.
         importance: of the keys.
         judged_by: metric and mode of the objective that most runs have; None: none has any.
+        searched_by: the objectives of the searches that made runs, where they are others.
     """
 
     runs: list[RunRecord]
@@ -51,6 +55,7 @@ class Findings:
     metrics: list[str]
     importance: Importance
     judged_by: Judge | None = None
+    searched_by: tuple[str, ...] = ()
 
     @property
     def judged(self) -> list[RunRecord]:
@@ -59,16 +64,16 @@ class Findings:
 
     @property
     def summary(self) -> str:
-        """How many runs there are by status, and how many are not compared with the others."""
-        counted = counted_statuses(self.runs)
+        """How many runs there are by status, and what they are compared by, where that differs."""
+        parts = [counted_statuses(self.runs)]
         others = [run for run in self.runs if is_judged(run) and _judge(run) != self.judged_by]
-        if not others or self.judged_by is None:
-            return counted
-        names = ", ".join(dict.fromkeys(_named(one) for run in others if (one := _judge(run))))
-        return (
-            f"{counted}; the objective is {_named(self.judged_by)}; not compared with it: "
-            f"{len(others)} by {names}"
-        )
+        if self.judged_by is not None and (others or self.searched_by):
+            parts.append(f"the objective is {_named(self.judged_by)} of the validation")
+            names = ", ".join(dict.fromkeys(_named(one) for run in others if (one := _judge(run))))
+            parts += [f"not compared with it: {len(others)} by {names}"] if others else []
+            searched = ", ".join(self.searched_by)
+            parts += [f"the search judged by {searched}: see its results.csv"] if searched else []
+        return "; ".join(parts)
 
     def bands(self, metric: str) -> dict[str, Band]:
         """Return a metric's band by the label of each group that has measured it."""
@@ -104,8 +109,23 @@ def find(runs: Sequence[RunRecord]) -> Findings:
         for name in curves.metric_names(read.values(), metric)
         if name.partition("/")[2] not in NO_CURVE
     ]
-    found = importance(_judged(ordered, judge), keys)
-    return Findings(ordered, keys, len(every), groups, read, names[:MOST_METRICS], found, judge)
+    counted = [run for group in groups for run in curves.once_per_seed(group.runs)]
+    found = importance(_judged(in_name_order(counted), judge), keys)
+    shown = names[:MOST_METRICS]
+    searched = tuple(_searched_by(newest, judge))
+    return Findings(ordered, keys, len(every), groups, read, shown, found, judge, searched)
+
+
+def _searched_by(runs: Sequence[RunRecord], judge: Judge | None) -> Iterator[str]:
+    """Yield the objectives of the searches of runs that are not the one they are compared by."""
+    same = () if judge is None else (study.BEST, f"{study.VALIDATION}/{judge[0]}")
+    for folder in dict.fromkeys(run.path.parent for run in runs):
+        try:
+            search = study.of_sweep(folder)
+        except ConfigError:  # damaged: the sweep that goes on says so
+            continue
+        if search is not None and set(search.metrics).difference(same):
+            yield ", ".join(map(_named, zip(search.metrics, search.modes, strict=False)))
 
 
 def _judge(run: RunRecord) -> Judge | None:
@@ -152,10 +172,10 @@ def counted_statuses(runs: Sequence[RunRecord]) -> str:
 def spread(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
     """Return mean and standard deviation (0 of one) of the objective over seeds; None: none is.
 
-    Of several runs of a seed, one counts: `curves.once_per_seed`.
+    Which runs count: `curves.once_per_seed`.
     """
-    judged = curves.once_per_seed([run for run in runs if is_judged(run)])
-    values = [run.objective.value for run in judged if run.objective is not None]
+    judged = (run.objective for run in curves.once_per_seed(runs) if is_judged(run))
+    values = [objective.value for objective in judged if objective is not None]
     if not values:
         return None
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 
 from runner.reporting import findings, run_table
-from runner.run_dir import discovery
+from runner.run_dir import discovery, study
 from runner.run_dir.record import RunRecord
-from tests.runner.written_runs import write_failure, write_run, write_sweep
+from tests.runner.written_runs import write, write_failure, write_run, write_sweep
 
 
 def test_a_sweep_is_read(tmp_path: Path) -> None:
@@ -48,9 +48,11 @@ def test_a_seed_counts_once_with_its_newest_run(tmp_path: Path) -> None:
         write_run(tmp_path / f"{number}", {"seed": seed}, best=best, metrics=2 + number,
                   started=1e9 + number)  # fmt: skip
     unfinished = write_run(tmp_path / "3", {"seed": 1}, summary=False, metrics=9, started=2e9)
+    alone = write_run(tmp_path / "4", {"seed": 2}, summary=False, started=3e9)
+    write(alone / "checkpoints" / "best.json", {"metric": "loss", "mode": "min", "value": 9.0})
     found = findings.find(discovery.find_runs([tmp_path]))
     (group,) = found.groups
-    assert (len(group.runs), group.num_seeds) == (4, 2)
+    assert (len(group.runs), group.num_seeds) == (5, 2)
     both = findings.spread(group.runs)
     assert both is not None
     assert abs(both[0] - 0.3) < 1e-9
@@ -58,6 +60,7 @@ def test_a_seed_counts_once_with_its_newest_run(tmp_path: Path) -> None:
     assert band.num_runs == 2
     assert len(band.steps) == 4  # of the finished run of seed 1, not of that in `unfinished`
     assert unfinished.is_dir()
+    assert findings.spread([RunRecord(alone)]) == (9.0, 0.0)  # none of the group is finished
 
 
 def test_runs_of_different_code_are_not_averaged(tmp_path: Path) -> None:
@@ -85,7 +88,8 @@ def test_objectives_of_different_metrics_are_not_compared(tmp_path: Path) -> Non
     assert [run.path.name for run in found.runs] == ["2", "1", "0"]
     assert [run.path.name for run in found.judged] == ["2", "1"]
     assert found.summary == (
-        "3 runs: 3 finished; the objective is loss (min); not compared with it: 1 by accuracy (max)"
+        "3 runs: 3 finished; the objective is loss (min) of the validation; not compared with it: "
+        "1 by accuracy (max)"
     )
     shown = [findings.shown_objective(run, found.judged_by) for run in found.runs]
     assert shown == ["0.3000", "0.4000", "accuracy 0.5000"]
@@ -106,3 +110,26 @@ def test_speed_and_memory(tmp_path: Path) -> None:
     assert (findings.throughput(run), findings.peak_memory(run)) == (1500.0, 3e8)
     running = RunRecord(write_run(tmp_path / "b", summary=False, metrics=2))
     assert (findings.throughput(running), findings.peak_memory(running)) == (1000.0, None)
+
+
+def test_a_run_that_was_made_again_counts_once_for_the_importance(tmp_path: Path) -> None:
+    write_sweep(tmp_path / "one")
+    once = findings.find(discovery.find_runs([tmp_path])).importance
+    write_sweep(tmp_path / "two")
+    twice = findings.find(discovery.find_runs([tmp_path])).importance
+    assert once.shares
+    assert twice == once
+
+
+def test_the_objective_of_a_search_is_told_where_it_is_another(tmp_path: Path) -> None:
+    for metric, told in (
+        ("best", ""),
+        ("validation/loss", ""),
+        ("test/loss", "the objective is loss (min) of the validation; the search judged by "
+         "test/loss (min): see its results.csv"),
+    ):  # fmt: skip
+        sweep = write_sweep(tmp_path / metric)
+        file = study.StudyFile("optuna.journal", "one", sweep.name, metrics=[metric], modes=["min"])
+        file.write(sweep)
+        found = findings.find(discovery.find_runs([sweep]))
+        assert found.summary == "; ".join(["12 runs: 12 finished", *([told] if told else [])])
