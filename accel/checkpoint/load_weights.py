@@ -149,10 +149,6 @@ def _source(
 # -- what goes where -----------------------------------------------------------------------
 
 
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 class _Plan:
     """Device and dtype of each weight of a model, and how it gets there."""
 
@@ -180,6 +176,7 @@ class _Plan:
         }
         self._kept = set(keep_in_fp32)
         self._superseded: set[str] = set()
+        self._renamed: dict[str, str] = {}
         problems += self._unknown_names()
         problems += self._without_device(device_map is None)
         problems.raise_if()
@@ -225,17 +222,14 @@ class _Plan:
         return self._mapped(name) or stays, dtype
 
     def _keeps(self, name: str) -> bool:
-        return _module_of(name) in self._in_fp32
+        return name.rpartition(".")[0] in self._in_fp32
 
     @cached_property
     def _in_fp32(self) -> set[str]:
-        """The modules that compute in fp32: those that are named, or share a weight with one."""
-        found = {_module_of(name) for name in self.state if self._is_named(name)}
-        sharing = [{_module_of(name) for name in group} for group in self.ties]
-        for _ in sharing if found else ():  # each may bring modules of others
-            for modules in sharing:
-                found |= modules if modules & found else set()
-        return found
+        from accel.large.keep_fp32 import modules_in_fp32
+
+        named = [name for name in self.state if self._is_named(name)]
+        return modules_in_fp32(self.state, named, self.ties)
 
     def _is_named(self, name: str) -> bool:
         within = any(name.startswith(f"{module}.") for module in self._kept)
@@ -246,10 +240,17 @@ class _Plan:
     def choose(self, names: Collection[str]) -> None:
         """Have a tied weight that a checkpoint has by several names be the last of them.
 
-        So it is in `torch.nn.Module.load_state_dict`, where their values may differ.
+        So it is in `torch.nn.Module.load_state_dict`, where their values may differ. Of a weight
+        that a dispatched model has in memory and offloaded, that in memory is loaded.
         """
+        from accel.large.offloaded_tensors import is_loaded_by_hook
+
         for group in self.ties:
-            self._superseded.update([name for name in group if name in names][:-1])
+            stored = [name for name in group if name in names]
+            self._superseded.update(stored[:-1])
+            present = [name for name in group if not is_loaded_by_hook(self.state.get(name))]
+            if stored and stored[-1] not in present:
+                self._renamed.update((stored[-1], name) for name in present[:1])
 
     def move(self, names: Iterable[str]) -> None:
         """Bring the weights that the model has in memory to their device and dtype."""
@@ -297,7 +298,11 @@ class _Plan:
 
     def load(self, part: Mapping[str, Any]) -> None:
         """Load some of the weights."""
-        part = {name: value for name, value in part.items() if name not in self._superseded}
+        part = {
+            self._renamed.get(name, name): value
+            for name, value in part.items()
+            if name not in self._superseded
+        }
         part = self.quantized.load(part)
         self._check_codes(part)
         part = self._offload(part)

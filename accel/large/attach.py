@@ -155,6 +155,7 @@ class _Attacher:
     ahead: ReadAhead = field(default_factory=ReadAhead)
     lock: LoadLock = field(default_factory=LoadLock)
     ties: Ties = field(default_factory=Ties)
+    loaded_whole: list[str] = field(default_factory=list)  # modules that load all within
     adapts: bool = field(init=False)
     tied_places: Mapping[str, Places] = field(init=False)
     shared: Collection[str] = field(init=False)
@@ -183,13 +184,15 @@ class _Attacher:
         """Hook the blocks within; the block around is offloaded if `away`, and on `device`."""
         device = devices.get(name, device)
         placed = name in devices and name in offloaded
-        if placed and offloaded[name]:
+        # A module around that loads all within may use a weight without calling its module.
+        is_loaded = any(lies_in(name, one) for one in self.loaded_whole)
+        if placed and offloaded[name] and not is_loaded:
             others = {one: offloaded[one] for one in devices if one in offloaded and one != name}
             self.layers(module, name, device, True, others)
-        elif placed:
+        elif placed and not offloaded[name]:
             self._block(module, name, devices[name])
         away = offloaded[name] if placed else away
-        if not away:
+        if not away and not is_loaded:
             self._tensors(module, name, device, offloaded)
         if not name and (away or not placed):
             self._align_inputs(module, device)
@@ -235,6 +238,7 @@ class _Attacher:
         """
         whole = offload and (type(module).__name__ in self.preload or isinstance(module, _DIRECT))
         whole = whole and next(module.children(), None) is not None
+        self.loaded_whole += [name] if whole else []
         if whole or _has_own_tensors(module):
             self._layer(module, name, device, offload, whole, _apart(module, name, others))
         for key, child in () if whole else module.named_children():
@@ -347,13 +351,15 @@ def _below(prefix: str, name: str) -> str:
 
 
 def _apart(module: nn.Module, name: str, others: Mapping[str, bool]) -> frozenset[str]:
-    """Return the tensors of a module that lie in blocks with hooks of their own, or stay."""
-    start = f"{name}." if name else ""
-    modules = {one for one, _ in module.named_modules()}
-    given = {one.removeprefix(start): away for one, away in others.items() if one.startswith(start)}
-    apart = [one for one, away in given.items() if not away or one in modules]
-    tensors = named_module_tensors(module, recurse=True)
-    return frozenset(one for one, _ in tensors if any(lies_in(one, other) for other in apart))
+    """Return the tensors of a module that stay, as the longest entry within that fits says."""
+
+    def stays(tensor: str) -> bool:
+        entry = _below(name, tensor)
+        while entry != name and entry not in others:
+            entry = entry.rpartition(".")[0]
+        return entry != name and not others[entry]
+
+    return frozenset(one for one, _ in named_module_tensors(module, recurse=True) if stays(one))
 
 
 def _has_own_tensors(module: nn.Module) -> bool:

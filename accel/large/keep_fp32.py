@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,32 @@ def _converted(data: object, dtype: torch.dtype) -> Any:
     return recursively_apply(convert, data)
 
 
+def modules_in_fp32(
+    names: Iterable[str], kept: Iterable[str], ties: Iterable[Sequence[str]]
+) -> set[str]:
+    """Return the modules that compute in fp32: of weights that stay in it, and what follows.
+
+    A module that shares a weight with one follows, and all within: they get its inputs.
+
+    Args:
+        names: full names of all weights.
+        kept: those that stay in fp32.
+        ties: the names of each weight that has several.
+    """
+    every, found = set(map(_module_of, names)), set(map(_module_of, kept))
+    sharing = [set(map(_module_of, group)) for group in ties]
+    known = -1
+    while len(found) != known:  # each may bring modules of others
+        known = len(found)
+        found |= {name for name in every if any(name.startswith(f"{one}.") for one in found)}
+        found = found.union(*(modules for modules in sharing if modules & found))
+    return found
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def compute_in_fp32(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
     """Have the modules of some weights compute in fp32, between others of 16 bits.
 
@@ -44,7 +70,7 @@ def compute_in_fp32(model: nn.Module, names: Iterable[str], dtype: torch.dtype) 
         names: full names of weights that stay in fp32.
         dtype: of the others; modules without floating inputs return it.
     """
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+    for path in dict.fromkeys(map(_module_of, names)):
         module = model.get_submodule(path)
         if not hasattr(module, _MARK):
             conversion = _Conversion(dtype)

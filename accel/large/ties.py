@@ -254,15 +254,15 @@ def refuse_tied_elsewhere(place: TiedPlace, weight: torch.Tensor, dispatch: Ties
     Raises:
         ConfigError: if another dispatch has it.
     """
-    others = (ties for ties in list(_LIVE) if ties is not dispatch and place in ties.offloaded())
-    if any(ties.holds(place, weight) for ties in others):
+    others = (ties for ties in list(_LIVE) if ties is not dispatch and ties.holds(place, weight))
+    if any(place in ties.offloaded() for ties in others):
         module, name = place
         raise ConfigError.of(
             f"{name} of {type(module).__name__}",
             "it is tied to a weight outside of what is dispatched, which an earlier dispatch "
             "offloads",
-            "Dispatch the model that has both, with one device_map, or remove its hooks first: "
-            "accel.hooks.remove_hook_from_submodules(model).",
+            "Dispatch the model that has both with one device_map, or after this one, or remove "
+            "its hooks first: accel.hooks.remove_hook_from_submodules(model).",
         )
 
 

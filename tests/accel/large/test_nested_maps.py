@@ -42,6 +42,19 @@ def made(part: nn.Module) -> nn.Module:
     return model
 
 
+class Direct(nn.Module):
+    """Uses the weights of a submodule without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.inner.weight
+        return nn.functional.linear(inputs, weight, self.inner.bias) * self.scale
+
+
 @pytest.mark.parametrize("preload", [["Part"], None])
 @pytest.mark.parametrize(
     ("part", "where"),
@@ -53,6 +66,8 @@ def made(part: nn.Module) -> nn.Module:
         (Part(), {"0": "cpu", "0.inner": "disk", "1": "cpu"}),
         (Part(), {"": "disk", "0.inner": "cpu", "0.inner.1": "disk", "0.inner.1.bias": "cpu"}),
         (Attention(4, 2), {"": "disk", "0.out_proj": "cpu"}),
+        (Attention(4, 2), {"": "disk", "0.out_proj": "disk"}),
+        (Attention(4, 2), {"": "cpu", "0": "disk", "0.out_proj": "disk"}),
         (Attention(4, 2), {"": "cpu", "0": "disk", "0.in_proj_weight": "cpu"}),
     ],
 )
@@ -73,3 +88,17 @@ def test_the_longest_name_that_fits_holds(
     assert found == {name for name, one in longest.items() if where[one] == "disk"}
     state = get_state_dict_offloaded_model(model)
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"": "disk", "0.inner": "disk"}, {"": "cpu", "0": "disk", "0.inner": "disk"},
+     {"": "disk", "0.inner.weight": "cpu"}, {"": "disk", "0.inner": "cpu", "0.inner.bias": "disk"}],
+)  # fmt: skip
+def test_a_module_that_loads_all_within_has_it(where: dict[str, Any], tmp_path: Path) -> None:
+    plain, inputs = made(Direct()), torch.randn(3, 4)
+    model = dispatch_model(
+        copy.deepcopy(plain), where, "cpu", offload_dir=tmp_path, preload_module_classes=["Direct"]
+    )
+    for _ in range(2):
+        assert torch.equal(model(inputs), plain(inputs))

@@ -84,13 +84,52 @@ def test_a_tied_weight_stays_in_fp32_under_all_its_names(
     assert weight.dtype == torch.float32
 
 
-def test_a_checkpoint_is_loaded_into_the_one_that_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", MAPS[2:])
+@pytest.mark.parametrize("names", [("head", "embedding"), ("head",), ("embedding",)])
+def test_a_checkpoint_is_loaded_into_the_one_that_stays(
+    where: dict[str, str], names: tuple[str, ...], tmp_path: Path
+) -> None:
     plain = made()
-    state = {name: value + 1 for name, value in plain.state_dict().items()}
-    torch.save(state, tmp_path / "model.pt")  # by both names
+    state = {n: v + (n != "head.bias") for n, v in plain.state_dict().items()}
     plain.load_state_dict(state)
-    model = dispatch_model(made(), MAPS[2], "cpu", offload_dir=tmp_path / "off")
+    tied = ("head.weight", "embedding.weight")
+    stored = {n: v for n, v in state.items() if n not in tied or n.partition(".")[0] in names}
+    torch.save(stored, tmp_path / "model.pt")
+    model = dispatch_model(made(), where, "cpu", offload_dir=tmp_path / "off")
     load_checkpoint_in_model(model, tmp_path / "model.pt")
     for _ in range(2):
         assert torch.equal(model(TOKENS), plain(TOKENS))
         remove_hook_from_submodules(model)
+
+
+class Scaled(nn.Module):
+    """Has a weight of its own beside a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(inputs)
+        return outputs * self.scale
+
+
+@pytest.mark.parametrize("kept", ["0", "1", "scale"])
+def test_what_lies_within_a_module_in_fp32_is_in_fp32(kept: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), Scaled(), nn.Linear(4, 4))
+    model[1].scale = model[0].scale
+    Accelerator(cpu=True).save_model(model, tmp_path / "weights")
+    inputs = torch.randn(3, 4)
+    expected = model(inputs)
+    load_checkpoint_in_model(
+        model, tmp_path / "weights", dtype=torch.bfloat16, keep_in_fp32_modules=[kept]
+    )
+    found = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert {name for name, dtype in found.items() if dtype == torch.bfloat16} == {
+        "2.weight",
+        "2.bias",
+    }
+    outputs = model(inputs.to(torch.bfloat16))
+    assert torch.allclose(outputs.float(), expected, rtol=0.05, atol=0.05)
