@@ -105,6 +105,8 @@ def _code(run: RunRecord) -> Fields:
     for name, then in earlier_sessions.kept(run.path):
         if not then:
             found[_earlier(name)] = "unknown"
+        elif not run.environment:
+            found[_earlier(name)] = f"code {provenance.code_id(then) or 'unknown'}"
         elif provenance.code_differences(then, run.environment):
             found[_earlier(name)] = f"other code, {provenance.code_id(then) or 'unknown'}"
     return found
@@ -113,9 +115,9 @@ def _code(run: RunRecord) -> Fields:
 def _versions(run: RunRecord) -> Fields:
     found: JsonObject = dict(run.environment.get("packages") or {})
     for name, then in earlier_sessions.kept(run.path):
-        differ = provenance.version_differences(then, run.environment) if then else []
-        if differ:
-            found[_earlier(name)] = "; ".join(differ)
+        if then and run.environment:
+            differ = provenance.version_differences(then, run.environment)
+            found |= {_earlier(name): "; ".join(differ)} if differ else {}
     return found
 
 

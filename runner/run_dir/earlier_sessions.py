@@ -98,7 +98,9 @@ def notes(run_dir: Path, newest: Fields) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, then in kept(run_dir):
         if not then:
-            line = f"code and versions of an earlier session are not known: {name} is damaged"
+            line = (
+                f"code and versions of an earlier session are not known: {name} is damaged or empty"
+            )
             found.setdefault("code", []).append(line)
         elif not newest:
             line = f"an earlier session of the run is recorded in {name}, its last one is not"

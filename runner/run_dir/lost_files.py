@@ -107,7 +107,7 @@ def _of_environment(run: RunRecord) -> Iterator[str]:
     yield from _of_patch(run.path, run.environment, DIFF)
     for name, diff, environment in earlier_sessions.kept_with_patches(run.path):
         if not environment:
-            yield f"{name} is damaged: the code of an earlier session is not known"
+            yield f"{name} is damaged or empty: the code of an earlier session is not known"
         yield from _of_patch(run.path, environment, diff)
 
 

@@ -75,6 +75,15 @@ def test_other_versions_of_an_earlier_session_are_a_difference(tmp_path: Path) -
     assert name not in dict(found.rows["code"])
 
 
+def test_without_the_last_record_an_earlier_session_is_not_called_other(tmp_path: Path) -> None:
+    one, two = (run.path for run in runs(tmp_path))
+    (one / "environment.json").rename(one / "environment.0001.json")
+    found = compare_runs.compare([RunRecord(one), RunRecord(two)])
+    name = "an earlier session (environment.0001.json)"
+    assert dict(found.rows["code"])[name][0].startswith("code ")
+    assert name not in dict(found.rows["versions"])
+
+
 def test_the_code_of_a_damaged_earlier_session_is_unknown(tmp_path: Path) -> None:
     one, two = runs(tmp_path)
     (one.path / "environment.0001.json").write_text("{")
