@@ -50,7 +50,7 @@ def compare(runs: Sequence[RunRecord]) -> Compared:
     read: dict[str, Callable[[RunRecord], Fields]] = {
         "recipe": _recipe,
         "code": _code,
-        "versions": lambda run: dict(run.environment.get("packages") or {}),
+        "versions": _versions,
         "machine": _machine,
         "result": _result,
     }
@@ -103,10 +103,26 @@ def _code(run: RunRecord) -> Fields:
     for package, digest in (run.environment.get("code") or {}).items():
         found[f"package {package}"] = str(digest)[:8]
     for name, then in earlier_sessions.kept(run.path):
-        code = provenance.code_id(then)
-        if code != provenance.code_id(run.environment):
-            found[f"an earlier session ({name})"] = f"other code, {code or 'unknown'}"
+        if not then:
+            found[_earlier(name)] = "unknown"
+        elif not run.environment:
+            found[_earlier(name)] = f"code {provenance.code_id(then) or 'unknown'}"
+        elif provenance.code_differences(then, run.environment):
+            found[_earlier(name)] = f"other code, {provenance.code_id(then) or 'unknown'}"
     return found
+
+
+def _versions(run: RunRecord) -> Fields:
+    found: JsonObject = dict(run.environment.get("packages") or {})
+    for name, then in earlier_sessions.kept(run.path):
+        if then and run.environment:
+            differ = provenance.version_differences(then, run.environment)
+            found |= {_earlier(name): "; ".join(differ)} if differ else {}
+    return found
+
+
+def _earlier(name: str) -> str:
+    return f"an earlier session ({name})"
 
 
 def _machine(run: RunRecord) -> Fields:

@@ -31,6 +31,7 @@ from runner.run_dir import record as records
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import RunRecord
 
+CODE = ("git", "runner_git", "code")  # keys of environment.json
 MOST_LINES = 12  # of a traceback
 
 
@@ -52,7 +53,7 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         "changes": None if defaults is None else _changes(defaults, run.recipe),
         "earlier_recipes": [path.name for path in atomic_update.kept_recipes(run.path)],
         "earlier_sessions": earlier_sessions.notes(run.path, environment),
-        "code": {key: environment.get(key) for key in ("git", "runner_git", "code")},
+        "code": {key: environment[key] for key in CODE if key in environment},
         "packages": dict(environment.get("packages") or {}),
         "machine": {
             key: environment.get(key)
@@ -206,7 +207,7 @@ def _recipe_rows(found: Fields) -> Iterator[tuple[str, str]]:
 
 def _code_rows(found: Fields) -> Iterator[tuple[str, str]]:
     code, machine = found["code"], found["machine"]
-    yield "code", provenance.described_git(code.get("git"))
+    yield "code", provenance.described_git(code["git"]) if "git" in code else "not known"
     if code.get("runner_git"):
         yield (
             "runner",

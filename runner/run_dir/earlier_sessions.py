@@ -13,29 +13,50 @@ from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
 from runner.run_dir import field_types, provenance
-from runner.run_dir.json_files import METRICS, Fields
+from runner.run_dir.json_files import METRICS, SUMMARY, Fields
 from runner.run_dir.provenance import DIFF, ENVIRONMENT
 
+UNRECORDED = b"{}\n"  # kept of a session whose environment.json was missing
 _KEPT = re.compile(r"environment\.(\d+)\.json")
 
 
 def keep(run_dir: Path, folder: Path) -> None:
     """Give the run's environment a second name, unless the staged one in `folder` is of its code.
 
-    A run that has never been trained has no session to keep.
+    A run that has never been trained has no session to keep. Where the record is damaged, its code
+    is not known: what is left of it is kept, and of a missing one that there was a session.
     """
     current = run_dir / ENVIRONMENT
     then, now = _read(current), _read(folder / ENVIRONMENT)
-    if not then or not now or not (run_dir / METRICS).exists() or not differences(then, now):
+    if not now or not _is_trained(run_dir) or (then and not differences(then, now)):
         return
+    content = current.read_bytes() if current.exists() else UNRECORDED
     number, last = max(_kept(run_dir), default=(0, None))
-    if last is not None and last.read_bytes() == current.read_bytes():
+    if last is not None and last.read_bytes() == content and (then or _is_patch(run_dir, number)):
         return  # an earlier commit was killed after this function
     number += 1
     # The patch first: with the environment's second name, the session is kept.
+    (run_dir / diff_of(number)).unlink(missing_ok=True)  # of a commit that was killed
     if (run_dir / DIFF).exists():
         _second_name(run_dir / DIFF, run_dir / diff_of(number))
-    _second_name(current, run_dir / f"environment.{number:04}.json")
+    name = run_dir / f"environment.{number:04}.json"
+    if current.exists():
+        _second_name(current, name)
+    else:
+        checkpoints.write_atomically(name, content)
+
+
+def _is_trained(run_dir: Path) -> bool:
+    return any((run_dir / name).exists() for name in (METRICS, SUMMARY))
+
+
+def _is_patch(run_dir: Path, number: int) -> bool:
+    """Return whether the patch that is kept of a session is the run's present one."""
+    found = [
+        path.read_bytes() if path.exists() else None
+        for path in (run_dir / DIFF, run_dir / diff_of(number))
+    ]
+    return found[0] == found[1]
 
 
 def diff_of(number: int) -> str:
@@ -53,8 +74,13 @@ def kept(run_dir: Path) -> list[tuple[str, Fields]]:
 
     One that is damaged has no content.
     """
+    return [(name, found) for name, _, found in kept_with_patches(run_dir)]
+
+
+def kept_with_patches(run_dir: Path) -> list[tuple[str, str, Fields]]:
+    """Return `kept` with the name of the patch of each, which exists only for a dirty work tree."""
     try:
-        return [(path.name, _read(path)) for _, path in _kept(run_dir)]
+        return [(path.name, diff_of(number), _read(path)) for number, path in _kept(run_dir)]
     except OSError:
         return []
 
@@ -64,7 +90,7 @@ def notes(run_dir: Path, newest: Fields) -> dict[str, list[str]]:
 
     Args:
         run_dir: the run.
-        newest: content of its environment.json.
+        newest: content of its environment.json; empty where it is missing or damaged.
 
     Returns:
         Sentences by subject, "code" and "versions"; no subject without any.
@@ -72,14 +98,21 @@ def notes(run_dir: Path, newest: Fields) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, then in kept(run_dir):
         if not then:
-            line = f"an earlier session of the run is recorded in {name}, which is damaged"
+            line = (
+                f"code and versions of an earlier session are not known: {name} is damaged or empty"
+            )
             found.setdefault("code", []).append(line)
-        elif provenance.code_differences(then, newest):
-            line = f"an earlier session of the run had other code ({name})"
+        elif not newest:
+            line = f"an earlier session of the run is recorded in {name}, its last one is not"
             found.setdefault("code", []).append(line)
-        if then and provenance.version_differences(then, newest):
-            line = f"an earlier session of the run had other versions ({name})"
-            found.setdefault("versions", []).append(line)
+        else:
+            for subject, differ in (
+                ("code", provenance.code_differences(then, newest)),
+                ("versions", provenance.version_differences(then, newest)),
+            ):
+                if differ:
+                    line = f"an earlier session of the run had other {subject} ({name})"
+                    found.setdefault(subject, []).append(line)
     return found
 
 

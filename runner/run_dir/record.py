@@ -19,7 +19,15 @@ import yaml  # type: ignore[import-untyped]
 
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import CLEAN, INTERRUPTED
-from runner.run_dir import atomic_update, evaluations, field_types, lock, provenance, slurm_job
+from runner.run_dir import (
+    atomic_update,
+    evaluations,
+    field_types,
+    lock,
+    lost_files,
+    provenance,
+    slurm_job,
+)
 from runner.run_dir import earlier_sessions as sessions
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.directory import RUN_LOG
@@ -84,37 +92,9 @@ class RunRecord:
         _ = self.last, self.status, self.objective
         if self.recipe_text.strip() != str(self.job.get(RECIPE) or "").strip():
             _ = self.recipe  # changed by hand or damaged: every node is parsed
-        for problem in (self._metrics_problem(), self._checkpoint_problem()):
-            if problem:
-                self._note(problem)
-
-    def _metrics_problem(self) -> str:
-        """Return what is wrong at the end of metrics.jsonl; a killed run may leave a torn line."""
-        lines = self._tail()
-        if self.status not in (FINISHED, STOPPED):
-            lines = lines[1:]
-        elif not lines and self.summary.get("metrics") and (self.path / METRICS).exists():
-            return f"{METRICS} is empty"
-        for at, line in enumerate(lines):
-            try:
-                field_types.loads(line)
-            except ValueError:
-                where = "truncated" if at == 0 and self.status in (FINISHED, STOPPED) else "damaged"
-                return f"{METRICS} is {where} at its end"
-        return ""
-
-    def _checkpoint_problem(self) -> str:
-        """Return whether the checkpoint that a finished run ended with is gone."""
-        recorded = self.summary.get("checkpoint")
-        if not recorded or self.status not in (FINISHED, STOPPED):
-            return ""
-        path, run_dir = Path(recorded), self.summary.get("run_dir")
-        if run_dir and path.is_relative_to(run_dir):  # it may have been moved
-            path = self.path / path.relative_to(run_dir)
-        if path.is_dir():
-            return ""
-        inside = path.is_relative_to(self.path)
-        return f"{path.relative_to(self.path) if inside else path} is missing"
+        settled, running = self.status in (FINISHED, STOPPED), self.status == RUNNING
+        for problem in lost_files.find(self, settled=settled, running=running):
+            self._note(problem)
 
     # -- the recipe ------------------------------------------------------------------------
 
@@ -307,7 +287,7 @@ class RunRecord:
     @cached_property
     def last(self) -> Fields:
         """The newest record of metrics.jsonl; empty where there is none."""
-        for line in self._tail():
+        for line in self.tail():
             with contextlib.suppress(ValueError):
                 found, wrong = field_types.fitted(field_types.loads(line), field_types.RECORD)
                 if wrong:
@@ -359,7 +339,7 @@ class RunRecord:
 
     # -- files -----------------------------------------------------------------------------
 
-    def _tail(self) -> list[bytes]:
+    def tail(self) -> list[bytes]:
         """Return the last lines of metrics.jsonl, newest first."""
         try:
             with (self.path / METRICS).open("rb") as file:

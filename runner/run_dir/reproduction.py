@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
 from accel.errors import AccelError
-from runner.run_dir import atomic_update, directory, earlier_sessions, provenance
+from runner.run_dir import (
+    atomic_update,
+    directory,
+    earlier_sessions,
+    environment,
+    field_types,
+    provenance,
+)
 from runner.run_dir.json_files import Fields
 from runner.run_dir.provenance import ENVIRONMENT
 
@@ -71,8 +79,7 @@ def compare(run_dir: Path, then: Fields, now: Fields) -> Comparison:
 
 def _unrecorded(run_dir: Path, now: Fields) -> Comparison:
     """Return the comparison of a run that has no record of its environment."""
-    wrong = "missing" if atomic_update.read(run_dir, ENVIRONMENT) is None else "damaged"
-    unknown = f"{ENVIRONMENT} is {wrong}: versions and code are not compared, nor is data"
+    unknown = f"{ENVIRONMENT} is {_wrong(run_dir)}: versions and code are not compared, nor is data"
     recipe = _recipe_notes(run_dir, {}, now)
     compared = {"code": unknown, **_work_tree(now), "recipe": "as frozen with the run"}
     return Comparison(compared, {"code": [unknown], "recipe": recipe})
@@ -87,24 +94,42 @@ def _work_tree(now: Fields) -> dict[str, str]:
 
 
 def code_changed(run_dir: Path, packages: Iterable[str]) -> list[str]:
-    """Return how the code here differs from that which a run was trained with last, in sentences.
+    """Return how code and versions here differ from those a run was trained with last.
 
     Args:
-        run_dir: the run; without a readable environment.json there is nothing to compare with.
+        run_dir: the run.
         packages: the user's packages.
+
+    Returns:
+        A sentence each; one where environment.json is missing or damaged.
     """
-    try:
-        then = json.loads(atomic_update.read(run_dir, ENVIRONMENT) or b"{}")
-    except (OSError, ValueError):  # damaged: what reads it for its own sake says so
-        return []
-    if not isinstance(then, Mapping) or not then:
-        return []
+    then = _recorded(run_dir)
+    if not then:
+        return [f"{ENVIRONMENT} is {_wrong(run_dir)}: the code of earlier steps is not known"]
     now = {
         "git": provenance.git_state(os.getcwd()),
         "runner_git": provenance.runner_checkout(),
         "code": provenance.package_digests(packages),
+        "packages": environment.versions() if "packages" in then else {},
+        "python": platform.python_version(),
     }
-    return provenance.code_differences(then, now)
+    return earlier_sessions.differences(then, now)
+
+
+def _recorded(run_dir: Path) -> Fields:
+    """Return the content of a run's environment.json; empty where it is missing or damaged."""
+    try:
+        content = atomic_update.read(run_dir, ENVIRONMENT) or b"{}"
+        return field_types.fitted(field_types.loads(content), field_types.ENVIRONMENT)[0]
+    except (OSError, ValueError):
+        return {}
+
+
+def _wrong(run_dir: Path) -> str:
+    """Return what is wrong with an environment.json that cannot be used."""
+    with contextlib.suppress(OSError):
+        return "missing" if atomic_update.read(run_dir, ENVIRONMENT) is None else "damaged"
+    return "damaged"
 
 
 def _code_compared(then: Fields, now: Fields) -> str:

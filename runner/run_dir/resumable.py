@@ -197,19 +197,21 @@ def _differences(
 def mark_incomplete(run_dir: Path, folder: Path) -> None:
     """Stage a summary that says that a run is not complete any more, if it has one.
 
-    With the commit of the attempt `folder` the run is no finished one.
+    With the commit of the attempt `folder` the run is no finished one. A damaged summary is named
+    here, where it is certain that the run writes another.
     """
-    summary = _summary(run_dir)
+    summary = _summary(run_dir, logging.WARNING)
     if summary.get("complete") is True:
         json_files.write_json(folder / json_files.SUMMARY, {**summary, "complete": False})
 
 
-def _summary(run_dir: Path) -> Mapping[str, object]:
+def _summary(run_dir: Path, level: int = logging.DEBUG) -> Mapping[str, object]:
+    """Return the summary of a run; empty: there is none, or it is damaged, which is logged."""
     path = run_dir / json_files.SUMMARY
     try:
         content = atomic_update.read(run_dir, json_files.SUMMARY)
         found = {} if content is None else json.loads(content)
     except (OSError, ValueError) as error:
-        logger.warning("%s is damaged (%s): it is rewritten.", path, error)
+        logger.log(level, "%s is damaged (%s): it is rewritten.", path, error)
         return {}
     return found if isinstance(found, Mapping) else {}

@@ -32,7 +32,7 @@ def write_run(
     complete: bool = True,
     started: float = STARTED,
     summary: bool = True,
-    metrics: int = 0,
+    metrics: int | None = None,
     packages: dict[str, str] | None = None,
     git: dict[str, Any] | None = None,
 ) -> Path:
@@ -46,10 +46,12 @@ def write_run(
         complete: whether it reached its end.
         started: when, in seconds since the epoch.
         summary: whether it has come to an end of its own.
-        metrics: how many records metrics.jsonl has, of training and of validation each.
+        metrics: how many records metrics.jsonl has, of training and of validation each; 0: there is
+            no such file, None: as many as steps 1 to 20 of a run that has ended have.
         packages: versions.
         git: state of the work tree.
     """
+    metrics = (2 if summary else 0) if metrics is None else metrics
     path.mkdir(parents=True)
     recipe = deepcopy(_base())
     for key, value in (values or {}).items():
@@ -79,7 +81,8 @@ def write_run(
         found = {"metric": "loss", "mode": "min", "value": best, "step": 10, "checkpoint": None}
         write(path / "summary.json", {
             "name": recipe["name"], "stopped": stopped, "reason": f"{stopped} reached",
-            "complete": complete, "step": 20, "seconds": 90.0, "samples_per_second": 1500.0,
+            "complete": complete, "step": 10 if metrics == 1 else 20,
+            "seconds": 90.0, "samples_per_second": 1500.0,
             "monitor": "loss", "mode": "min", "best": None if best is None else found,
             "metrics": {} if best is None else {"validation": {"loss": best, "accuracy": 0.9}},
             "memory": {"process": 300_000_000, "device": None}, "ended": started + 90.0,

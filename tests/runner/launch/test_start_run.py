@@ -144,6 +144,29 @@ def test_a_resume_with_other_code_says_so(
         assert (log.exists() and said in log.read_text()) is is_said
 
 
+def test_a_damaged_summary_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    (run_dir / "summary.json").write_text("{")
+    launched(monkeypatch, lambda job: 0)
+    for words in ([f"resume={run_dir}"], [*LITTLE, "resume=auto"]):
+        caplog.clear()
+        assert cli.main(words) == 0
+        assert caplog.text.count("summary.json is damaged") == 1
+
+
+def test_a_resume_without_a_record_of_the_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = one_run(tmp_path, monkeypatch)
+    (run_dir / "environment.json").unlink()
+    launched(monkeypatch, lambda job: 0)
+    assert cli.main([f"resume={run_dir}"]) == 0
+    said = "resume: environment.json is missing: the code of earlier steps is not known"
+    assert said in capsys.readouterr().out
+
+
 def test_a_second_command_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

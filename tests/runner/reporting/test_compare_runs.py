@@ -64,6 +64,35 @@ def test_an_earlier_session_with_other_code_is_a_difference(tmp_path: Path) -> N
     assert other is MISSING
 
 
+def test_other_versions_of_an_earlier_session_are_a_difference(tmp_path: Path) -> None:
+    one, two = runs(tmp_path)
+    earlier = {**one.environment, "packages": {**one.environment["packages"], "torch": "1.9"}}
+    (one.path / "environment.0001.json").write_text(json.dumps(earlier))
+    found = compare_runs.compare([one, two])
+    rows = dict(found.rows["versions"])
+    name = "an earlier session (environment.0001.json)"
+    assert rows[name] == ["torch was 1.9, and is 2.0", MISSING]
+    assert name not in dict(found.rows["code"])
+
+
+def test_without_the_last_record_an_earlier_session_is_not_called_other(tmp_path: Path) -> None:
+    one, two = (run.path for run in runs(tmp_path))
+    (one / "environment.json").rename(one / "environment.0001.json")
+    found = compare_runs.compare([RunRecord(one), RunRecord(two)])
+    name = "an earlier session (environment.0001.json)"
+    assert dict(found.rows["code"])[name][0].startswith("code ")
+    assert name not in dict(found.rows["versions"])
+
+
+def test_the_code_of_a_damaged_earlier_session_is_unknown(tmp_path: Path) -> None:
+    one, two = runs(tmp_path)
+    (one.path / "environment.0001.json").write_text("{")
+    found = compare_runs.compare([one, two])
+    name = "an earlier session (environment.0001.json)"
+    assert dict(found.rows["code"])[name] == ["unknown", MISSING]
+    assert "environment.0001.json" in found.problems[0][0]
+
+
 @pytest.mark.parametrize(("number", "first"), [(2, "optimizer.lr"), (8, "r0")])
 def test_many_runs_are_rows(number: int, first: str, tmp_path: Path) -> None:
     lines = [

@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from accel.checkpoint import directory as checkpoints
@@ -80,6 +81,17 @@ def test_earlier_code_of_a_run_is_said(tmp_path: Path) -> None:
     assert "≠ code" in shown
     assert said in shown
     assert "≠ versions" not in shown
+
+
+@pytest.mark.parametrize("content", [None, '{"git": {'])
+def test_without_a_record_git_is_not_known(content: str | None, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a")
+    lost = path / "environment.json"
+    lost.unlink() if content is None else lost.write_text(content)
+    shown = text(describe_run.describe(RunRecord(path), None))
+    assert "no git work tree" not in shown
+    assert "not known" in shown
+    assert "environment.json is" in shown
 
 
 def test_a_submitted_run_is_resumed_by_another_job(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from runner.run_dir import atomic_update, earlier_sessions
+from runner.run_dir.record import RunRecord
 from tests.runner.written_runs import write_run
 
 GIT = {"sha": "a" * 40, "branch": "main", "dirty": False}
@@ -34,7 +37,7 @@ def newest(run_dir: Path) -> Any:
 
 
 def a_run(folder: Path, metrics: int = 1) -> Path:
-    return write_run(folder / "run", metrics=metrics, git=GIT)
+    return write_run(folder / "run", metrics=metrics, summary=metrics > 0, git=GIT)
 
 
 def test_the_code_of_each_session_is_kept_under_a_name(tmp_path: Path) -> None:
@@ -101,3 +104,51 @@ def test_earlier_code_and_versions_are_said_unless_they_are_those_of_now(tmp_pat
     assert "environment.0002.json" in found["versions"][0]
     (run_dir / "environment.0001.json").write_text("{")
     assert "damaged" in earlier_sessions.notes(run_dir, newest(run_dir))["code"][0]
+
+
+@pytest.mark.parametrize("content", [None, '{"started": 1, "git": {"sh', "{}"])
+@pytest.mark.parametrize("lost", ["", "metrics.jsonl"])
+def test_of_a_damaged_record_what_is_left_is_kept(
+    content: str | None, lost: str, tmp_path: Path
+) -> None:
+    run_dir = a_run(tmp_path)
+    session(run_dir, git=DIRTY, diff="+first")
+    for name in ("environment.0001.json", lost):
+        (run_dir / name).unlink() if name else None
+    path = run_dir / "environment.json"
+    path.unlink() if content is None else path.write_text(content)
+    session(run_dir, git={**DIRTY, "diff_sha256": "e" * 64}, diff="+second")
+    assert names(run_dir) == ["environment.0001.json"]
+    assert (run_dir / "environment.0001.json").read_text().strip() == (content or "{}")
+    assert (run_dir / "git.0001.diff").read_text() == "+first"
+    assert (run_dir / "git.diff").read_text() == "+second"
+    assert "not known" in earlier_sessions.notes(run_dir, newest(run_dir))["code"][0]
+    found = RunRecord(run_dir)
+    assert found.code.startswith("aaaaaaaa-")
+    assert found.code.endswith(" after unknown")
+    assert any("environment.0001.json" in problem for problem in found.problems)
+
+
+def test_a_record_that_is_lost_twice_is_kept_twice_and_a_killed_commit_keeps_it_once(
+    tmp_path: Path,
+) -> None:
+    run_dir = a_run(tmp_path)
+    for diff in ("+first", "+second"):
+        (run_dir / "environment.json").unlink()
+        (run_dir / "git.diff").write_text(diff)
+        staged = atomic_update.stage(run_dir)
+        (staged / "environment.json").write_text(json.dumps({"git": GIT}))
+        earlier_sessions.keep(run_dir, staged)  # the commit is killed behind it
+        atomic_update.discard(staged)
+        session(run_dir)
+    assert names(run_dir) == ["environment.0001.json", "environment.0002.json"]
+    kept = [(run_dir / f"git.000{n}.diff").read_text() for n in (1, 2)]
+    assert kept == ["+first", "+second"]
+
+
+def test_without_the_newest_record_no_other_code_is_claimed(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    session(run_dir, git=DIRTY)
+    (said,) = earlier_sessions.notes(run_dir, {})["code"]
+    assert "other code" not in said
+    assert "environment.0001.json" in said

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
 
-from runner.run_dir import provenance, reproduction
+from runner.run_dir import environment, provenance, reproduction
 from tests.runner.written_runs import write_run
 
 CLEAN = {"sha": "a" * 40, "branch": "main", "dirty": False, "diff_sha256": None}
@@ -89,7 +90,8 @@ def test_changed_code_is_found_without_torch(
     module.write_text("WIDTH = 1\n")
     run = tmp_path / "run"
     run.mkdir()
-    assert reproduction.code_changed(run, ["wine_of_runs"]) == []  # nothing is recorded
+    unknown = "environment.json is missing: the code of earlier steps is not known"
+    assert reproduction.code_changed(run, ["wine_of_runs"]) == [unknown]
     then = {
         "git": {"reason": "no work tree"},
         "runner_git": provenance.runner_checkout(),
@@ -101,4 +103,27 @@ def test_changed_code_is_found_without_torch(
     (said,) = reproduction.code_changed(run, ["wine_of_runs"])
     assert said == "the Python files of the package wine_of_runs differ"
     (run / "environment.json").write_text("{")
-    assert reproduction.code_changed(run, ["wine_of_runs"]) == []
+    unknown = "environment.json is damaged: the code of earlier steps is not known"
+    assert reproduction.code_changed(run, ["wine_of_runs"]) == [unknown]
+
+
+def test_other_versions_are_named_before_a_resume(tmp_path: Path) -> None:
+    then = {
+        "git": provenance.git_state("."),
+        "runner_git": provenance.runner_checkout(),
+        "packages": {**environment.versions(), "torch": "2.0.0"},
+        "python": platform.python_version(),
+    }
+    (tmp_path / "environment.json").write_text(json.dumps(then))
+    (said,) = reproduction.code_changed(tmp_path, [])
+    assert said == f"torch was 2.0.0, and is {environment.versions()['torch']}"
+
+
+def test_again_does_not_call_the_code_the_same_where_an_earlier_record_is_damaged(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "environment.0001.json").write_text("{")
+    found = reproduction.compare(run, {"git": CLEAN}, {"git": CLEAN})
+    assert not found.same
+    assert "not known" in dict(found.lines())["code"]
