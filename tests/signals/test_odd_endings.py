@@ -171,6 +171,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     ):
         try:
             assert wait_until(lambda: all((tmp_path / f"training_{r}").exists() for r in (0, 1)))
+            time.sleep(2)  # the watchdogs see the steps so far
             workers = noted_processes(next(tmp_path.rglob("*_processes_*.json")))
             for pid in (*workers, run.pid):
                 os.kill(pid, signal.SIGSTOP)
