@@ -221,7 +221,8 @@ class Trainer:
             group's time-out. Start-up with the first step, compilation, evaluation and saving may
             take longer: there the rank is named, and the run is ended only if every rank waits for
             another, a process is stopped or gone, or nothing changes in start-up for six times as
-            long. None: no watchdog.
+            long. Workers of a machine that are all stopped (SIGSTOP) for so long end it in any
+            phase (Linux); a run that is suspended with its command goes on. None: no watchdog.
         global_batch_size: samples per optimizer step.
         micro_batch_size: samples per process and forward pass; None: as large as possible.
         eval_batch_size: samples per process in evaluation; None: twice the micro-batch.

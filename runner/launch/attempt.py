@@ -60,11 +60,19 @@ class Machines(Protocol):
 class ThisMachine:
     """All workers run on this machine; code in `cwd`, the user's directory, can be imported.
 
-    Each worker calls `target` (``module:function``) with the folder and its stop flag.
+    Each worker calls `target` (``module:function``) with the folder and its stop flag. All may be
+    stopped (SIGSTOP) for `hang_timeout` seconds; None: for any time.
     """
 
-    def __init__(self, num_processes: int, cwd: Path, target: str = TRAIN) -> None:
+    def __init__(
+        self,
+        num_processes: int,
+        cwd: Path,
+        target: str = TRAIN,
+        hang_timeout: float | None = None,
+    ) -> None:
         self.num_processes, self._cwd, self._target = num_processes, cwd, target
+        self._hang_timeout = hang_timeout
 
     def attempt(self, folder: Path, stops: StopSignals) -> Ended:
         """Run the job in `folder` once."""
@@ -73,7 +81,9 @@ class ThisMachine:
             number = self.num_processes
             place = Place(number, 0, number, 0, 1, "localhost", store.port, launch, {})
             waiting = warm_workers.take(number)
-            group = workers(folder, launch, place, self._cwd, self._target, waiting)
+            group = workers(
+                folder, launch, place, self._cwd, self._hang_timeout, self._target, waiting
+            )
             with stops.running(group):
                 group.wait()
         return conclude(run_dir, launch, group.failed, outcomes.read_outcomes(run_dir, launch))
@@ -103,12 +113,13 @@ def workers(
     launch: str,
     place: Place,
     cwd: Path,
+    hang_timeout: float | None,
     target: str = TRAIN,
     waiting: Sequence[ForkedWorker] = (),
 ) -> WorkerGroup:
     """Return the workers of an attempt at the job in `folder`, to be started on this machine.
 
-    Those that are `waiting` already are taken first.
+    Those that are `waiting` already are taken first. For `hang_timeout` see `WorkerGroup`.
     """
     command = bootstrap.command(WORKER, json.dumps(order(folder, launch, cwd, target)))
     run_dir = run_dir_of(folder)
@@ -118,6 +129,7 @@ def workers(
         lambda rank: has_outcome(run_dir, launch, rank),
         waiting,
         partial(outcomes.note_processes, run_dir, launch),
+        hang_timeout,
     )
 
 
@@ -181,16 +193,16 @@ def _outcome_from_status(run_dir: Path, rank: int, failure: Failure, ended: bool
     status = failure.status
     if status == INTERRUPTED:  # SIGINT was sent only to this process
         return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
-    how = outcomes.describe_exit(status)
+    message = failure.why or f"its process {outcomes.describe_exit(status)}"
     if status == DONE:
-        how += " before the run was complete"
+        message += " before the run was complete"
     log = rank_logs.log_file(run_dir, rank)
     printed = rank_logs.tail(log)
     return Outcome(
         rank=rank,
         time=failure.time,
         code=FAILED,
-        message=f"its process {how}",
+        message=message,
         traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",
         # Native code of a process group aborts where another rank has ended.
         is_consequence=status == -signal.SIGABRT or (ended and status == FAILED),

@@ -16,6 +16,7 @@ from typing import Any
 from accel.errors import ConfigError, StateError
 from runner.config import nodes, processes
 from runner.config.batch_plan import plan_batches
+from runner.config.durations import parse_duration
 from runner.config.format_counts import counted
 from runner.config.schema import Recipe
 from runner.exit_codes import FAILED, STOPPED
@@ -52,6 +53,7 @@ class FirstNode:
         self._local = processes.local_count(recipe.distributed)
         self._least, self._most = nodes.counts(recipe.distributed)
         self._timeout = nodes.seconds(recipe.distributed, "node_timeout")
+        self._hang_timeout = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
         self._joining = Joining(listener, job, recipe)
         self.num_processes = processes.count(recipe.distributed)
 
@@ -63,7 +65,7 @@ class FirstNode:
             return Ended(STOPPED)
         with attempt.hosted_store() as store:
             place = self._start(chosen, folder, launch, store.port)
-            group = attempt.workers(folder, launch, place, Path(self._job.cwd))
+            group = attempt.workers(folder, launch, place, Path(self._job.cwd), self._hang_timeout)
             try:
                 with stops.running(group):
                     self._watch(group, chosen, stops)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.config import processes, ray_placement
+from runner.config.durations import parse_duration
 from runner.config.processes import Adopted
 from runner.config.schema import Recipe
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED
@@ -68,7 +69,8 @@ def _launch_workers(job: Job, recipe: Recipe, number: int, local: int) -> int:
 
         machines = RayCluster(recipe.distributed, number, Path(job.cwd))
     else:
-        machines = attempt.ThisMachine(number, Path(job.cwd))
+        limit = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
+        machines = attempt.ThisMachine(number, Path(job.cwd), hang_timeout=limit)
     try:
         return attempts.train(machines, job, recipe, local)
     except KeyboardInterrupt:

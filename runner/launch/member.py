@@ -16,6 +16,7 @@ from typing import Any
 
 from accel.errors import StateError
 from runner.config import nodes, processes, serialization
+from runner.config.durations import parse_duration
 from runner.config.nodes import Endpoint
 from runner.config.schema import Recipe
 from runner.exit_codes import INTERRUPTED, REFUSED, STOPPED
@@ -96,6 +97,7 @@ class _Member:
         self._connection, self._endpoint = connection, endpoint
         self._local_addr, self._number = recipe.distributed.local_addr, num_processes
         self._stops, self._told = stops, 0
+        self._hang_timeout = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
         self._patience = nodes.seconds(recipe.distributed, "join_timeout") + ANSWER_SECONDS
 
     def run(self) -> int:
@@ -162,7 +164,7 @@ class _Member:
             f"of {place.world_size}, run {run_dir}",
             flush=True,
         )
-        group = attempt.workers(folder, launch, place, Path.cwd())
+        group = attempt.workers(folder, launch, place, Path.cwd(), self._hang_timeout)
         with self._stops.running(group):
             while group.poll() and not group.failed:
                 if any(message["kind"] == "end" for message in self._connection.received()):

@@ -36,6 +36,7 @@ from runner.exit_codes import FAILED
 from runner.launch import hangs, rank_logs, torchrun
 from runner.launch.hangs import Report, Verdict
 from runner.launch.stacks import Stack
+from runner.launch.stopped_workers import process_state
 from runner.run_dir import outcomes
 from runner.run_dir.outcomes import Outcome
 from runner.training.heartbeat import Progress
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 MAX_POLL_SECONDS = 5.0
 # Below the process group's own time-out, which would end the run without naming anyone.
 OF_GROUP_TIMEOUT = 0.9
+# A watchdog that comes so much too late, as a part of the time limit, was stopped. One that native
+# code kept from the interpreter comes late, too; rarely as late.
+OF_LIMIT_STOPPED = 0.25
 # Torch's default for NCCL.
 NCCL_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(seconds=20)
@@ -105,7 +109,7 @@ class Watchdog:
                 self._store.set(f"left/{self._rank}", "")
 
     def _watch(self) -> None:
-        while not self._closing.wait(self._poll):
+        while not self._paused():
             try:
                 self._check()
             except RuntimeError as error:  # torch's errors of the store: its host may have ended
@@ -114,6 +118,19 @@ class Watchdog:
                 self._write(f"The watchdog does not reach the store: {error}")
                 self._dump()
                 return
+
+    def _paused(self) -> bool:
+        """Wait until the next look; return whether the watchdog is closed.
+
+        Where the wait took much longer, the whole process was stopped (Ctrl-Z, a suspended job)
+        and continued: that time does not count.
+        """
+        begun = time.monotonic()
+        is_closing = self._closing.wait(self._poll)
+        late = time.monotonic() - begun - self._poll
+        if late > OF_LIMIT_STOPPED * self._limit:
+            self._since += late
+        return is_closing
 
     def _check(self) -> None:
         """Note progress, answer who asks, ask where there is no progress."""
@@ -268,14 +285,8 @@ def _collectives() -> int | None:
 
 
 def _state(host: str, pid: str) -> str:
-    """Return the state of a process as the system lists it: "T" stopped, "Z" ended; "?" unknown."""
-    if not pid or host != socket.gethostname():
-        return "?"
-    try:
-        listed = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return "X" if Path("/proc/self/stat").exists() else "?"
-    return listed.rpartition(")")[2].split()[0]
+    """Return the state of a process; "?" on another machine. See `process_state`."""
+    return process_state(pid) if pid and host == socket.gethostname() else "?"
 
 
 def limit_of(recipe: Recipe) -> float | None:

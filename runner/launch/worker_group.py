@@ -7,6 +7,8 @@ found by the next, and no port is chosen twice.
 * SIGTERM and SIGUSR1 are handed on to the workers, which save and stop. Ctrl-C, a closed terminal
   and SIGQUIT raise a KeyboardInterrupt.
 * When one worker has failed, nothing can be saved: the others are interrupted and soon killed.
+* Workers that are stopped (SIGSTOP) answer no signal. One counts as failed a while after a stop
+  signal, and all of them when they have been stopped for `trainer.hang_timeout`.
 * Data-loading processes of a worker that died stay behind; the worker's process group is killed.
 
 Free of torch.
@@ -27,11 +29,13 @@ from dataclasses import dataclass
 from types import FrameType
 
 from accel import env
+from runner.launch.stopped_workers import StoppedWorkers
 from runner.launch.warm_workers import ForkedWorker
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, handlers_restored, signals_blocked
 
 MONITOR_SECONDS = 0.1
-# Time between "end now" and SIGKILL: to close the progress bar and to flush files.
+# Time between "end now" and SIGKILL: to close the progress bar and to flush files. Also how long a
+# worker may be stopped (SIGSTOP) after a stop signal.
 GRACE_SECONDS = 3.0
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 Process = subprocess.Popen[bytes] | ForkedWorker
@@ -44,10 +48,12 @@ class Failure:
     Attributes:
         status: its exit status; negative: minus the number of the signal that ended it.
         time: seconds since the epoch at which it was last seen alive.
+        why: reason for which it was killed here; empty: it ended by itself.
     """
 
     status: int
     time: float
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,8 @@ class WorkerGroup:
 
     `finished` tells whether the rank that has exited with 0 had come to its end. Workers that are
     `waiting` get the order, the command's last argument; a fresh interpreter is what they lack in
-    number. `on_start` is called with the process id of each rank.
+    number. `on_start` is called with the process id of each rank. All workers may be stopped
+    (SIGSTOP) for `hang_timeout` seconds; None: for any time.
     """
 
     def __init__(
@@ -119,10 +126,12 @@ class WorkerGroup:
         finished: Callable[[int], bool] = lambda rank: True,
         waiting: Sequence[ForkedWorker] = (),
         on_start: Callable[[Mapping[int, int]], None] = lambda pids: None,
+        hang_timeout: float | None = None,
     ) -> None:
         self._command, self._place, self._finished = list(command), place, finished
         self._waiting, self._on_start = list(waiting), on_start
         self._processes: dict[int, Process] = {}
+        self._stopped = StoppedWorkers(hang_timeout, GRACE_SECONDS)
         self._seen: dict[int, float] = {}  # when each rank was last seen alive
         # How each rank ended that failed, not those that were ended because of it.
         self.failed: dict[int, Failure] = {}
@@ -148,7 +157,7 @@ class WorkerGroup:
         return subprocess.Popen(self._command, env=environment, process_group=0)
 
     def poll(self) -> bool:
-        """Note who has ended; return whether any worker still runs."""
+        """Note who has ended, or is stopped for too long; return whether any worker runs."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         now = time.time()
         for rank, code in codes.items():
@@ -156,7 +165,15 @@ class WorkerGroup:
                 self._seen[rank] = now
             elif rank not in self.failed and (code or not self._finished(rank)):
                 self.failed[rank] = Failure(code, self._seen.get(rank, 0.0))
+        self._end_stopped([rank for rank, code in codes.items() if code is None])
         return None in codes.values()
+
+    def _end_stopped(self, running: Sequence[int]) -> None:
+        """Kill the workers that have been stopped for too long."""
+        pids = {rank: self._processes[rank].pid for rank in running if rank not in self.failed}
+        for rank, why in self._stopped.failed(pids).items():
+            self.failed[rank] = Failure(-signal.SIGKILL, time.time(), why)
+            kill_group(pids[rank])
 
     def wait(self) -> None:
         """Wait for the end of all workers, or of one that has failed."""
@@ -165,6 +182,8 @@ class WorkerGroup:
 
     def forward(self, number: int) -> None:
         """Send a signal to the workers."""
+        if number in STOP_SIGNALS:
+            self._stopped.request(signal.Signals(number).name)
         for process in self._processes.values():
             process.send_signal(number)
 

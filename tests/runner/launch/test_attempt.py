@@ -43,6 +43,13 @@ def test_a_silent_process_is_described_by_its_status(
     assert (ended.code, ended.cause.rank, ended.cause.message) == (code, 3, message)
 
 
+def test_a_process_that_was_killed_here_is_described_by_the_reason(tmp_path: Path) -> None:
+    failed = {3: Failure(-signal.SIGKILL, 5.0, "it hangs: it is stopped")}
+    ended = attempt.conclude(tmp_path, "launch_1", failed, [])
+    assert ended.cause is not None
+    assert (ended.code, ended.cause.message) == (1, "it hangs: it is stopped")
+
+
 def test_a_hang_is_the_cause_of_what_the_watchdog_ended(tmp_path: Path) -> None:
     hang = Outcome(1, 1.0, 1, "it hangs: no progress for 8 s")
     outcomes.note_hang(tmp_path, "launch_1", hang)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
+from torch.distributed import HashStore
 
 from accel.errors import ConfigError
 from runner.config.schema import Distributed, Recipe, Trainer
@@ -111,6 +113,39 @@ def sleeping(meet: Any) -> None:
     while not meet.check(["told"]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def late(folder: Path, *pauses: float) -> list[hangs.Verdict | None]:
+    """Return the verdicts, with a limit of 100 s, of a watchdog whose looks are so far apart."""
+    verdicts: list[hangs.Verdict | None] = []
+    left, now = list(pauses), 1000.0
+
+    def wait(seconds: float) -> bool:
+        nonlocal now
+        if not left:
+            return True
+        now += left.pop(0)
+        return False
+
+    progress = Progress()
+    progress.step()
+    with (
+        patch.object(watchdog, "time", Mock(monotonic=lambda: now)),
+        patch("os._exit", side_effect=RuntimeError("the run is ended")),
+    ):
+        dog = watchdog.Watchdog(progress, 100.0, 0, 1, folder, HashStore(), verdicts.append)
+        with patch.object(dog, "_closing", Mock(wait=wait, is_set=lambda: False)):
+            dog._watch()
+    faulthandler.cancel_dump_traceback_later()
+    dog._log.close()
+    return verdicts
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
+    assert late(tmp_path, 5.0, 5000.0, 5.0) == []
+    (verdict,) = late(tmp_path, 5.0, 5000.0, *[5.0] * 30)
+    assert verdict is not None
+    assert verdict.ends
 
 
 def test_every_rank_writes_its_stack_and_one_is_named(tmp_path: Path) -> None:

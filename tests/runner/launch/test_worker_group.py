@@ -32,8 +32,12 @@ time.sleep(300)
 ENDS = "import os, sys; sys.exit(int(sys.argv[1 + int(os.environ['LOCAL_RANK'])]))"
 
 
-def waiting(folder: Path) -> WorkerGroup:
-    return WorkerGroup([sys.executable, "-c", WAITS, str(folder)], PLACE)
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read in /proc")
+
+
+def waiting(folder: Path, hang_timeout: float | None = None) -> WorkerGroup:
+    line = [sys.executable, "-c", WAITS, str(folder)]
+    return WorkerGroup(line, PLACE, hang_timeout=hang_timeout)
 
 
 def ready(folder: Path) -> list[int]:
@@ -95,6 +99,37 @@ def test_workers_that_are_left_are_ended(tmp_path: Path, stops: StopSignals) -> 
         assert alive(processes[0])
     assert not any(map(alive, processes))
     assert list(group.failed) == [3]
+
+
+@LINUX
+@pytest.mark.timeout(60)
+def test_workers_that_are_all_stopped_hang(tmp_path: Path, stops: StopSignals) -> None:
+    group = waiting(tmp_path, hang_timeout=0.5)
+    with stops.running(group):
+        processes = ready(tmp_path)
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        group.wait()
+    assert not any(map(alive, processes))
+    assert {rank: failure.status for rank, failure in group.failed.items()} == {2: -9, 3: -9}
+    assert group.failed[2].why.startswith(f"it hangs: its process {processes[0]} on ")
+
+
+@LINUX
+@pytest.mark.timeout(60)
+def test_a_stopped_worker_does_not_keep_a_stop_signal_waiting(
+    tmp_path: Path, stops: StopSignals
+) -> None:
+    group = waiting(tmp_path)
+    with stops.running(group):
+        processes = ready(tmp_path)
+        os.kill(processes[1], signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        group.wait()
+    assert not any(map(alive, processes))
+    assert (tmp_path / "2.got").read_text() == "15"
+    assert {rank: failure.status for rank, failure in group.failed.items()} == {3: -9}
+    assert group.failed[3].why.endswith("does not answer SIGTERM: it is stopped (SIGSTOP?)")
 
 
 def test_an_exit_with_0_of_a_rank_that_is_not_finished_is_a_failure(stops: StopSignals) -> None:

@@ -1,0 +1,104 @@
+"""Workers that are stopped (SIGSTOP): they make no progress, and answer no signal. Free of torch.
+
+Where every worker of a machine is stopped, no watchdog of a worker notices it. Their parent does.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+LOOK_SECONDS = 1.0
+# Not "t": a debugger holds that process, and lets it go on.
+STOPPED = "T"
+
+
+def process_state(pid: int | str) -> str:
+    """Return the state of a process as Linux lists it, "?" where it is not known (macOS).
+
+    "T": stopped by a signal; "t": held by a debugger; "Z": ended; "X": gone.
+
+    Source: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
+    """
+    try:
+        listed = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X" if Path("/proc/self/stat").exists() else "?"
+    return listed.rpartition(")")[2].split()[0]
+
+
+class StoppedWorkers:
+    """How long workers of this machine have been stopped while this process ran.
+
+    Time during which this process was stopped as well (Ctrl-Z, a suspended job) does not count.
+
+    Args:
+        limit: seconds for which all workers may be stopped; None: any time.
+        grace: seconds for which one may be stopped after a stop signal was sent to it.
+    """
+
+    def __init__(self, limit: float | None, grace: float) -> None:
+        self._limit, self._grace = limit, grace
+        self._interval = LOOK_SECONDS if limit is None else min(LOOK_SECONDS, limit / 10)
+        self._looked = time.monotonic()
+        self._clock = 0.0  # seconds that this process ran
+        self._since: dict[int, float] = {}  # when, by this clock, each rank was first seen stopped
+        self._requested: tuple[float, str] | None = None
+
+    def request(self, name: str) -> None:
+        """Note that a stop signal, e.g. "SIGTERM", was sent to the workers."""
+        if self._requested is None:
+            self._requested = self._clock, name
+
+    def failed(self, running: Mapping[int, int]) -> dict[int, str]:
+        """Return the ranks that count as failed because they are stopped, and why.
+
+        Called as often as one likes: states are read about once a second.
+
+        Args:
+            running: process ids of the ranks that have not ended.
+        """
+        elapsed = time.monotonic() - self._looked
+        if elapsed < self._interval:
+            return {}
+        self._looked += elapsed
+        # More has passed only if this process did not run meanwhile.
+        self._clock += min(elapsed, 2 * self._interval)
+        stopped = {rank for rank, pid in running.items() if process_state(pid) == STOPPED}
+        self._since = {rank: self._since.get(rank, self._clock) for rank in sorted(stopped)}
+        found = {rank: self._unanswered(running[rank]) for rank in self._late()}
+        return found or self._hang(running, stopped)
+
+    def _late(self) -> list[int]:
+        """Return the ranks that have not answered a stop signal within the grace time."""
+        if self._requested is None:
+            return []
+        asked, _ = self._requested
+        return [
+            rank
+            for rank, since in self._since.items()
+            if self._clock - max(since, asked) >= self._grace
+        ]
+
+    def _unanswered(self, pid: int) -> str:
+        assert self._requested is not None
+        _, name = self._requested
+        return f"{_who(pid)} does not answer {name}: it is stopped (SIGSTOP?)"
+
+    def _hang(self, running: Mapping[int, int], stopped: Set[int]) -> dict[int, str]:
+        """Return all ranks, if all have been stopped for longer than the limit."""
+        if self._limit is None or not running or stopped != running.keys():
+            return {}
+        if self._clock - max(self._since.values()) < self._limit:
+            return {}
+        all_of_them = ", as are all workers of this machine" if len(running) > 1 else ""
+        return {
+            rank: f"it hangs: {_who(pid)} does not answer: it is stopped (SIGSTOP?){all_of_them}"
+            for rank, pid in running.items()
+        }
+
+
+def _who(pid: int) -> str:
+    return f"its process {pid} on {socket.gethostname()}"
