@@ -8,18 +8,51 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from runner.run_dir import atomic_update, earlier_sessions, field_types
 from runner.run_dir.atomic_update import COMMITTED
 from runner.run_dir.json_files import METRICS, SUMMARY, WEIGHTS_STEP, Fields
 from runner.run_dir.provenance import DIFF, ENVIRONMENT
 
-if TYPE_CHECKING:
-    from runner.run_dir.record import RunRecord
+
+class Run(Protocol):
+    """What is read of a run; `record.RunRecord` is one."""
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        ...
+
+    @property
+    def summary(self) -> Fields:
+        """The content of summary.json."""
+        ...
+
+    @property
+    def environment(self) -> Fields:
+        """The content of environment.json."""
+        ...
+
+    @property
+    def last(self) -> Fields:
+        """The newest record of metrics.jsonl."""
+        ...
+
+    def value(self, key: str) -> Any:
+        """Return the value at a dotted key of the recipe."""
+        ...
+
+    def tail(self) -> list[bytes]:
+        """Return the last lines of metrics.jsonl, newest first."""
+        ...
+
+    def records(self) -> Iterator[Fields]:
+        """Yield the records of metrics.jsonl, oldest first."""
+        ...
 
 
-def find(run: RunRecord, *, settled: bool, running: bool) -> Iterator[str]:
+def find(run: Run, *, settled: bool, running: bool) -> Iterator[str]:
     """Yield what is missing or truncated of a run, a sentence each.
 
     Args:
@@ -33,7 +66,7 @@ def find(run: RunRecord, *, settled: bool, running: bool) -> Iterator[str]:
         yield from _of_environment(run)
 
 
-def _of_metrics(run: RunRecord, settled: bool) -> Iterator[str]:
+def _of_metrics(run: Run, settled: bool) -> Iterator[str]:
     """Yield what is wrong with metrics.jsonl; a killed run may leave a torn line."""
     if settled and run.summary and _size(run.path, METRICS) is None:
         yield f"{METRICS} is missing"
@@ -60,7 +93,7 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _of_last_step(run: RunRecord) -> Iterator[str]:
+def _of_last_step(run: Run) -> Iterator[str]:
     """Yield that metrics.jsonl ends before the last record that such a run has written for sure."""
     last, step = run.last.get("step"), run.summary.get("step")
     if last is None or step is None or last >= step:
@@ -83,7 +116,7 @@ def _kept_recipes(run_dir: Path) -> list[Path]:
     return []
 
 
-def _of_checkpoint(run: RunRecord, settled: bool) -> Iterator[str]:
+def _of_checkpoint(run: Run, settled: bool) -> Iterator[str]:
     """Yield whether the checkpoint that a finished run ended with is gone."""
     recorded = run.summary.get("checkpoint")
     if not recorded or not settled:
@@ -96,7 +129,7 @@ def _of_checkpoint(run: RunRecord, settled: bool) -> Iterator[str]:
         yield f"{path.relative_to(run.path) if inside else path} is missing"
 
 
-def _of_environment(run: RunRecord) -> Iterator[str]:
+def _of_environment(run: Run) -> Iterator[str]:
     """Yield which records of the code that steps were made by are lost."""
     if not run.environment and (run.summary or run.last):
         content = atomic_update.read(run.path, ENVIRONMENT)
