@@ -106,6 +106,7 @@ def fail_once(folder: str) -> None:
     report(folder)
 
 
+@pytest.mark.slow
 def test_a_failed_group_starts_anew(tmp_path: Path) -> None:
     notebook_launcher(fail_once, (str(tmp_path),), 2, use_port=0, max_restarts=1)
     assert [one["attempt"] for one in reported(tmp_path)] == ["1", "1"]

@@ -20,12 +20,6 @@ ROUNDING = 0.004  # of what is summed up in another order; one test sample of 36
 
 pytestmark = pytest.mark.timeout(900)  # a second or two each; the machine may be shared
 EVERY = int(os.environ.get("EVERY_SCRIPT", "1"))  # continuous integration takes every n-th
-QUICK = ("profiling",)
-SLOW = pytest.mark.slow
-of_scripts = pytest.mark.parametrize(
-    "script",
-    [pytest.param(s, id=s.name, marks=() if s.name in QUICK else SLOW) for s in SCRIPTS],
-)
 of_some = pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in SCRIPTS[::EVERY]])
 
 
@@ -34,7 +28,8 @@ def agree(one: Metrics, two: Metrics, names: tuple[str, ...]) -> None:
         assert two[name] == pytest.approx(one[name], abs=ROUNDING), name
 
 
-@of_scripts
+@pytest.mark.slow  # those that follow run some
+@pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in SCRIPTS])
 def test_a_small_run(script: Script, tmp_path: Path) -> None:
     one, two = (metrics_of(script.name, size, script.small, tmp_path) for size in (1, 2))
     assert [script.shortcomings(metrics, small=True) for metrics in (one, two)] == [[], []]

@@ -60,7 +60,7 @@ TYPES = {
 # What a process of two holds of what a replica holds, from and to. DDP's buckets are as large as
 # the gradients: with weights, gradients and two moments, 5/4.
 HELD = {"ddp": (1.2, 1.3), "fsdp_full_shard": (0.45, 0.55), "zero3": (0.45, 0.55)}
-ALWAYS = ("ddp", "fsdp_full_shard")  # the others are slow tests
+ALWAYS = ("ddp",)  # the others are slow tests
 
 
 def test_the_reference_imports_nothing_of_the_project() -> None:

@@ -50,6 +50,7 @@ accelerator.save_state(folder / "second")
 """
 
 
+@pytest.mark.slow  # it fills a file system
 def test_a_checkpoint_that_finds_no_room_says_so(tmp_path: Path) -> None:
     if not small_disks_work(tmp_path):
         pytest.skip("no disk can be mounted here")

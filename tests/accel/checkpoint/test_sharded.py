@@ -129,9 +129,9 @@ def test_a_run_without_fsdp_loads_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"cpu_offload": True},
+        pytest.param({"cpu_offload": True}, marks=pytest.mark.slow),
         {"mixed_precision_policy": "bf16"},
-        {"dp_replicate_size": 2},
+        pytest.param({"dp_replicate_size": 2}, marks=pytest.mark.slow),
         {"ignored_modules": "blocks.0"},
     ],
     ids=str,

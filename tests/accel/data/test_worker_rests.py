@@ -322,7 +322,7 @@ def of_hugging_face(rows: int) -> tuple[list[int], list[int]]:
     return sorted(seen), mine
 
 
-@pytest.mark.parametrize("rows", [400, 23])
+@pytest.mark.parametrize("rows", [pytest.param(400, marks=pytest.mark.slow), 23])
 def test_a_stream_of_shards_is_read_once(rows: int) -> None:
     pytest.importorskip("datasets")
     found = run_distributed(of_hugging_face, 2, rows)

@@ -163,6 +163,7 @@ def test_every_rank_writes_its_stack_and_one_is_named(tmp_path: Path) -> None:
     assert "in sleeping" in (tmp_path / "logs" / "rank_1.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_before_it_says_anything_ends_the_run(tmp_path: Path) -> None:
     ((verdict,),) = run_distributed(of_another_rank, 1, str(tmp_path), signal.SIGSTOP)
     rank, message, ends = verdict

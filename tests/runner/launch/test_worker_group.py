@@ -115,6 +115,7 @@ def test_workers_that_are_all_stopped_hang(tmp_path: Path, stops: StopSignals) -
     assert group.failed[2].why.startswith(f"it hangs: its process {processes[0]} on ")
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.timeout(60)
 def test_a_stopped_worker_does_not_keep_a_stop_signal_waiting(

@@ -128,8 +128,9 @@ def test_the_objective_of_a_search_is_told_where_it_is_another(tmp_path: Path) -
         ("test/loss", "the objective is loss (min) of the validation; the search judged by "
          "test/loss (min): see its results.csv"),
     ):  # fmt: skip
-        sweep = write_sweep(tmp_path / metric)
+        sweep = tmp_path / metric.replace("/", "-")
+        write_run(sweep / "0000", {"seed": 1})
         file = study.StudyFile("optuna.journal", "one", sweep.name, metrics=[metric], modes=["min"])
         file.write(sweep)
         found = findings.find(discovery.find_runs([sweep]))
-        assert found.summary == "; ".join(["12 runs: 12 finished", *([told] if told else [])])
+        assert found.summary == "; ".join(["1 run: 1 finished", *([told] if told else [])])

@@ -41,6 +41,7 @@ def the_sweep(folder: Path) -> Path:
     return found
 
 
+@pytest.mark.slow  # `test_kills.py` does it with kills
 def test_the_same_command_again_trains_what_is_not_finished(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

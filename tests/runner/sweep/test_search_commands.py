@@ -139,6 +139,7 @@ def test_a_search_says_that_it_chooses_its_jobs(
     assert capsys.readouterr().out.startswith("# optuna chooses the jobs")
 
 
+@pytest.mark.slow
 def test_a_search_whose_jobs_lack_the_objective_has_failed(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

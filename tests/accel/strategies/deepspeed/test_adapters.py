@@ -123,6 +123,7 @@ def test_with_an_fp32_base_the_order_of_sums_does_not_show() -> None:
     assert apart(run_distributed(trained, 2, torch.float32, 3, None, False)[0], wanted) < 1e-6
 
 
+@pytest.mark.slow
 def test_stage_2_leaves_the_order_of_sums_as_it_is() -> None:
     wanted = run_distributed(trained, 2, torch.bfloat16, None, None, False)[0]
     found = run_distributed(trained, 2, torch.bfloat16, 2, None, False)[0]

@@ -104,7 +104,9 @@ def check_like_ddp(world_size: int) -> None:
             assert difference(own, weights) < CLOSE, engines
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))]
+)
 def test_losses_norms_skips_and_scales_are_those_of_ddp(world_size: int) -> None:
     run_distributed(check_like_ddp, world_size, world_size)
 

@@ -62,5 +62,6 @@ def check_formats() -> None:
     check_bf16({"mixed_precision_policy": {"reduce_dtype": "bf16"}}, {"mixed_precision": "bf16"})
 
 
+@pytest.mark.slow
 def test_the_engine_owns_bf16() -> None:
     run_distributed(check_formats, 2)

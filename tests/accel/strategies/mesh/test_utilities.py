@@ -124,6 +124,7 @@ def adapter_saved_and_loaded(folder: str) -> tuple[set[str], bool, bool]:
     return names, loaded, kept
 
 
+@pytest.mark.slow
 def test_only_the_adapter_of_a_model_of_peft_is_saved_and_loaded(tmp_path: Path) -> None:
     for names, loaded, others_kept in run_distributed(adapter_saved_and_loaded, 2, str(tmp_path)):
         assert names
