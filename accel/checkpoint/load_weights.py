@@ -218,18 +218,17 @@ class _Plan:
         stays = torch.device("cpu") if present.is_meta else present.device
         dtype = present.dtype
         if self._dtype is not None and dtype.is_floating_point:
-            dtype = torch.float32 if self._keeps(name) else self._dtype
+            dtype = torch.float32 if name in self._in_fp32 else self._dtype
         return self._mapped(name) or stays, dtype
-
-    def _keeps(self, name: str) -> bool:
-        return name.rpartition(".")[0] in self._in_fp32
 
     @cached_property
     def _in_fp32(self) -> set[str]:
-        from accel.large.keep_fp32 import modules_in_fp32
+        """The weights of modules that compute in fp32."""
+        from accel.large.keep_fp32 import module_of, modules_in_fp32
 
         named = [name for name in self.state if self._is_named(name)]
-        return modules_in_fp32(self.state, named, self.ties)
+        modules = modules_in_fp32(self.state, named, self.ties)
+        return {name for name in self.state if module_of(name) in modules}
 
     def _is_named(self, name: str) -> bool:
         within = any(name.startswith(f"{module}.") for module in self._kept)
@@ -292,7 +291,7 @@ class _Plan:
         """Have the modules that stay in fp32, between others of 16 bits, convert their inputs."""
         from accel.large.keep_fp32 import compute_in_fp32
 
-        kept = [n for n, v in self.state.items() if _is_floating(v) and self._keeps(n)]
+        kept = [n for n, v in self.state.items() if _is_floating(v) and n in self._in_fp32]
         if kept and self._dtype not in (None, torch.float32):
             compute_in_fp32(self.model, kept, self._dtype)
 

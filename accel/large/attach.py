@@ -238,7 +238,8 @@ class _Attacher:
         """
         whole = offload and (type(module).__name__ in self.preload or isinstance(module, _DIRECT))
         whole = whole and next(module.children(), None) is not None
-        self.loaded_whole += [name] if whole else []
+        if whole:
+            self.loaded_whole.append(name)
         if whole or _has_own_tensors(module):
             self._layer(module, name, device, offload, whole, _apart(module, name, others))
         for key, child in () if whole else module.named_children():

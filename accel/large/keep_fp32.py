@@ -48,8 +48,8 @@ def modules_in_fp32(
         kept: those that stay in fp32.
         ties: the names of each weight that has several.
     """
-    every, found = set(map(_module_of, names)), set(map(_module_of, kept))
-    sharing = [set(map(_module_of, group)) for group in ties]
+    every, found = set(map(module_of, names)), set(map(module_of, kept))
+    sharing = [set(map(module_of, group)) for group in ties]
     known = -1
     while len(found) != known:  # each may bring modules of others
         known = len(found)
@@ -58,7 +58,8 @@ def modules_in_fp32(
     return found
 
 
-def _module_of(name: str) -> str:
+def module_of(name: str) -> str:
+    """Return the module that holds a weight, by its full name; "" for the model."""
     return name.rpartition(".")[0]
 
 
@@ -70,7 +71,7 @@ def compute_in_fp32(model: nn.Module, names: Iterable[str], dtype: torch.dtype) 
         names: full names of weights that stay in fp32.
         dtype: of the others; modules without floating inputs return it.
     """
-    for path in dict.fromkeys(map(_module_of, names)):
+    for path in dict.fromkeys(map(module_of, names)):
         module = model.get_submodule(path)
         if not hasattr(module, _MARK):
             conversion = _Conversion(dtype)

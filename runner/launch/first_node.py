@@ -16,11 +16,10 @@ from typing import Any
 from accel.errors import ConfigError, StateError
 from runner.config import nodes, processes
 from runner.config.batch_plan import plan_batches
-from runner.config.durations import parse_duration
 from runner.config.format_counts import counted
 from runner.config.schema import Recipe
 from runner.exit_codes import FAILED, STOPPED
-from runner.launch import attempt, staging
+from runner.launch import attempt, hangs, staging
 from runner.launch.attempt import Ended
 from runner.launch.joining import Joining, Node
 from runner.launch.messages import Lost, gloo_variables
@@ -53,7 +52,7 @@ class FirstNode:
         self._local = processes.local_count(recipe.distributed)
         self._least, self._most = nodes.counts(recipe.distributed)
         self._timeout = nodes.seconds(recipe.distributed, "node_timeout")
-        self._hang_timeout = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
+        self._hang_timeout = hangs.timeout_of(recipe)
         self._joining = Joining(listener, job, recipe)
         self.num_processes = processes.count(recipe.distributed)
 

@@ -7,13 +7,22 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from runner.config.durations import parse_duration
 from runner.launch.stacks import BUSY, IN_TORCH, WAITING, Stack
 from runner.training.heartbeat import START_UP
 
+if TYPE_CHECKING:
+    from runner.config.schema import Recipe
+
 # A start-up in which nothing changes for that many time limits is ended.
 START_UP_LIMITS = 6
+
+
+def timeout_of(recipe: Recipe) -> float | None:
+    """Return the seconds without progress after which a worker counts as hanging; None: never."""
+    return parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
 
 
 @dataclass(frozen=True)

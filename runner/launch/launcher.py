@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.config import processes, ray_placement
-from runner.config.durations import parse_duration
 from runner.config.processes import Adopted
 from runner.config.schema import Recipe
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED
-from runner.launch import attempt, attempts, exit_guards, failures, rank_logs, rendezvous
+from runner.launch import attempt, attempts, exit_guards, failures, hangs, rank_logs, rendezvous
 from runner.launch.attempt import new_launch
 from runner.launch.first_node import FirstNode
 from runner.launch.worker_group import StopSignals
@@ -69,7 +68,7 @@ def _launch_workers(job: Job, recipe: Recipe, number: int, local: int) -> int:
 
         machines = RayCluster(recipe.distributed, number, Path(job.cwd))
     else:
-        limit = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
+        limit = hangs.timeout_of(recipe)
         machines = attempt.ThisMachine(number, Path(job.cwd), hang_timeout=limit)
     try:
         return attempts.train(machines, job, recipe, local)

@@ -16,11 +16,10 @@ from typing import Any
 
 from accel.errors import StateError
 from runner.config import nodes, processes, serialization
-from runner.config.durations import parse_duration
 from runner.config.nodes import Endpoint
 from runner.config.schema import Recipe
 from runner.exit_codes import INTERRUPTED, REFUSED, STOPPED
-from runner.launch import attempt, messages, staging, start_run
+from runner.launch import attempt, hangs, messages, staging, start_run
 from runner.launch.messages import PROTOCOL, Connection, Lost
 from runner.launch.worker_group import MONITOR_SECONDS, Place, StopSignals
 from runner.run_dir import outcomes
@@ -97,7 +96,7 @@ class _Member:
         self._connection, self._endpoint = connection, endpoint
         self._local_addr, self._number = recipe.distributed.local_addr, num_processes
         self._stops, self._told = stops, 0
-        self._hang_timeout = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
+        self._hang_timeout = hangs.timeout_of(recipe)
         self._patience = nodes.seconds(recipe.distributed, "join_timeout") + ANSWER_SECONDS
 
     def run(self) -> int:

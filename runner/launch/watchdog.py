@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.constants import default_pg_timeout
 
 from runner.config import processes, user_frames
-from runner.config.durations import parse_duration
 from runner.exit_codes import FAILED
 from runner.launch import hangs, rank_logs, torchrun
 from runner.launch.hangs import Report, Verdict
@@ -291,7 +290,7 @@ def _state(host: str, pid: str) -> str:
 
 def limit_of(recipe: Recipe) -> float | None:
     """Return the seconds without progress after which reports are requested; None: never."""
-    limit = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
+    limit = hangs.timeout_of(recipe)
     if limit is None:
         return None
     group = recipe.distributed.init.timeout

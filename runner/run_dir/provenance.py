@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from runner.run_dir import lock
 from runner.run_dir.json_files import Fields, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ GIT = ("git", "--no-optional-locks")  # another git command of the user's may ho
 GIT_SECONDS = 20.0
 MOST_UNTRACKED = 200
 MARKS = ("overrides.yaml", "sweep.json")  # a folder with one of them is a run's or a sweep's
-LOCK = ".lock"  # beside them, too
 MOST_DIFF_BYTES = 10_000_000
 MOST_SOURCES, MOST_SOURCE_BYTES = 2_000, 20_000_000
 MOST_DATA_FILES = 2_000
@@ -117,7 +117,7 @@ def _without_runs(names: Sequence[str]) -> list[str]:
         place, _, file = _split(name)
         while place and place not in folders:
             place = _split(place)[0]
-        if not place and file != LOCK:
+        if not place and file != lock.FILE:
             kept.append(name)
     return kept
 
