@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
-from tests import slurm
+from tests import helpers, slurm
 from tests.helpers import close_pools, pool_pids, reset_accel
 
 # Set by libraries at import, or by pytest itself.
@@ -26,6 +26,7 @@ IGNORED_VARIABLES = {
     *("PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "COLUMNS"),
     *("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"),
 }
+GPU_CHOSEN = re.compile(r"(?<!not )\bgpu\b")
 # Threads that libraries keep on purpose, once per process.
 IGNORED_THREADS = ("pydevd", "QueueFeederThread", "tqdm", "ThreadPoolExecutor", "asyncio")
 # Processes that multiprocessing keeps, and ends with the session.
@@ -38,6 +39,13 @@ _FROZEN = [0]  # how many modules there were whenever it was
 # A busy machine stalls any example. All else stays as whoever started the tests has set it.
 settings.register_profile("untimed", settings.default, deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, unless their tests are chosen: the others are about processes and the CPU."""
+    if GPU_CHOSEN.search(config.option.markexpr) or not Path("/dev/nvidiactl").exists():
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = helpers.ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that are chosen
@@ -55,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in wanting:
-            item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="no CUDA device, or hidden: pytest -m gpu"))
 
 
 def _sort_longest_first(items: list[pytest.Item]) -> None:

@@ -32,7 +32,9 @@ GRACE_SECONDS = 5.0
 START_METHOD = "forkserver"  # the mutation gate forks, so that workers are mutants, too
 ROOT = Path(__file__).resolve().parents[1]
 _STARTING = threading.Lock()
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the fork server: no test has changed it
+# Of the fork server: no test has changed it. Torch looks for GPUs without starting CUDA, which
+# forks could not use.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 MAX_SECONDS = float("inf")
 # Until something counts as hanging: a busy machine takes twenty times what an idle one takes.
 START_SECONDS = 240.0

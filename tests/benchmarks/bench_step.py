@@ -13,7 +13,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ STEPS = 400  # of an epoch
 TURN = 20  # steps that a loop makes before the other's turn
 BATCH = 8
 BUDGET = 1.08  # of the hand-written step: 10 µs where it takes 125
+BACKWARD = torch.Tensor.backward
 
 # Starts one epoch, which halts after each step.
 Epoch = Callable[[], Iterator[None]]
@@ -44,12 +45,16 @@ def parts() -> Parts:
     return model, optimizer, DataLoader(data, batch_size=BATCH), scheduler
 
 
-def plain_epoch(objects: Parts, backward: Callable[[torch.Tensor], Any]) -> Epoch:
-    """Return an epoch without accumulation."""
+def plain_epoch(
+    objects: Parts, backward: Callable[[torch.Tensor], Any], device: str = "cpu"
+) -> Epoch:
+    """Return an epoch without accumulation; batches are moved to `device` unless they are there."""
     model, optimizer, loader, scheduler = objects
 
     def epoch() -> Iterator[None]:
         for inputs, targets in loader:
+            if device != "cpu":
+                inputs, targets = inputs.to(device), targets.to(device)
             loss = torch.nn.functional.mse_loss(model(inputs), targets)
             backward(loss)
             optimizer.step()
@@ -77,36 +82,37 @@ def accumulating_epoch(accelerator: Any) -> Epoch:
     return epoch
 
 
-def by_hand() -> Epoch:
+def by_hand(device: str) -> Epoch:
     """Return the loop that everything is compared with."""
-    return plain_epoch(parts(), torch.Tensor.backward)
+    model, optimizer, loader, scheduler = parts()
+    return plain_epoch((model.to(device), optimizer, loader, scheduler), BACKWARD, device)
 
 
-def on_accelerate() -> Epoch:
+def on_accelerate(device: str) -> Epoch:
     """Return the documented loop on Accelerate."""
     from accelerate import Accelerator as Other
 
-    return accumulating_epoch(Other(cpu=True))
+    return accumulating_epoch(Other(cpu=device == "cpu"))
 
 
-def on_fabric() -> Epoch:
+def on_fabric(device: str) -> Epoch:
     """Return the loop on Lightning Fabric."""
     from lightning_fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=device, devices=1)
     model, optimizer, loader, scheduler = parts()
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(loader)
     return plain_epoch((model, optimizer, loader, scheduler), fabric.backward)
 
 
-def contestants() -> dict[str, Epoch]:
+def contestants(device: str) -> dict[str, Epoch]:
     """Return the loops to compare with the hand-written one, by name."""
-    found = {"accel": accumulating_epoch(Accelerator(cpu=True))}
+    found = {"accel": accumulating_epoch(Accelerator(cpu=device == "cpu"))}
     if is_available("accelerate"):
-        found["accelerate"] = on_accelerate()
+        found["accelerate"] = on_accelerate(device)
     if is_available("lightning_fabric"):
-        found["fabric"] = on_fabric()
+        found["fabric"] = on_fabric(device)
     return found
 
 
@@ -133,14 +139,14 @@ def taking_turns(first: Epoch, second: Epoch) -> list[tuple[float, float]]:
     return pairs
 
 
-def measure(epochs: int) -> dict[str, tuple[float, float, float]]:
+def measure(epochs: int, device: str) -> dict[str, tuple[float, float, float]]:
     """Compare every contestant with the hand-written loop in interleaved pairs of turns.
 
     Returns:
         By name: the median of the ratios, the median of the differences, µs, and the median step of
         the hand-written loop, µs.
     """
-    hand, others = by_hand(), contestants()
+    hand, others = by_hand(device), contestants(device)
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in others}
     for index in range(epochs + 1):
         for name, epoch in others.items():
@@ -156,17 +162,20 @@ def measure(epochs: int) -> dict[str, tuple[float, float, float]]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20, help=f"of {STEPS // TURN} pairs each")
-    epochs = parser.parse_args().epochs
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all loops")
+    options = parser.parse_args(arguments)
+    epochs, device = options.epochs, options.device
     torch.set_num_threads(1)
     pairs = epochs * STEPS // TURN
-    table = Table(title=f"A step over the hand-written one (median of {pairs} pairs of {TURN})")
+    where = f"{device}, median of {pairs} pairs of {TURN}"
+    table = Table(title=f"A step over the hand-written one ({where})")
     for heading in ("loop", "hand-written µs", "ratio", "extra µs"):
         table.add_column(heading, justify="left" if heading == "loop" else "right")
-    found = measure(epochs)
+    found = measure(epochs, device)
     for name, (ratio, extra, base) in found.items():
         table.add_row(name, f"{base:.1f}", f"{ratio:.3f}", f"{extra:+.2f}")
     console = Console()

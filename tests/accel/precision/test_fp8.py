@@ -480,8 +480,6 @@ def tokens_per_second(precision: str) -> float:
     marks[1].record()
     torch.cuda.synchronize()
     accelerator.end_training()
-    accelerator.state._reset_state(reset_partial_state=True)
-    torch.compiler.reset()
     return 20 * len(batch) / (marks[0].elapsed_time(marks[1]) / 1000)
 
 
@@ -489,6 +487,9 @@ def tokens_per_second(precision: str) -> float:
 @pytest.mark.slow
 @needs_hardware
 def test_fp8_is_faster_than_bf16_at_the_shapes_of_7b() -> None:
-    speeds = {precision: tokens_per_second(precision) for precision in ("bf16", "fp8")}
+    speeds = {  # in a worker, which ends with what inductor has started
+        precision: run_distributed(tokens_per_second, 1, precision)[0]
+        for precision in ("bf16", "fp8")
+    }
     print({precision: f"{speed:,.0f} tokens/s" for precision, speed in speeds.items()})
     assert speeds["fp8"] > speeds["bf16"]
