@@ -15,6 +15,10 @@ from tests.parity.running import run
 from tests.parity.task import Task
 
 pytestmark = pytest.mark.gpu
+BACKENDS = (
+    *("single", "fsdp_full_shard", "fsdp_cpu_offload", "tp"),
+    *("zero0", "zero2", "zero3", "compile_single"),
+)
 
 
 def train(
@@ -90,12 +94,10 @@ def test_the_default_optimizer_steps_sharded_and_whole_parameters() -> None:
     assert losses[-1] < 0.3 * losses[0]
 
 
-@pytest.mark.parametrize(
-    "backend", ["fsdp_full_shard", "fsdp_cpu_offload", "tp", "zero2", "zero3", "compile_single"]
-)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_an_engine_on_the_device_is_the_plain_loop(backend: str, precision: str) -> None:
-    task = Task(num_steps=6, context=16, dim=32)
+    task = Task(num_steps=6)
     verdict = run(Cell(backend, precision, 1, 2, task, device="cuda"))
     assert verdict.green, verdict.failures
     assert verdict.num_bytes["peak"] > 0

@@ -107,20 +107,26 @@ def _accumulation_steps(plugins: Plugins) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
-def _problems(request: Request) -> list[Problem]:
-    problems = Problems()
+def _refused_format(request: Request) -> Problem | None:
     if request.mixed_precision == "fp16" and request.device_type == "cpu":
-        problems.add(
+        return Problem(
             "mixed_precision='fp16' under DeepSpeed on a CPU",
             "DeepSpeed computes in fp16 on accelerators only",
             "Use mixed_precision='bf16' or mixed_precision='no'.",
         )
     if request.mixed_precision == "fp8":
-        problems.add(
+        return Problem(
             "mixed_precision='fp8' under DeepSpeed",
             "its engine keeps weights in bf16 or fp16, which layers of fp8 would round twice",
             "Use mixed_precision='bf16', or fp8 with FSDP: FullyShardedDataParallelPlugin().",
         )
+    return None
+
+
+def _problems(request: Request) -> list[Problem]:
+    problems = Problems()
+    if (refused := _refused_format(request)) is not None:
+        problems.append(refused)
     plugin = active(request.plugins.get(NAME))
     if plugin is None or not plugin.decided:
         return problems

@@ -40,6 +40,7 @@ from accel.strategies.deepspeed.wrappers import (
     DeepSpeedSchedulerWrapper,
     DummyScheduler,
     TrainedEngine,
+    scaled,
 )
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class DeepSpeedStrategy(Strategy):
         ends = state.sync_gradients and not self.sync.num_no_sync
         engine.set_gradient_accumulation_boundary(ends)
         divisor = state.num_steps if kwargs.get(SCALES, True) else 1
-        engine.backward(loss / divisor, **{**kwargs, SCALES: False})
+        engine.backward(scaled(engine, loss / divisor), **{**kwargs, SCALES: False})
         optimizer.window_ended = ends
 
     # -- the end ---------------------------------------------------------------------------

@@ -317,6 +317,20 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         """
 
 
+def scaled(engine: DeepSpeedEngine, loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss [], times the scale of fp16 where the engine only divides by it.
+
+    From the version on that has `DeepSpeedEngine.scale`, `backward` multiplies losses under its
+    ZeRO optimizers alone: gradients of stage 0 were 65,536 times too small.
+    Source: deepspeed/runtime/engine.py, `backward`; deepspeed/runtime/fp16/unfused_optimizer.py
+    """
+    if not hasattr(engine, "scale") or not engine.fp16_enabled():
+        return loss
+    if hasattr(engine.optimizer, "scale_if_loss"):
+        return loss
+    return loss.float() * engine.optimizer.loss_scale
+
+
 class DeepSpeedEngineWrapper:
     """An engine of DeepSpeed whose backward pass makes the step, too, for loops by hand.
 
@@ -339,7 +353,7 @@ class DeepSpeedEngineWrapper:
             kwargs: of the engine's `backward`.
         """
         self.engine.set_gradient_accumulation_boundary(sync_gradients)
-        self.engine.backward(loss, **kwargs)
+        self.engine.backward(scaled(self.engine, loss), **kwargs)
         if sync_gradients:
             self.engine.step()
 

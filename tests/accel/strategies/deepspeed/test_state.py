@@ -192,7 +192,7 @@ def resumes_the_loss_scale_on_the_device(folder: str, stage: int) -> None:
         for inputs, targets in batches:
             accelerator.backward(error_of(model(inputs), targets))
             optimizer.step()
-        return float(model.optimizer.cur_scale)
+        return float(model.optimizer.loss_scale)
 
     batches = list(loader)
     scale = scale_after(batches[:5])
@@ -201,7 +201,7 @@ def resumes_the_loss_scale_on_the_device(folder: str, stage: int) -> None:
     expected = scale_after(batches[5:9])
     assert expected > scale
     accelerator.load_state(folder)
-    assert model.optimizer.cur_scale == scale
+    assert model.optimizer.loss_scale == scale
     assert scale_after(batches[5:9]) == expected
     accelerator.end_training()
 
