@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ OPTIONAL = (
     "omegaconf",
 )
 
+SECONDS_TO_NOTE = 0.2
 READ = "aten::_local_scalar_dense"  # waits for the device
 
 Epoch = Callable[[], None]
@@ -225,6 +227,8 @@ def counted_collectives() -> Iterator[list[str]]:
     names: list[str] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         yield names
+        # A thread of gloo's notes the end of a collective, after who waits for it has gone on.
+        time.sleep(SECONDS_TO_NOTE)
     names += [event.name for event in profiler.events() if event.name.startswith("gloo:")]
 
 
