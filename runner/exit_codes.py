@@ -7,6 +7,7 @@ FAILED = 1
 REFUSED = 2
 STOPPED = 75
 INTERRUPTED = 130
+OF_SIGNAL = 128  # and its number: how a shell says that a signal has ended a command
 CLEAN = (DONE, STOPPED)
 
 # As `runner --help` and the README list them.

@@ -18,7 +18,7 @@ from accel.errors import AccelError, ConfigError
 from runner.cli.arguments import CommandParser
 from runner.config import processes
 from runner.config.schema import SPLITS
-from runner.exit_codes import DONE, FAILED, INTERRUPTED
+from runner.exit_codes import DONE, FAILED, OF_SIGNAL
 from runner.inference import worker
 from runner.inference.placement import WORDS, Placement, parse_limits
 from runner.inference.session import Request, evaluate, is_stream, write_predictions
@@ -87,7 +87,7 @@ def _tried(request: Request) -> Fields | Failed:
     try:
         return _evaluated(request)
     except _GroupFailed as failure:
-        if failure.code == INTERRUPTED:
+        if failure.code >= OF_SIGNAL:  # also Ctrl-C
             raise
         return Failed(failure.code, failure.cause)
     except AccelError as error:
@@ -192,7 +192,7 @@ def _by_processes(request: Request) -> JsonObject:
         output = None if request.output is None else Path(os.path.abspath(request.output))
         run_dir = Path(os.path.abspath(request.run_dir))
         worker.write_request(folder, replace(request, run_dir=run_dir, output=output))
-        ended = launcher.run_group(folder, request.num_processes, Path.cwd(), WORKER)
+        ended = launcher.run_group(folder, request.num_processes, Path.cwd(), WORKER, save=False)
         if ended.code != DONE:
             message = "" if ended.cause is None else ended.cause.message
             lines = message.splitlines() or ["its processes failed"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from accel.checkpoint import directory as checkpoints
+from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from runner import collector
 from runner.build import parts
@@ -34,11 +35,13 @@ from runner.run_dir import directory, json_files
 from runner.run_dir.job import Job
 from runner.run_dir.json_files import JsonObject
 from runner.run_dir.numerics import Numerics, choose
+from runner.training.heartbeat import Progress
 
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.data.train_eval_batches import EvalBatches
     from runner.training.step import Step
+    from runner.training.stopping import StopFlag
 
 MEASURED = ("validation", "test")
 # Keys that change nothing of an evaluation or a prediction: what only training reads. A strategy is
@@ -48,7 +51,7 @@ ONLY_TRAINING = (
     *("callbacks", "profile", *PLUGINS),
     *(f"trainer.{key}" for key in ("epochs", "max_steps", "max_time", "stop_after", "eval_every")),
     *(f"trainer.{key}" for key in ("log_every", "clip_grad_norm", "clip_grad_value", "drop_last")),
-    *(f"trainer.{key}" for key in ("stop_on_nan", "detect_anomaly", "hang_timeout")),
+    *(f"trainer.{key}" for key in ("stop_on_nan", "detect_anomaly")),
     # Not accumulation.num_steps: the micro-batch follows from it, and the batch of an evaluation.
     *(f"trainer.accumulation.{key}" for key in ("adjust_scheduler", "sync_with_dataloader")),
     *("trainer.accumulation.sync_each_batch", "trainer.check_gradients"),
@@ -96,6 +99,18 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Worker:
+    """This process as one of several that a command has started.
+
+    Its stop flag has the progress that is watched (`trainer.hang_timeout`); stacks and logs are in
+    the folder.
+    """
+
+    stop: StopFlag
+    folder: Path
+
+
+@dataclass(frozen=True)
 class Session:
     """A restored run, ready to compute; batches are by split, of this process."""
 
@@ -103,6 +118,16 @@ class Session:
     step: Step
     batches: dict[str, EvalBatches]
     checkpoint: Path
+    progress: Progress
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the context of computing, in which a rank that hangs is named."""
+        return self.progress.slow_phase(name)
+
+    def note_batch(self, index: int = 0) -> bool:
+        """Note that a batch is complete, and go on."""
+        self.progress.batch()
+        return False
 
 
 def measure(request: Request) -> dict[str, dict[str, float]]:
@@ -110,30 +135,34 @@ def measure(request: Request) -> dict[str, dict[str, float]]:
     return evaluate(request).metrics
 
 
-def evaluate(request: Request) -> Evaluation:
+def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
     """Measure a run; each process of several has to call it."""
     from runner.training import evaluation
 
     began = time.monotonic()
-    with _session(request) as session:
-        metrics = {
-            split: evaluation.evaluate(
-                session.accelerator, session.step, batches, num_samples=batches.num_samples
-            )
-            for split, batches in session.batches.items()
-        }
+    with _session(request, worker) as session:
+        metrics = {}
+        for split, batches in session.batches.items():
+            with session.phase(f"evaluation ({split})"):
+                metrics[split] = evaluation.evaluate(
+                    session.accelerator,
+                    session.step,
+                    batches,
+                    session.note_batch,
+                    num_samples=batches.num_samples,
+                )
         step = step_of(session.checkpoint)
         number = session.accelerator.num_processes
         return Evaluation(metrics, session.checkpoint, step, time.monotonic() - began, number)
 
 
-def predictions_dropped(request: Request) -> int:
+def predictions_dropped(request: Request, worker: Worker | None = None) -> int:
     """Compute predictions for another process, which writes them, and return how many there are."""
-    with _session(request) as session:
+    with _session(request, worker) as session:
         return sum(1 for _ in _predictions(session))
 
 
-def write_predictions(request: Request) -> int:
+def write_predictions(request: Request, worker: Worker | None = None) -> int:
     """Write predictions as .jsonl, in the order of the data set, and return how many.
 
     A line is ``{"index": i, …}`` with the entries of the step's prediction for that sample, or
@@ -143,7 +172,7 @@ def write_predictions(request: Request) -> int:
     output = _require_output(request.output)
     if is_stream(output):
         with _opened(output, output) as file:
-            return _write_lines(request, file)
+            return _write_lines(request, file, worker)
     output = Path(os.path.realpath(output))  # a link stays one
     from accel.checkpoint import disk_full
 
@@ -152,12 +181,12 @@ def write_predictions(request: Request) -> int:
         checkpoints.replacing(output) as partial,
         _opened(partial, output) as file,
     ):
-        return _write_lines(request, file)
+        return _write_lines(request, file, worker)
 
 
-def _write_lines(request: Request, file: TextIO) -> int:
+def _write_lines(request: Request, file: TextIO, worker: Worker | None) -> int:
     count = 0
-    with _session(request) as session:
+    with _session(request, worker) as session:
         for count, record in enumerate(_predictions(session), start=1):
             line = json_files.finite({"index": count - 1, **record})
             file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -201,7 +230,7 @@ def _predictions(session: Session) -> Iterator[dict[str, object]]:
         raise ConfigError.of(value, rule, "Give --split train.")
     owner, count, names = _predicting(step), 0, None
     several = session.accelerator.num_processes > 1
-    with evaluation_mode(step), torch.no_grad():
+    with evaluation_mode(step), torch.no_grad(), session.phase("predictions"):
         for index, batch in enumerate(batches):
             size = batches.own_size_of(batch) if several else batches.size_of(index, batch)
             rows = return_checks.rows(owner, step.predict(batch), size, names)
@@ -209,6 +238,7 @@ def _predictions(session: Session) -> Iterator[dict[str, object]]:
             if several:
                 rows = session.accelerator.gather_for_metrics(rows, use_gather_object=True)
             count += len(rows)
+            session.note_batch()
             yield from rows
     if batches.num_samples not in (None, count):
         value = f"{type(owner).__name__}.predict returned {count} rows"
@@ -228,7 +258,7 @@ def _predicting(step: Step) -> object:
 
 
 @contextlib.contextmanager
-def _session(request: Request) -> Iterator[Session]:
+def _session(request: Request, worker: Worker | None = None) -> Iterator[Session]:
     """Have a run's models, data and engine in the context."""
     run_dir = directory.existing(request.run_dir)
     if request.num_processes == 1:
@@ -241,7 +271,7 @@ def _session(request: Request) -> Iterator[Session]:
     numerics = Numerics(recipe.distributed.num_threads, recipe.deterministic)
     with log_levels.applied(levels), numerics.exported(), _placed(request) as placement:
         numerics.apply()
-        with _engine(recipe, job.run_dir) as accelerator:
+        with _watched(recipe, worker) as progress, _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
             step = restored_step(checkpoint, recipe, placement)
             if accelerator.is_main_process:
@@ -252,7 +282,20 @@ def _session(request: Request) -> Iterator[Session]:
             }
             batches = _batches(accelerator, recipe, request.splits)
             collector.collect_usually()
-            yield Session(accelerator, step, batches, checkpoint)
+            yield Session(accelerator, step, batches, checkpoint, progress)
+
+
+@contextlib.contextmanager
+def _watched(recipe: Recipe, worker: Worker | None) -> Iterator[Progress]:
+    """Watch this process in the context, if it is one of several; its progress is returned."""
+    if worker is None:
+        yield Progress()
+        return
+    from runner.launch import watchdog
+
+    here = Environment.read()
+    with watchdog.watching(recipe, worker.folder, worker.stop, here.rank or 0, here.world_size):
+        yield worker.stop.progress
 
 
 def _placed(request: Request) -> AbstractContextManager[Placement | None]:

@@ -11,12 +11,14 @@ from runner.exit_codes import DONE
 from runner.inference.session import (
     Evaluation,
     Request,
+    Worker,
     evaluate,
     predictions_dropped,
     write_predictions,
 )
 from runner.run_dir.directory import REQUEST
 from runner.run_dir.json_files import JsonObject, write_json
+from runner.training.stopping import StopFlag
 
 RESULT = "result.json"
 
@@ -35,29 +37,30 @@ def read_request(folder: Path) -> Request:
     return Request(**found)
 
 
-def run(folder: Path, stop: object = None) -> int:
+def run(folder: Path, stop: StopFlag) -> int:
     """Do what the folder's request asks for, as one of its processes; rank 0 writes the result.
 
     Args:
         folder: with the request.
-        stop: not used: an evaluation has no state to save.
+        stop: has the progress that is watched; a stop signal ends the group, which has no state to
+            save.
     """
     request = read_request(folder)
-    result = attempt(request, Environment.read().rank or 0)
+    result = attempt(request, Environment.read().rank or 0, Worker(stop, folder))
     if result is not None:
         write_json(folder / RESULT, result)
     return DONE
 
 
-def attempt(request: Request, rank: int) -> JsonObject | None:
+def attempt(request: Request, rank: int, worker: Worker | None = None) -> JsonObject | None:
     """Evaluate or predict as one of several processes; return the result on rank 0, else None."""
     if request.output is None:
-        found = evaluate(request)
+        found = evaluate(request, worker)
         return plain(found) if rank == 0 else None
     if rank > 0:
-        predictions_dropped(request)
+        predictions_dropped(request, worker)
         return None
-    return {"count": write_predictions(request)}
+    return {"count": write_predictions(request, worker)}
 
 
 def plain(found: Evaluation) -> JsonObject:

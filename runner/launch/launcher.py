@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from runner.config import processes, ray_placement
 from runner.config.processes import Adopted
 from runner.config.schema import Recipe
-from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED
+from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL
 from runner.launch import attempt, attempts, exit_guards, failures, hangs, rank_logs, rendezvous
 from runner.launch.attempt import new_launch
 from runner.launch.first_node import FirstNode
-from runner.launch.worker_group import StopSignals
+from runner.launch.worker_group import StopSignals, Terminated
 from runner.reporting import run_log
 from runner.run_dir import abandoned, numerics
 from runner.run_dir.atomic_update import run_dir_of
@@ -142,17 +142,21 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
 
 
 def run_group(
-    folder: Path, num_processes: int, cwd: Path, target: str = attempt.TRAIN
+    folder: Path, num_processes: int, cwd: Path, target: str = attempt.TRAIN, *, save: bool = True
 ) -> attempt.Ended:
     """Run a job once in fresh processes, print the cause of a failure, and return how it ended.
 
-    The folder is as for `run_here`; for the rest see `attempt.ThisMachine`.
+    The folder is as for `run_here`; for the rest see `attempt.ThisMachine`. Workers that do not
+    `save` when a stop signal comes are ended by it; the exit code is then 128 and its number.
     """
     run_dir, machine = run_dir_of(folder), attempt.ThisMachine(num_processes, cwd, target)
+    stops = StopSignals(save=save)
     try:
-        with StopSignals().installed() as stops:
+        with stops.installed():
             ended = machine.attempt(folder, stops)
     except KeyboardInterrupt:
         ended = attempt.Ended(INTERRUPTED)
+    except Terminated:
+        ended = attempt.Ended(OF_SIGNAL + stops.received[0])
     attempt.report(ended, run_dir, num_processes)
     return ended

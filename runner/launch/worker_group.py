@@ -211,15 +211,22 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+class Terminated(BaseException):
+    """A stop signal came, and there is no state to save: the workers are ended."""
+
+
 class StopSignals:
     """Hands stop signals on to the present workers, and to those yet to start.
+
+    Workers that do not save are ended instead: the first signal raises `Terminated`.
 
     Attributes:
         received: the stop signals so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, save: bool = True) -> None:
         self.received: list[int] = []
+        self._save = save
         self._group: WorkerGroup | None = None
 
     @contextlib.contextmanager
@@ -239,7 +246,10 @@ class StopSignals:
     def take(self, number: int, frame: FrameType | None = None) -> None:
         """Take a stop signal: of this process, or one that another node has got."""
         self.received.append(number)
-        if self._group is not None:
+        if not self._save:
+            if len(self.received) == 1:  # coreutils' `timeout` sends two
+                raise Terminated
+        elif self._group is not None:
             self._group.forward(number)
 
     @contextlib.contextmanager

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from runner import cli
 from runner.cli import evaluate_predict
 from runner.run_dir import evaluations
+from tests.helpers import ROOT, python
 from tests.runner.runs import make_run
 from tests.runner.written_runs import write_run
 
@@ -100,6 +104,53 @@ def test_two_processes_predict_what_one_does(
     assert [row["index"] for row in second] == list(range(360))
 
 
+HANGING = """
+import os, time
+from runner.builtin.digits import digits
+
+class Hanging:
+    def __init__(self, data):
+        self.data = data
+    def __len__(self):
+        return len(self.data)
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1" and index > 100:
+            time.sleep(300)
+        return self.data[index]
+
+def data(**options):
+    found = digits(augment=False)
+    return type(found)(found.train, found.validation, Hanging(found.test))
+"""
+
+
+@pytest.mark.slow  # it starts two processes, and waits for the time limit
+def test_a_rank_that_hangs_in_an_evaluation_is_named(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING)
+    own = ["data.name=null", "+data._target_=hanging.data", "trainer.hang_timeout=3"]
+    own += ["--import", "hanging"]
+    command = python("-m", "runner", "eval", str(runs[0]), *own, "--processes", "2")
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            lines = iter(process.stdout.readline, "")
+            named = next((line for line in lines if "hangs" in line and "evaluation" in line), "")
+            assert "rank 1 hangs: no progress for 3 s in evaluation (test), at" in named
+            assert "hanging.py:11 in __getitem__" in named
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
 def test_several_runs_are_a_table_and_one_that_fails_leaves_the_others(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,11 +184,11 @@ def test_the_row_has_the_reason_why_processes_failed(
     from runner.run_dir.outcomes import Outcome
 
     cause = Outcome(0, 1.0, 2, "a: its weights do not fit. Leave it out.\nmore")
-    monkeypatch.setattr(launcher, "run_group", lambda *given: Ended(2, cause))
+    monkeypatch.setattr(launcher, "run_group", lambda *given, **options: Ended(2, cause))
     both = [str(write_run(tmp_path / name)) for name in "ab"]
     assert cli.main(["eval", *both, "--processes", "2"]) == 2
     assert capsys.readouterr().out.count("failed: a: its weights do not fit. Leave it out.") == 2
-    monkeypatch.setattr(launcher, "run_group", lambda *given: Ended(130))
+    monkeypatch.setattr(launcher, "run_group", lambda *given, **options: Ended(130))
     assert cli.main(["eval", *both, "--processes", "2"]) == 130
     assert capsys.readouterr().out == ""
 

@@ -271,7 +271,7 @@ def test_a_stream_is_predicted_row_by_row_and_counted(
 
 
 def written(tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(session, "_session", lambda request: contextlib.nullcontext())
+    monkeypatch.setattr(session, "_session", lambda request, worker: contextlib.nullcontext())
     monkeypatch.setattr(session, "_predictions", lambda session: iter([{"label": 3}]))
     return session.write_predictions(session.Request(tmp_path, output=output))
 

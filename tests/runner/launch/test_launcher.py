@@ -23,7 +23,9 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from runner.launch import launcher
 run_dir = Path(sys.argv[1])
-sys.exit(launcher.run_group(run_dir, 2, run_dir, f"tests.runner.jobs:{sys.argv[2]}").code)
+target = f"tests.runner.jobs:{sys.argv[2]}"
+save = sys.argv[3:] != ["unsaved"]
+sys.exit(launcher.run_group(run_dir, 2, run_dir, target, save=save).code)
 """
 
 
@@ -51,10 +53,10 @@ def none_left(run_dir: Path, within: float = 30.0) -> bool:
 class Parent:
     """A process that launches a job, as a person would."""
 
-    def __init__(self, run_dir: Path, job: str) -> None:
+    def __init__(self, run_dir: Path, job: str, *more: str) -> None:
         self.run_dir = run_dir
         self.process = subprocess.Popen(
-            python("-c", PARENT, str(run_dir), job),
+            python("-c", PARENT, str(run_dir), job, *more),
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -62,11 +64,12 @@ class Parent:
             text=True,
         )
 
-    def signal(self, number: int) -> tuple[int, str, float]:
+    def signal(self, number: int, times: int = 1) -> tuple[int, str, float]:
         """Send a signal when all workers are up; return exit code, output and seconds taken."""
         pids(self.run_dir)
         began = time.monotonic()
-        self.process.send_signal(number)
+        for _ in range(times):
+            self.process.send_signal(number)
         output, _ = self.process.communicate(timeout=300)
         return self.process.returncode, output, time.monotonic() - began
 
@@ -145,6 +148,17 @@ def test_a_mistake_found_by_workers_is_told_once(
     assert group(tmp_path, "refuse") == 2
     printed = capfd.readouterr().err
     assert printed == "model.width=0: it is at least 1. Set model.width=1.\n"
+
+
+def test_workers_without_a_state_to_save_end_with_the_signal(
+    tmp_path: Path, parents: list[Parent]
+) -> None:
+    """An evaluation under coreutils' `timeout`, which sends SIGTERM twice, went on for good."""
+    parents.append(Parent(tmp_path, "wait_for_signal", "unsaved"))
+    code, output, _ = parents[0].signal(signal.SIGTERM, times=2)
+    assert (code, output) == (128 + signal.SIGTERM, "")
+    assert none_left(tmp_path)
+    assert not list(tmp_path.glob("saved_*"))
 
 
 @pytest.mark.parametrize(
