@@ -357,16 +357,25 @@ def for_inference(recipe: Recipe, request: Request) -> Recipe:
 
 
 def _same_batches(recipe: Recipe, number: int) -> Trainer:
-    """Return the trainer with batches by which several processes measure what one would."""
+    """Return the trainer with batches by which several processes measure what one would.
+
+    Its training batch divides by any number of processes: nothing is trained.
+    """
     size = plan_batches(recipe.trainer, 1, None).eval_batch
-    if recipe.trainer.limit_eval_batches is None:
-        return replace(recipe.trainer, eval_batch_size=size)
+    trainer = replace(
+        recipe.trainer,
+        global_batch_size=size * number,
+        micro_batch_size=None,
+        accumulation=replace(recipe.trainer.accumulation, num_steps=None),
+    )
+    if trainer.limit_eval_batches is None:
+        return replace(trainer, eval_batch_size=size)
     if size % number:
         value = f"trainer.limit_eval_batches={recipe.trainer.limit_eval_batches}"
         rule = f"it counts batches of {size} samples, which {number} processes cannot share evenly"
         remedy = "Give trainer.limit_eval_batches=null, or another number of --processes."
         raise ConfigError.of(f"{value} with --processes {number}", rule, remedy)
-    return replace(recipe.trainer, eval_batch_size=size // number)
+    return replace(trainer, eval_batch_size=size // number)
 
 
 @contextlib.contextmanager

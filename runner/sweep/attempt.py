@@ -117,23 +117,40 @@ def record_refusal(folder: Path, number: int, overrides: Sequence[str], code: in
 
 
 def recorded_death(
-    folder: Path, number: int, overrides: Sequence[str], code: int, reason: str | None = None
+    folder: Path,
+    number: int,
+    overrides: Sequence[str],
+    code: int,
+    reason: str | None = None,
+    ordered: float | None = None,
 ) -> None:
     """Record the end of a job whose process died without a word, unless it is trained again.
 
-    `reason` tells how it died, where that is known.
+    Args:
+        folder: of the sweep.
+        number: of the job.
+        overrides: of the job.
+        code: its exit code.
+        reason: how it died; None: that is not known.
+        ordered: when its process was ordered, seconds since the epoch: one that died before it had
+            recorded its start has failed, too; None: that is not known.
     """
     run_dir, journal = folder / f"{number:04}", Journal(folder)
     try:
         run_dir.mkdir(exist_ok=True)
         with lock.held(run_dir):
             state = journal.state(number)
-            if state.is_complete or state.ended or not state.attempt:
+            if state.is_complete:
                 return
+            begun = "" if state.ended else state.attempt
+            if not begun:
+                if ordered is None or float(str(state.ended.get("time", 0.0))) >= ordered:
+                    return
+                begun = journal.started(number, overrides)
             summary = summary_of(run_dir)
             done = is_finished(summary)
             values = _values(summary, run_dir) if done else {"reason": reason} if reason else {}
-            journal.ended(number, state.attempt, overrides, DONE if done else code, **values)
+            journal.ended(number, begun, overrides, DONE if done else code, **values)
     except lock.HeldError:  # it is trained again
         return
     except (ConfigError, OSError) as error:  # the next command finds out from the run directory

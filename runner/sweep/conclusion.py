@@ -24,6 +24,7 @@ def nothing_left(sweep: Sweep, config_name: str, states: Mapping[int, JobState])
     code = _written(sweep, found, ())
     table.show(found, config_name, Console(highlight=False))
     code_changes.say(states)
+    code = max(code, _without_a_number(found))
     print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
     return code
 
@@ -70,12 +71,24 @@ def conclude(
     mine = sorted({*numbers, *begun, *others})
     written = _written(sweep, found, begun)
     table.show(found, config_name, Console(highlight=False))
+    written = max(written, _without_a_number(found))
     codes = [_code_of(states.get(number, JobState())) for number in mine]
     failed = [number for number in mine if states.get(number, JobState()).status not in _GOOD]
     if failed:
         names = ", ".join(f"{number:04}" for number in failed)
         print(f"{len(failed)} of {len(found.rows)} jobs failed: {names}", file=sys.stderr)
     return max([*codes, *([written] if written != DONE else [])], default=None)
+
+
+def _without_a_number(found: Results) -> int:
+    """Say which finished jobs have an objective that is NaN or infinite, and return the code."""
+    rows = [row.job for row in found.rows if row.state.status == FINISHED and row.is_no_number]
+    if not rows:
+        return DONE
+    names = ", ".join(f"{job:04}" for job in sorted(rows))
+    told = "their objectives are no finite numbers, and the same command does not train them again"
+    print(f"{len(rows)} of {len(found.rows)} jobs finished, but {told}: {names}", file=sys.stderr)
+    return FAILED
 
 
 def _is_new(state: JobState, before: JobState | None) -> bool:

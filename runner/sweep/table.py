@@ -50,6 +50,13 @@ class Row:
         value = self.state.ended.get(name)
         return "" if value is None else value
 
+    @property
+    def is_no_number(self) -> bool:
+        """Whether the job has an objective, or one of several, that is NaN or infinite."""
+        found = self.state.objective
+        values = found if isinstance(found, list) else [] if found is None else [found]
+        return not all(map(math.isfinite, values))
+
 
 @dataclass(frozen=True)
 class Results:
@@ -133,7 +140,7 @@ def _swept(rows: Sequence[Row]) -> list[str]:
 def _rank(objective: Objective, mode: str) -> tuple[int, float]:
     if not isinstance(objective, float):
         return (1 if isinstance(objective, list) else 3), 0.0
-    if math.isnan(objective):
+    if not math.isfinite(objective):
         return 2, 0.0
     return 0, -objective if mode == "max" else objective
 

@@ -22,9 +22,11 @@ from runner.build import parts
 from runner.builtin.digits import digits
 from runner.cli import dispatch
 from runner.config import keys
+from runner.config.batch_plan import plan_batches
 from runner.config.schema import Recipe
 from runner.data.datasets import Data
 from runner.inference import session
+from runner.run_dir.job import Job
 from runner.training.step import SupervisedStep
 from tests.runner.loops import Points, Stream
 from tests.runner.runs import make_run
@@ -159,6 +161,15 @@ def test_batches_are_joined_as_the_data_say(run_dir: Path, monkeypatch: pytest.M
     monkeypatch.setattr(parts, "build_data", lambda recipe: replace(data, collate_fn=collate))
     session.measure(session.Request(run_dir, splits=("test",)))
     assert sum(sizes) >= NUM_TEST
+
+
+def test_any_number_of_processes_measures(tmp_path: Path) -> None:
+    """Three were refused by the batch of training, 16, which nothing is trained with."""
+    run_dir = make_run(tmp_path, "trainer.global_batch_size=16", "trainer.micro_batch_size=8")
+    _, recipe = Job.load(run_dir)
+    found = session.for_inference(recipe, session.Request(run_dir, num_processes=3))
+    plan = plan_batches(found.trainer, 3, None)
+    assert plan.eval_batch == 16
 
 
 def test_a_run_of_several_processes_is_used_in_one(tmp_path: Path) -> None:

@@ -56,6 +56,19 @@ def test_results_that_cannot_be_written_hide_no_table_and_no_failures(
     assert "Traceback" not in shown.err
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_objective_that_is_no_number_is_no_success(
+    value: float, server: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.objectives = {0: value, 1: 0.5}
+    for _ in range(2):  # the second time nothing is left to do
+        assert cli.main(LINE) == 1
+        shown = capsys.readouterr()
+        assert "best: job 0001" in shown.out
+        assert "1 of 2 jobs finished, but their objectives are no finite numbers" in shown.err
+        assert shown.err.rstrip().endswith(": 0000")
+
+
 @pytest.mark.slow
 def test_what_is_not_written_yet_is_written_by_the_same_command_again(
     server: StandIn,
