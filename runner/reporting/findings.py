@@ -169,16 +169,16 @@ def counted_statuses(runs: Sequence[RunRecord]) -> str:
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'}: {', '.join(parts)}"
 
 
-def spread(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
-    """Return mean and standard deviation (0 of one) of the objective over seeds; None: none is.
+def spread(runs: Sequence[RunRecord]) -> tuple[float, float | None] | None:
+    """Return mean and standard deviation of the objective over seeds; None: no run has one.
 
-    Which runs count: `curves.once_per_seed`.
+    A single seed has no deviation: None. Which runs count: `curves.once_per_seed`.
     """
     judged = (run.objective for run in curves.once_per_seed(runs) if is_judged(run))
     values = [objective.value for objective in judged if objective is not None]
     if not values:
         return None
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def throughput(run: RunRecord) -> float | None:

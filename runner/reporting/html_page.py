@@ -190,9 +190,8 @@ def _groups(found: Findings) -> Iterable[str]:
         return
     rows = []
     for group in found.groups:
-        both = spread(group.runs)
-        mean, deviation = both if both is not None else (math.nan, math.nan)
-        values = [group.label, len(group.runs), group.num_seeds, mean, deviation]
+        measured = spread(group.runs) or (None, None)
+        values = [group.label, len(group.runs), group.num_seeds, *measured]
         rows.append([_cell(value) for value in values])
     yield "<h2>Groups of seeds</h2>"
     yield _table(["group", "runs", "seeds", "mean objective", "standard deviation"], rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -68,11 +70,17 @@ def _curves(metric: str, found: Findings, console: Console) -> None:
 def _groups(found: Findings, console: Console) -> None:
     table = _table("groups of seeds", "group", "runs", "seeds", "objective")
     for group in found.groups[:MOST_ROWS]:
-        both = spread(group.runs)
-        value = "" if both is None else f"{number(both[0])} ± {number(both[1])}"
-        table.add_row(Text(group.label), str(len(group.runs)), str(group.num_seeds), value)
+        row = [Text(group.label), str(len(group.runs)), str(group.num_seeds)]
+        table.add_row(*row, _mean_and_deviation(group.runs))
     console.print(table)
     console.print(Text(SEEDS_NOTE, style="dim"))
+
+
+def _mean_and_deviation(runs: Sequence[RunRecord]) -> str:
+    mean, deviation = spread(runs) or (None, None)
+    if mean is None:
+        return ""
+    return number(mean) if deviation is None else f"{number(mean)} ± {number(deviation)}"
 
 
 def _importance(found: Findings, console: Console) -> None:

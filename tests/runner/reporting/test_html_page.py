@@ -77,6 +77,15 @@ def test_fifty_runs_fit_into_two_megabytes(tmp_path: Path) -> None:
     assert len(text.encode()) < 2_000_000
 
 
+def test_a_group_of_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    for number, (width, seed) in enumerate(((16, 0), (16, 1), (32, 0))):
+        values = {"model.width": width, "seed": seed}
+        write_run(tmp_path / f"{number}", values, best=0.2 + number / 10)
+    text, _ = page(tmp_path)
+    (row,) = re.findall(r"<tr><td>model\.width=32</td>.*", text)
+    assert '>0.4000</td><td class="number" data-value=""></td></tr>' in row
+
+
 def test_runs_without_anything_make_a_page(tmp_path: Path) -> None:
     (tmp_path / "20260101-120000-aaaa").mkdir()
     write_run(tmp_path / "b", summary=False, best=None)
