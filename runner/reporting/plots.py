@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import MissingPackageError
+from runner.reporting import swept_keys
 from runner.reporting.curves import Band
 from runner.reporting.run_table import cell
 from runner.run_dir.record import MISSING, RunRecord
@@ -28,6 +29,8 @@ COLOURS = (
 )
 _ROUNDED = re.compile(r"(\.\d\d)\d+")  # hundredths of a point
 MOST_COLOURED = len(COLOURS)  # groups, the best; the others are drawn thin
+NO_VALUE = "—"  # of a run that lacks a key
+GAP = 0.2  # between the values of a key and the place of runs that lack it, as a share of the range
 LOG_RATIO = 30.0  # between the largest and the smallest value, from which on an axis is logarithmic
 
 
@@ -163,16 +166,16 @@ def objective_by_key(key: str, runs: Sequence[RunRecord]) -> Picture:
     def draw(figure: Figure) -> None:
         first = next(run.objective for run in runs if run.objective is not None)
         axes = figure.add_subplot(xlabel=key, ylabel=first.metric)
-        places = _Places([run.value(key) for run in runs])
+        places = _Places([swept_keys.value(run, key) for run in runs])
         points = [
-            (places.of(run.value(key)), run.objective.value)
+            (places.of(swept_keys.value(run, key)), run.objective.value)
             for run in runs
             if run.objective is not None
         ]
         axes.scatter(*zip(*points, strict=True), color=COLOURS[0], s=26, alpha=0.75, linewidths=0)
         means: dict[float, list[float]] = {}
         for place, value in points:
-            if math.isfinite(value):
+            if math.isfinite(value) and place != places.missing:
                 means.setdefault(place, []).append(value)
         if len(means) > 1:
             at = sorted(means)
@@ -183,40 +186,77 @@ def objective_by_key(key: str, runs: Sequence[RunRecord]) -> Picture:
 
 
 class _Places:
-    """Where the values of a key lie on an axis: numbers at themselves, words one after another."""
+    """Where the values of a key lie on an axis: numbers at themselves, words one after another.
+
+    Runs that lack the key are at `missing`, before the others; None: none of them does.
+    """
 
     def __init__(self, values: Sequence[Any]) -> None:
         numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
         self.words = sorted({cell(value) for value in values if value is not MISSING})
-        self.numeric = len(numbers) == len([v for v in values if v is not MISSING])
+        self.numeric = 0 < len(numbers) == len([v for v in values if v is not MISSING])
         positive = self.numeric and bool(numbers) and min(numbers) > 0
         self.log = positive and max(numbers) / min(numbers) >= LOG_RATIO
         self.low = min(numbers, default=0.0)
         self.high = max(numbers, default=1.0)
+        if not self.numeric:
+            self.low, self.high = 0.0, max(0.0, len(self.words) - 1.0)
+        self.missing = self._below() if any(value is MISSING for value in values) else None
+
+    def _below(self) -> float:
+        if not self.numeric:
+            return -1.0
+        if self.log:
+            return float(self.low * (self.low / self.high) ** GAP)
+        return float(self.low - (GAP * (self.high - self.low) or abs(self.low) or 1.0))
 
     def of(self, value: Any) -> float:
-        """Return the place of a value; NaN where a run lacks the key."""
+        """Return the place of a value."""
         if value is MISSING:
-            return math.nan
+            assert self.missing is not None
+            return self.missing
         return float(value) if self.numeric else float(self.words.index(cell(value)))
 
     def share(self, value: Any) -> float:
         """Return the place of a value from 0 to 1."""
-        place, low, high = self.of(value), self.low, self.high
-        if not self.numeric:
-            low, high = 0.0, float(len(self.words) - 1)
+        place, high = self.of(value), self.high
+        low = self.low if self.missing is None else self.missing
         if self.log:
             place, low, high = math.log(place), math.log(low), math.log(high)
         return 0.5 if high == low else (place - low) / (high - low)
 
-    def label(self, axes: Axes) -> None:
-        """Name the words on the horizontal axis, or make it logarithmic."""
+    @property
+    def marks(self) -> dict[float, str]:
+        """What to write beside an upright axis, by the place from 0 to 1."""
+        known: list[Any] = [self.low, self.high] if self.numeric else []
+        marks = {self.share(value): f"{value:g}" for value in known}
         if not self.numeric:
+            marks = {self.share(word): word[:18] for word in self.words}
+        return marks if self.missing is None else {self.share(MISSING): NO_VALUE, **marks}
+
+    def label(self, axes: Axes) -> None:
+        """Name the words, and the place of runs without, on the horizontal axis; or scale it."""
+        if self.log:
+            axes.set_xscale("log")
+        elif not self.numeric:
             shown = [word[:24] for word in self.words]
             turned = 30 if sum(map(len, shown)) > 40 else 0
             axes.set_xticks(range(len(shown)), map(_plain, shown), rotation=turned)
-        elif self.log:
-            axes.set_xscale("log")
+        if self.missing is None:
+            return
+        if self.numeric:
+            ticks = axes.xaxis.get_major_locator().tick_values(self.low, self.high)
+            inside = [float(tick) for tick in ticks if self.low <= tick <= self.high]
+            inside = inside or [self.low]
+            axes.set_xticks(inside, [f"{tick:g}" for tick in inside])
+            axes.axvline(
+                math.sqrt(self.missing * self.low) if self.log else (self.missing + self.low) / 2,
+                color=INK,
+                alpha=0.3,
+                linestyle=":",
+            )
+        ticks, labels = list(axes.get_xticks()), [one.get_text() for one in axes.get_xticklabels()]
+        axes.set_xticks([self.missing, *ticks], [NO_VALUE, *labels])
 
 
 def parallel_coordinates(keys: Sequence[str], runs: Sequence[RunRecord]) -> Picture:
@@ -229,12 +269,12 @@ def parallel_coordinates(keys: Sequence[str], runs: Sequence[RunRecord]) -> Pict
         axes = figure.add_subplot()
         first = judged[0].objective
         assert first is not None
-        columns = [(key, _Places([run.value(key) for run in judged])) for key in keys]
+        columns = [(key, _Places([swept_keys.value(run, key) for run in judged])) for key in keys]
         goals = _Places([run.objective.value for run in judged if run.objective])
         best_first = sorted(judged, key=_quality, reverse=True)
         for rank, run in enumerate(reversed(best_first)):
             assert run.objective is not None
-            heights = [places.share(run.value(key)) for key, places in columns]
+            heights = [places.share(swept_keys.value(run, key)) for key, places in columns]
             heights.append(goals.share(run.objective.value))
             share = rank / (len(judged) - 1) if len(judged) > 1 else 1.0
             colour = colormaps["plasma"](0.15 + 0.6 * share)  # from violet to orange
@@ -261,12 +301,7 @@ def _quality(run: RunRecord) -> float:
 
 def _axis(axes: Axes, at: int, places: _Places) -> None:
     axes.axvline(at, color=INK, alpha=0.4, linewidth=0.8)
-    ends = [(0.0, f"{places.low:g}"), (1.0, f"{places.high:g}")]
-    if not places.numeric:
-        last = max(1, len(places.words) - 1)
-        ends = [(number / last, word[:18]) for number, word in enumerate(places.words)]
-        ends = ends if len(ends) > 1 else [(0.5, ends[0][1])]
-    for height, text in ends:
+    for height, text in places.marks.items():
         beyond = -0.04 if height == 0.0 else 0.04 if height == 1.0 else 0.0
         side = {0.0: "center", -0.04: "top", 0.04: "bottom"}[beyond]
         where = {"ha": "center" if beyond else "left", "va": side, "fontsize": 7.5}

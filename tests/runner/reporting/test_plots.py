@@ -15,8 +15,9 @@ import pytest
 from accel.errors import MissingPackageError
 from runner.reporting import plots
 from runner.reporting.curves import Band
+from runner.run_dir import discovery
 from runner.run_dir.record import RunRecord
-from tests.runner.written_runs import write_run
+from tests.runner.written_runs import write_run, write_search
 
 PNG = b"\x89PNG"
 
@@ -65,6 +66,19 @@ def test_the_objective_against_a_key_of_any_kind(
     ]
     check(plots.objective_by_key(key, runs), text, "loss")
     check(plots.parallel_coordinates([key, "seed"], runs), key, "loss (objective)")
+
+
+def test_runs_that_lack_a_key_have_a_place_of_their_own(tmp_path: Path) -> None:
+    runs = discovery.find_runs([write_search(tmp_path)])
+    check(plots.objective_by_key("optimizer", runs), "adamw", "sgd")
+    check(plots.objective_by_key("optimizer.momentum", runs), plots.NO_VALUE, "0.2")
+    keys = ["optimizer", "optimizer.momentum", "optimizer.lr"]
+    picture = plots.parallel_coordinates(keys, runs)
+    check(picture, plots.NO_VALUE, "adamw", "sgd")
+    lines = re.findall(r'd="([^"]*)"[^>]*stroke-opacity: 0\.[4-9]', picture.svg)
+    runs_drawn = [line for line in lines if line.count("L") > 1]
+    assert [line.split().count("M") for line in runs_drawn] == [1] * len(runs)  # none is broken
+    assert {line.count("L") for line in runs_drawn} == {3}
 
 
 @pytest.mark.parametrize("num_runs", [1, 4])
