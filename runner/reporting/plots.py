@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,10 @@ _ROUNDED = re.compile(r"(\.\d\d)\d+")  # hundredths of a point
 MOST_COLOURED = len(COLOURS)  # groups, the best; the others are drawn thin
 NO_VALUE = "—"  # of a run that lacks a key
 GAP = 0.2  # between the values of a key and the place of runs that lack it, as a share of the range
+# Of a legend below axes that are 6.4 inches wide.
+LEGEND_SIZE = 7.5  # of its font, in points
+LINE_LENGTH, COLUMN_LENGTH = 88, 36  # characters of a line, alone or in one of two columns
+MOST_LINES, MOST_OF_VALUE = 2, 32  # lines of an entry, and characters of a value in it
 LOG_RATIO = 30.0  # between the largest and the smallest value, from which on an axis is logarithmic
 
 
@@ -120,33 +125,56 @@ def file_name(text: str) -> str:
 
 def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
     """Draw a metric over steps: a line for each group, the best first, a band over its seeds."""
+    best_bands = list(bands.items())[:MOST_COLOURED]
+    entries = [_legend_entry(label, found) for label, found in best_bands]
+    left_out = len(bands) - len(entries)
+    entries += [f"… and {left_out} more"] if left_out else []
+    lines = [line for entry in entries for line in entry.split("\n")]
+    columns = 2 if max(map(len, lines)) <= COLUMN_LENGTH and len(lines) > 1 else 1
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="step", ylabel=metric.partition("/")[2])
-        for number, (label, found) in reversed(list(enumerate(bands.items()))):
+        drawn = []
+        for number, found in reversed(list(enumerate(bands.values()))):
             best = number < MOST_COLOURED
             colour = COLOURS[number] if best else INK
             marker = "o" if len(found.steps) < 3 else None
             line = {"color": colour, "linewidth": 1.5 if best else 0.7, "marker": marker}
-            named = _label(label, found) if best else None
-            axes.plot(found.steps, found.mean, label=named, alpha=1.0 if best else 0.25, **line)
+            drawn += axes.plot(found.steps, found.mean, alpha=1.0 if best else 0.25, **line)
             if found.num_runs > 1 and best:
                 axes.fill_between(
                     found.steps, found.low, found.high, color=colour, alpha=0.18, linewidth=0
                 )
         _log_if_wide(axes, [v for found in bands.values() for v in found.mean])
-        lines, labels = axes.get_legend_handles_labels()
-        columns = 1 if max(map(len, labels)) > 55 else 2
-        figure.legend(
-            lines[::-1], labels[::-1], fontsize=7.5, loc="outside lower center", ncols=columns
+        handles = drawn[::-1][: len(entries)]
+        legend = figure.legend(
+            handles, entries, fontsize=LEGEND_SIZE, loc="outside lower center", ncols=columns
         )
+        share = legend.get_window_extent().width / figure.bbox.width
+        if share > 0.97:  # wide letters
+            for text in legend.get_texts():
+                text.set_fontsize(LEGEND_SIZE * 0.92 / share)
 
-    return _picture(f"curve-{file_name(metric)}", metric, draw, (6.4, 4.2))
+    height = 3.4 + 0.15 * math.ceil(len(lines) / columns)
+    return _picture(f"curve-{file_name(metric)}", metric, draw, (6.4, height))
 
 
-def _label(label: str, found: Band) -> str:
+def _legend_entry(label: str, found: Band) -> str:
+    """Return the name of a group in at most `MOST_LINES` lines that fit below the axes."""
     more = f" ({found.num_runs} seeds)" if found.num_runs > 1 else ""
-    return _plain(f"{label}{more}")
+    words = " ".join(_shortened(word) for word in label.split())
+    width = LINE_LENGTH - len(more)
+    lines = textwrap.wrap(words, width, max_lines=MOST_LINES, placeholder=" …")
+    return _plain("\n".join(lines) + more)
+
+
+def _shortened(word: str) -> str:
+    """Return ``key=value``, a long value without its middle."""
+    key, sign, value = word.rpartition("=")
+    if len(value) > MOST_OF_VALUE:
+        half = MOST_OF_VALUE // 2
+        value = f"{value[: half - 1]}…{value[-half:]}"
+    return f"{key}{sign}{value}"
 
 
 def _plain(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import colorsys
+import io
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -45,6 +46,28 @@ def test_learning_curves_name_the_best_groups_and_draw_the_others_thin() -> None
     check(picture, "step", "lr=0 _$x_<&>", "lr=7 _$x_<&> (2 seeds)")
     assert "lr=9" not in picture.svg
     assert picture.name == "curve-validation-loss"
+
+
+@pytest.mark.parametrize(
+    ("label", "kept"),
+    [
+        ("optimizer=adamw optimizer.lr=0.09{n} optimizer.weight_decay=0.05 data=moons", "lr=0.097"),
+        ("a.long.key=" + "x{n}" * 60 + "end b.c=[0.9, 0.999, 0.9999] " + "d=0.1 " * 40, "…"),
+        ("W" * 25 + ".WWWW=WWWWWWWWWW" * 5, "W"),
+        ("lr=0.{n}", "lr=0.7 (2 seeds)"),
+    ],
+)
+def test_a_legend_lies_within_the_picture(label: str, kept: str) -> None:
+    from matplotlib.image import imread
+
+    bands = {label.replace("{n}", str(n)): band(1 + n % 2, 60) for n in range(16)}
+    picture = plots.learning_curves("validation/loss", bands)
+    check(picture, kept)
+    pixels = imread(io.BytesIO(picture.png))[..., :3]
+    for edge in (pixels[:, :3], pixels[:, -3:], pixels[:3], pixels[-3:]):
+        assert (edge == 1.0).all()  # nothing is cut off
+    if len(bands) > plots.MOST_COLOURED:
+        check(picture, f"… and {len(bands) - plots.MOST_COLOURED} more")
 
 
 @pytest.mark.parametrize(
