@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from runner.config import resumed_recipe
-from runner.reporting.filters import leaves
+from runner.reporting import swept_keys
 from runner.run_dir.field_types import number
-from runner.run_dir.json_files import JsonObject, finite
-from runner.run_dir.record import CODE, FINISHED, MISSING, RunRecord
+from runner.run_dir.record import FINISHED, MISSING, RunRecord
 
 # Values of a record that are no metric.
 POSITION = ("step", "epoch", "samples", "split", "time")
 MOST_POINTS = 120  # of a curve that is drawn
-SEED = "seed"
-# Keys of a recipe that change nothing of what a run computes, and how fast it is, neither.
-NO_CAUSE = ("name", "output_dir", "tags", "resume", "run_dir", "tracker", "profile", "submit")
-# Of the other keys that `resume=auto` ignores, those that are worth a look on their own.
-SPEED = (("distributed", "num_processes"), ("dataloader",))
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 Array = npt.NDArray[np.float64]
@@ -128,47 +119,11 @@ def _at(curve: Curve, steps: Array) -> Array:
 # -- groups --------------------------------------------------------------------------------
 
 
-def swept_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the dotted keys in which the recipes of runs differ, the seed not among them.
-
-    Where the runs were made by different code, the key `CODE` is one of them.
-
-    Keys that only say where a run is computed do not count. How many processes and workers there
-    are counts where nothing else differs.
-    """
-    recipes = [_flat(run) for run in runs]
-    names = list(dict.fromkeys(key for recipe in recipes for key in recipe))
-    different = [
-        name for name in names if len({_hashed(r.get(name, MISSING)) for r in recipes}) > 1
-    ]
-    causes = [name for name in different if not _lies_in(name, resumed_recipe.ELSEWHERE)]
-    causes += [CODE] if len({run.code for run in runs}) > 1 else []
-    return causes or [name for name in different if _lies_in(name, SPEED)]
-
-
-def _lies_in(name: str, keys: Sequence[tuple[str, ...]]) -> bool:
-    parts = tuple(name.split("."))
-    return any(parts[: len(key)] == key for key in keys)
-
-
-def _flat(run: RunRecord) -> JsonObject:
-    found = {".".join(key): value for key, value in leaves(run.recipe)}
-    return {
-        key: value
-        for key, value in found.items()
-        if key != SEED and key.partition(".")[0] not in NO_CAUSE
-    }
-
-
-def _hashed(value: Any) -> str:
-    return "" if value is MISSING else json.dumps(finite(value), sort_keys=True, default=str)
-
-
 def group_by_seed(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]:
     """Return runs in groups that are equal but for the seed, in the order of the runs."""
     found: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in runs:
-        found.setdefault(tuple(_hashed(run.value(key)) for key in keys), []).append(run)
+        found.setdefault(tuple(swept_keys.as_text(run, key) for key in keys), []).append(run)
     return [Group(_label(members[0], keys), members) for members in found.values()]
 
 
@@ -181,16 +136,21 @@ def once_per_seed(runs: Sequence[RunRecord]) -> list[RunRecord]:
     found: dict[str, RunRecord] = {}
     counted = [run for run in runs if run.status == FINISHED] or runs
     for run in sorted(counted, key=lambda run: (run.started, str(run.path))):
-        seed = run.value(SEED)
-        found[str(run.path) if seed is MISSING else _hashed(seed)] = run
+        seed = run.value(swept_keys.SEED)
+        found[str(run.path) if seed is MISSING else swept_keys.as_text(run, swept_keys.SEED)] = run
     return [run for run in runs if any(run is one for one in found.values())]
 
 
 def _label(run: RunRecord, keys: Sequence[str]) -> str:
+    return settings(run, keys) or run.name
+
+
+def settings(run: RunRecord, keys: Sequence[str]) -> str:
+    """Return the values of a run, as "optimizer=sgd optimizer.lr=0.1"; those it lacks left out."""
     from runner.reporting.run_table import cell
 
-    parts = [f"{key}={cell(run.value(key))}" for key in keys if run.value(key) is not MISSING]
-    return " ".join(parts) or run.name
+    values = {key: swept_keys.value(run, key) for key in keys}
+    return " ".join(f"{key}={cell(one)}" for key, one in values.items() if one is not MISSING)
 
 
 def metric_names(curves: Iterable[Mapping[str, Curve]], objective: str | None) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from accel.errors import ConfigError
-from runner.reporting import console, curves
+from runner.reporting import console, curves, swept_keys
 from runner.reporting.curves import Band, Curve, Group
 from runner.reporting.importance import Importance, importance
 from runner.reporting.run_table import damage, newest_first
@@ -37,7 +37,7 @@ class Findings:
     Attributes:
         runs: the best first; behind them those that another metric judges, then those without an
             objective.
-        keys: in which their recipes or their code differ, the seed apart; at most `MOST_KEYS`.
+        keys: in which they differ, the seed apart, by `swept_keys`; at most `MOST_KEYS`.
         num_keys: how many such keys there are.
         groups: of runs that are equal but for the seed.
         curves: by directory of a run, its curves by ``<split>/<metric>``.
@@ -99,7 +99,7 @@ def find(runs: Sequence[RunRecord]) -> Findings:
     judge = judges.most_common(1)[0][0] if judges else None
     ordered = sorted(in_name_order(newest), key=lambda run: _rank(run, judge))
     readable = [run for run in ordered if run.status != records.BROKEN]
-    every = curves.swept_keys([run for run in readable if run.has_recipe])
+    every = swept_keys.find([run for run in readable if run.has_recipe])
     keys = every[:MOST_KEYS]
     groups = curves.group_by_seed(readable, every)
     read = {str(run.path): curves.read_curves(run) for run in readable}
@@ -110,7 +110,8 @@ def find(runs: Sequence[RunRecord]) -> Findings:
         if name.partition("/")[2] not in NO_CURVE
     ]
     counted = [run for group in groups for run in curves.once_per_seed(group.runs)]
-    found = importance(_judged(in_name_order(counted), judge), keys)
+    compared = _judged(in_name_order(counted), judge)
+    found = importance(compared, swept_keys.vary(keys, compared))
     shown = names[:MOST_METRICS]
     searched = tuple(_searched_by(newest, judge))
     return Findings(ordered, keys, len(every), groups, read, shown, found, judge, searched)
@@ -169,16 +170,16 @@ def counted_statuses(runs: Sequence[RunRecord]) -> str:
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'}: {', '.join(parts)}"
 
 
-def spread(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
-    """Return mean and standard deviation (0 of one) of the objective over seeds; None: none is.
+def spread(runs: Sequence[RunRecord]) -> tuple[float, float | None] | None:
+    """Return mean and standard deviation of the objective over seeds; None: no run has one.
 
-    Which runs count: `curves.once_per_seed`.
+    A single seed has no deviation: None. Which runs count: `curves.once_per_seed`.
     """
     judged = (run.objective for run in curves.once_per_seed(runs) if is_judged(run))
     values = [objective.value for objective in judged if objective is not None]
     if not values:
         return None
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def throughput(run: RunRecord) -> float | None:

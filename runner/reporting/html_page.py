@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from runner.config.format_counts import size
-from runner.reporting import plots
+from runner.reporting import curves, plots, swept_keys
 from runner.reporting.compare_runs import short_names
 from runner.reporting.console import clock, number
 from runner.reporting.findings import (
@@ -92,9 +92,9 @@ def pictures(found: Findings) -> dict[str, list[Picture]]:
         "Objective": [],
         "Timing and memory": _cost(found),
     }
-    if judged and found.keys:
-        sections["Objective"] = [plots.objective_by_key(key, judged) for key in found.keys]
-        sections["Objective"].append(plots.parallel_coordinates(found.keys, judged))
+    if keys := swept_keys.vary(found.keys, judged):
+        sections["Objective"] = [plots.objective_by_key(key, judged) for key in keys]
+        sections["Objective"].append(plots.parallel_coordinates(keys, judged))
     if found.importance.shares:
         title = "importance of keys"
         share = plots.bars("importance", title, found.importance.shares, "share of the importance")
@@ -148,7 +148,7 @@ def _best(found: Findings) -> Iterable[str]:
     best = found.judged[0]
     assert best.objective is not None
     value = f"{best.objective.metric} {number(best.objective.value)}"
-    settings = " ".join(f"{key}={cell(best.value(key))}" for key in found.keys)
+    settings = curves.settings(best, found.keys)
     yield f"<p>Best: <strong>{_text(value)}</strong> {_text(settings)}</p>"
     command = f"runner again {shlex.quote(relative(best.path))}"
     yield f'<p class="quiet">Again: <code>{_text(command)}</code></p>'
@@ -190,9 +190,8 @@ def _groups(found: Findings) -> Iterable[str]:
         return
     rows = []
     for group in found.groups:
-        both = spread(group.runs)
-        mean, deviation = both if both is not None else (math.nan, math.nan)
-        values = [group.label, len(group.runs), group.num_seeds, mean, deviation]
+        measured = spread(group.runs) or (None, None)
+        values = [group.label, len(group.runs), group.num_seeds, *measured]
         rows.append([_cell(value) for value in values])
     yield "<h2>Groups of seeds</h2>"
     yield _table(["group", "runs", "seeds", "mean objective", "standard deviation"], rows)
@@ -231,7 +230,7 @@ def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Findings) 
         f'<td title="{_text(str(run.path))}">{_text(name)}'
         + (f'<br><span class="quiet">{_text(reason)}</span></td>' if reason else "</td>"),
         status,
-        *(_cell(run.value(key)) for key in keys),
+        *(_cell(swept_keys.value(run, key)) for key in keys),
         _cell(run.step),
         _cell(objective, lambda _: shown_objective(run, found.judged_by)),
         _cell(None if run.seconds is None else round(run.seconds, 1), clock),

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runner.run_dir.record import RunRecord
+from runner.reporting import swept_keys
+from runner.run_dir.record import MISSING, RunRecord
 
 LEAST_RUNS = 8
 NUM_TREES, NUM_REPEATS = 200, 20
@@ -42,7 +43,8 @@ def importance(runs: Sequence[RunRecord], keys: Sequence[str]) -> Importance:
     from sklearn.ensemble import RandomForestRegressor
     from sklearn.inspection import permutation_importance
 
-    features = np.column_stack([_column([run.value(key) for run, _ in judged]) for key in keys])
+    values = [[swept_keys.value(run, key) for run, _ in judged] for key in keys]
+    features = np.column_stack([_column(column) for column in values])
     target = np.array([value for _, value in judged])
     if float(np.ptp(target)) == 0.0:
         return Importance({}, reason="all runs have the same objective")
@@ -55,9 +57,14 @@ def importance(runs: Sequence[RunRecord], keys: Sequence[str]) -> Importance:
 
 
 def _column(values: Sequence[Any]) -> npt.NDArray[np.float64]:
-    """Return a key's values as numbers; of words, their places in the sorted list of them."""
-    numeric = [v for v in values if isinstance(v, int | float)]
-    if len(numeric) == len(values):
-        return np.array(values, dtype=float)
-    words = sorted({str(value) for value in values})
-    return np.array([words.index(str(value)) for value in values], dtype=float)
+    """Return a key's values as numbers; of words, their places in the sorted list of them.
+
+    A run that lacks the key has a place of its own, below the others.
+    """
+    known = [value for value in values if value is not MISSING]
+    if known and all(isinstance(value, int | float) for value in known):
+        below = 2 * min(known) - max(known) - 1.0
+        return np.array([below if value is MISSING else value for value in values], dtype=float)
+    words = sorted({str(value) for value in known})
+    places = [-1 if value is MISSING else words.index(str(value)) for value in values]
+    return np.array(places, dtype=float)

@@ -6,11 +6,13 @@ import contextlib
 import io
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import MissingPackageError
+from runner.reporting import swept_keys
 from runner.reporting.curves import Band
 from runner.reporting.run_table import cell
 from runner.run_dir.record import MISSING, RunRecord
@@ -28,6 +30,12 @@ COLOURS = (
 )
 _ROUNDED = re.compile(r"(\.\d\d)\d+")  # hundredths of a point
 MOST_COLOURED = len(COLOURS)  # groups, the best; the others are drawn thin
+NO_VALUE = "—"  # of a run that lacks a key
+GAP = 0.2  # between the values of a key and the place of runs that lack it, as a share of the range
+# Of a legend below axes that are 6.4 inches wide.
+LEGEND_SIZE = 7.5  # of its font, in points
+LINE_LENGTH, COLUMN_LENGTH = 88, 36  # characters of a line, alone or in one of two columns
+MOST_LINES, MOST_OF_VALUE = 2, 32  # lines of an entry, and characters of a value in it
 LOG_RATIO = 30.0  # between the largest and the smallest value, from which on an axis is logarithmic
 
 
@@ -117,33 +125,56 @@ def file_name(text: str) -> str:
 
 def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
     """Draw a metric over steps: a line for each group, the best first, a band over its seeds."""
+    best_bands = list(bands.items())[:MOST_COLOURED]
+    entries = [_legend_entry(label, found) for label, found in best_bands]
+    left_out = len(bands) - len(entries)
+    entries += [f"… and {left_out} more"] if left_out else []
+    lines = [line for entry in entries for line in entry.split("\n")]
+    columns = 2 if max(map(len, lines)) <= COLUMN_LENGTH and len(lines) > 1 else 1
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot(xlabel="step", ylabel=metric.partition("/")[2])
-        for number, (label, found) in reversed(list(enumerate(bands.items()))):
+        drawn = []
+        for number, found in reversed(list(enumerate(bands.values()))):
             best = number < MOST_COLOURED
             colour = COLOURS[number] if best else INK
             marker = "o" if len(found.steps) < 3 else None
             line = {"color": colour, "linewidth": 1.5 if best else 0.7, "marker": marker}
-            named = _label(label, found) if best else None
-            axes.plot(found.steps, found.mean, label=named, alpha=1.0 if best else 0.25, **line)
+            drawn += axes.plot(found.steps, found.mean, alpha=1.0 if best else 0.25, **line)
             if found.num_runs > 1 and best:
                 axes.fill_between(
                     found.steps, found.low, found.high, color=colour, alpha=0.18, linewidth=0
                 )
         _log_if_wide(axes, [v for found in bands.values() for v in found.mean])
-        lines, labels = axes.get_legend_handles_labels()
-        columns = 1 if max(map(len, labels)) > 55 else 2
-        figure.legend(
-            lines[::-1], labels[::-1], fontsize=7.5, loc="outside lower center", ncols=columns
+        handles = drawn[::-1][: len(entries)]
+        legend = figure.legend(
+            handles, entries, fontsize=LEGEND_SIZE, loc="outside lower center", ncols=columns
         )
+        share = legend.get_window_extent().width / figure.bbox.width
+        if share > 0.97:  # wide letters
+            for text in legend.get_texts():
+                text.set_fontsize(LEGEND_SIZE * 0.92 / share)
 
-    return _picture(f"curve-{file_name(metric)}", metric, draw, (6.4, 4.2))
+    height = 3.4 + 0.15 * math.ceil(len(lines) / columns)
+    return _picture(f"curve-{file_name(metric)}", metric, draw, (6.4, height))
 
 
-def _label(label: str, found: Band) -> str:
+def _legend_entry(label: str, found: Band) -> str:
+    """Return the name of a group in at most `MOST_LINES` lines that fit below the axes."""
     more = f" ({found.num_runs} seeds)" if found.num_runs > 1 else ""
-    return _plain(f"{label}{more}")
+    words = " ".join(_shortened(word) for word in label.split())
+    width = LINE_LENGTH - len(more)
+    lines = textwrap.wrap(words, width, max_lines=MOST_LINES, placeholder=" …")
+    return _plain("\n".join(lines) + more)
+
+
+def _shortened(word: str) -> str:
+    """Return ``key=value``, a long value without its middle."""
+    key, sign, value = word.rpartition("=")
+    if len(value) > MOST_OF_VALUE:
+        half = MOST_OF_VALUE // 2
+        value = f"{value[: half - 1]}…{value[-half:]}"
+    return f"{key}{sign}{value}"
 
 
 def _plain(text: str) -> str:
@@ -163,16 +194,16 @@ def objective_by_key(key: str, runs: Sequence[RunRecord]) -> Picture:
     def draw(figure: Figure) -> None:
         first = next(run.objective for run in runs if run.objective is not None)
         axes = figure.add_subplot(xlabel=key, ylabel=first.metric)
-        places = _Places([run.value(key) for run in runs])
+        places = _Places([swept_keys.value(run, key) for run in runs])
         points = [
-            (places.of(run.value(key)), run.objective.value)
+            (places.of(swept_keys.value(run, key)), run.objective.value)
             for run in runs
             if run.objective is not None
         ]
         axes.scatter(*zip(*points, strict=True), color=COLOURS[0], s=26, alpha=0.75, linewidths=0)
         means: dict[float, list[float]] = {}
         for place, value in points:
-            if math.isfinite(value):
+            if math.isfinite(value) and place != places.missing:
                 means.setdefault(place, []).append(value)
         if len(means) > 1:
             at = sorted(means)
@@ -183,40 +214,77 @@ def objective_by_key(key: str, runs: Sequence[RunRecord]) -> Picture:
 
 
 class _Places:
-    """Where the values of a key lie on an axis: numbers at themselves, words one after another."""
+    """Where the values of a key lie on an axis: numbers at themselves, words one after another.
+
+    Runs that lack the key are at `missing`, before the others; None: none of them does.
+    """
 
     def __init__(self, values: Sequence[Any]) -> None:
         numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
         self.words = sorted({cell(value) for value in values if value is not MISSING})
-        self.numeric = len(numbers) == len([v for v in values if v is not MISSING])
+        self.numeric = 0 < len(numbers) == len([v for v in values if v is not MISSING])
         positive = self.numeric and bool(numbers) and min(numbers) > 0
         self.log = positive and max(numbers) / min(numbers) >= LOG_RATIO
         self.low = min(numbers, default=0.0)
         self.high = max(numbers, default=1.0)
+        if not self.numeric:
+            self.low, self.high = 0.0, max(0.0, len(self.words) - 1.0)
+        self.missing = self._below() if any(value is MISSING for value in values) else None
+
+    def _below(self) -> float:
+        if not self.numeric:
+            return -1.0
+        if self.log:
+            return float(self.low * (self.low / self.high) ** GAP)
+        return float(self.low - (GAP * (self.high - self.low) or abs(self.low) or 1.0))
 
     def of(self, value: Any) -> float:
-        """Return the place of a value; NaN where a run lacks the key."""
+        """Return the place of a value."""
         if value is MISSING:
-            return math.nan
+            assert self.missing is not None
+            return self.missing
         return float(value) if self.numeric else float(self.words.index(cell(value)))
 
     def share(self, value: Any) -> float:
         """Return the place of a value from 0 to 1."""
-        place, low, high = self.of(value), self.low, self.high
-        if not self.numeric:
-            low, high = 0.0, float(len(self.words) - 1)
+        place, high = self.of(value), self.high
+        low = self.low if self.missing is None else self.missing
         if self.log:
             place, low, high = math.log(place), math.log(low), math.log(high)
         return 0.5 if high == low else (place - low) / (high - low)
 
-    def label(self, axes: Axes) -> None:
-        """Name the words on the horizontal axis, or make it logarithmic."""
+    @property
+    def marks(self) -> dict[float, str]:
+        """What to write beside an upright axis, by the place from 0 to 1."""
+        known: list[Any] = [self.low, self.high] if self.numeric else []
+        marks = {self.share(value): f"{value:g}" for value in known}
         if not self.numeric:
+            marks = {self.share(word): word[:18] for word in self.words}
+        return marks if self.missing is None else {self.share(MISSING): NO_VALUE, **marks}
+
+    def label(self, axes: Axes) -> None:
+        """Name the words, and the place of runs without, on the horizontal axis; or scale it."""
+        if self.log:
+            axes.set_xscale("log")
+        elif not self.numeric:
             shown = [word[:24] for word in self.words]
             turned = 30 if sum(map(len, shown)) > 40 else 0
             axes.set_xticks(range(len(shown)), map(_plain, shown), rotation=turned)
-        elif self.log:
-            axes.set_xscale("log")
+        if self.missing is None:
+            return
+        if self.numeric:
+            ticks = axes.xaxis.get_major_locator().tick_values(self.low, self.high)
+            inside = [float(tick) for tick in ticks if self.low <= tick <= self.high]
+            inside = inside or [self.low]
+            axes.set_xticks(inside, [f"{tick:g}" for tick in inside])
+            axes.axvline(
+                math.sqrt(self.missing * self.low) if self.log else (self.missing + self.low) / 2,
+                color=INK,
+                alpha=0.3,
+                linestyle=":",
+            )
+        ticks, labels = list(axes.get_xticks()), [one.get_text() for one in axes.get_xticklabels()]
+        axes.set_xticks([self.missing, *ticks], [NO_VALUE, *labels])
 
 
 def parallel_coordinates(keys: Sequence[str], runs: Sequence[RunRecord]) -> Picture:
@@ -229,12 +297,12 @@ def parallel_coordinates(keys: Sequence[str], runs: Sequence[RunRecord]) -> Pict
         axes = figure.add_subplot()
         first = judged[0].objective
         assert first is not None
-        columns = [(key, _Places([run.value(key) for run in judged])) for key in keys]
+        columns = [(key, _Places([swept_keys.value(run, key) for run in judged])) for key in keys]
         goals = _Places([run.objective.value for run in judged if run.objective])
         best_first = sorted(judged, key=_quality, reverse=True)
         for rank, run in enumerate(reversed(best_first)):
             assert run.objective is not None
-            heights = [places.share(run.value(key)) for key, places in columns]
+            heights = [places.share(swept_keys.value(run, key)) for key, places in columns]
             heights.append(goals.share(run.objective.value))
             share = rank / (len(judged) - 1) if len(judged) > 1 else 1.0
             colour = colormaps["plasma"](0.15 + 0.6 * share)  # from violet to orange
@@ -261,12 +329,7 @@ def _quality(run: RunRecord) -> float:
 
 def _axis(axes: Axes, at: int, places: _Places) -> None:
     axes.axvline(at, color=INK, alpha=0.4, linewidth=0.8)
-    ends = [(0.0, f"{places.low:g}"), (1.0, f"{places.high:g}")]
-    if not places.numeric:
-        last = max(1, len(places.words) - 1)
-        ends = [(number / last, word[:18]) for number, word in enumerate(places.words)]
-        ends = ends if len(ends) > 1 else [(0.5, ends[0][1])]
-    for height, text in ends:
+    for height, text in places.marks.items():
         beyond = -0.04 if height == 0.0 else 0.04 if height == 1.0 else 0.0
         side = {0.0: "center", -0.04: "top", 0.04: "bottom"}[beyond]
         where = {"ha": "center" if beyond else "left", "va": side, "fontsize": 7.5}

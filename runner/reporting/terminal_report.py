@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from runner.config.format_counts import size
-from runner.reporting import curves
+from runner.reporting import curves, swept_keys
 from runner.reporting.compare_runs import short_names
 from runner.reporting.console import clock, number
 from runner.reporting.findings import (
@@ -68,11 +70,17 @@ def _curves(metric: str, found: Findings, console: Console) -> None:
 def _groups(found: Findings, console: Console) -> None:
     table = _table("groups of seeds", "group", "runs", "seeds", "objective")
     for group in found.groups[:MOST_ROWS]:
-        both = spread(group.runs)
-        value = "" if both is None else f"{number(both[0])} ± {number(both[1])}"
-        table.add_row(Text(group.label), str(len(group.runs)), str(group.num_seeds), value)
+        row = (Text(group.label), str(len(group.runs)), str(group.num_seeds))
+        table.add_row(*row, _mean_and_deviation(group.runs))
     console.print(table)
     console.print(Text(SEEDS_NOTE, style="dim"))
+
+
+def _mean_and_deviation(runs: Sequence[RunRecord]) -> str:
+    mean, deviation = spread(runs) or (None, None)
+    if mean is None:
+        return ""
+    return number(mean) if deviation is None else f"{number(mean)} ± {number(deviation)}"
 
 
 def _importance(found: Findings, console: Console) -> None:
@@ -102,7 +110,7 @@ def _cells(name: str, run: RunRecord, found: Findings) -> list[Text]:
     return [
         Text(name),
         status_text(run),
-        *(Text(cell(run.value(key))) for key in found.keys),
+        *(Text(cell(swept_keys.value(run, key))) for key in found.keys),
         Text("" if run.step is None else str(run.step)),
         Text(shown_objective(run, found.judged_by)),
         Text("" if run.seconds is None else clock(run.seconds)),

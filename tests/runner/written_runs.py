@@ -35,6 +35,7 @@ def write_run(
     metrics: int | None = None,
     packages: dict[str, str] | None = None,
     git: dict[str, Any] | None = None,
+    overrides: list[str] | None = None,
 ) -> Path:
     """Write and return a run directory.
 
@@ -50,6 +51,7 @@ def write_run(
             no such file, None: as many as steps 1 to 20 of a run that has ended have.
         packages: versions.
         git: state of the work tree.
+        overrides: of its command; None: those of `values`.
     """
     metrics = (2 if summary else 0) if metrics is None else metrics
     path.mkdir(parents=True)
@@ -62,7 +64,8 @@ def write_run(
         node[leaf] = value
     text = serialization.yaml_text(recipe)
     (path / "config.yaml").write_text(text)
-    job = {"overrides": [f"{k}={v}" for k, v in (values or {}).items()], "imports": []}
+    given = [f"{k}={v}" for k, v in (values or {}).items()] if overrides is None else overrides
+    job: dict[str, Any] = {"overrides": given, "imports": []}
     job |= {"run_dir": str(path), "resume_from": None, "cwd": "/", "config_name": "config"}
     (path / "job.json").write_text(json.dumps({**job, "recipe": text}))
     write(path / "environment.json", {
@@ -101,6 +104,26 @@ def write_failure(path: Path, time: float, message: str = "ValueError: no", code
         "rank": 0, "time": time, "code": code, "message": message,
         "traceback": f'File "model.py", line 3\n{message}', "is_consequence": False,
     })  # fmt: skip
+
+
+def write_search(folder: Path, name: str = "search") -> Path:
+    """Write and return a sweep over a group, the learning rate, and of one choice the momentum."""
+    sweep = folder / name
+    sweep.mkdir(parents=True)
+    (sweep / "sweep.json").write_text("{}")
+    (sweep / "journal.jsonl").write_text("")
+    for number in range(8):
+        rate, momentum = 10.0 ** -(1 + number % 4), number / 10
+        node: dict[str, Any] = {"name": "adamw", "weight_decay": 0.05, "betas": [0.9, 0.999]}
+        chosen = ["optimizer=adamw"]
+        if number % 2:
+            node = {"_target_": "torch.optim.SGD", "momentum": momentum}
+            chosen = ["optimizer=sgd", f"optimizer.momentum={momentum}"]
+        given = ["model.width=32", *chosen, f"optimizer.lr={rate}"]
+        best = 0.2 + number / 10
+        values = {"optimizer": {**node, "lr": rate}}
+        write_run(sweep / f"{number:04}", values, best=best, overrides=given)
+    return sweep
 
 
 def write_sweep(folder: Path, rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)) -> Path:

@@ -144,7 +144,7 @@ def test_a_thousand_runs_are_listed_in_seconds(
 def test_a_run_without_recipe_takes_no_part_in_what_differs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from runner.reporting import curves, findings
+    from runner.reporting import findings, swept_keys
     from runner.run_dir import discovery
 
     sweep = write_sweep(tmp_path)
@@ -155,7 +155,7 @@ def test_a_run_without_recipe_takes_no_part_in_what_differs(
     assert set(compared["recipe"]) == {"the recipe itself", *swept}
     assert compared["recipe"]["the recipe itself"].count("unreadable") == 1
     runs = discovery.find_runs([sweep])
-    assert set(findings.find(runs).keys) == swept - {curves.SEED}
+    assert set(findings.find(runs).keys) == swept - {swept_keys.SEED}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.reporting import curves
+from runner.reporting import curves, swept_keys
 from runner.reporting.curves import Curve
 from runner.run_dir import discovery
 from runner.run_dir.record import RunRecord
@@ -48,7 +48,7 @@ def test_a_band_is_mean_and_range_as_far_as_each_run_has_been() -> None:
 
 def test_runs_that_are_equal_but_for_the_seed_are_a_group(tmp_path: Path) -> None:
     runs = discovery.find_runs([write_sweep(tmp_path)])
-    keys = curves.swept_keys(runs)
+    keys = swept_keys.find(runs)
     assert sorted(keys) == ["model.width", "optimizer.lr"]
     groups = curves.group_by_seed(runs, keys)
     assert [len(group.runs) for group in groups] == [2] * 6
@@ -59,7 +59,7 @@ def test_runs_that_are_equal_but_for_the_seed_are_a_group(tmp_path: Path) -> Non
 def test_where_a_run_is_computed_is_no_cause_of_its_objective(tmp_path: Path) -> None:
     def swept(*recipes: dict[str, object]) -> list[str]:
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        return curves.swept_keys(
+        return swept_keys.find(
             [RunRecord(write_run(folder / f"{n}", one)) for n, one in enumerate(recipes)]
         )
 

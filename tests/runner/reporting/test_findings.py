@@ -38,9 +38,10 @@ def test_mean_and_deviation_of_a_group(tmp_path: Path) -> None:
     both = findings.spread(runs)
     assert both is not None
     assert abs(both[0] - 0.2) < 1e-9
+    assert both[1] is not None
     assert abs(both[1] - math.sqrt(0.02)) < 1e-9
     assert findings.spread(runs[2:]) is None
-    assert findings.spread(runs[:1]) == (0.1, 0.0)
+    assert findings.spread(runs[:1]) == (0.1, None)
 
 
 def test_a_seed_counts_once_with_its_newest_run(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_seed_counts_once_with_its_newest_run(tmp_path: Path) -> None:
     assert band.num_runs == 2
     assert len(band.steps) == 4  # of the finished run of seed 1, not of that in `unfinished`
     assert unfinished.is_dir()
-    assert findings.spread([RunRecord(alone)]) == (9.0, 0.0)  # none of the group is finished
+    assert findings.spread([RunRecord(alone)]) == (9.0, None)  # none of the group is finished
 
 
 def test_runs_of_different_code_are_not_averaged(tmp_path: Path) -> None:

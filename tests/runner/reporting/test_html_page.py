@@ -10,7 +10,7 @@ import pytest
 
 from runner.reporting import findings, html_page
 from runner.run_dir import discovery
-from tests.runner.written_runs import write_failure, write_run, write_sweep
+from tests.runner.written_runs import write_failure, write_run, write_search, write_sweep
 
 VOID = {"meta", "br"}
 
@@ -75,6 +75,32 @@ def test_fifty_runs_fit_into_two_megabytes(tmp_path: Path) -> None:
         write_run(tmp_path / f"{number}", values, best=1 / (number + 1), metrics=400)
     text, _ = page(tmp_path)
     assert len(text.encode()) < 2_000_000
+
+
+def test_a_search_over_a_group_shows_its_own_keys(tmp_path: Path) -> None:
+    text, _ = page(write_search(tmp_path))
+    titles = re.findall(r"<figcaption>objective against ([^<]+)<", text)
+    assert titles == ["optimizer", "optimizer.lr", "optimizer.momentum"]
+    assert re.search(r"<strong>loss 0.2000</strong> optimizer=adamw optimizer.lr=0.1</p>", text)
+    for name in ("_target_", "betas", "weight_decay", "optimizer.name"):
+        assert name not in text
+
+
+def test_a_key_with_one_value_in_all_compared_runs_has_no_figure(tmp_path: Path) -> None:
+    for number, width in enumerate((16, 16, 32)):
+        values = {"model.width": width, "optimizer.lr": 0.1 / (1 + number)}
+        write_run(tmp_path / f"{number}", values, best=None if width == 32 else 0.1 * number)
+    text, _ = page(tmp_path)
+    assert re.findall(r"<figcaption>objective against ([^<]+)<", text) == ["optimizer.lr"]
+
+
+def test_a_group_of_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    for number, (width, seed) in enumerate(((16, 0), (16, 1), (32, 0))):
+        values = {"model.width": width, "seed": seed}
+        write_run(tmp_path / f"{number}", values, best=0.2 + number / 10)
+    text, _ = page(tmp_path)
+    (row,) = re.findall(r"<tr><td>model\.width=32</td>.*", text)
+    assert '>0.4000</td><td class="number" data-value=""></td></tr>' in row
 
 
 def test_runs_without_anything_make_a_page(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from runner.reporting.importance import importance
 from runner.run_dir import discovery
-from tests.runner.written_runs import write_sweep
+from tests.runner.written_runs import write_search, write_sweep
 
 
 def test_the_key_that_matters_is_the_most_important(tmp_path: Path) -> None:
@@ -26,3 +26,12 @@ def test_a_few_runs_tell_nothing_and_it_says_so(tmp_path: Path) -> None:
     runs = discovery.find_runs([write_sweep(tmp_path)])
     assert "at least 8 runs" in importance(runs[:5], ["optimizer.lr"]).reason
     assert "at least 8 runs" in importance(runs, []).reason
+
+
+def test_a_group_and_a_key_that_some_runs_lack(tmp_path: Path) -> None:
+    found = importance(
+        discovery.find_runs([write_search(tmp_path)]),
+        ["optimizer", "optimizer.lr", "optimizer.momentum"],
+    )
+    assert next(iter(found.shares)) == "optimizer.momentum"
+    assert found.shares["optimizer"] > 0

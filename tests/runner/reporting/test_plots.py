@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import colorsys
+import io
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 from accel.errors import MissingPackageError
 from runner.reporting import plots
 from runner.reporting.curves import Band
+from runner.run_dir import discovery
 from runner.run_dir.record import RunRecord
-from tests.runner.written_runs import write_run
+from tests.runner.written_runs import write_run, write_search
 
 PNG = b"\x89PNG"
 
@@ -47,6 +49,28 @@ def test_learning_curves_name_the_best_groups_and_draw_the_others_thin() -> None
 
 
 @pytest.mark.parametrize(
+    ("label", "kept"),
+    [
+        ("optimizer=adamw optimizer.lr=0.09{n} optimizer.weight_decay=0.05 data=moons", "lr=0.097"),
+        ("a.long.key=" + "x{n}" * 60 + "end b.c=[0.9, 0.999, 0.9999] " + "d=0.1 " * 40, "…"),
+        ("W" * 25 + ".WWWW=WWWWWWWWWW" * 5, "W"),
+        ("lr=0.{n}", "lr=0.7 (2 seeds)"),
+    ],
+)
+def test_a_legend_lies_within_the_picture(label: str, kept: str) -> None:
+    from matplotlib.image import imread
+
+    bands = {label.replace("{n}", str(n)): band(1 + n % 2, 60) for n in range(16)}
+    picture = plots.learning_curves("validation/loss", bands)
+    check(picture, kept)
+    pixels = imread(io.BytesIO(picture.png))[..., :3]
+    for edge in (pixels[:, :3], pixels[:, -3:], pixels[:3], pixels[-3:]):
+        assert (edge == 1.0).all()  # nothing is cut off
+    if len(bands) > plots.MOST_COLOURED:
+        check(picture, f"… and {len(bands) - plots.MOST_COLOURED} more")
+
+
+@pytest.mark.parametrize(
     ("key", "values", "text"),
     [
         ("optimizer.lr", (1e-4, 1e-2), "10"),
@@ -65,6 +89,19 @@ def test_the_objective_against_a_key_of_any_kind(
     ]
     check(plots.objective_by_key(key, runs), text, "loss")
     check(plots.parallel_coordinates([key, "seed"], runs), key, "loss (objective)")
+
+
+def test_runs_that_lack_a_key_have_a_place_of_their_own(tmp_path: Path) -> None:
+    runs = discovery.find_runs([write_search(tmp_path)])
+    check(plots.objective_by_key("optimizer", runs), "adamw", "sgd")
+    check(plots.objective_by_key("optimizer.momentum", runs), plots.NO_VALUE, "0.2")
+    keys = ["optimizer", "optimizer.momentum", "optimizer.lr"]
+    picture = plots.parallel_coordinates(keys, runs)
+    check(picture, plots.NO_VALUE, "adamw", "sgd")
+    lines = re.findall(r'd="([^"]*)"[^>]*stroke-opacity: 0\.[4-9]', picture.svg)
+    runs_drawn = [line for line in lines if line.count("L") > 1]
+    assert [line.split().count("M") for line in runs_drawn] == [1] * len(runs)  # none is broken
+    assert {line.count("L") for line in runs_drawn} == {3}
 
 
 @pytest.mark.parametrize("num_runs", [1, 4])

@@ -30,6 +30,15 @@ def test_a_sweep_in_text(tmp_path: Path) -> None:
     assert "300.0 MB" in text
 
 
+def test_a_group_of_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    for number, (width, seed) in enumerate(((16, 0), (16, 1), (32, 0))):
+        values = {"model.width": width, "seed": seed}
+        write_run(tmp_path / f"{number}", values, best=0.2 + number / 10)
+    lines = [line.split() for line in shown(tmp_path).splitlines()]
+    assert ["model.width=16", "2", "2", "0.2500", "±", "0.0707"] in lines
+    assert ["model.width=32", "1", "1", "0.4000"] in lines
+
+
 def test_broken_runs_in_text(tmp_path: Path) -> None:
     (tmp_path / "20260101-120000-aaaa").mkdir()
     assert "1 run: 1 broken" in shown(tmp_path)
