@@ -14,17 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from accel.env import Environment
 from accel.errors import AccelError, ConfigError
 from runner.cli.arguments import CommandParser
 from runner.config import processes
-from runner.config.schema import SPLITS
+from runner.config.schema import SPLITS, Recipe
 from runner.exit_codes import DONE, FAILED, OF_SIGNAL
 from runner.inference import worker
 from runner.inference.placement import WORDS, Placement, parse_limits
-from runner.inference.session import Request, evaluate, is_stream, write_predictions
+from runner.inference.session import Request, Worker, evaluate, is_stream, write_predictions
 from runner.run_dir.json_files import Fields, JsonObject
+from runner.training.stopping import StopFlag
 
-WORKER = "runner.inference.worker:run"
+WORKER = "runner.cli.evaluate_predict:work"
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -198,6 +200,18 @@ def _by_processes(request: Request) -> JsonObject:
             lines = message.splitlines() or ["its processes failed"]
             raise _GroupFailed(ended.code, lines[0])
         return worker.read_result(folder)
+
+
+def work(folder: Path, stop: StopFlag) -> int:
+    """Be one of the processes, and do what the folder's request asks for."""
+
+    def watch(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
+        from runner.launch import watchdog  # once the number of threads is set
+
+        here = Environment.read()
+        return watchdog.watching(recipe, folder, stop, here.rank or 0, here.world_size)
+
+    return worker.run(folder, Worker(stop, watch))
 
 
 @contextlib.contextmanager

@@ -13,14 +13,13 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from accel.checkpoint import directory as checkpoints
-from accel.env import Environment
 from accel.errors import ConfigError, Problem
 from runner import collector
 from runner.build import parts
@@ -102,12 +101,12 @@ class Evaluation:
 class Worker:
     """This process as one of several that a command has started.
 
-    Its stop flag has the progress that is watched (`trainer.hang_timeout`); stacks and logs are in
-    the folder.
+    Its stop flag has the progress that is watched in the context that `watch` returns for a recipe
+    (`trainer.hang_timeout`).
     """
 
     stop: StopFlag
-    folder: Path
+    watch: Callable[[Recipe], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -291,10 +290,7 @@ def _watched(recipe: Recipe, worker: Worker | None) -> Iterator[Progress]:
     if worker is None:
         yield Progress()
         return
-    from runner.launch import watchdog
-
-    here = Environment.read()
-    with watchdog.watching(recipe, worker.folder, worker.stop, here.rank or 0, here.world_size):
+    with worker.watch(recipe):
         yield worker.stop.progress
 
 

@@ -18,7 +18,6 @@ from runner.inference.session import (
 )
 from runner.run_dir.directory import REQUEST
 from runner.run_dir.json_files import JsonObject, write_json
-from runner.training.stopping import StopFlag
 
 RESULT = "result.json"
 
@@ -37,16 +36,15 @@ def read_request(folder: Path) -> Request:
     return Request(**found)
 
 
-def run(folder: Path, stop: StopFlag) -> int:
+def run(folder: Path, worker: Worker) -> int:
     """Do what the folder's request asks for, as one of its processes; rank 0 writes the result.
 
     Args:
         folder: with the request.
-        stop: has the progress that is watched; a stop signal ends the group, which has no state to
-            save.
+        worker: this process.
     """
     request = read_request(folder)
-    result = attempt(request, Environment.read().rank or 0, Worker(stop, folder))
+    result = attempt(request, Environment.read().rank or 0, worker)
     if result is not None:
         write_json(folder / RESULT, result)
     return DONE

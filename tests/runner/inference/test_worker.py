@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.inference import worker
-from runner.inference.session import Evaluation, Request
+from runner.inference.session import Evaluation, Request, Worker
 from runner.training.stopping import StopFlag
 
 
@@ -32,7 +33,7 @@ def test_rank_0_writes_the_result(
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
     worker.write_request(tmp_path, Request(tmp_path, num_processes=2))
-    assert worker.run(tmp_path, StopFlag()) == 0
+    assert worker.run(tmp_path, Worker(StopFlag(), nullcontext)) == 0
     assert (tmp_path / worker.RESULT).exists() is written
     if written:
         assert worker.read_result(tmp_path) == worker.plain(found)
