@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -143,9 +144,7 @@ def _merge_trackers(config: DictConfig, overrides: Sequence[str], config_name: s
     """
     if "tracker" in config.hydra.runtime.choices or "tracker" not in config:
         return
-    loader = GlobalHydra.instance().config_loader()
-    found = loader.compute_defaults_list(config_name, [*FIXED, *opened(overrides)], RunMode.RUN)
-    names = [str(default.config_path) for default in found.defaults]
+    names = _chosen_files(overrides, config_name)
     options = [name.removeprefix("tracker/") for name in names if name.startswith("tracker/")]
     files = [_file_of("tracker", option) for option in options]
     chosen = [list(file.get("log_with") or ()) for file in files if isinstance(file, DictConfig)]
@@ -154,6 +153,17 @@ def _merge_trackers(config: DictConfig, overrides: Sequence[str], config_name: s
         config.tracker.log_with = list(dict.fromkeys(name for names in chosen for name in names))
     elif "tracker=[]" in overrides and not given:
         config.tracker.log_with = []
+
+
+def _chosen_files(overrides: Sequence[str], config_name: str) -> list[str]:
+    """Return the files that a recipe is composed from, as group/option; their values don't matter.
+
+    Raises:
+        Exception: Hydra's own, if there is no such file.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    found = loader.compute_defaults_list(config_name, [*FIXED, *opened(overrides)], RunMode.RUN)
+    return [str(default.config_path) for default in found.defaults]
 
 
 def _nodes_of_other_factories(config: DictConfig) -> list[str]:
@@ -310,17 +320,16 @@ def closed(override: str) -> str:
 def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
 
-    Where the recipe does not compose, those of the files that it chooses, else only those of the
-    command line: other problems are reported when the jobs are composed.
+    Where a file is not there, only those that the command line names: that is reported when the
+    jobs are composed.
     """
-    single = [o for o in overrides if "," not in o]
-    files = [o for o in single if key_of(o).startswith("hydra/")]
-    chosen = [*files, *(o for o in single if key_of(o) in groups())]
-    for some in (single, chosen, files):
-        with contextlib.suppress(Exception):
-            choices = _compose(some, config_name).hydra.runtime.choices
-            return {kind: str(choices[f"hydra/{kind}"]) for kind in ("launcher", "sweeper")}
-    return {"launcher": "basic", "sweeper": "basic"}
+    kinds = ("launcher", "sweeper")
+    single = _not_swept(overrides)
+    for some in (single, [o for o in single if key_of(o).startswith("hydra/")]):
+        with contextlib.suppress(HydraException):
+            chosen = dict(name.rpartition("/")[::2] for name in _chosen_files(some, config_name))
+            return {kind: chosen[f"hydra/{kind}"] for kind in kinds}
+    return dict.fromkeys(kinds, "basic")
 
 
 def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> dict[str, Any]:
@@ -331,7 +340,7 @@ def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> di
     Raises:
         Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
     """
-    fixed = [o for o in overrides if not any(one.is_sweep_override() for one in parse([o]))]
+    fixed = _not_swept(overrides)
     of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
     chosen = [*(o for o in fixed if key_of(o) in groups()), *of_hydra]
     node: Any = None
@@ -343,6 +352,10 @@ def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> di
         node = _compose(of_hydra, config_name).hydra[kind]
     plain: Any = OmegaConf.to_container(node, resolve=False)
     return dict(plain)
+
+
+def _not_swept(overrides: Sequence[str]) -> list[str]:
+    return [o for o in overrides if not any(one.is_sweep_override() for one in parse([o]))]
 
 
 def probes(overrides: Sequence[str]) -> list[list[str]]:

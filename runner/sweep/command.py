@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib.metadata
 import os
@@ -112,15 +113,16 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
     """
     with contextlib.ExitStack() as stack:
         server = _Server(stack)
-        known = _known(request, check, server)
-        jobs.require_cluster(known.choice)
-        sweep = known.sweep
-        states = {} if sweep is None else sweep.journal.states()
-        missing = [] if sweep is None else missing_runs.of_finished(sweep, states)
-        again = missing if known.choice.known else []
-        numbers = _pending(sweep, known, states, again)
-        if known.choice.known and sweep is not None and not numbers:
-            return conclusion.nothing_left(sweep, request.config_name, states)
+        with _uncollected():
+            known = _known(request, check, server)
+            jobs.require_cluster(known.choice)
+            sweep = known.sweep
+            states = {} if sweep is None else sweep.journal.states()
+            missing = [] if sweep is None else missing_runs.of_finished(sweep, states)
+            again = missing if known.choice.known else []
+            numbers = _pending(sweep, known, states, again)
+            if known.choice.known and sweep is not None and not numbers:
+                return conclusion.nothing_left(sweep, request.config_name, states)
         require(_to_require(known, sweep, numbers))
         jobs.require_place(known.choice, request.overrides)
         if sweep is None:
@@ -141,6 +143,18 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         if known.sweep is None and request.settings.dir is None and code == REFUSED:
             _remove_unstarted(sweep)
         return code
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Spare the collector what a large sweep reads: thousands of objects, and no garbage."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _remove_unstarted(sweep: Sweep) -> None:
@@ -181,7 +195,8 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
         sweep = None if found is None else directory.read(found)
         if sweep is not None:
             ordered = _in_the_order_of(sweep, request)
-            lists = jobs.lists(ordered.overrides, choice, ordered.settings)
+            if ordered.overrides != request.overrides:
+                lists = jobs.lists(ordered.overrides, choice, ordered.settings)
         if sweep is not None and sources is not None and _is_current(sweep, sources, lists, choice):
             check([first])
             return _Known(choice, first, None, None, sweep)

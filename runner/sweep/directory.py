@@ -103,7 +103,7 @@ class Sweep:
 
     def run_dir(self, number: int) -> Path:
         """Return the run directory of a job, which may not exist yet."""
-        return self.path / f"{number:04}"
+        return self.path / run_name(number)
 
     def recipe(self, number: int) -> Recipe | None:
         """Return the recipe of a job that is known in advance, as composed; None: it is not."""
@@ -112,6 +112,11 @@ class Sweep:
         if changes is None:
             return None
         return serialization.from_plain(_applied(self.description.recipe, changes))
+
+
+def run_name(number: int) -> str:
+    """Return the name of a job's run directory."""
+    return f"{number:04}"
 
 
 # -- digests -------------------------------------------------------------------------------

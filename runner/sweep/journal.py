@@ -6,6 +6,7 @@ machines share it. A last line that was cut off is passed over. Free of torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from accel.errors import ConfigError
 from runner.config import paths
@@ -168,7 +170,7 @@ class Journal:
         if job is not None:
             mark = f'"job": {job},'.encode()
             lines = [line for line in lines if mark in line]
-        return [record for line in lines if line and (record := _parsed(line)) is not None]
+        return [record for record in _parsed(list(filter(None, lines))) if _is_record(record)]
 
     def states(self) -> dict[int, JobState]:
         """Return the state of each job that was ever started, by number."""
@@ -184,14 +186,25 @@ def _where() -> dict[str, object]:
     return {"time": time.time(), "host": platform.node(), "pid": os.getpid()}
 
 
-def _parsed(line: bytes) -> dict[str, object] | None:
-    try:
-        record = json.loads(line)
-        if record["event"] in (STARTED, ENDED, REMOVED) and isinstance(record["job"], int):
-            return dict(record)
-    except (ValueError, KeyError, TypeError):
-        logger.debug("A torn line of the journal is passed over: %r", line[:80])
-    return None
+def _parsed(lines: Sequence[bytes]) -> list[Any]:
+    """Return the values of lines of JSON: of all at once, which is faster, if none is torn."""
+    with contextlib.suppress(ValueError):
+        found: list[Any] = json.loads(b"[%s]" % b",".join(lines))
+        if len(found) == len(lines):
+            return found
+    whole = []
+    for line in lines:
+        try:
+            whole.append(json.loads(line))
+        except ValueError:
+            logger.debug("A torn line of the journal is passed over: %r", line[:80])
+    return whole
+
+
+def _is_record(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("event") not in (STARTED, ENDED, REMOVED):
+        return False
+    return isinstance(value.get("job"), int)
 
 
 def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
@@ -204,7 +217,7 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
     found: dict[int, JobState] = {}
     for record in records:
         number = int(str(record["job"]))
-        state = found.setdefault(number, JobState())
+        state = found.get(number) or found.setdefault(number, JobState())
         attempt, overrides = str(record.get("attempt", "")), record.get("overrides")
         if isinstance(overrides, list):
             state.overrides = overrides

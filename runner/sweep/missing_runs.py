@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Collection, Mapping
 
+from runner.sweep import directory
 from runner.sweep.code_changes import named
 from runner.sweep.directory import Sweep
 from runner.sweep.journal import JobState
@@ -20,7 +21,7 @@ def of_finished(sweep: Sweep, states: Mapping[int, JobState]) -> list[int]:
     with os.scandir(sweep.path) as entries:
         there = {entry.name for entry in entries}
     complete = (number for number, state in states.items() if state.is_complete)
-    return sorted(number for number in complete if sweep.run_dir(number).name not in there)
+    return sorted(number for number in complete if directory.run_name(number) not in there)
 
 
 def forget(sweep: Sweep, numbers: Collection[int], states: Mapping[int, JobState]) -> list[int]:

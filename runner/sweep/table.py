@@ -6,6 +6,7 @@ All of it comes from `sweep.json` and the journal: two files, however many jobs 
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import math
 import re
@@ -108,13 +109,15 @@ def _judged_by(row: Row) -> tuple[str, str] | None:
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for override in overrides:
-        key = hydra_setup.key_of(override)
-        if not key.startswith("hydra") and not is_setting(override):
-            taken_out = override.startswith("~")
-            found[key] = "null" if taken_out else plain_value(override.partition("=")[2])
-    return found
+    return dict(found for override in overrides if (found := _value(override)) is not None)
+
+
+@functools.lru_cache(maxsize=4096)  # most jobs have most overrides in common
+def _value(override: str) -> tuple[str, str] | None:
+    key = hydra_setup.key_of(override)
+    if key.startswith("hydra") or is_setting(override):
+        return None
+    return key, "null" if override.startswith("~") else plain_value(override.partition("=")[2])
 
 
 def plain_value(text: str) -> str:
