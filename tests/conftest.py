@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
-from tests import helpers, slurm
+from tests import helpers, slurm, tiers
 from tests.helpers import close_pools, pool_pids, reset_accel
 
 # Set by libraries at import, or by pytest itself.
@@ -43,9 +43,22 @@ settings.load_profile("untimed")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, unless their tests are chosen: the others are about processes and the CPU."""
+    tiers.begin()
     if GPU_CHOSEN.search(config.option.markexpr) or not Path("/dev/nvidiactl").exists():
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = helpers.ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Count what is `long` among the slow tests."""
+    if item.get_closest_marker("long"):
+        item.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin no slow test after the deadline."""
+    tiers.require_time(item)
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that are chosen
@@ -81,6 +94,7 @@ def _sort_longest_first(items: list[pytest.Item]) -> None:
     starting = {path: bool(STARTING.search(path.read_text("utf-8"))) for path in counts}
     items.sort(
         key=lambda item: (
+            tiers.shuffled(item.path) or "",
             -longest[item.path],
             not starting[item.path],
             -counts[item.path],

@@ -5,18 +5,17 @@ Needs the extra `compare`, which nothing else does: ``pip install -e .[compare]`
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.comparison.running import PACKAGES, result, table
 from tests.examples.scripts import SCRIPTS, Script
+from tests.tiers import one_in
 
 pytest.importorskip(PACKAGES[1], reason="the extra `compare` installs it")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # four starts a script
 
-EVERY = int(os.environ.get("EVERY_SCRIPT", "1"))  # continuous integration takes every n-th
 ROUNDING = 1e-3
 # Metrics that differ, and why.
 ORDER = "a seedable sampler gives each loader, and each epoch, a permutation of its own"
@@ -24,7 +23,7 @@ TAKEN = "the batch that fits is found in the memory that the package itself has 
 DIFFERENT = {"experiment_tracking": ORDER, "executable_batch_size": TAKEN}
 
 
-@pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in SCRIPTS[::EVERY]])
+@pytest.mark.parametrize("script", one_in(9, SCRIPTS, lambda script: script.name))
 def test_the_packages_agree(script: Script, tmp_path: Path) -> None:
     found = result(script, tmp_path, small=True)
     print(table([found]))

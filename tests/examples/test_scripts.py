@@ -14,13 +14,13 @@ from tests import commands
 from tests.examples.playing import ROOT, Metrics, last_line, metrics_of
 from tests.examples.playing import SCRIPTS as FOLDER
 from tests.examples.scripts import SCRIPTS, Script
+from tests.tiers import one_in
 
 SECONDS = 500.0
 ROUNDING = 0.004  # of what is summed up in another order; one test sample of 360 weighs 0.003
 
 pytestmark = pytest.mark.timeout(900)  # a second or two each; the machine may be shared
-EVERY = int(os.environ.get("EVERY_SCRIPT", "1"))  # continuous integration takes every n-th
-of_some = pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in SCRIPTS[::EVERY]])
+of_some = pytest.mark.parametrize("script", one_in(9, SCRIPTS, lambda script: script.name))
 
 
 def agree(one: Metrics, two: Metrics, names: tuple[str, ...]) -> None:
@@ -29,7 +29,7 @@ def agree(one: Metrics, two: Metrics, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow  # those that follow run some
-@pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in SCRIPTS])
+@pytest.mark.parametrize("script", one_in(3, SCRIPTS, lambda script: script.name, first=1))
 def test_a_small_run(script: Script, tmp_path: Path) -> None:
     one, two = (metrics_of(script.name, size, script.small, tmp_path) for size in (1, 2))
     assert [script.shortcomings(metrics, small=True) for metrics in (one, two)] == [[], []]

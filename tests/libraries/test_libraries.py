@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import functools
-import os
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from tests.libraries.cells import Cell, matrix
 from tests.libraries.running import Comparison, Outcome, compare
+from tests.tiers import one_in
 
-# Continuous integration takes every n-th cell, among them one of each library.
-CELLS = (
-    matrix()[1 :: int(os.environ["EVERY_LIBRARY"])] if "EVERY_LIBRARY" in os.environ else matrix()
-)
+WHOLE = "test_a_library_trains_the_same"
 ONE = Cell("transformers_trainer", "any", 1)
 
 
 @functools.cache
-def compared(num_processes: int) -> dict[Cell, Comparison]:
-    """Return the comparisons of one number of processes, which are run together, once."""
-    cells = [cell for cell in CELLS if cell.num_processes == num_processes]
-    runnable = [cell for cell in cells if cell.reason_not_to_run() is None]
-    return {one.cell: one for one in compare(runnable)}
+def compared(cells: tuple[Cell, ...]) -> dict[Cell, Comparison]:
+    """Return the comparisons of cells of one number of processes, which are run together, once."""
+    return {one.cell: one for one in compare(cells)}
+
+
+def with_as_many(cell: Cell, chosen: Iterable[pytest.Item]) -> tuple[Cell, ...]:
+    """Return the cells, among those of tests that are `chosen`, that can be run along with one."""
+    tests: list[Any] = [item for item in chosen if getattr(item, "originalname", "") == WHOLE]
+    cells: list[Cell] = [item.callspec.params["cell"] for item in tests]
+    runnable = (each for each in cells if each.reason_not_to_run() is None)
+    return tuple(each for each in runnable if each.num_processes == cell.num_processes)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_a_library_trains_the_same(cell: Cell) -> None:
+@pytest.mark.parametrize("cell", one_in(12, matrix(), lambda cell: cell.name, first=1))
+def test_a_library_trains_the_same(cell: Cell, request: pytest.FixtureRequest) -> None:
     reason = cell.reason_not_to_run()
     if reason is not None:
         pytest.skip(reason)
-    one = compared(cell.num_processes)[cell]
+    one = compared(with_as_many(cell, request.session.items))[cell]
     assert (one.ours.error, one.public.error) == ("", "")
     assert one.differences == {}
     assert one.ours.numbers[0]["loss"]

@@ -106,7 +106,7 @@ def test_a_job_on_two_nodes_trains_as_two_processes_do_here(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [(), ONE_EACH])
+@pytest.mark.parametrize("where", [(), pytest.param(ONE_EACH, marks=pytest.mark.long)])
 def test_a_requeued_job_goes_on_in_its_directory(
     where: tuple[str, ...], slurm_cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -121,7 +121,7 @@ def test_a_requeued_job_goes_on_in_its_directory(
     assert weights(run_dir) == weights(trained_here(slurm_cluster, tmp_path, *line))
 
 
-@pytest.mark.slow
+@pytest.mark.long  # a requeued one is not
 def test_a_preempted_job_goes_on_in_its_directory(slurm_cluster: Cluster, tmp_path: Path) -> None:
     whole = ("submit.extra=['--exclusive']", "submit.partition=low", *ONE_EACH)
     job_id, run_dir = submitted(slurm_cluster, tmp_path, *LONG, *whole)

@@ -76,6 +76,7 @@ def test_a_command_that_is_stopped_stops_its_jobs(slurm_cluster: Cluster, tmp_pa
     assert "finished" not in ended
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1])
 def test_twelve_jobs_two_at_once_killed_three_times(
     seed: int, slurm_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,7 +58,7 @@ def of_one_machine(line: tuple[str, ...]) -> list[str]:
     return [one for one in line if not one.startswith("hydra")]
 
 
-@pytest.mark.parametrize("where", [(), WIDE])
+@pytest.mark.parametrize("where", [pytest.param((), marks=pytest.mark.long), WIDE])
 def test_a_requeued_job_goes_on_in_its_directory(
     where: tuple[str, ...], slurm_cluster: Cluster, tmp_path: Path
 ) -> None:
