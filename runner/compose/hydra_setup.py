@@ -328,7 +328,7 @@ def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     for some in (single, [o for o in single if key_of(o).startswith("hydra/")]):
         with contextlib.suppress(HydraException):
             chosen = dict(name.rpartition("/")[::2] for name in _chosen_files(some, config_name))
-            return {kind: chosen[f"hydra/{kind}"] for kind in kinds}
+            return {kind: chosen.get(f"hydra/{kind}", "basic") for kind in kinds}
     return dict.fromkeys(kinds, "basic")
 
 

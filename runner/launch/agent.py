@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from accel import env
+from runner.exit_codes import OF_SIGNAL
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,9 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return failure.exitcode if failure.exitcode > 0 else OF_SIGNAL - failure.exitcode
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return OF_SIGNAL + int(error.sigval)
     return 0
 
 
