@@ -323,12 +323,13 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     if not flags.multirun:
         with hydra_setup.session():
             examined = _examine(overrides, flags.config_name)
-        found, also = [examined], jobs.misplaced(overrides)
+        found = [examined]
+        missing = [*trust.missing_packages(), *jobs.misplaced(overrides)]
+        _require_names(found, missing)
     else:
+        missing = trust.missing_packages()
         request = command.Request.of(overrides, flags.config_name)
-        found, also = command.examine(request), []
-    missing = [*trust.missing_packages(), *also]
-    _require_names(found, missing)
+        found = command.examine(request, lambda found: _require_names(found, missing))
     note = command.note(request) if flags.multirun else ""
     if flags.cfg:
         print("\n".join([*([f"# {note}"] if note else ()), *command.recipe_lines(found)]))

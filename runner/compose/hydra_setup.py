@@ -324,12 +324,29 @@ def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     jobs are composed.
     """
     kinds = ("launcher", "sweeper")
-    single = _not_swept(overrides)
+    single = not_swept(overrides)
     for some in (single, [o for o in single if key_of(o).startswith("hydra/")]):
         with contextlib.suppress(HydraException):
             chosen = dict(name.rpartition("/")[::2] for name in _chosen_files(some, config_name))
             return {kind: chosen.get(f"hydra/{kind}", "basic") for kind in kinds}
     return dict.fromkeys(kinds, "basic")
+
+
+def plugin_nodes(overrides: Sequence[str], config_name: str) -> dict[str, Any]:
+    """Return the launcher and the sweeper that files of groups, and Hydra's own overrides, set.
+
+    By key: `hydra/launcher` and `hydra/sweeper` are names, `hydra.launcher` and `hydra.sweeper`
+    plain containers.
+
+    Raises:
+        Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
+    """
+    of_groups = [o for o in overrides if key_of(o) in groups() or re.match(r"hydra[./]", key_of(o))]
+    node = _compose(of_groups, config_name).hydra
+    kinds = ("launcher", "sweeper")
+    chosen = {f"hydra/{kind}": node.runtime.choices[f"hydra/{kind}"] for kind in kinds}
+    plain = {kind: OmegaConf.to_container(node[kind], resolve=False) for kind in kinds}
+    return {**chosen, **{f"hydra.{kind}": content for kind, content in plain.items()}}
 
 
 def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> dict[str, Any]:
@@ -340,7 +357,7 @@ def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> di
     Raises:
         Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
     """
-    fixed = _not_swept(overrides)
+    fixed = not_swept(overrides)
     of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
     chosen = [*(o for o in fixed if key_of(o) in groups()), *of_hydra]
     node: Any = None
@@ -354,7 +371,8 @@ def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> di
     return dict(plain)
 
 
-def _not_swept(overrides: Sequence[str]) -> list[str]:
+def not_swept(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that have one value in all jobs."""
     return [o for o in overrides if not any(one.is_sweep_override() for one in parse([o]))]
 
 

@@ -16,7 +16,7 @@ from runner.launch import failures, staging
 from runner.launch.attempt import Ended, Machines, report
 from runner.launch.worker_group import StopSignals
 from runner.reporting import run_log
-from runner.run_dir import atomic_update, numerics, restarts
+from runner.run_dir import atomic_update, directory, numerics, restarts
 from runner.run_dir.outcomes import Outcome
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def train(machines: Machines, job: Job, recipe: Recipe, local_processes: int) ->
                     job.run_dir, ended.cause, machines.num_processes, restarted=left > 0
                 )
                 if left <= 0:
-                    _tell(job, f"attempt {failed.attempt} failed: {_used_up(limit)}")
+                    _tell(job, f"attempt {failed.attempt} failed: {_used_up(job, limit)}")
                     return ended.code
                 current = staging.again(current, recipe)
                 _tell(
@@ -90,11 +90,11 @@ def _restarts(ended: Ended, stops: StopSignals) -> bool:
     return ended.cause.message != failures.UNREAD
 
 
-def _used_up(limit: int) -> str:
-    return (
-        f"distributed.max_restarts={limit} are used up over the whole run; a greater number with "
-        "resume= gives it more"
-    )
+def _used_up(job: Job, limit: int) -> str:
+    told = f"distributed.max_restarts={limit} are used up over the whole run"
+    if directory.newest_checkpoint(job.run_dir) is not None:
+        return f"{told}; a greater number with resume= gives it more"
+    return f"{told}, and there is no complete checkpoint to go on from: start a new one"
 
 
 def _tell(job: Job, line: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from accel.errors import ConfigError, Problems
 from runner.config import nodes, resumed_recipe, serialization
 from runner.config.schema import Recipe
-from runner.exit_codes import STOPPED
+from runner.exit_codes import OF_SIGNAL
 from runner.launch.messages import PROTOCOL, Connection, Lost
 from runner.launch.worker_group import Failure, StopSignals
 from runner.run_dir.job import Job
@@ -130,7 +130,7 @@ class Joining:
         if node.has_run:
             stops.take(int(message["signal"]))
         else:
-            node.connection.send("finish", code=STOPPED, text="")
+            node.connection.send("finish", code=OF_SIGNAL + int(message["signal"]), text="")
             self.drop(node)
 
     def _accept(self) -> None:

@@ -89,7 +89,7 @@ class RayCluster:
                 failed = group.run()
             except _Stopped:
                 name = signal.Signals(signals[0]).name
-                has_state = bool(directory.own_checkpoints(run_dir))
+                has_state = directory.newest_checkpoint(run_dir) is not None
                 message = name if has_state else f"{name} came before its processes were started"
                 code = STOPPED if has_state else FAILED
                 Outcome(0, time.time(), code, message).write(run_dir, launch)

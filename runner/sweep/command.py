@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import importlib.metadata
 import os
@@ -67,8 +66,12 @@ class Request:
         return cls(tuple(rest), tuple(overrides), config_name, found)
 
 
-def examine(request: Request) -> list[Examined]:
+def examine(request: Request, check: Require) -> list[Examined]:
     """Compose the jobs of a sweep that are known in advance.
+
+    Args:
+        request: the command.
+        check: raises what is wrong with jobs that can be found without torch.
 
     Raises:
         ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
@@ -76,7 +79,9 @@ def examine(request: Request) -> list[Examined]:
     with hydra_setup.session():
         choice = jobs.choose(request.overrides, request.config_name, request.settings)
         lists = jobs.lists(request.overrides, choice, request.settings)
+        jobs.require_one_plan(lists, request.overrides, request.config_name)
         found = jobs.examine(lists, request.config_name)
+    check(found)
     _search(request, choice, found)
     return found
 
@@ -113,16 +118,15 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
     """
     with contextlib.ExitStack() as stack:
         server = _Server(stack)
-        with _uncollected():
-            known = _known(request, check, server)
-            jobs.require_cluster(known.choice)
-            sweep = known.sweep
-            states = {} if sweep is None else sweep.journal.states()
-            missing = [] if sweep is None else missing_runs.of_finished(sweep, states)
-            again = missing if known.choice.known else []
-            numbers = _pending(sweep, known, states, again)
-            if known.choice.known and sweep is not None and not numbers:
-                return conclusion.nothing_left(sweep, request.config_name, states)
+        known = _known(request, check, server)
+        jobs.require_cluster(known.choice)
+        sweep = known.sweep
+        states = {} if sweep is None else sweep.journal.states()
+        missing = [] if sweep is None else missing_runs.of_finished(sweep, states)
+        again = missing if known.choice.known else []
+        numbers = _pending(sweep, known, states, again)
+        if known.choice.known and sweep is not None and not numbers:
+            return conclusion.nothing_left(sweep, request.config_name, states)
         require(_to_require(known, sweep, numbers))
         jobs.require_place(known.choice, request.overrides)
         if sweep is None:
@@ -143,18 +147,6 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         if known.sweep is None and request.settings.dir is None and code == REFUSED:
             _remove_unstarted(sweep)
         return code
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Spare the collector what a large sweep reads: thousands of objects, and no garbage."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _remove_unstarted(sweep: Sweep) -> None:
@@ -200,6 +192,7 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
         if sweep is not None and sources is not None and _is_current(sweep, sources, lists, choice):
             check([first])
             return _Known(choice, first, None, None, sweep)
+        jobs.require_one_plan(lists, request.overrides, name)
         if choice.is_local and not first.problems:
             server.get()  # it imports while the other jobs are composed
         examined = jobs.examine(lists, name)

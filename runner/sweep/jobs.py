@@ -169,6 +169,35 @@ def examine(jobs: Sequence[Sequence[str]], config_name: str) -> list[Examined]:
     return found
 
 
+def require_one_plan(
+    jobs: Sequence[Sequence[str]], overrides: Sequence[str], config_name: str
+) -> None:
+    """Raise a ConfigError if swept files choose or set the launcher or the sweeper themselves.
+
+    A sweep has one of each. `jobs` are those of a command with these `overrides`. Call it inside a
+    Hydra session.
+    """
+    groups, common = set(hydra_setup.groups()), set.intersection(*map(set, jobs))
+    others = dict.fromkeys(one for job in jobs for one in job if one not in common)
+    swept = [one for one in others if hydra_setup.key_of(one) in groups]
+    if not swept:
+        return
+    fixed, problems = hydra_setup.not_swept(overrides), Problems()
+    try:
+        usual = hydra_setup.plugin_nodes(fixed, config_name)
+        for one in swept:
+            there = hydra_setup.plugin_nodes(diagnose.unique([*fixed, one]), config_name)
+            own = {key: value for key, value in there.items() if value != usual[key]}
+            if own:
+                rule = f"it sets {next(iter(own))}, and a sweep has one for all of its jobs"
+                given = [f"{key}={own[key]}" if "/" in key else f"{key}.*" for key in own]
+                remedy = f"Give {' and '.join(given)} on the command line, or sweep {one} alone."
+                problems.add(one, rule, remedy)
+    except diagnose.MISTAKES:  # reported when the jobs are composed
+        return
+    problems.raise_if()
+
+
 def _resuming(jobs: Sequence[Examined]) -> list[Problem]:
     if any(job.recipe is not None and job.recipe.resume is not None for job in jobs):
         return [_no_resume("resume: in a file, with --multirun")]

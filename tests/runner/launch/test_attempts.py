@@ -71,7 +71,10 @@ def test_the_budget_is_of_the_whole_run(tmp_path: Path, capfd: pytest.CaptureFix
     assert train(tmp_path, Scripted([FAILED, Ended(75)]), 1) == 75
     machines = Scripted([FAILED])
     assert train(tmp_path, machines, 1) == 1
-    assert "attempt 2 failed: distributed.max_restarts=1 are used up" in capfd.readouterr().err
+    told = (
+        "attempt 2 failed: distributed.max_restarts=1 are used up over the whole run, and there is"
+    )
+    assert f"{told} no complete checkpoint" in capfd.readouterr().err
     assert [attempt.restarted for attempt in restarts.read(tmp_path)] == [True, False]
 
 

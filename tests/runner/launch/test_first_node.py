@@ -143,6 +143,23 @@ def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(two: Nodes) -> None
 
 
 @pytest.mark.slow
+def test_sigterm_while_nodes_are_awaited_saves_nothing_and_says_so(two: Nodes) -> None:
+    first = two.start(0)
+    assert nodes.wait_until(lambda: "1 of 2 nodes at" in first.printed()), two.outputs()
+    first.process.send_signal(signal.SIGTERM)
+    assert first.code() == 143, two.outputs()
+    assert "SIGTERM came before training began: nothing is saved." in first.printed()
+    second = two.start(0, "distributed.nnodes=3", "trainer.global_batch_size=6")
+    third = two.start(1, "distributed.nnodes=3", "trainer.global_batch_size=6")
+    assert nodes.wait_until(lambda: "joined; waiting" in third.printed()), two.outputs()
+    third.process.send_signal(signal.SIGTERM)
+    assert third.code() == 143, two.outputs()
+    second.process.send_signal(signal.SIGINT)
+    assert second.code() == 130, two.outputs()
+    assert two.left() == []
+
+
+@pytest.mark.slow
 def test_sigterm_on_one_node_stops_both_with_the_state_saved(two: Nodes) -> None:
     first = two.start(0, *WAITS)
     other = two.start(1, *WAITS, "optimizer.lr=0.5")

@@ -182,7 +182,7 @@ def test_two_commands_that_begin_together_share_one_sweep(
     server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = command.Request.of(LINE[1:], "config")
-    examined = command.examine(request)
+    examined = command.examine(request, lambda _: None)
     described = command._described(
         request, command.jobs.Choice("basic", "basic"), examined, "abcd1234", None
     )
@@ -239,5 +239,5 @@ def test_a_large_sweep_is_repeated_by_reading_few_files(tmp_path: Path) -> None:
 
 def test_jobs_are_listed_with_what_differs() -> None:
     request = command.Request.of(["seed=1,2", "scheduler=null"], "config")
-    lines = command.listing(command.examine(request))
+    lines = command.listing(command.examine(request, lambda _: None))
     assert lines == ["2 jobs; all have: scheduler=null", "0000  seed=1", "0001  seed=2"]

@@ -296,3 +296,37 @@ def test_a_launcher_without_its_cluster_is_refused(
     jobs.require_cluster(jobs.Choice("joblib", "basic"))
     with pytest.raises(ConfigError, match="there is no sbatch on this machine"):
         jobs.require_cluster(jobs.Choice("submitit_slurm", "basic"))
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (["experiment=searching,plain"], "Give hydra/sweeper=optuna and hydra.sweeper.*"),
+        (["hydra/sweeper=optuna", "experiment=searching,plain"], "Give hydra.sweeper.* on"),
+        (["sweep.list=[[experiment=searching],[seed=1]]"], "or sweep experiment=searching alone"),
+        (["experiment=side_by_side,plain"], "Give hydra/launcher=joblib and hydra.launcher.*"),
+    ],
+)
+def test_swept_files_choose_no_launcher_and_no_sweeper(
+    line: list[str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    files = {
+        "plain": "seed: 2\n",
+        "searching": "defaults: [{override /hydra/sweeper: optuna}]\n"
+        "hydra: {sweeper: {n_trials: 2, params: {optimizer.lr: 'interval(0.1, 1)'}}}\n",
+        "side_by_side": "defaults: [{override /hydra/launcher: joblib}]\n"
+        "hydra: {launcher: {n_jobs: 2}}\n",
+    }
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(f"# @package _global_\n{text}")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["-m", *line]) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    assert cli.main(["-m", "experiment=plain", "seed=1,2", "--dry-run"]) == 0

@@ -126,9 +126,9 @@ def test_a_misspelt_key_gets_the_nearest_name(tmp_path: Path) -> None:
     write(tmp_path)
     request = command.Request.of(["experiment=search", "hydra.sweeper.ntrials=4"], "config")
     with pytest.raises(ConfigError, match="Did you mean 'n_trials'"):
-        command.examine(request)
+        command.examine(request, lambda _: None)
     request = command.Request.of(["experiment=search", "trainer.epochz=4"], "config")
-    assert any("epochs" in str(one) for one in command.examine(request)[0].problems)
+    assert any("epochs" in str(one) for one in command.examine(request, lambda _: None)[0].problems)
 
 
 def test_a_search_says_that_it_chooses_its_jobs(
@@ -165,3 +165,16 @@ def test_a_job_whose_objective_is_no_number_has_failed_each_time(
     assert numbers(server) == [0, 1]
     (folder,) = sweeps(tmp_path)
     assert study_files.of_sweep(folder) is not None
+
+
+def test_names_are_known_before_a_search_asks_for_its_direction(tmp_path: Path) -> None:
+    write(tmp_path, direction="maximize")
+    request = command.Request.of(LINE[1:], "config")
+    with pytest.raises(ConfigError, match="the best of the monitored metric"):
+        command.examine(request, lambda _: None)
+
+    def check(_: object) -> None:
+        raise ConfigError.of("objective.name=mine", "nobody has registered it", "Import it.")
+
+    with pytest.raises(ConfigError, match="nobody has registered it"):
+        command.examine(request, check)
