@@ -209,10 +209,7 @@ def _code_rows(found: Fields) -> Iterator[tuple[str, str]]:
     code, machine = found["code"], found["machine"]
     yield "code", provenance.described_git(code["git"]) if "git" in code else "not known"
     if code.get("runner_git"):
-        yield (
-            "runner",
-            provenance.described_git(code["runner_git"]).replace(f" ({provenance.DIFF})", ""),
-        )
+        yield "runner", provenance.described_git(code["runner_git"], kept=False)
     for subject, sentences in found["earlier_sessions"].items():
         yield from ((f"≠ {subject}", sentence) for sentence in sentences)
     packages = found["packages"]

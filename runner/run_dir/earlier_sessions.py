@@ -78,7 +78,7 @@ def kept(run_dir: Path) -> list[tuple[str, Fields]]:
 
 
 def kept_with_patches(run_dir: Path) -> list[tuple[str, str, Fields]]:
-    """Return `kept` with the name of the patch of each, which exists only for a dirty work tree."""
+    """Return `kept` with the name of the patch of each, which a clean work tree has none of."""
     try:
         return [(path.name, diff_of(number), _read(path)) for number, path in _kept(run_dir)]
     except OSError:

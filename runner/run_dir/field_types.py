@@ -104,6 +104,7 @@ SUMMARY: FieldType = {
 _GIT: FieldType = {
     **dict.fromkeys(("sha", "branch", "root", "reason", "diff_sha256", "untracked_sha256"), text),
     **{"dirty": flag, "diff_complete": flag, "diff_bytes": count, "num_untracked": count},
+    **{"num_untracked_python": count, "num_untracked_kept": count, "untracked_bytes": count},
     **{"untracked": Each(word, listed=True)},
 }
 _FILES: FieldType = {

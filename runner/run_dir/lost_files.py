@@ -147,8 +147,9 @@ def _of_environment(run: Run) -> Iterator[str]:
 def _of_patch(run_dir: Path, environment: Fields, name: str) -> Iterator[str]:
     """Yield whether the uncommitted changes that an environment names are lost."""
     git: dict[str, Any] = environment.get("git") or {}
-    expected = git.get("diff_bytes")
-    if not git.get("dirty") or expected is None:
+    tracked = git.get("diff_bytes") if git.get("dirty") else None
+    expected = (tracked or 0) + (git.get("untracked_bytes") or 0)
+    if not expected:
         return
     found = _size(run_dir, name)
     if found is None:

@@ -17,13 +17,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from runner.run_dir import lock
+from runner.run_dir import lock, untracked_files
 from runner.run_dir.json_files import Fields, JsonObject
 
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT, DIFF = "environment.json", "git.diff"
 GIT = ("git", "--no-optional-locks")  # another git command of the user's may hold the index
+# What a user's configuration may change, so that `git apply` no longer takes the patch.
+DIFF_FORMAT = ("-c", "diff.noprefix=false", "-c", "diff.relative=false")
 GIT_SECONDS = 20.0
 MOST_UNTRACKED = 200
 MARKS = ("overrides.yaml", "sweep.json")  # a folder with one of them is a run's or a sweep's
@@ -39,13 +41,15 @@ def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> Js
     Args:
         folder: any folder of the work tree.
         diff_to: where the uncommitted changes are written as a patch; None: nowhere. Of a larger
-            patch than `MOST_DIFF_BYTES` only the names of the files are.
+            patch than `MOST_DIFF_BYTES` only the names of the files are. Untracked Python files
+            follow it, as far as `untracked_files.creation_patch` takes them.
 
     Returns:
-        sha, branch, root, dirty (tracked files differ from the commit), diff_sha256, diff_bytes,
-        untracked (names, at most `MOST_UNTRACKED`, without what runs and sweeps have written),
-        num_untracked and untracked_sha256 (of its Python files). Without a work tree: `reason`
-        alone.
+        sha, branch, root, dirty (tracked files differ from the commit), diff_sha256, diff_bytes
+        (both of tracked files), untracked (names, at most `MOST_UNTRACKED`, Python files first,
+        without what runs and sweeps have written), num_untracked, num_untracked_python,
+        untracked_sha256 (of its Python files), num_untracked_kept and untracked_bytes (of the
+        Python files in the patch, and of that part of it). Without a work tree: `reason` alone.
     """
     status = _start(folder, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all")
     root = _start(folder, "rev-parse", "--show-toplevel")
@@ -56,12 +60,21 @@ def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> Js
         return {"reason": f"{os.fspath(folder)} lies in no git work tree, or git gave no answer"}
     found = _parsed(text.split("\0"))
     found["root"] = top.strip()
+    patch = b""
     if found["dirty"]:
-        found |= _diff(folder, diff_to)
+        changes, patch = _diff(folder, names_of_large=diff_to is not None)
+        found |= changes
     untracked = _without_runs(found["untracked"])
+    top_folder, sources = Path(found["root"]), untracked_files.python_files(untracked)
+    created, num_created = untracked_files.creation_patch(top_folder, sources)
+    if diff_to is not None and (patch or created):
+        diff_to.write_bytes(patch + created)
     found["num_untracked"] = len(untracked)
-    found["untracked_sha256"] = _digest_of_sources(Path(found["root"]), untracked)
-    found["untracked"] = untracked[:MOST_UNTRACKED]
+    found["untracked_sha256"] = _digest_of_sources(top_folder, sources)
+    sources_first = sorted(untracked, key=lambda name: not untracked_files.is_python(name))
+    found["untracked"] = sources_first[:MOST_UNTRACKED]
+    found |= {"num_untracked_python": len(sources), "num_untracked_kept": num_created}
+    found["untracked_bytes"] = len(created)
     return found
 
 
@@ -126,25 +139,29 @@ def _split(name: str) -> tuple[str, str, str]:
     return name.rpartition("/")
 
 
-def _diff(folder: str | os.PathLike[str], diff_to: Path | None) -> JsonObject:
-    """Return digest and size of the uncommitted changes, and write them as a patch."""
+def _diff(folder: str | os.PathLike[str], names_of_large: bool) -> tuple[JsonObject, bytes]:
+    """Return digest and size of the changes of tracked files, and the patch.
+
+    In place of a patch that is too large stand the names of its files, if `names_of_large`.
+    """
     plain = ("--no-color", "--no-ext-diff", "--no-textconv")
-    process = _start(folder, "diff", "HEAD", "--binary", *plain)
+    process = _start(folder, *DIFF_FORMAT, "diff", "HEAD", "--binary", *plain)
     if process is None or process.stdout is None:
-        return {}
+        return {}, b""
     with process:
         patch = process.stdout.read(MOST_DIFF_BYTES + 1)
         complete = len(patch) <= MOST_DIFF_BYTES
         if not complete:
             process.kill()
     if process.returncode and complete:  # no commit to compare with
-        return {}
-    if diff_to is not None:
-        names = None if complete else _start(folder, "diff", "HEAD", "--stat", *plain)
-        listed = None if names is None else _output(names)
-        diff_to.write_bytes(patch if complete else (listed or "").encode(errors="surrogateescape"))
+        return {}, b""
     digest = hashlib.sha256(patch).hexdigest()
-    return {"diff_sha256": digest, "diff_bytes": len(patch), "diff_complete": complete}
+    found = {"diff_sha256": digest, "diff_bytes": len(patch), "diff_complete": complete}
+    if not complete:
+        names = _start(folder, "diff", "HEAD", "--stat", *plain) if names_of_large else None
+        listed = None if names is None else _output(names)
+        patch = (listed or "").encode(errors="surrogateescape")
+    return found, patch
 
 
 def runner_checkout() -> JsonObject | None:
@@ -309,7 +326,7 @@ def _git_differences(then: Fields, now: Fields, key: str, whose: str) -> list[st
     if before["dirty"] != after["dirty"] or _changed(before, after, "diff_sha256"):
         lines.append(f"{whose}: {_changes(before)} then, {_changes(after)} now")
     if _changed(before, after, "untracked_sha256"):
-        lines.append(f"{whose}: other untracked Python files")
+        lines.append(f"{whose}: {_other_untracked(before, after)}")
     return lines
 
 
@@ -320,8 +337,40 @@ def _changed(before: Fields, after: Fields, key: str) -> bool:
 
 def _changes(git: Fields) -> str:
     if not git["dirty"]:
-        return "no uncommitted changes"
+        tracked = " of tracked files" if untracked_files.described(git) else ""
+        return f"no uncommitted changes{tracked}"
     return f"uncommitted changes ({git.get('diff_bytes', '?')} bytes)"
+
+
+def _other_untracked(before: Fields, after: Fields) -> str:
+    was, present = untracked_files.described(before), untracked_files.described(after)
+    if was == present:
+        return f"the contents differ of {present}"
+    return f"{was or 'no untracked Python files'} then, {present or 'none'} now"
+
+
+def uncommitted(git: Fields) -> str:
+    """Return e.g. "uncommitted changes (1 untracked Python file: new.py)"; empty without any."""
+    untracked = untracked_files.described(git)
+    if not untracked:
+        return "uncommitted changes" if git["dirty"] else ""
+    tracked = "tracked files, and " if git["dirty"] else ""
+    return f"uncommitted changes ({tracked}{untracked})"
+
+
+def not_kept(git: Fields) -> list[str]:
+    """Return which uncommitted changes are too large for the patch of a run; [] if none are."""
+    lines = []
+    if not git.get("diff_complete", True):
+        lines.append(f"of tracked files names only (more than {MOST_DIFF_BYTES:,} bytes)")
+    number = untracked_files.number_of(git)
+    kept = git.get("num_untracked_kept")
+    if kept is not None and kept < number:
+        limits = (
+            f"{untracked_files.MOST_BYTES:,} bytes in all, {untracked_files.MOST_FILES:,} files"
+        )
+        lines.append(f"{kept} of {number} untracked Python files (limits: {limits}, text only)")
+    return lines
 
 
 def short_sha(git: Fields) -> str:
@@ -329,17 +378,33 @@ def short_sha(git: Fields) -> str:
     return str(git["sha"])[:10] if git.get("sha") else "no commit"
 
 
-def described_git(git: Fields | None) -> str:
-    """Return e.g. "1a2b3c4d5e on main, with uncommitted changes (git.diff)"."""
+def described_git(git: Fields | None, kept: bool = True) -> str:
+    """Return e.g. "1a2b3c4d5e on main, with uncommitted changes (git.diff)".
+
+    Args:
+        git: a recorded git state.
+        kept: whether its uncommitted changes are kept in `git.diff`.
+    """
     if not git or "dirty" not in git:
         return (git or {}).get("reason") or "no git work tree"
     parts = [f"{short_sha(git)} on {git.get('branch')}"]
     if git["dirty"]:
         only = "" if git.get("diff_complete", True) else ", names only"
-        parts.append(f"with uncommitted changes ({DIFF}{only})")
-    if git.get("num_untracked"):
-        parts.append(f"{git['num_untracked']} untracked files")
+        parts.append("with uncommitted changes" + (f" ({DIFF}{only})" if kept else ""))
+    untracked = untracked_files.described(git)
+    if untracked:
+        parts.append(untracked + (f" ({_where_untracked(git)})" if kept else ""))
+    others = (git.get("num_untracked") or 0) - untracked_files.number_of(git)
+    if others > 0:
+        parts.append(f"{others} {'other ' if untracked else ''}untracked files")
     return ", ".join(parts)
+
+
+def _where_untracked(git: Fields) -> str:
+    number, kept = untracked_files.number_of(git), git.get("num_untracked_kept")
+    if not kept:
+        return "not kept"
+    return DIFF if kept == number else f"{kept} of them in {DIFF}"
 
 
 def data_differences(then: Fields, now: Fields) -> list[str]:

@@ -18,6 +18,7 @@ from runner.run_dir import (
     environment,
     field_types,
     provenance,
+    untracked_files,
 )
 from runner.run_dir.json_files import Fields
 from runner.run_dir.provenance import ENVIRONMENT
@@ -87,10 +88,13 @@ def _unrecorded(run_dir: Path, now: Fields) -> Comparison:
 
 def _work_tree(now: Fields) -> dict[str, str]:
     git = now.get("git") or {}
-    if not git.get("dirty"):
+    changes = provenance.uncommitted(git) if "dirty" in git else ""
+    if not changes:
         return {}
-    changed = f"it has uncommitted changes beside commit {provenance.short_sha(git)}"
-    return {"work tree": f"{changed}: the new run keeps them in {provenance.DIFF}"}
+    changed = f"it has {changes} beside commit {provenance.short_sha(git)}"
+    missing = "; ".join(provenance.not_kept(git))
+    kept = f"the new run keeps them in {provenance.DIFF}" + (f", but {missing}" if missing else "")
+    return {"work tree": f"{changed}: {kept}"}
 
 
 def code_changed(run_dir: Path, packages: Iterable[str]) -> list[str]:
@@ -137,8 +141,7 @@ def _code_compared(then: Fields, now: Fields) -> str:
     git, before = now.get("git") or {}, then.get("git") or {}
     reason = git.get("reason") or before.get("reason") or "the run has recorded no git state"
     if "dirty" in git and "dirty" in before:
-        dirty = "the same uncommitted changes" if git["dirty"] else "no uncommitted changes"
-        parts.append(f"commit {provenance.short_sha(git)}, {dirty}")
+        parts.append(f"commit {provenance.short_sha(git)}, {_changes_compared(before, git)}")
     else:
         rest = f"; other files are not compared: {reason}"
     packages = [name for name, digest in (now.get("code") or {}).items() if digest]
@@ -148,6 +151,18 @@ def _code_compared(then: Fields, now: Fields) -> str:
     if parts:
         return f"the same: {', '.join(parts)}{rest}"
     return f"not compared: {reason}, and no package of the project is recorded"
+
+
+def _changes_compared(before: Fields, git: Fields) -> str:
+    """Return in words which uncommitted changes of two git states were found to be equal."""
+    untracked = untracked_files.described(git)
+    if untracked and not (before.get("untracked_sha256") and git.get("untracked_sha256")):
+        recorded = "untracked_sha256" in before
+        reason = "they are too many or too large" if recorded else "the run has recorded none"
+        tracked = "the same uncommitted changes" if git["dirty"] else "no uncommitted changes"
+        return f"{tracked} of tracked files ({untracked}, not compared: {reason})"
+    changes = provenance.uncommitted(git)
+    return f"the same {changes}" if changes else "no uncommitted changes"
 
 
 def _data_compared(then: Fields) -> str:

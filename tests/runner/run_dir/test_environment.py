@@ -45,6 +45,7 @@ def test_the_environment_tells_versions_machine_and_git(
     assert found["git"]["dirty"]
     assert found["git"]["untracked"] == ["new.py"]
     assert "+width = 2" in (run_dir / "git.diff").read_text()
+    assert "b/new.py" in (run_dir / "git.diff").read_text()
 
 
 def test_outside_of_git_there_is_nothing_to_tell(

@@ -106,6 +106,18 @@ def test_of_a_patch_that_was_too_large_only_names_are_recorded(tmp_path: Path) -
     assert RunRecord(run_dir).problems == []
 
 
+def test_a_patch_of_untracked_files_alone_is_missed_too(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    git = {"sha": "a" * 40, "dirty": False, "untracked_bytes": 6}
+    change(run_dir, "environment.json", git=git)
+    assert RunRecord(run_dir).problems == []
+    change(run_dir, "environment.json", git={**GIT, "untracked_bytes": 6})
+    assert RunRecord(run_dir).problems == ["git.diff has 6 bytes, not 12"]
+    change(run_dir, "environment.json", git=git)
+    (run_dir / "git.diff").unlink()
+    assert RunRecord(run_dir).problems == ["git.diff is missing"]
+
+
 def test_a_damaged_line_is_said_once_by_its_number(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path, metrics=18)
     path = run_dir / "metrics.jsonl"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.run_dir import provenance
+from runner.run_dir import provenance, untracked_files
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -51,8 +51,14 @@ def test_each_kind_of_change_is_told(project: Path, tmp_path: Path) -> None:
     assert commit.startswith("the project was at commit ")
     now = code(project)
     (project / "new.py").write_text("x = 1\n")
-    assert provenance.code_differences(now, code(project)) == [
-        "the project: other untracked Python files"
+    added = code(project)
+    assert provenance.code_differences(now, added) == [
+        "the project: no untracked Python files then, 1 untracked Python file: new.py now"
+    ]
+    assert provenance.code_differences(added, code(project)) == []
+    (project / "new.py").write_text("x = 2\n")
+    assert provenance.code_differences(added, code(project)) == [
+        "the project: the contents differ of 1 untracked Python file: new.py"
     ]
     (project / "new.py").unlink()
     (project / "new.txt").write_text("no code\n")
@@ -87,6 +93,72 @@ def test_the_patch_applies_and_a_large_one_is_only_named(
     assert not found["diff_complete"]
     assert "model.py |" in patch.read_text()
     assert "names only" in provenance.described_git(found)
+
+
+def test_the_patch_of_a_run_has_its_untracked_python_files(project: Path, tmp_path: Path) -> None:
+    git(project, "config", "diff.noprefix", "true")  # a user's own taste
+    git(project, "config", "diff.relative", "true")
+    (project / ".gitignore").write_text("secret.py\n")
+    git(project, "add", ".gitignore")
+    git(project, "commit", "-qm", "second")
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(project), str(clone))
+    (project / "models").mkdir()
+    (project / "models" / "foo.py").write_text("depth = 3\n")
+    (project / "secret.py").write_text("token = 1\n")
+    (project / "notes.txt").write_text("no code\n")
+    (project / "model.py").write_text("width = 2\n")
+    index = (project / ".git" / "index").read_bytes()
+    patch = tmp_path / "git.diff"
+    found = provenance.git_state(project / "models", patch)
+    assert (project / ".git" / "index").read_bytes() == index
+    assert found["untracked"] == ["models/foo.py", "notes.txt"]
+    assert patch.stat().st_size == found["diff_bytes"] + found["untracked_bytes"]
+    git(clone, "apply", str(patch))
+    assert (clone / "models" / "foo.py").read_text() == "depth = 3\n"
+    assert (clone / "model.py").read_text() == "width = 2\n"
+    assert not (clone / "secret.py").exists()
+    assert not (clone / "notes.txt").exists()
+    assert provenance.code_id(code(clone)) == provenance.code_id({"git": found})
+    said = provenance.described_git(found)
+    assert "(git.diff), 1 untracked Python file: models/foo.py (git.diff), 1 other" in said
+    assert "git.diff" not in provenance.described_git(found, kept=False)
+
+
+def test_a_file_that_is_no_longer_tracked_is_in_the_patch(project: Path, tmp_path: Path) -> None:
+    clone, patch = tmp_path / "clone", tmp_path / "git.diff"
+    git(tmp_path, "clone", "-q", str(project), str(clone))
+    git(project, "rm", "-q", "--cached", "model.py")
+    (project / "model.py").write_text("width = 4\n")
+    provenance.git_state(project, patch)
+    git(clone, "apply", str(patch))
+    assert (clone / "model.py").read_text() == "width = 4\n"
+
+
+def test_without_room_in_the_patch_it_is_said(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "a.py").write_text("x = 1\n" * 20)
+    (project / "b.py").write_text("y = 1\n")
+    monkeypatch.setattr(untracked_files, "MOST_BYTES", 50)
+    found = provenance.git_state(project, tmp_path / "git.diff")
+    assert (found["num_untracked_kept"], found["num_untracked_python"]) == (1, 2)
+    (said,) = provenance.not_kept(found)
+    assert said.startswith("1 of 2 untracked Python files (limits: 50 bytes in all")
+    assert "a.py, b.py (1 of them in git.diff)" in provenance.described_git(found)
+
+
+def test_records_of_earlier_versions_are_described() -> None:
+    old = {"sha": "a" * 40, "branch": "main", "dirty": False, "untracked_sha256": "u" * 64}
+    listed = {**old, "untracked": ["a.txt", "new.py"], "num_untracked": 2}
+    said = "aaaaaaaaaa on main, 1 untracked Python file: new.py (not kept), 1 other untracked files"
+    assert provenance.described_git(listed) == said
+    assert provenance.not_kept(listed) == []
+    cut = {**old, "untracked": ["a.txt"], "num_untracked": 300}
+    assert provenance.uncommitted(cut) == "uncommitted changes (untracked Python files)"
+    new = {**listed, "num_untracked_python": 1, "num_untracked_kept": 1, "untracked_bytes": 99}
+    assert provenance.code_differences({"git": listed}, {"git": new}) == []
+    assert provenance.code_id({"git": listed}) == provenance.code_id({"git": new})
 
 
 def test_no_commit_no_work_tree_and_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

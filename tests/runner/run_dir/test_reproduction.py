@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.run_dir import environment, provenance, reproduction
+from runner.run_dir.json_files import Fields
 from tests.runner.written_runs import write_run
 
 CLEAN = {"sha": "a" * 40, "branch": "main", "dirty": False, "diff_sha256": None}
@@ -31,6 +32,52 @@ def test_a_dirty_work_tree_is_said_even_where_it_is_the_same(tmp_path: Path) -> 
     assert found.same
     assert "the same uncommitted changes" in said["code"]
     assert "it has uncommitted changes" in said["work tree"]
+
+
+UNTRACKED = {
+    **CLEAN,
+    **{"untracked": ["models/foo.py"], "num_untracked": 1, "untracked_sha256": "u"},
+}
+NEW = {**UNTRACKED, "num_untracked_python": 1, "num_untracked_kept": 1, "untracked_bytes": 99}
+
+
+@pytest.mark.parametrize("then", [UNTRACKED, NEW])  # as an earlier version recorded it, and as now
+def test_an_untracked_module_is_an_uncommitted_change(then: Fields, tmp_path: Path) -> None:
+    found = reproduction.compare(write_run(tmp_path / "a"), {"git": then}, {"git": NEW})
+    said = dict(found.lines())
+    assert found.same
+    changes = "uncommitted changes (1 untracked Python file: models/foo.py)"
+    assert said["code"] == f"the same: commit aaaaaaaaaa, the same {changes}"
+    kept = "the new run keeps them in git.diff"
+    assert said["work tree"] == f"it has {changes} beside commit aaaaaaaaaa: {kept}"
+
+
+def test_tracked_changes_and_untracked_modules_are_said_together(tmp_path: Path) -> None:
+    now = {**NEW, "dirty": True, "diff_sha256": "x", "diff_complete": False}
+    now |= {"num_untracked_python": 4, "untracked": ["a.py", "b.py", "c.py", "d.py"]}
+    found = reproduction.compare(write_run(tmp_path / "a"), {"git": now}, {"git": now})
+    said = dict(found.lines())["work tree"]
+    assert "(tracked files, and 4 untracked Python files: a.py, b.py, c.py, …)" in said
+    assert (
+        ", but of tracked files names only (more than 10,000,000 bytes); 1 of 4 untracked" in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        (CLEAN, "the run has recorded none"),
+        ({**NEW, "untracked_sha256": None}, "they are too many"),
+    ],
+)
+def test_untracked_modules_that_were_not_compared_are_not_called_the_same(
+    then: Fields, reason: str, tmp_path: Path
+) -> None:
+    now = {**NEW, "untracked_sha256": then.get("untracked_sha256")}
+    found = reproduction.compare(write_run(tmp_path / "a"), {"git": then}, {"git": now})
+    said = dict(found.lines())["code"]
+    assert "no uncommitted changes of tracked files (1 untracked Python file: models/foo.py" in said
+    assert f"not compared: {reason}" in said
 
 
 def test_a_run_of_two_recipes_and_of_another_folder_is_said(tmp_path: Path) -> None:
