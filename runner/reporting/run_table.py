@@ -45,6 +45,8 @@ def newest_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def in_order(runs: Sequence[RunRecord], key: str, reverse: bool = False) -> list[RunRecord]:
     """Return runs by the values of a key, those without one last; by objective, the best first.
 
+    An infinite objective is never the best: it stands behind the finite ones.
+
     Raises:
         ConfigError: if neither a run nor a recipe has such a key.
     """
@@ -67,8 +69,10 @@ def _missing(value: Any) -> bool:
 
 
 def _sort_key(run: RunRecord, key: str, value: Any) -> tuple[int, Any]:
-    if key == "objective" and run.objective is not None and run.objective.mode == "max":
-        return 0, -value
+    if key == "objective" and run.objective is not None:
+        if math.isinf(value):
+            return 1, 0.0
+        return 0, -value if run.objective.mode == "max" else value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 0, float(value)
     return 1, str(value)

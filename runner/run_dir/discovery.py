@@ -12,9 +12,10 @@ from runner.run_dir import atomic_update, field_types
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB
 from runner.run_dir.json_files import JsonObject
-from runner.run_dir.record import BROKEN, RunRecord
+from runner.run_dir.record import BROKEN, FINISHED, PRUNED, RunRecord
 
 SWEEP, SWEEP_PREFIX, JOURNAL = "sweep.json", "sweep-", "journal.jsonl"
+ENDED = "ended"  # an event of the journal
 DEFAULT_FOLDER = "runs"
 DEPTH = 6
 MOST_NAMED = 5
@@ -102,7 +103,10 @@ def _of_sweep(path: Path) -> tuple[str | None, JsonObject | None]:
 
 
 def read_journal(sweep_dir: Path) -> dict[int, JsonObject]:
-    """Return the last record of each job in a sweep's journal, a torn line left out."""
+    """Return the last record of each job's newest attempt in a sweep's journal; torn lines are not.
+
+    Another attempt's end may be recorded late: it counts only where it completes the job.
+    """
     found: dict[int, JsonObject] = {}
     try:
         lines = (sweep_dir / JOURNAL).read_bytes().splitlines()
@@ -113,9 +117,17 @@ def read_journal(sweep_dir: Path) -> dict[int, JsonObject]:
             record, _ = field_types.fitted(field_types.loads(line), field_types.JOURNAL)
         except ValueError:  # cut off by a kill
             continue
-        if record.get("job") is not None:
-            found[record["job"]] = record
+        job = record.get("job")
+        if job is not None and not _is_late(record, found.get(job)):
+            found[job] = record
     return found
+
+
+def _is_late(record: JsonObject, last: JsonObject | None) -> bool:
+    """Return whether a record is the end of an earlier attempt than that of the last one."""
+    if last is None or record.get("event") != ENDED or record.get("status") in (FINISHED, PRUNED):
+        return False
+    return bool(record.get("attempt") != last.get("attempt"))
 
 
 def sweep_problems(sweep_dir: Path) -> list[str]:

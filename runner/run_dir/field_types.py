@@ -139,7 +139,10 @@ OUTCOME: FieldType = {
     **{"rank": count, "time": seconds, "code": count, "is_consequence": flag},
     **{"message": text, "traceback": text, "full": text},
 }
-JOURNAL: FieldType = {"job": count, "status": text, "overrides": Each(word, listed=True)}
+JOURNAL: FieldType = {
+    **dict.fromkeys(("event", "status", "attempt", "reason"), text),
+    **{"job": count, "time": seconds, "overrides": Each(word, listed=True)},
+}
 
 
 def loads(content: bytes) -> Any:

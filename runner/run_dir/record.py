@@ -70,7 +70,7 @@ class RunRecord:
     Attributes:
         path: the run directory.
         sweep: the name of the directory of its sweep; None: it is no job of one.
-        journal: what the sweep's journal says of the job last.
+        journal: the last record of the job's newest attempt in the sweep's journal; empty: none.
     """
 
     def __init__(self, path: Path, sweep: str | None = None, journal: Fields | None = None) -> None:
@@ -225,7 +225,7 @@ class RunRecord:
 
     @cached_property
     def failure(self) -> Fields:
-        """How the first process that failed ended, of the last launch in which one did."""
+        """How the first process that failed in the newest attempt ended; empty: none says so."""
         found: Fields = {}
         with contextlib.suppress(OSError):
             for file in os.scandir(self.path / "logs"):
@@ -233,7 +233,7 @@ class RunRecord:
                     outcome = self._loaded(Path(file.path), field_types.OUTCOME)
                     if outcome.get("code") not in (*CLEAN, None) and _newer(outcome, found):
                         found = outcome
-        return found
+        return found if found and _time(found) >= (self._ended or self.started) else {}
 
     @cached_property
     def status(self) -> str:
@@ -246,17 +246,25 @@ class RunRecord:
             return PRUNED
         if self.summary.get("complete") is True:
             return FINISHED
-        ended = self._ended
-        if self.failure and _time(self.failure) >= (ended or self.started):
+        if self.failure:
             return CUT_OFF if self.failure.get("code") == INTERRUPTED else FAILED
-        if ended is not None:
+        if self._ended is not None:
             return STOPPED
+        if self._is_failed_job:
+            return FAILED
         return CUT_OFF if self._is_begun else SUBMITTED
 
     @property
     def _is_begun(self) -> bool:
         """Whether a process has begun to train it; where it was not submitted, one has."""
         return not slurm_job.read(self.path) or (self.path / RUN_LOG).exists()
+
+    @property
+    def _is_failed_job(self) -> bool:
+        """Whether the journal has the newest attempt as failed; a killed process says nothing."""
+        # A job that was resumed by itself since is not in the journal.
+        at = number(self.journal.get("time")) or 0.0
+        return self.journal.get("status") == FAILED and at >= self.started
 
     @property
     def _ended(self) -> float | None:
@@ -278,8 +286,10 @@ class RunRecord:
             return "; ".join(dict.fromkeys(self.problems))
         if self.status == SUBMITTED:
             return f"Slurm's job {slurm_job.read(self.path).get('job')} has not begun"
-        if self.status == FAILED:
+        if self.status == FAILED and self.failure:
             return str(self.failure.get("message") or "")
+        if self.status == FAILED:
+            return self.journal.get("reason") or "the journal of its sweep names no reason"
         if self.status == CUT_OFF:
             return "it was ended without saving: by Ctrl-C, a kill, or a loss of power"
         return str(self.summary.get("reason") or "")

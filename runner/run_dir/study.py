@@ -79,7 +79,8 @@ def of_sweep(sweep_dir: Path) -> StudyFile | None:
         return StudyFile(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         rule = f"it describes the study of a sweep, and is damaged ({error})"
-        raise ConfigError.of(str(path), rule, "Give the command of the sweep again.") from error
+        remedy = "Restore it from a copy, or begin a new search with sweep.dir=DIR."
+        raise ConfigError.of(str(path), rule, remedy) from error
 
 
 def values_of(summary: Mapping[str, object], metrics: Sequence[str], run_dir: Path) -> list[float]:

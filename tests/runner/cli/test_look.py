@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from tests.runner.written_runs import write_failure, write_run, write_sweep
+from tests.runner.written_runs import STARTED, write_failure, write_run, write_sweep
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 ROOT = Path(__file__).resolve().parents[3]
@@ -223,6 +223,30 @@ def test_damaged_sweeps_are_said(
     (sweep / name).write_text("")
     for command in ("list", "show"):
         assert f"{sweep}: {name} is" in printed(command, str(sweep), capsys=capsys)
+
+
+def test_killed_jobs_of_a_sweep_have_failed_as_its_journal_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runner.reporting import findings
+    from runner.run_dir import discovery
+    from runner.sweep.journal import Journal
+
+    sweep = write_sweep(tmp_path / "runs")
+    (sweep / "0003" / "summary.json").unlink()
+    how = "its process was ended by SIGKILL (out of memory?)"
+    begun = {"event": "started", "job": 3, "time": STARTED + 3, "attempt": "a"}
+    end = {"status": "failed", "reason": how, "time": STARTED + 90}
+    journal = Journal(sweep)
+    journal.append(begun, {**begun, "event": "ended", **end})
+    listed = printed("list", str(sweep), "status=failed", capsys=capsys)
+    assert f"{sweep.name}/0003" in listed
+    assert "1 of 12 runs" in listed
+    assert f"failed  {how}" in printed("show", str(sweep / "0003"), capsys=capsys)
+    found = findings.find(discovery.find_runs([sweep]))
+    assert found.summary == "12 runs: 11 finished, 1 failed"
+    journal.append({**begun, "attempt": "b"})  # it was killed, and the sweep with it
+    assert "interrupted" in printed("show", str(sweep / "0003"), capsys=capsys)
 
 
 def test_a_sweep_within_a_sweep_is_found(

@@ -13,7 +13,7 @@ from rich.console import Console
 from accel.errors import ConfigError
 from runner.reporting import run_table
 from runner.run_dir.record import RunRecord
-from tests.runner.written_runs import STARTED, write_run
+from tests.runner.written_runs import STARTED, write, write_run
 
 
 @pytest.fixture
@@ -43,6 +43,20 @@ def test_runs_are_sorted_and_those_without_a_value_last(
 ) -> None:
     found = run_table.in_order(runs, key)
     assert "".join(run.path.name for run in found) == expected
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_an_infinite_objective_is_never_the_best(mode: str, tmp_path: Path) -> None:
+    values = [float("-inf"), 0.2, float("nan"), float("inf"), 0.1]
+    found = []
+    for number, best in enumerate(values):
+        path = write_run(tmp_path / str(number), best=best)
+        summary = json.loads((path / "summary.json").read_text())
+        summary["best"]["mode"] = mode
+        write(path / "summary.json", summary)
+        found.append(RunRecord(path))
+    names = [run.path.name for run in run_table.in_order(found, "objective")]
+    assert names == (["4", "1", "0", "3", "2"] if mode == "min" else ["1", "4", "0", "3", "2"])
 
 
 def test_a_key_to_sort_by_has_to_be_there(runs: list[RunRecord]) -> None:

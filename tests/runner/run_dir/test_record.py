@@ -87,6 +87,52 @@ def test_a_pruned_job_is_pruned(tmp_path: Path) -> None:
     assert RunRecord(path, "sweep-x", {"status": "pruned"}).status == "pruned"
 
 
+DEATH = "its process was ended by SIGKILL (out of memory?)"
+ENDED = {"event": "ended", "status": "failed", "reason": DEATH, "time": STARTED + 50}
+INTERRUPTION = "it was ended without saving: by Ctrl-C, a kill, or a loss of power"
+
+
+@pytest.mark.parametrize(
+    ("journal", "status", "reason"),
+    [
+        (ENDED, "failed", DEATH),
+        ({**ENDED, "reason": None}, "failed", "the journal of its sweep names no reason"),
+        ({**ENDED, "time": STARTED - 50}, "interrupted", INTERRUPTION),  # resumed by itself since
+        ({**ENDED, "status": "interrupted"}, "interrupted", INTERRUPTION),
+        ({"event": "started", "time": STARTED}, "interrupted", INTERRUPTION),
+        ({}, "interrupted", INTERRUPTION),
+    ],
+)
+def test_a_killed_job_has_failed_where_its_sweep_says_so(
+    journal: dict[str, object], status: str, reason: str, tmp_path: Path
+) -> None:
+    run = RunRecord(write_run(tmp_path / "0000", summary=False, metrics=3), "sweep-x", journal)
+    assert (run.status, run.reason, run.step) == (status, reason, 30)
+
+
+def test_a_failure_of_an_earlier_attempt_is_not_that_of_a_killed_one(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "0000", summary=False)
+    write_failure(path, STARTED - 100)
+    run = RunRecord(path, "sweep-x", ENDED)
+    assert (run.status, run.reason, run.failure) == ("failed", DEATH, {})
+
+
+def test_the_end_that_a_run_has_recorded_counts_before_that_of_the_journal(tmp_path: Path) -> None:
+    finished = RunRecord(write_run(tmp_path / "0000"), "sweep-x", ENDED)
+    stopped = write_run(tmp_path / "0001", stopped="signal", complete=False)
+    failed = write_run(tmp_path / "0002", summary=False)
+    write_failure(failed, STARTED + 5)
+    interrupted = write_run(tmp_path / "0003", summary=False)
+    write_failure(interrupted, STARTED + 5, code=130)
+    assert finished.status == "finished"
+    assert RunRecord(stopped, "sweep-x", ENDED).status == "stopped"
+    assert RunRecord(failed, "sweep-x", ENDED).reason == "ValueError: no"
+    assert RunRecord(interrupted, "sweep-x", ENDED).status == "interrupted"
+    running = write_run(tmp_path / "0004", summary=False)
+    with lock.held(running):
+        assert RunRecord(running, "sweep-x", ENDED).status == "running"
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "job.json", "environment.json", "summary.json"])
 @pytest.mark.parametrize("content", [b"", b"\0\0\0", b"{", b"[]", b"\xff\xfe: ["])
 def test_a_damaged_file_is_said_and_never_an_error(

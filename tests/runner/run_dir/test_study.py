@@ -36,7 +36,7 @@ def test_any_other_run_belongs_to_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", '{"no": 1}'])
 def test_a_damaged_file_is_told(tmp_path: Path, content: str) -> None:
     (tmp_path / study.FILE).write_text(content)
-    with pytest.raises(ConfigError, match="Give the command of the sweep again"):
+    with pytest.raises(ConfigError, match=r"Restore it from a copy, .*sweep\.dir=DIR"):
         study.of_run(tmp_path / "0001")
 
 
