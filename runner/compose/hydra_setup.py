@@ -19,7 +19,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -115,13 +114,13 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 
         ConfigError: if a file of the project is shadowed, or Hydra's own node is tampered with.
         Exception: Hydra's and OmegaConf's own for anything else; `diagnose` translates them.
     """
-    config = _compose(overrides, config_name)
+    config = composed_with_hydra(overrides, config_name)
     misread = _misread_texts(config.hydra, config_name)
     ConfigError.raise_if([*_shadowed(), *_forbidden_settings(config.hydra), *misread])
     OmegaConf.set_struct(config, False)
     for node in _nodes_of_other_factories(config):
         others = [override for override in overrides if key_of(override) != node]
-        config[node] = _compose([*others, f"{node}=null"], config_name)[node]
+        config[node] = composed_with_hydra([*others, f"{node}=null"], config_name)[node]
     for node, name in _missing_values(config):
         config[node][name] = MISSING
     _merge_trackers(config, overrides, config_name)
@@ -131,7 +130,12 @@ def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 
     return config
 
 
-def _compose(overrides: Sequence[str], config_name: str) -> DictConfig:
+def composed_with_hydra(overrides: Sequence[str], config_name: str) -> DictConfig:
+    """Return what Hydra composes, its own node included, inside a `session`.
+
+    Raises:
+        Exception: Hydra's and OmegaConf's own.
+    """
     return hydra_compose(
         config_name, overrides=[*FIXED, *opened(overrides)], return_hydra_config=True
     )
@@ -144,7 +148,7 @@ def _merge_trackers(config: DictConfig, overrides: Sequence[str], config_name: s
     """
     if "tracker" in config.hydra.runtime.choices or "tracker" not in config:
         return
-    names = _chosen_files(overrides, config_name)
+    names = chosen_files(overrides, config_name)
     options = [name.removeprefix("tracker/") for name in names if name.startswith("tracker/")]
     files = [_file_of("tracker", option) for option in options]
     chosen = [list(file.get("log_with") or ()) for file in files if isinstance(file, DictConfig)]
@@ -155,7 +159,7 @@ def _merge_trackers(config: DictConfig, overrides: Sequence[str], config_name: s
         config.tracker.log_with = []
 
 
-def _chosen_files(overrides: Sequence[str], config_name: str) -> list[str]:
+def chosen_files(overrides: Sequence[str], config_name: str) -> list[str]:
     """Return the files that a recipe is composed from, as group/option; their values don't matter.
 
     Raises:
@@ -315,60 +319,6 @@ def closed(override: str) -> str:
     if override == "callbacks=[]":
         return "callbacks=null"
     return override.removeprefix("++")
-
-
-def hydra_choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
-    """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
-
-    Where a file is not there, only those that the command line names: that is reported when the
-    jobs are composed.
-    """
-    kinds = ("launcher", "sweeper")
-    single = not_swept(overrides)
-    for some in (single, [o for o in single if key_of(o).startswith("hydra/")]):
-        with contextlib.suppress(HydraException):
-            chosen = dict(name.rpartition("/")[::2] for name in _chosen_files(some, config_name))
-            return {kind: chosen.get(f"hydra/{kind}", "basic") for kind in kinds}
-    return dict.fromkeys(kinds, "basic")
-
-
-def plugin_nodes(overrides: Sequence[str], config_name: str) -> dict[str, Any]:
-    """Return the launcher and the sweeper that files of groups, and Hydra's own overrides, set.
-
-    By key: `hydra/launcher` and `hydra/sweeper` are names, `hydra.launcher` and `hydra.sweeper`
-    plain containers.
-
-    Raises:
-        Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
-    """
-    of_groups = [o for o in overrides if key_of(o) in groups() or re.match(r"hydra[./]", key_of(o))]
-    node = _compose(of_groups, config_name).hydra
-    kinds = ("launcher", "sweeper")
-    chosen = {f"hydra/{kind}": node.runtime.choices[f"hydra/{kind}"] for kind in kinds}
-    plain = {kind: OmegaConf.to_container(node[kind], resolve=False) for kind in kinds}
-    return {**chosen, **{f"hydra.{kind}": content for kind, content in plain.items()}}
-
-
-def plugin_settings(kind: str, overrides: Sequence[str], config_name: str) -> dict[str, Any]:
-    """Return `hydra.<kind>` (launcher, sweeper) as plain containers, without the swept keys.
-
-    Where the recipe does not compose, only from Hydra's own overrides and the files of groups.
-
-    Raises:
-        Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
-    """
-    fixed = not_swept(overrides)
-    of_hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
-    chosen = [*(o for o in fixed if key_of(o) in groups()), *of_hydra]
-    node: Any = None
-    for some in (fixed, chosen):
-        with contextlib.suppress(Exception):
-            node = _compose(some, config_name).hydra[kind]
-            break
-    if node is None:
-        node = _compose(of_hydra, config_name).hydra[kind]
-    plain: Any = OmegaConf.to_container(node, resolve=False)
-    return dict(plain)
 
 
 def not_swept(overrides: Sequence[str]) -> list[str]:

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accel.errors import ConfigError, Problem, Problems, nearest
-from runner.compose import composition, diagnose, hydra_setup, launchers, sweepers
+from runner.compose import (
+    composition,
+    diagnose,
+    hydra_setup,
+    launchers,
+    plugin_nodes,
+    sweepers,
+)
+from runner.compose.plugin_nodes import KINDS
 from runner.config import foreign_names
 from runner.sweep import directory, settings
 from runner.sweep.plugins import LOCAL, SLURM
@@ -21,7 +29,6 @@ if TYPE_CHECKING:
 BASIC = "basic"
 # Launchers that the runner's jobs are tested under; basic stands for our own, on this machine.
 LAUNCHERS = (BASIC, "joblib", "submitit_local", SLURM, launchers.RAY)
-KINDS = ("launcher", "sweeper")
 HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
 
@@ -64,7 +71,7 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     problems.raise_if()
     ConfigError.raise_if(diagnose.unreadable(overrides))
     ConfigError.raise_if(_not_installed(overrides))
-    names = hydra_setup.hydra_choices(overrides, config_name)
+    names = plugin_nodes.choices(overrides, config_name)
     found = Choice(names["launcher"], names["sweeper"], config_name)
     if found.launcher == launchers.RAY:
         launchers.require()
@@ -90,7 +97,7 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
 def _launcher_settings(overrides: Sequence[str], config_name: str) -> dict[str, object]:
     """Return `hydra.launcher`; what cannot be composed is reported elsewhere."""
     try:
-        return hydra_setup.plugin_settings("launcher", overrides, config_name)
+        return plugin_nodes.settings("launcher", overrides, config_name)
     except diagnose.MISTAKES:
         return dict(launchers.DEFAULTS)
 
@@ -184,9 +191,9 @@ def require_one_plan(
         return
     fixed, problems = hydra_setup.not_swept(overrides), Problems()
     try:
-        usual = hydra_setup.plugin_nodes(fixed, config_name)
+        usual = plugin_nodes.nodes(fixed, config_name)
         for one in swept:
-            there = hydra_setup.plugin_nodes(diagnose.unique([*fixed, one]), config_name)
+            there = plugin_nodes.nodes(diagnose.unique([*fixed, one]), config_name)
             own = {key: value for key, value in there.items() if value != usual[key]}
             if own:
                 rule = f"it sets {next(iter(own))}, and a sweep has one for all of its jobs"

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from accel.errors import ConfigError, Problem, Problems, nearest
 from accel.imports import is_available
-from runner.compose import diagnose, hydra_setup, sweepers
+from runner.compose import diagnose, hydra_setup, plugin_nodes, sweepers
 from runner.config.schema import Recipe
 from runner.run_dir.study import BEST
 
@@ -44,7 +44,7 @@ def probes(overrides: Sequence[str], config_name: str, chosen: str) -> list[list
     problems = Problems(_unknown(overrides))
     problems.raise_if()
     try:
-        node = hydra_setup.plugin_settings("sweeper", overrides, config_name)
+        node = plugin_nodes.settings("sweeper", overrides, config_name)
     except diagnose.MISTAKES as error:
         raise ConfigError(*diagnose.translate(error, config_name)) from error
     try:
@@ -114,7 +114,7 @@ def recorded(overrides: Sequence[str], config_name: str, recipe: Recipe) -> dict
     """
     from runner.sweep.study_settings import Settings
 
-    node = hydra_setup.plugin_settings("sweeper", overrides, config_name)
+    node = plugin_nodes.settings("sweeper", overrides, config_name)
     modes_of(Settings.read(node), recipe)
     kept = [key for key in sweepers.DEFAULTS if f"{sweepers.NODE}.{key}" not in sweepers.SCHEDULING]
     plain: dict[str, Any] = json.loads(json.dumps({key: node.get(key) for key in kept}))

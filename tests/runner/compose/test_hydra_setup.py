@@ -135,20 +135,3 @@ def test_levels_of_loggers(overrides: list[str], levels: dict[str, str]) -> None
 )
 def test_other_settings_of_the_log_are_refused(override: str, message: str) -> None:
     assert message in str(hydra_setup.hydra_problems([override])[0])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "launcher", "sweeper"),
-    [
-        (["seed=1,2"], "basic", "basic"),
-        (["~hydra/launcher", "seed=1,2"], "basic", "basic"),
-        (["hydra/launcher=joblib", "seed=range(3)", "optimizer.lr=no_number"], "joblib", "basic"),
-        (["hydra/sweeper=optuna", "callbacks=[no_file]"], "basic", "optuna"),
-    ],
-)
-def test_the_launcher_and_the_sweeper_are_known_whatever_else_is_wrong(
-    overrides: list[str], launcher: str, sweeper: str
-) -> None:
-    with hydra_setup.session():
-        found = hydra_setup.hydra_choices(overrides, "config")
-    assert found == {"launcher": launcher, "sweeper": sweeper}

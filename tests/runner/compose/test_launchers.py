@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from accel.errors import MissingPackageError
-from runner.compose import hydra_setup, launchers
+from runner.compose import hydra_setup, launchers, plugin_nodes
 
 RAY = "hydra/launcher=ray"
 
 
 def settings(*overrides: str) -> dict[str, Any]:
     with hydra_setup.session():
-        return hydra_setup.plugin_settings("launcher", [RAY, *overrides], "config")
+        return plugin_nodes.settings("launcher", [RAY, *overrides], "config")
 
 
 def test_keys_are_those_of_the_launcher() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.compose import composition, hydra_setup, sweepers
+from runner.compose import composition, hydra_setup, plugin_nodes, sweepers
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_open_mappings_take_any_key(override: str, expected: str) -> None:
 def test_hydra_knows_them(name: str, sampler: str) -> None:
     given = [f"hydra/sweeper={name}", "hydra.sweeper.n_trials=3", "seed=1,2"]
     with hydra_setup.session():
-        found = hydra_setup.plugin_settings("sweeper", given, "config")
+        found = plugin_nodes.settings("sweeper", given, "config")
     assert sweepers.is_own(found)
     assert found["sampler"] == {"name": sampler}
     assert found["n_trials"] == 3
@@ -58,7 +58,7 @@ def test_a_file_gives_ranges_where_it_chooses_the_search(
     with hydra_setup.session():
         found = composition.new_run(["experiment=mine"], "config")
         if allowed:
-            given = hydra_setup.plugin_settings("sweeper", ["experiment=mine"], "config")
+            given = plugin_nodes.settings("sweeper", ["experiment=mine"], "config")
             assert given["params"] == {"optimizer.lr": "interval(0, 1)"}
     assert (found.problems == []) == allowed
     if not allowed:
