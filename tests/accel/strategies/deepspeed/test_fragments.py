@@ -192,7 +192,7 @@ def build_op() -> None:
     initialize.build_op(initialize.import_deepspeed(torch.device("cpu")), OP)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1900)
 def test_the_op_is_compiled_once_and_used(tmp_path: Path) -> None:
     if not asks(f"initialize.can_build_op(known, {OP!r})"):
