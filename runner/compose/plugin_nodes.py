@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from runner.compose import hydra_setup
+from runner.compose import diagnose, hydra_setup
 
 KINDS = ("launcher", "sweeper")
 
@@ -18,12 +17,12 @@ KINDS = ("launcher", "sweeper")
 def choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
     """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
 
-    Where a file is not there, only those that the command line names: that is reported when the
-    jobs are composed.
+    Where a file is not there, or cannot be read, only those that the command line names: that is
+    reported when the jobs are composed.
     """
     single = hydra_setup.not_swept(overrides)
     for some in (single, [o for o in single if hydra_setup.key_of(o).startswith("hydra/")]):
-        with contextlib.suppress(HydraException):
+        with contextlib.suppress(*diagnose.MISTAKES):
             files = hydra_setup.chosen_files(some, config_name)
             chosen = dict(name.rpartition("/")[::2] for name in files)
             return {kind: chosen.get(f"hydra/{kind}", "basic") for kind in KINDS}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from runner.compose import plugin_nodes
+from runner.compose import hydra_setup, plugin_nodes
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
 
@@ -23,6 +25,19 @@ def test_the_launcher_and_the_sweeper_are_known_whatever_else_is_wrong(
 ) -> None:
     found = plugin_nodes.choices(overrides, "config")
     assert found == {"launcher": launcher, "sweeper": sweeper}
+
+
+@pytest.mark.parametrize("text", ["seed: [1\n", "defaults: {a: b}\n"])
+def test_a_file_that_cannot_be_read_is_reported_elsewhere(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "broken.yaml").write_text(f"# @package _global_\n{text}")
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        found = plugin_nodes.choices(["experiment=broken", "hydra/launcher=joblib"], "config")
+    assert found == {"launcher": "joblib", "sweeper": "basic"}
 
 
 def test_nodes_are_those_of_files_and_of_hydras_own_overrides() -> None:
