@@ -94,7 +94,7 @@ def _sort_longest_first(items: list[pytest.Item]) -> None:
     starting = {path: bool(STARTING.search(path.read_text("utf-8"))) for path in counts}
     items.sort(
         key=lambda item: (
-            tiers.shuffled(item.path) or "",
+            tiers.shuffled(item.path),
             -longest[item.path],
             not starting[item.path],
             -counts[item.path],

@@ -45,9 +45,9 @@ def require_time(item: pytest.Item) -> None:
         pytest.skip(f"{MINUTES}={os.environ[MINUTES]} have passed: another order reaches it")
 
 
-def shuffled(path: Path) -> str | None:
-    """Return what sorts a file of tests, if they have only some minutes; None: they have not."""
+def shuffled(path: Path) -> str:
+    """Return what sorts a file of tests, if they have only some minutes; empty: they have not."""
     if MINUTES not in os.environ:
-        return None
+        return ""
     seed = os.environ.get(ORDER, "")
     return hashlib.sha256(f"{seed} {path.name} {path.parent.name}".encode()).hexdigest()

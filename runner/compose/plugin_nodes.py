@@ -55,7 +55,7 @@ def settings(kind: str, overrides: Sequence[str], config_name: str) -> dict[str,
     fixed = hydra_setup.not_swept(overrides)
     of_hydra = list(filter(_is_of_hydra, overrides))
     node: Any = None
-    for some in (fixed, _of_files([*fixed, *(o for o in of_hydra if o not in fixed)])):
+    for some in (fixed, _of_files([o for o in overrides if o in fixed or o in of_hydra])):
         with contextlib.suppress(Exception):
             node = hydra_setup.composed_with_hydra(some, config_name).hydra[kind]
             break
