@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 GRACE_SECONDS = 5.0
 START_METHOD = "forkserver"  # the mutation gate forks, so that workers are mutants, too
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,6 +58,15 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def about(losses: Any, rel: float = 1e-5) -> Any:
+    """Return what equals `losses` of the same training whose sums were in another order.
+
+    Within `rel` of each, and within 1e-5: a cross-entropy is a difference of logits, and the
+    rounding of those does not shrink with it.
+    """
+    return pytest.approx(losses, rel=rel, abs=1e-5)
 
 
 def free_port() -> int:

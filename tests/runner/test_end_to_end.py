@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import commands
+from tests.helpers import about
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_with=[]")
@@ -70,7 +71,7 @@ def test_two_processes_see_the_losses_of_one(
         cwd=tmp_path,
     )
     assert len(losses(two)) == 50
-    assert losses(two) == pytest.approx(losses(straight), rel=1e-5)
+    assert losses(two) == about(losses(straight))
 
 
 @pytest.mark.slow  # `test_loop_resume.py` does it in this process
@@ -102,7 +103,7 @@ def test_the_state_moves_between_one_and_two_processes(tmp_path: Path) -> None:
     whole = run(*recipe, "name=whole", cwd=tmp_path)
     cut = run(*recipe, *two, "name=cut", "trainer.stop_after=20", cwd=tmp_path)
     run(f"resume={cut}", "distributed=none", "distributed.num_processes=null", cwd=tmp_path)
-    assert losses(cut) == pytest.approx(losses(whole), rel=1e-4)
+    assert losses(cut) == about(losses(whole), rel=1e-4)
 
 
 def test_what_a_run_leaves(straight: Path) -> None:

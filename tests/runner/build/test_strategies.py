@@ -21,7 +21,7 @@ from runner.build import parts
 from runner.config import processes
 from runner.config.schema import Distributed, Precision, Recipe
 from runner.reporting.console import Display
-from tests.helpers import run_distributed
+from tests.helpers import about, run_distributed
 from tests.runner import loops
 
 TP_PLAN = {"0": "colwise", "3": "rowwise"}
@@ -79,7 +79,7 @@ def test_a_run_goes_on_under_another_engine(first: str, second: str, tmp_path: P
     (losses, before, after), *_ = run_distributed(
         train_and_go_on, 2, str(tmp_path / "run"), first, second
     )
-    assert losses == pytest.approx(expected, rel=2e-5)
+    assert losses == about(expected, rel=2e-5)
     names = {"tp": "tp", "fsdp": "fsdp", "zero2": "deepspeed", "zero3": "deepspeed"}
     for name, header in ((first, before), (second, after)):
         assert f"engine     {names.get(name, 'ddp')} ·" in header

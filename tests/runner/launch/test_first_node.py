@@ -13,7 +13,7 @@ import pytest
 
 from runner.run_dir import restarts
 from tests import nodes
-from tests.helpers import python
+from tests.helpers import about, python
 from tests.nodes import Nodes, Site
 from tests.signals.cells import RECIPE, ROOT
 from tests.signals.oracle import State
@@ -118,7 +118,7 @@ def test_a_killed_node_comes_back(two: Nodes) -> None:
     assert "attempt 1 failed; restart 1 of 1 goes on from checkpoints/checkpoint_" in printed
     (failed,) = restarts.read(two.run_dir)
     assert (failed.attempt, failed.rank, failed.num_processes) == (1, 1, 2)
-    assert losses(two.run_dir) == pytest.approx(one_node(two.folder / "one", 2), rel=1e-5)
+    assert losses(two.run_dir) == about(one_node(two.folder / "one", 2))
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(two: Nodes) -> None
     printed = first.printed()
     assert ("no word from it for 6 s" if two.site.cut else "its connection") in printed
     assert "2 processes" in printed
-    assert losses(two.run_dir) == pytest.approx(one_node(two.folder / "one", 1), rel=1e-5)
+    assert losses(two.run_dir) == about(one_node(two.folder / "one", 1))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from runner.config.schema import Recipe
 from runner.launch import worker
 from runner.run_dir import directory
 from runner.run_dir.job import Job
-from tests.helpers import WorkerError, run_distributed
+from tests.helpers import WorkerError, about, run_distributed
 from tests.runner import loops
 
 STEPS = 6
@@ -99,9 +99,9 @@ def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_e
     first: str, second: str, expected: list[float], text: Path, tmp_path: Path
 ) -> None:
     run_dir = trained(tmp_path, text, first, f"trainer.stop_after={STEPS // 2}")
-    assert loops.losses(run_dir) == pytest.approx(expected[: STEPS // 2], rel=1e-4)
+    assert loops.losses(run_dir) == about(expected[: STEPS // 2], rel=1e-4)
     trained(tmp_path, text, second, run_dir=run_dir)
-    assert loops.losses(run_dir) == pytest.approx(expected, rel=1e-4)
+    assert loops.losses(run_dir) == about(expected, rel=1e-4)
 
 
 @pytest.mark.slow
