@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import sys
 import time
@@ -16,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.errors import ConfigError, Problem
-from runner.compose import conf_files, hydra_setup
+from runner.compose import hydra_setup
 from runner.compose.composition import Examined
-from runner.config import paths, serialization
+from runner.config import serialization
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.launch import failures
@@ -27,10 +24,12 @@ from runner.sweep import (
     conclusion,
     control_folder,
     directory,
+    finished,
     jobs,
     missing_runs,
     plugins,
     settings,
+    sources,
     task,
 )
 from runner.sweep.directory import Description, Sweep
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from runner.sweep.fork_server import ForkServer
 
 JOBLIB = "joblib"
-# Interpolations whose values are not in the files of a recipe.
-RESOLVER = re.compile(rb"\$\{[^}]*:")
 Require = Callable[[Sequence[Examined]], object]
 Hydra = Callable[[Sequence[str], task.Task], int]
 
@@ -116,6 +113,10 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         require: raises everything that is wrong with jobs.
         hydra: runs Hydra's main with a command line and a task.
     """
+    over = finished.find(request.given, request.config_name, request.settings)
+    if over is not None:
+        check([])
+        return conclusion.nothing_left(over[0], request.config_name, over[1])
     with contextlib.ExitStack() as stack:
         server = _Server(stack)
         known = _known(request, check, server)
@@ -182,14 +183,14 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
         if not lists:
             raise ConfigError.of("--multirun", "the sweep has no jobs", "Give key=a,b,c.")
         (first,) = jobs.examine(lists[:1], name)
-        sources = _sources()
+        here = sources.fingerprint()
         found = None if first.problems else directory.place_of(chosen.dir, first.recipe, digest)
         sweep = None if found is None else directory.read(found)
         if sweep is not None:
             ordered = _in_the_order_of(sweep, request)
             if ordered.overrides != request.overrides:
                 lists = jobs.lists(ordered.overrides, choice, ordered.settings)
-        if sweep is not None and sources is not None and _is_current(sweep, sources, lists, choice):
+        if sweep is not None and _is_current(sweep, here, lists, choice):
             check([first])
             return _Known(choice, first, None, None, sweep)
         jobs.require_one_plan(lists, request.overrides, name)
@@ -198,7 +199,7 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
         examined = jobs.examine(lists, name)
     check(examined)
     search = _search(request, choice, examined)
-    described = _described(request, choice, examined, digest, sources, search)
+    described = _described(request, choice, examined, digest, here, search)
     if sweep is not None:
         directory.require_unchanged(sweep, described)
     return _Known(choice, first, examined, described, sweep)
@@ -211,33 +212,14 @@ def _in_the_order_of(sweep: Sweep, request: Request) -> Request:
     return Request.of([*there, *here], request.config_name)
 
 
-def _is_current(sweep: Sweep, sources: str, lists: Sequence[Sequence[str]], choice: Choice) -> bool:
+def _is_current(
+    sweep: Sweep, here: str | None, lists: Sequence[Sequence[str]], choice: Choice
+) -> bool:
     """Return whether the recipes of a sweep are what would be composed now."""
     there = sweep.description
-    if not choice.known or there.sources != sources or there.version != _version():
+    if not choice.known or not sources.are_of(there, here):
         return False
     return [list(job.overrides) for job in there.jobs] == [list(one) for one in lists]
-
-
-def _sources() -> str | None:
-    """Return a fingerprint of all files of recipes; None: values come from elsewhere, too."""
-    found = hashlib.sha256()
-    for folder in conf_files.folders():
-        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
-            content = path.read_bytes()
-            if RESOLVER.search(content):
-                return None
-            found.update(f"{path}\0".encode(errors="replace") + content + b"\0")
-    for package in ("hydra-core", "omegaconf"):
-        found.update(importlib.metadata.version(package).encode())
-    return found.hexdigest()
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("accel-runner")
-    except importlib.metadata.PackageNotFoundError:
-        return str(paths.conf_folder().parent)
 
 
 def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> dict[str, Any]:
@@ -259,12 +241,12 @@ def _described(
     choice: Choice,
     examined: Sequence[Examined],
     digest: str,
-    sources: str | None,
+    here: str | None,
     search: Mapping[str, Any] | None = None,
 ) -> Description:
     plain = [serialization.frozen_plain(job.recipe) for job in examined]
     if any("${" in override for override in request.given):
-        sources = None
+        here = None
     listed = [
         directory.known_job(number, job.overrides, recipe, plain[0])
         for number, (job, recipe) in enumerate(zip(examined, plain, strict=True))
@@ -277,8 +259,8 @@ def _described(
         sweeper=choice.sweeper,
         launcher=choice.launcher,
         digest=digest,
-        version=_version(),
-        sources=sources,
+        version=sources.version(),
+        sources=here,
         time=time.time(),
         recipe=plain[0],
         jobs=listed if choice.known else [],

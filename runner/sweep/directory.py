@@ -211,11 +211,12 @@ def read(path: Path) -> Sweep:
         raise ConfigError.of(str(file), rule, "Start a new sweep with sweep.dir=….") from error
 
 
-def find(output_dir: str, name: str, digest: str) -> Path | None:
-    """Return the newest sweep of a command; None: there is none."""
-    folder = Path(output_dir).expanduser().absolute() / name
-    found = sorted(folder.glob(f"{SWEEPS}*-{digest}*/{SWEEP}"))
-    return found[-1].parent if found else None
+def find(output_dir: str, name: str | None, digest: str) -> Path | None:
+    """Return the newest sweep of a command, of any name if it is None; None: there is none."""
+    folder = Path(output_dir).expanduser().absolute()
+    folders = folder.iterdir() if name is None and folder.is_dir() else [folder / (name or "")]
+    places = (one.parent for f in folders for one in f.glob(f"{SWEEPS}*-{digest}*/{SWEEP}"))
+    return max(places, key=lambda place: place.name, default=None)
 
 
 def place_of(chosen: str | None, recipe: Recipe, digest: str) -> Path | None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from runner.compose import hydra_setup
-from runner.sweep import command, directory, hparams, jobs
+from runner.sweep import command, directory, hparams, jobs, sources
 from runner.sweep.directory import KnownJob, _sha256
 
 
@@ -31,9 +31,9 @@ def _make(folder: Path, number: int, pending: int) -> list[str]:
     with hydra_setup.session():
         choice = jobs.choose(given, "config", request.settings)
         examined = jobs.examine([["seed=0", "optimizer.lr=0.1"]], "config")
-        sources = command._sources()
+        here = sources.fingerprint()
     digest = directory.digest_of("config", given)
-    described = command._described(request, choice, examined, digest, sources)
+    described = command._described(request, choice, examined, digest, here)
     for seed in range(1, number):
         recipe = {**described.recipe, "seed": seed}
         overrides = (f"seed={seed}", "optimizer.lr=0.1")

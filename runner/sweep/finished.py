@@ -1,0 +1,67 @@
+"""The same command as that of a sweep in which nothing is left to do, told without composing.
+
+Composing takes longer than reading ten thousand results. What is found here is what composing would
+find: the same overrides of the same files, composed by the same versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.compose import hydra_setup
+from runner.config.schema import Recipe
+from runner.run_dir.directory import SWEEP
+from runner.sweep import directory, missing_runs, sources
+from runner.sweep.directory import Sweep
+from runner.sweep.journal import JobState
+from runner.sweep.settings import Settings
+
+
+def find(
+    given: Sequence[str], config_name: str, chosen: Settings
+) -> tuple[Sweep, dict[int, JobState]] | None:
+    """Return the finished sweep of a command and its states; None: composing tells.
+
+    Args:
+        given: the overrides of the command, those of where jobs run included.
+        config_name: the primary file of the recipes.
+        chosen: the settings of the sweep.
+
+    Raises:
+        ConfigError: if the sweep's description is damaged.
+    """
+    place = None if chosen.list is not None else _place(given, config_name, chosen)
+    if place is None:
+        return None
+    sweep = directory.read(place)
+    there = sweep.description
+    if not there.jobs or sorted(there.overrides) != sorted(given):
+        return None
+    if chosen.dir is None and not _is_where_it_was_made(sweep):
+        return None
+    with hydra_setup.session():
+        if not sources.are_of(there, sources.fingerprint()):
+            return None
+    states = sweep.journal.states()
+    if not all(job.number in states and states[job.number].is_complete for job in there.jobs):
+        return None
+    return None if missing_runs.of_finished(sweep, states) else (sweep, states)
+
+
+def _place(given: Sequence[str], config_name: str, chosen: Settings) -> Path | None:
+    """Return the directory that the command chose, or that its digest names, if there is one."""
+    digest = directory.digest_of(config_name, given)
+    if chosen.dir is None:
+        return directory.find(Recipe.output_dir, None, digest)
+    path = Path(chosen.dir).expanduser().absolute()
+    if not (path / SWEEP).exists() or directory.read(path).description.digest != digest:
+        return None
+    return path
+
+
+def _is_where_it_was_made(sweep: Sweep) -> bool:
+    """Return whether composing would look for a sweep here: a folder of runs may be a copy."""
+    recipe = sweep.description.recipe
+    folder = Path(recipe["output_dir"]).expanduser().absolute() / recipe["name"]
+    return sweep.path.parent == folder
