@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from accel.errors import ConfigError, Problem
-from runner.run_dir import atomic_update, field_types
+from runner.run_dir import atomic_update, field_types, sweep_records
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB
 from runner.run_dir.json_files import JsonObject
-from runner.run_dir.record import BROKEN, FINISHED, PRUNED, RunRecord
+from runner.run_dir.record import BROKEN, RunRecord
 
-SWEEP, SWEEP_PREFIX, JOURNAL = "sweep.json", "sweep-", "journal.jsonl"
-ENDED = "ended"  # an event of the journal
+SWEEP, SWEEP_PREFIX, JOURNAL = "sweep.json", "sweep-", sweep_records.FILE
 DEFAULT_FOLDER = "runs"
 DEPTH = 6
 MOST_NAMED = 5
@@ -84,7 +83,7 @@ def _walk(path: Path, depth: int) -> Iterator[RunRecord]:
         return
     folders = [entry for entry in entries if entry.name[0] != "." and entry.is_dir()]
     if SWEEP in names or (path.name.startswith(SWEEP_PREFIX) and JOURNAL in names):
-        journal = read_journal(path)
+        journal = sweep_records.last_of_each_job(path)
         for entry in folders:
             if _NUMBERED.fullmatch(entry.name):
                 yield RunRecord(Path(entry.path), path.name, journal.get(int(entry.name)))
@@ -99,35 +98,7 @@ def _walk(path: Path, depth: int) -> Iterator[RunRecord]:
 def _of_sweep(path: Path) -> tuple[str | None, JsonObject | None]:
     if not _NUMBERED.fullmatch(path.name) or not is_sweep(path.parent):
         return None, None
-    return path.parent.name, read_journal(path.parent).get(int(path.name))
-
-
-def read_journal(sweep_dir: Path) -> dict[int, JsonObject]:
-    """Return the last record of each job's newest attempt in a sweep's journal; torn lines are not.
-
-    Another attempt's end may be recorded late: it counts only where it completes the job.
-    """
-    found: dict[int, JsonObject] = {}
-    try:
-        lines = (sweep_dir / JOURNAL).read_bytes().splitlines()
-    except OSError:
-        return {}
-    for line in lines:
-        try:
-            record, _ = field_types.fitted(field_types.loads(line), field_types.JOURNAL)
-        except ValueError:  # cut off by a kill
-            continue
-        job = record.get("job")
-        if job is not None and not _is_late(record, found.get(job)):
-            found[job] = record
-    return found
-
-
-def _is_late(record: JsonObject, last: JsonObject | None) -> bool:
-    """Return whether a record is the end of an earlier attempt than that of the last one."""
-    if last is None or record.get("event") != ENDED or record.get("status") in (FINISHED, PRUNED):
-        return False
-    return bool(record.get("attempt") != last.get("attempt"))
+    return path.parent.name, sweep_records.last_of_each_job(path.parent).get(int(path.name))
 
 
 def sweep_problems(sweep_dir: Path) -> list[str]:

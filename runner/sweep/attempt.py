@@ -20,9 +20,10 @@ from runner.launch import failures, start_run
 from runner.run_dir import atomic_update, lock, measurements, study
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
+from runner.run_dir.sweep_records import FINISHED, PRUNED
 from runner.sweep import code_changes
 from runner.sweep.journal import FAILED as FAILURE
-from runner.sweep.journal import FINISHED, PRUNED, Journal
+from runner.sweep.journal import Journal
 from runner.training import state
 
 if TYPE_CHECKING:

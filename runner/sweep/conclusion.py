@@ -9,10 +9,11 @@ from rich.console import Console
 
 from runner.config import paths
 from runner.exit_codes import DONE, FAILED
+from runner.run_dir.sweep_records import FINISHED, PRUNED
 from runner.sweep import code_changes, hparams, table, task
 from runner.sweep.directory import Sweep
 from runner.sweep.journal import FAILED as FAILURE
-from runner.sweep.journal import FINISHED, INTERRUPT, PRUNED, STOP, JobState
+from runner.sweep.journal import INTERRUPT, STOP, JobState
 from runner.sweep.table import Results
 
 _GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)

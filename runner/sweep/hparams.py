@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory as checkpoints
-from runner.sweep.journal import FAILED, FINISHED
+from runner.run_dir.sweep_records import FINISHED
+from runner.sweep.journal import FAILED
 from runner.sweep.table import Results, Row
 
 if TYPE_CHECKING:

@@ -23,15 +23,21 @@ from runner.config import paths
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.run_dir import slurm_job
 from runner.run_dir.json_files import finite
+from runner.run_dir.sweep_records import (
+    COMPLETE,
+    ENDED,
+    EVENTS,
+    FILE,
+    FINISHED,
+    REMOVED,
+    STARTED,
+    counts,
+)
 
 logger = logging.getLogger(__name__)
 
-FILE = "journal.jsonl"
-STARTED, ENDED, REMOVED = "started", "ended", "removed"
-FINISHED, FAILED, RUNNING, PENDING = "finished", "failed", "running", "pending"
-STOP, INTERRUPT, PRUNED = "stopped", "interrupted", "pruned"
-# No job of these is started again.
-COMPLETE = (FINISHED, PRUNED)
+FAILED, RUNNING, PENDING = "failed", "running", "pending"
+STOP, INTERRUPT = "stopped", "interrupted"
 _STATUS = {DONE: FINISHED, STOPPED: STOP, INTERRUPTED: INTERRUPT}
 Objective = float | list[float] | None
 
@@ -202,7 +208,7 @@ def _parsed(lines: Sequence[bytes]) -> list[Any]:
 
 
 def _is_record(value: Any) -> bool:
-    if not isinstance(value, dict) or value.get("event") not in (STARTED, ENDED, REMOVED):
+    if not isinstance(value, dict) or value.get("event") not in EVENTS:
         return False
     return isinstance(value.get("job"), int)
 
@@ -210,9 +216,7 @@ def _is_record(value: Any) -> bool:
 def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
     """Return the state of each job from the records of a journal.
 
-    The end of an attempt counts only until the next one is started: it may be recorded late, by
-    another process than the job's. A job whose directory was removed is pending, if it is still
-    the attempt that was removed that counts.
+    Not all records count (`sweep_records.counts`). A job whose directory was removed is pending.
     """
     found: dict[int, JobState] = {}
     for record in records:
@@ -221,18 +225,18 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
         attempt, overrides = str(record.get("attempt", "")), record.get("overrides")
         if isinstance(overrides, list):
             state.overrides = overrides
-        if record["event"] == REMOVED:
-            if state.is_complete and attempt == state.attempt:
-                found[number] = JobState(overrides=state.overrides, attempts=state.attempts)
-        elif record["event"] == STARTED:
-            if state.is_complete:  # nothing is left to do in it, whoever has begun it again
-                continue
+        event, status, done = record["event"], record.get("status"), state.is_complete
+        if not counts(event, attempt, status, newest=state.attempt, is_complete=done):
+            continue
+        if event == REMOVED:
+            found[number] = JobState(overrides=state.overrides, attempts=state.attempts)
+        elif event == STARTED:
             state.status, state.ended = RUNNING, {}
             state.attempts, state.attempt = state.attempts + 1, attempt
             state.pid, state.host = int(str(record.get("pid", 0))), str(record.get("host", ""))
             state.slurm = str(record.get("slurm", ""))
             code = record.get("code")
             state.code = code if isinstance(code, dict) else {}
-        elif attempt == state.attempt or record.get("status") in COMPLETE:
+        else:
             state.status, state.ended = str(record.get("status", FAILED)), record
     return found

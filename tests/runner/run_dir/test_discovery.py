@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -42,27 +41,6 @@ def test_a_sweep_means_its_jobs(tmp_path: Path) -> None:
     (one,) = discovery.find_runs([sweep / "0003"])
     assert (one.sweep, one.journal["job"]) == (sweep.name, 3)
     assert discovery.swept_overrides(one) == ["optimizer.lr=0.001"]
-
-
-def test_a_torn_journal_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    sweep = write_sweep(tmp_path)
-    assert len(discovery.read_journal(sweep)) == 12
-    assert discovery.read_journal(tmp_path) == {}
-
-
-def test_an_end_that_is_recorded_late_is_not_that_of_a_newer_attempt(tmp_path: Path) -> None:
-    lines = [
-        {"event": "started", "job": 0, "attempt": "a"},
-        {"event": "started", "job": 0, "attempt": "b"},
-        {"event": "ended", "job": 0, "attempt": "a", "status": "failed"},
-        {"event": "started", "job": 1, "attempt": "a"},
-        {"event": "started", "job": 1, "attempt": "b"},
-        {"event": "ended", "job": 1, "attempt": "a", "status": "pruned"},
-    ]
-    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = discovery.read_journal(tmp_path)
-    assert found[0] == lines[1]
-    assert found[1] == lines[5]  # complete, whichever attempt has come to the end
 
 
 def test_folders_without_runs_are_refused_where_runs_are_required(tmp_path: Path) -> None:
