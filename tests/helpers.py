@@ -129,10 +129,16 @@ def reset_accel() -> None:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()
-    for name in [name for name in sys.modules if name.startswith(("accel.", "runner."))]:
-        logger = vars(sys.modules[name]).get("logger")
+    for name in _modules_of_ours(len(sys.modules)):
+        logger = vars(sys.modules[name]).get("logger") if name in sys.modules else None
         if isinstance(logger, MultiProcessAdapter):
             logger._seen.clear()  # each test is warned anew
+
+
+@functools.lru_cache(maxsize=1)  # there are thousands of others
+def _modules_of_ours(num_modules: int) -> list[str]:
+    """Return the names of our modules, of `num_modules` that are imported."""
+    return [name for name in sys.modules if name.startswith(("accel.", "runner."))]
 
 
 def start_fork_server() -> None:
