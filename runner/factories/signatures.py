@@ -138,7 +138,7 @@ def _mistyped(signature: Signature, arguments: Mapping[str, object], key: str) -
             if isinstance(value, str) and fits(_as_yaml(value), hint):
                 remedy = (
                     "Write it without quotes; from the environment it comes as a number by "
-                    "${oc.decode:${oc.env:NAME}}."
+                    '"${oc.decode:${oc.env:NAME}}", with these quotes inside those of a shell.'
                 )
             yield Problem(
                 f"{key}.{name}={value!r}",

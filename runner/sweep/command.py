@@ -352,10 +352,10 @@ def _run(
         except Exception as error:  # of the launcher or the sweeper
             code = failures.report(error)
         stack.close()
-        if code == REFUSED and len(sweep.journal.records()) > num_records:
+        if code == REFUSED:
+            if len(sweep.journal.records()) == num_records:
+                return code
             code = FAILED  # jobs were started: a search has found no objective in them
-        if code == REFUSED and not num_records:
-            return code
         stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
         mine = () if stopped else numbers
         ended = conclusion.conclude(

@@ -1,7 +1,8 @@
 """Finished jobs of a sweep whose run directories are gone: they are trained again.
 
-Removing the directory of a job is how a person asks for that. One listing of the sweep's directory
-tells, however many jobs there are. A trial of a study keeps its value there: it is not doubled.
+Removing the directory of a job, or all that is in it, is how a person asks for that. One listing of
+the sweep's directory tells, and one look at each job's recipe. A trial of a study keeps its value
+there: it is not doubled.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
+from runner.run_dir import lock
+from runner.run_dir.atomic_update import CONFIG
 from runner.sweep import directory
 from runner.sweep.code_changes import named
 from runner.sweep.directory import Sweep
@@ -17,11 +21,24 @@ from runner.sweep.journal import JobState
 
 
 def of_finished(sweep: Sweep, states: Mapping[int, JobState]) -> list[int]:
-    """Return the numbers of complete jobs without a run directory."""
+    """Return the numbers of complete jobs without a run directory, or with nothing in it."""
     with os.scandir(sweep.path) as entries:
         there = {entry.name for entry in entries}
-    complete = (number for number, state in states.items() if state.is_complete)
-    return sorted(number for number in complete if directory.run_name(number) not in there)
+    complete = sorted(number for number, state in states.items() if state.is_complete)
+    return [
+        number
+        for number in complete
+        if directory.run_name(number) not in there or _is_empty(sweep.run_dir(number))
+    ]
+
+
+def _is_empty(place: Path) -> bool:
+    """Return whether a directory has nothing in it but a lock."""
+    if os.path.exists(f"{place}/{CONFIG}"):
+        return False
+    with contextlib.suppress(OSError):  # not to be read: somebody's
+        return set(os.listdir(place)) <= {lock.FILE}
+    return False
 
 
 def forget(sweep: Sweep, numbers: Collection[int], states: Mapping[int, JobState]) -> list[int]:
@@ -36,12 +53,12 @@ def forget(sweep: Sweep, numbers: Collection[int], states: Mapping[int, JobState
 
 
 def _is_gone(sweep: Sweep, number: int) -> bool:
-    """Return whether a directory can be made, which a server asks its disk and no cache."""
+    """Return whether a directory can be made, which a server asks its disk, or is empty."""
     place = sweep.run_dir(number)
     try:
         place.mkdir()
     except FileExistsError:
-        return False
+        return _is_empty(place)
     except OSError:  # nothing can be written there, which the journal tells
         return True
     with contextlib.suppress(OSError):  # another command has just put its lock there

@@ -50,4 +50,5 @@ def _make(folder: Path, number: int, pending: int) -> list[str]:
             file.write(json.dumps({"event": "ended", **common, **end, **place, **more}) + "\n")
             (sweep.path / hparams.FOLDER / f"{job:04}").mkdir(parents=True)
             sweep.run_dir(job).mkdir()
+            (sweep.run_dir(job) / "config.yaml").touch()
     return ["-m", *given]

@@ -38,7 +38,9 @@ class StandIn:
         given: Any = order.arguments
         code, journal = self.codes.get(order.number, 0), Journal(Path(given["folder"]))
         attempt = journal.started(order.number, given["overrides"], code_changes.of_project())
-        (journal.path.parent / f"{order.number:04}").mkdir(exist_ok=True)
+        run_dir = journal.path.parent / f"{order.number:04}"
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / "config.yaml").touch()
         self.on_start(order)
         if code >= 0:
             value = self.objectives.get(order.number, float(order.number)) if code == 0 else None

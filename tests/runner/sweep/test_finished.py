@@ -69,11 +69,12 @@ def edited(sweep: Path) -> None:
     "change",
     [
         lambda sweep: shutil.rmtree(sweep / "0001"),
+        lambda sweep: (sweep / "0001" / "config.yaml").unlink(),
         lambda sweep: (sweep / "journal.jsonl").unlink(),
         copied,
         edited,
     ],
-    ids=["a-job-is-gone", "no-journal", "in-a-copy", "other-files"],
+    ids=["a-job-is-gone", "a-job-is-empty", "no-journal", "in-a-copy", "other-files"],
 )
 def test_what_is_not_the_same_is_composed(
     change: Callable[[Path], None], line: list[str], tmp_path: Path

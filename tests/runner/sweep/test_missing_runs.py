@@ -30,6 +30,7 @@ def finished(tmp_path: Path) -> Sweep:
     made = directory.create(str(tmp_path / "sweep"), Recipe(), described(1, 2, 3))
     for job in (0, 1):
         made.run_dir(job).mkdir()
+        (made.run_dir(job) / "config.yaml").touch()
         attempt = made.journal.started(job, [f"seed={job + 1}"])
         made.journal.ended(job, attempt, [f"seed={job + 1}"], 0, objective=0.5)
     return made
@@ -62,7 +63,7 @@ def test_removing_a_directory_asks_for_training_it_again(
 
 
 def test_it_is_pending_until_it_has_ended_again(finished: Sweep) -> None:
-    finished.run_dir(1).rmdir()
+    shutil.rmtree(finished.run_dir(1))
     states = finished.journal.states()
     assert missing_runs.of_finished(finished, states) == [1]
     assert missing_runs.forget(finished, [1], states) == [1]
@@ -82,6 +83,24 @@ def test_a_directory_that_is_there_all_the_same_is_left_alone(finished: Sweep) -
     states = finished.journal.states()
     assert missing_runs.forget(finished, [0], states) == []  # a stale listing of a file server
     assert finished.journal.states() == states
+
+
+@pytest.mark.parametrize("left", [[], [".lock"]], ids=["nothing", "a-lock"])
+def test_a_directory_that_was_emptied_is_as_good_as_gone(left: list[str], finished: Sweep) -> None:
+    (finished.run_dir(1) / "config.yaml").unlink()
+    for name in left:
+        (finished.run_dir(1) / name).touch()
+    states = finished.journal.states()
+    assert missing_runs.of_finished(finished, states) == [1]
+    assert missing_runs.forget(finished, [1], states) == [1]
+    assert finished.journal.state(1).status == "pending"
+
+
+def test_a_directory_in_which_something_is_left_is_not(finished: Sweep) -> None:
+    (finished.run_dir(1) / "config.yaml").rename(finished.run_dir(1) / "metrics.jsonl")
+    states = finished.journal.states()
+    assert missing_runs.of_finished(finished, states) == []
+    assert missing_runs.forget(finished, [1], states) == []
 
 
 def test_what_is_not_finished_needs_no_directory(finished: Sweep) -> None:
