@@ -76,7 +76,7 @@ def judge(
     before: Sequence[Mapping[int, Report]] = (),
     dead: Set[int] = frozenset(),
 ) -> Verdict | None:
-    """Return which rank hangs; None: the run makes progress.
+    """Return which rank hangs; None: the run makes progress, or is in a debugger.
 
     A run is ended in the middle of training, where each step takes a time that is known. Start-up
     with the first step, compilation, evaluation and saving take as long as they take: the rank is
@@ -90,10 +90,10 @@ def judge(
         before: the previous reports, newest first.
         dead: the silent ranks whose process is stopped or gone.
     """
-    if any(report.seconds < limit / 2 for report in reports.values()):
+    if any(report.seconds < limit / 2 or report.stack.is_debugged for report in reports.values()):
         return None
     kinds = {report.stack.kind for report in reports.values()}
-    deadlocked = not silent and kinds == {WAITING}
+    deadlocked = not silent and kinds == {WAITING} and len(reports) > 1
     same = list(takewhile(lambda earlier: _same(reports, earlier, limit), before))
     unchanged = bool(same)
     stuck = unchanged and all(

@@ -29,6 +29,8 @@ _COLLECTIVES = (
 _THROUGH = ("/torch/_ops.py", "/torch/utils/_contextlib.py")  # calls of others pass through here
 _BACKWARD = "_engine_run_backward"  # waits in native code for the gradients of other ranks
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")
+# Functions that wait for a person: the prompt of pdb, and the one of debugpy for its editor.
+_DEBUGGERS = {"cmdloop", "do_wait_suspend"}
 
 BUSY, IN_TORCH, WAITING = "busy", "in torch", "waiting"
 
@@ -90,6 +92,11 @@ class Stack:
     def compiles(self) -> bool:
         """Whether a model is being compiled."""
         return any(part in place.file for place in self.places for part in _COMPILERS)
+
+    @property
+    def is_debugged(self) -> bool:
+        """Whether a debugger waits for a person."""
+        return any(place.function in _DEBUGGERS for place in self.places)
 
 
 def _is_own(file: str) -> bool:

@@ -1,18 +1,22 @@
-"""Workers that are stopped (SIGSTOP): they make no progress, and answer no signal. Free of torch.
+"""Workers that are stopped (SIGSTOP), or whose interpreter is: they answer nothing. Free of torch.
 
-Where every worker of a machine is stopped, no watchdog of a worker notices it. Their parent does.
+Where that is so of every worker of a machine, no watchdog of a worker notices it. Their parent
+does.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 LOOK_SECONDS = 1.0
 # Not "t": a debugger holds that process, and lets it go on.
 STOPPED = "T"
+# Workers whose watchdogs have been silent for that many time limits hang: native code that computes
+# may keep the interpreter for long.
+SILENT_LIMITS = 6
 
 
 def process_state(pid: int | str) -> str:
@@ -37,10 +41,17 @@ class StoppedWorkers:
     Args:
         limit: seconds for which all workers may be stopped; None: any time.
         grace: seconds for which one may be stopped after a stop signal was sent to it.
+        last_beat: tells when a rank's watchdog was alive, at any clock; None: it is not watched.
     """
 
-    def __init__(self, limit: float | None, grace: float) -> None:
-        self._limit, self._grace = limit, grace
+    def __init__(
+        self,
+        limit: float | None,
+        grace: float,
+        last_beat: Callable[[int], int | None] = lambda rank: None,
+    ) -> None:
+        self._limit, self._grace, self._last_beat = limit, grace, last_beat
+        self._beats: dict[int, tuple[int | None, float]] = {}  # the last, and when it was seen
         self._interval = LOOK_SECONDS if limit is None else min(LOOK_SECONDS, limit / 10)
         self._looked = time.monotonic()
         self._clock = 0.0  # seconds that this process ran
@@ -69,7 +80,7 @@ class StoppedWorkers:
         stopped = {rank for rank, pid in running.items() if process_state(pid) == STOPPED}
         self._since = {rank: self._since.get(rank, self._clock) for rank in sorted(stopped)}
         found = {rank: self._unanswered(running[rank]) for rank in self._late()}
-        return found or self._hang(running, stopped)
+        return found or self._hang(running, stopped) or self._silent(running)
 
     def _late(self) -> list[int]:
         """Return the ranks that have not answered a stop signal within the grace time."""
@@ -96,6 +107,24 @@ class StoppedWorkers:
         all_of_them = ", as are all workers of this machine" if len(running) > 1 else ""
         return {
             rank: f"it hangs: {_who(pid)} does not answer: it is stopped (SIGSTOP?){all_of_them}"
+            for rank, pid in running.items()
+        }
+
+    def _silent(self, running: Mapping[int, int]) -> dict[int, str]:
+        """Return all ranks, if the watchdogs of all have been silent for too long."""
+        if self._limit is None:
+            return {}
+        for rank in running:
+            beat = self._last_beat(rank)
+            if beat is None or beat != self._beats.get(rank, (None, 0.0))[0]:
+                self._beats[rank] = beat, self._clock
+        seconds = [self._clock - self._beats[rank][1] for rank in running]
+        watched = all(self._beats[rank][0] is not None for rank in running)
+        if not running or not watched or min(seconds) < SILENT_LIMITS * self._limit:
+            return {}
+        return {
+            rank: f"it hangs: the watchdog of {_who(pid)[4:]} is silent: "
+            "native code keeps the interpreter; its log has the stack"
             for rank, pid in running.items()
         }
 

@@ -8,7 +8,8 @@ of the store is read every few seconds, and the main thread only counts.
 
 A main thread that waits in native code has given the interpreter to others, as all of torch does. A
 rank that does not answer keeps it, is stopped or has ended; `faulthandler`, which needs no
-interpreter, has then written its stack.
+interpreter, has then written its stack. Where no rank answers, nobody judges: the parent, which
+hears no heartbeat (`runner.launch.heartbeats`), then ends the run. Without a parent, nobody does.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
 
 from runner.config import processes, user_frames
 from runner.exit_codes import FAILED
-from runner.launch import hangs, rank_logs, torchrun
+from runner.launch import failures, hangs, rank_logs, torchrun
+from runner.launch.attempt import new_launch
 from runner.launch.hangs import Report, Verdict
+from runner.launch.heartbeats import Heartbeat
 from runner.launch.stacks import Stack
 from runner.launch.stopped_workers import process_state
 from runner.run_dir import outcomes
@@ -82,6 +86,7 @@ class Watchdog:
         self._on_verdict = on_verdict
         self._rank, self._world_size = rank, world_size
         self._run_dir, self._launch = run_dir, launch
+        self._heartbeat = Heartbeat(launch, rank)
         self._poll = min(MAX_POLL_SECONDS, limit / 10)
         self._log = rank_logs.log_file(run_dir, rank).open("a")
         self._seen, self._since = progress.count, time.monotonic()
@@ -95,6 +100,8 @@ class Watchdog:
     def start(self) -> None:
         """Begin to watch."""
         self._store.set(f"process/{self._rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._heartbeat.beat()  # native code may take the interpreter at once
+        self._arm()
         self._thread.start()
 
     def close(self) -> None:
@@ -102,8 +109,11 @@ class Watchdog:
         self._closing.set()
         self._thread.join(STORE_TIMEOUT.total_seconds())
         faulthandler.cancel_dump_traceback_later()
+        self._heartbeat.rest()
         if not self._thread.is_alive():
             self._log.close()
+            if self._world_size == 1 and not Path(self._log.name).stat().st_size:
+                Path(self._log.name).unlink()
             with contextlib.suppress(RuntimeError):  # the host of the store may have ended
                 self._store.set(f"left/{self._rank}", "")
 
@@ -125,16 +135,25 @@ class Watchdog:
         and continued: that time does not count.
         """
         begun = time.monotonic()
-        is_closing = self._closing.wait(self._poll)
+        is_closing = self._wait(self._poll)
         late = time.monotonic() - begun - self._poll
         if late > OF_LIMIT_STOPPED * self._limit:
             self._since += late
         return is_closing
 
+    def _wait(self, seconds: float) -> bool:
+        """Wait, with a heartbeat; return whether the watchdog is closed."""
+        self._heartbeat.beat()
+        return self._closing.wait(seconds)
+
+    def _arm(self) -> None:
+        """Have the stacks written if the watchdog does not get the interpreter for so long."""
+        # It must not end the process: that may have been suspended.
+        faulthandler.dump_traceback_later(self._limit, file=self._log)
+
     def _check(self) -> None:
         """Note progress, answer who asks, ask where there is no progress."""
-        # Fires if this thread does not get the interpreter for that long.
-        faulthandler.dump_traceback_later(self._limit, file=self._log)
+        self._arm()
         now = time.monotonic()
         if self._progress.count != self._seen:
             self._seen, self._since, self._quiet_until = self._progress.count, now, 0.0
@@ -191,7 +210,7 @@ class Watchdog:
             if time.monotonic() > deadline:  # the asking rank has ended: ask again
                 self._round += 1
                 return
-            if self._closing.wait(min(self._poll, 0.2)):
+            if self._wait(min(self._poll, 0.2)):
                 return
         self._apply_verdict(json.loads(self._store.get(key)))
 
@@ -209,7 +228,7 @@ class Watchdog:
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
             if self._progress.count != self._seen:
                 break
-            if self._closing.wait(min(self._poll, 0.2)):
+            if self._wait(min(self._poll, 0.2)):
                 return
         reports = self._reports(self._round)
         silent = {rank: self._why_silent(rank) for rank in keys.keys() - reports.keys()}
@@ -304,16 +323,17 @@ def limit_of(recipe: Recipe) -> float | None:
 def watching(
     recipe: Recipe, run_dir: Path, stop: StopFlag, rank: int, world_size: int
 ) -> Iterator[None]:
-    """Watch this process in the context, if it is one of several and the recipe wants it.
+    """Watch this process in the context, if the recipe wants it.
 
     `stop` has the progress of the main thread, and the id of the launch.
     """
-    limit = limit_of(recipe) if world_size > 1 else None
+    limit = limit_of(recipe)
     if limit is None:
         yield
         return
-    store = torchrun.connect("watchdog", STORE_TIMEOUT)
-    on_verdict = partial(_report, run_dir, stop.launch)
+    several = world_size > 1
+    store = torchrun.connect("watchdog", STORE_TIMEOUT) if several else HashStore()
+    on_verdict = partial(_report if several or stop.launch else _report_alone, run_dir, stop.launch)
     dog = Watchdog(stop.progress, limit, rank, world_size, run_dir, store, on_verdict, stop.launch)
     dog.start()
     try:
@@ -324,21 +344,36 @@ def watching(
 
 def _report(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
     """Report to the parent and the terminal which rank hangs; None: it makes progress again."""
-    if verdict is None:
-        line, found = "The run makes progress again.", None
-    else:
-        line = f"rank {verdict.rank} hangs: {verdict.message}"
-        # A hang that is only suspected explains errors of communication, and nothing else.
-        when = time.time() if verdict.ends else 0.0
-        found = Outcome(
-            verdict.rank,
-            when,
-            FAILED,
-            f"it hangs: {verdict.message}",
-            user_frames.shortened(verdict.stack),
-            is_consequence=not verdict.ends,
-        )
     if launch:
-        outcomes.note_hang(run_dir, launch, found)
+        outcomes.note_hang(run_dir, launch, None if verdict is None else _outcome(verdict))
     if not launch or verdict is None or not verdict.ends:  # else the parent reports it
-        print(line, file=rank_logs.terminal(), flush=True)
+        _print(verdict)
+
+
+def _report_alone(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
+    """Report that a run of one process hangs, which has no parent: its end is recorded, too."""
+    if verdict is None or not verdict.ends:
+        _print(verdict)
+        return
+    outcome = _outcome(verdict)
+    outcome.write(run_dir, new_launch())
+    failures.print_failure(outcome, run_dir)
+
+
+def _print(verdict: Verdict | None) -> None:
+    line = "The run makes progress again."
+    if verdict is not None:
+        line = f"rank {verdict.rank} hangs: {verdict.message}"
+    print(line, file=rank_logs.terminal(), flush=True)
+
+
+def _outcome(verdict: Verdict) -> Outcome:
+    # A hang that is only suspected explains errors of communication, and nothing else.
+    return Outcome(
+        verdict.rank,
+        time.time() if verdict.ends else 0.0,
+        FAILED,
+        f"it hangs: {verdict.message}",
+        user_frames.shortened(verdict.stack),
+        is_consequence=not verdict.ends,
+    )

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from accel import env
+from runner.launch.heartbeats import Heartbeat
 from runner.launch.stopped_workers import StoppedWorkers
 from runner.launch.warm_workers import ForkedWorker
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, handlers_restored, signals_blocked
@@ -116,7 +117,7 @@ class WorkerGroup:
     `finished` tells whether the rank that has exited with 0 had come to its end. Workers that are
     `waiting` get the order, the command's last argument; a fresh interpreter is what they lack in
     number. `on_start` is called with the process id of each rank. All workers may be stopped
-    (SIGSTOP) for `hang_timeout` seconds; None: for any time.
+    (SIGSTOP) for `hang_timeout` seconds, and their watchdogs silent for longer; None: any time.
     """
 
     def __init__(
@@ -131,13 +132,18 @@ class WorkerGroup:
         self._command, self._place, self._finished = list(command), place, finished
         self._waiting, self._on_start = list(waiting), on_start
         self._processes: dict[int, Process] = {}
-        self._stopped = StoppedWorkers(hang_timeout, GRACE_SECONDS)
+        self._beats = {rank: Heartbeat(place.run_id, rank) for rank in place.ranks}
+        self._stopped = StoppedWorkers(
+            hang_timeout, GRACE_SECONDS, lambda rank: self._beats[rank].last()
+        )
         self._seen: dict[int, float] = {}  # when each rank was last seen alive
         # How each rank ended that failed, not those that were ended because of it.
         self.failed: dict[int, Failure] = {}
 
     def start(self) -> None:
         """Start the workers."""
+        for heartbeat in self._beats.values():
+            heartbeat.make()
         # A signal that comes before a worker can handle it would kill it. So signals are held back
         # here and, by inheritance, in the workers, which release them when they are ready.
         with signals_blocked(HEARD_SIGNALS):
@@ -203,6 +209,8 @@ class WorkerGroup:
         self.end()
         for process in self._processes.values():
             kill_group(process.pid)
+        for heartbeat in self._beats.values():
+            heartbeat.remove()
 
 
 def kill_group(leader: int) -> None:

@@ -142,6 +142,20 @@ def test_what_changes_or_is_no_start_up_is_not_ended() -> None:
         assert not verdict.ends
 
 
+@pytest.mark.parametrize("prompt", ["cmdloop", "do_wait_suspend"])
+def test_a_process_that_waits_in_a_debugger_does_not_hang(prompt: str) -> None:
+    at_prompt = (*SLEEP, Place("/usr/lib/python3/debugger.py", 1, prompt))
+    reports = {0: report(0, at_prompt), 1: report(1, BACKWARD)}
+    assert judge(reports, {}, LIMIT) is None
+
+
+def test_a_process_that_is_alone_waits_for_no_other_rank() -> None:
+    verdict = judge({0: report(0, BACKWARD)}, {}, LIMIT)
+    assert verdict is not None
+    assert verdict.message.startswith("no progress for 10 s in training, at /home/me/train.py:3")
+    assert verdict.ends
+
+
 def test_a_verdict_is_new_where_there_was_none_before() -> None:
     now, quick = rounds(1)[0], rounds(1)[0]
     quick = {0: replace(quick[0], seconds=1.0)}

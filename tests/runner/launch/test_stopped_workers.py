@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from runner.launch import stopped_workers
-from runner.launch.stopped_workers import StoppedWorkers, process_state
+from runner.launch.stopped_workers import SILENT_LIMITS, StoppedWorkers, process_state
 from tests.helpers import python
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read in /proc")
@@ -27,8 +27,9 @@ class World:
     def __init__(self, limit: float | None = LIMIT) -> None:
         self.now = 1000.0
         self.states = dict.fromkeys(RUNNING.values(), "S")
+        self.beats: dict[int, int | None] = {}
         with self.installed():
-            self.watch = StoppedWorkers(limit, GRACE)
+            self.watch = StoppedWorkers(limit, GRACE, lambda rank: self.beats.get(rank))
 
     def installed(self) -> patch.multiple:  # type: ignore[valid-type]
         return patch.multiple(
@@ -111,6 +112,36 @@ def test_a_stopped_worker_that_does_not_answer_a_stop_signal_fails_alone() -> No
     assert list(found) == [2]  # the other one saves its state, and takes its time
     assert found[2].startswith("its process 102 on ")
     assert found[2].endswith(" does not answer SIGTERM: it is stopped (SIGSTOP?)")
+
+
+def test_workers_whose_watchdogs_are_all_silent_hang() -> None:
+    world = World()
+    world.beats = {2: 7, 3: 9}
+    assert world.after(SILENT_LIMITS * LIMIT - 2) == {}
+    found = world.after(4)
+    assert list(found) == [2, 3]
+    assert found[3].startswith("it hangs: the watchdog of process 103 on ")
+    assert found[3].endswith(" is silent: native code keeps the interpreter; its log has the stack")
+
+
+@pytest.mark.parametrize("other", ["beats", "is-not-watched"])
+def test_a_worker_that_is_silent_beside_others_is_left_to_the_watchdogs(other: str) -> None:
+    world = World()
+    world.beats = {2: 7}
+    for beat in range(10):
+        world.beats[3] = beat if other == "beats" else None
+        assert world.after(SILENT_LIMITS * LIMIT / 5) == {}
+
+
+def test_heartbeats_are_counted_by_the_time_in_which_the_parent_ran() -> None:
+    world = World()
+    world.beats = {2: 7, 3: 9}
+    assert world.after(LIMIT) == {}
+    world.now += 100 * SILENT_LIMITS * LIMIT  # suspended together
+    assert world.after(LIMIT) == {}
+    world = World(limit=None)
+    world.beats = {2: 7, 3: 9}
+    assert world.after(2 * SILENT_LIMITS * LIMIT) == {}
 
 
 @pytest.fixture

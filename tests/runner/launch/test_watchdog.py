@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import signal
 import subprocess
 import time
@@ -18,7 +19,7 @@ from runner.config.schema import Distributed, Recipe, Trainer
 from runner.launch import hangs, watchdog
 from runner.run_dir import outcomes
 from runner.training.heartbeat import Progress
-from tests.helpers import run_distributed
+from tests.helpers import SECONDS, python, run_distributed
 
 # -- the time-out ----------------------------------------------------------------------------------
 
@@ -146,6 +147,51 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
     (verdict,) = late(tmp_path, 5.0, 5000.0, *[5.0] * 30)
     assert verdict is not None
     assert verdict.ends
+
+
+# A process that hangs, told so, or keeps the interpreter for a while: "native".
+HANGS = """
+import ctypes, sys, time
+from pathlib import Path
+from runner.config.schema import Recipe, Trainer
+from runner.launch import watchdog
+from runner.training.stopping import StopFlag
+stop = StopFlag()
+recipe = Recipe(trainer=Trainer(hang_timeout=0.5))
+with watchdog.watching(recipe, Path(sys.argv[1]), stop, 0, 1):
+    stop.progress.step()
+    if sys.argv[2] == "native":
+        ctypes.PyDLL(None).sleep(3)
+    time.sleep(300 if sys.argv[2] == "hang" else 0)
+"""
+
+
+def told(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
+    line = python("-c", HANGS, str(folder), what)
+    return subprocess.run(line, capture_output=True, text=True, timeout=SECONDS)
+
+
+def test_a_process_that_is_alone_is_ended_where_it_hangs(tmp_path: Path) -> None:
+    ended = told(tmp_path, "hang")
+    assert ended.returncode == 1
+    assert 'File "<string>", line 1' in ended.stderr
+    assert "the run failed: it hangs: no progress for" in ended.stderr
+    (outcome,) = tmp_path.glob("logs/*_rank_0.json")
+    assert json.loads(outcome.read_text())["message"].startswith("it hangs: no progress for")
+
+
+@pytest.mark.slow
+def test_native_code_that_keeps_the_interpreter_has_its_stack_in_the_log(tmp_path: Path) -> None:
+    assert told(tmp_path, "native").returncode == 0
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert "Timeout (0:00:00.500000)!" in log
+    assert 'File "<string>", line 1' in log
+
+
+def test_a_process_that_is_alone_and_ends_leaves_no_log(tmp_path: Path) -> None:
+    ended = told(tmp_path, "not at all")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert list((tmp_path / "logs").iterdir()) == []
 
 
 def test_every_rank_writes_its_stack_and_one_is_named(tmp_path: Path) -> None:
