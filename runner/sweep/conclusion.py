@@ -72,6 +72,7 @@ def conclude(
     mine = sorted({*numbers, *begun, *others})
     written = _written(sweep, found, begun)
     table.show(found, config_name, Console(highlight=False))
+    code_changes.say({number: states[number] for number in begun})  # of earlier jobs it was said
     written = max(written, _without_a_number(found))
     codes = [_code_of(states.get(number, JobState())) for number in mine]
     failed = [number for number in mine if states.get(number, JobState()).status not in _GOOD]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.launch.heartbeats import Heartbeat
 from runner.launch.worker_group import Place, StopSignals, WorkerGroup
 from runner.training.stopping import handlers_restored
 from tests.helpers import alive
@@ -113,6 +114,20 @@ def test_workers_that_are_all_stopped_hang(tmp_path: Path, stops: StopSignals) -
     assert not any(map(alive, processes))
     assert {rank: failure.status for rank, failure in group.failed.items()} == {2: -9, 3: -9}
     assert group.failed[2].why.startswith(f"it hangs: its process {processes[0]} on ")
+
+
+@pytest.mark.timeout(60)
+def test_workers_whose_watchdogs_are_all_silent_hang(tmp_path: Path, stops: StopSignals) -> None:
+    group = waiting(tmp_path, hang_timeout=0.1)
+    with stops.running(group):
+        processes = ready(tmp_path)
+        for rank in PLACE.ranks:
+            Heartbeat(PLACE.run_id, rank).beat()
+        group.wait()
+    assert not any(map(alive, processes))
+    assert {rank: failure.status for rank, failure in group.failed.items()} == {2: -9, 3: -9}
+    assert "is silent: native code keeps the interpreter" in group.failed[3].why
+    assert [Heartbeat(PLACE.run_id, rank).last() for rank in PLACE.ranks] == [None, None]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from runner import cli
 from runner.sweep import code_changes
+from runner.sweep.fork_server import Order
 from runner.sweep.journal import JobState
 from tests.runner.sweep import stand_ins
 from tests.runner.sweep.stand_ins import StandIn
@@ -53,6 +54,22 @@ def test_code_that_has_changed_is_said_once_before_jobs_start(
     assert "Finished jobs are kept. Jobs that are not finished go on with the new code." in before
     assert "sweep.dir=<a new directory> trains all with the new code" in before
     assert "has changed since" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_code_that_changes_while_jobs_run_is_said_under_their_table(
+    server: StandIn, package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def edit(order: Order) -> None:
+        if order.number == 1:
+            package.write_text("WIDTH = 2\n")
+
+    server.on_start = edit  # once the job has recorded its code
+    assert cli.main(LINE) == 0
+    shown = capsys.readouterr()
+    assert "best: job 0000" in shown.out
+    assert "code of package wine_of_sweeps has changed since jobs 0000, 0001 ran." in shown.err
+    assert "Finished jobs are kept. sweep.dir=" in shown.err
 
 
 @pytest.mark.slow
