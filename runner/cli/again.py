@@ -58,8 +58,12 @@ def main(arguments: Sequence[str]) -> int:
     if place is not None and place.rank > 0:
         from runner.launch import launcher
 
-        return launcher.follow(place)
+        return DONE if found.dry_run else launcher.follow(place)
     runs = discovery.require_runs([found.run_dir])
+    if place is not None and len(runs) > 1:
+        value = f"runner again with {len(runs)} runs on processes of a launcher"
+        rule = "each run is made in processes of its own"
+        raise ConfigError.of(value, rule, "Start it without torchrun, mpirun or srun.")
     prepared = [_prepared(run, found.overrides) for run in runs]
     _require([examined for examined in prepared])
     codes = [DONE]

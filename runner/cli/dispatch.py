@@ -156,7 +156,7 @@ def _show(overrides: Sequence[str], config_name: str, package: str | None) -> in
     from runner.compose import composition, hydra_setup
     from runner.config import keys
 
-    with hydra_setup.session():
+    with hydra_setup.session(overrides):
         examined = _examine(overrides, config_name)
     _require_names([examined], _import_packages_named(examined.recipe))
     recipe = composition.require(examined)
@@ -201,7 +201,7 @@ def _train_alone(overrides: Sequence[str], config_name: str) -> int:
     from runner.sweep import jobs, settings
 
     ConfigError.raise_if(settings.misplaced(overrides))
-    with hydra_setup.session():
+    with hydra_setup.session(overrides):
         examined = _examine(overrides, config_name)
     problems: list[Problem] = []
 
@@ -321,7 +321,7 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     from runner.sweep import command, jobs
 
     if not flags.multirun:
-        with hydra_setup.session():
+        with hydra_setup.session(overrides):
             examined = _examine(overrides, flags.config_name)
         found = [examined]
         missing = [*trust.missing_packages(), *jobs.misplaced(overrides)]

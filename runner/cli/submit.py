@@ -52,7 +52,7 @@ def main(arguments: Sequence[str], examine: Callable[[Sequence[str], str], Exami
     if trust.asked_for():
         startup.announce("runner")
     missing = [*trust.missing_packages(), *jobs.misplaced(overrides, submits=True)]
-    with hydra_setup.session():
+    with hydra_setup.session(overrides):
         examined = examine(overrides, flags.config_name)
     startup.announce(examined.recipe.name)
     recipe = examined.recipe

@@ -107,6 +107,15 @@ def _changed(
     if not overrides:
         found, problems = serialization.examine(frozen)
         return Examined(found, problems, job.overrides, job.config_name)
+    if any(hydra_setup.key_of(override) == hydra_setup.SEARCHED for override in own):
+        with hydra_setup.session(own):  # of the folders that the run was composed from
+            return _recomposed(job, frozen, own, overrides, trains)
+    return _recomposed(job, frozen, own, overrides, trains)
+
+
+def _recomposed(
+    job: Job, frozen: dict[str, object], own: list[str], overrides: Sequence[str], trains: bool
+) -> Examined:
     merged = hydra_setup.merge(own, overrides)
     before, lost = diagnose.examine(own, job.config_name)
     if lost:  # a file that the run was composed from is missing: its frozen recipe is the base

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -41,8 +42,9 @@ FIXED = (
     "hydra/hydra_logging=none",
 )
 LEVEL_OF_ROOT, LEVELS_OF_LOGGERS = "hydra.job_logging.root.level", "hydra.job_logging.loggers."
+SEARCHED = "hydra.searchpath"
 OPEN_TO_USERS = (
-    *("hydra.searchpath", "hydra.verbose", "hydra.sweeper", "hydra.launcher"),
+    *(SEARCHED, "hydra.verbose", "hydra.sweeper", "hydra.launcher"),
     *("hydra/sweeper", "hydra/launcher", LEVEL_OF_ROOT, LEVELS_OF_LOGGERS),
 )
 VERBOSE = "hydra.verbose"
@@ -50,12 +52,20 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ProjectConf(SearchPathPlugin):
-    """Appends the `conf` folders of the user's project, behind the shipped one."""
+    """Appends the `conf` folders of the user's project, behind the shipped one.
+
+    Attributes:
+        given: further folders, as `hydra.searchpath` names them: those of a session's overrides.
+    """
+
+    given: ClassVar[tuple[str, ...]] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append them."""
         for folder in paths.project_conf_folders():
             search_path.append("project", f"file://{folder}")
+        for place in self.given:
+            search_path.append("command line", place)
 
 
 def prepare() -> None:
@@ -89,10 +99,15 @@ def _spell_out(node: DictConfig) -> None:
 
 
 @contextlib.contextmanager
-def session() -> Iterator[None]:
-    """Initialize Hydra in the context, which may be nested in another use of Hydra."""
+def session(overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Initialize Hydra in the context, which may be nested in another use of Hydra.
+
+    Groups and files are looked up in the folders of `hydra.searchpath`, too, if it is among the
+    overrides (`--config-dir`).
+    """
     prepare()
     outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    given, ProjectConf.given = ProjectConf.given, _searched(overrides)
     GlobalHydra.instance().clear()
     HydraConfig.instance().cfg = None
     try:
@@ -102,6 +117,18 @@ def session() -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra, HydraConfig.instance().cfg = outer, config
+        ProjectConf.given = given
+
+
+def _searched(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the places of `hydra.searchpath`; what cannot be read is reported by composing."""
+    given = [override for override in overrides if key_of(override) == SEARCHED]
+    try:
+        values = [one.value() for one in OverridesParser.create().parse_overrides(given)]
+    except HydraException:
+        return ()
+    places = [place for value in values if isinstance(value, list) for place in value]
+    return tuple(place for place in map(str, places) if "://" in place)
 
 
 def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 0) -> DictConfig:

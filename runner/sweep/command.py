@@ -73,7 +73,7 @@ def examine(request: Request, check: Require) -> list[Examined]:
     Raises:
         ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
     """
-    with hydra_setup.session():
+    with hydra_setup.session(request.overrides):
         choice = jobs.choose(request.overrides, request.config_name, request.settings)
         lists = jobs.lists(request.overrides, choice, request.settings)
         jobs.require_one_plan(lists, request.overrides, request.config_name)
@@ -85,7 +85,7 @@ def examine(request: Request, check: Require) -> list[Examined]:
 
 def note(request: Request) -> str:
     """Return what to know of jobs that `examine` returns; empty: they are those of the sweep."""
-    with hydra_setup.session():
+    with hydra_setup.session(request.overrides):
         choice = jobs.choose(request.overrides, request.config_name, request.settings)
     return "" if choice.known else f"{choice.sweeper} chooses the jobs; these have been checked."
 
@@ -177,7 +177,7 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
     """Compose the jobs, unless an earlier command has done so from the same files."""
     chosen, name = request.settings, request.config_name
     digest = directory.digest_of(name, request.given)
-    with hydra_setup.session():
+    with hydra_setup.session(request.overrides):
         choice = jobs.choose(request.overrides, name, chosen)
         lists = jobs.lists(request.overrides, choice, chosen)
         if not lists:
@@ -232,7 +232,7 @@ def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> d
         return {}
     from runner.sweep import study_plan  # needs Optuna
 
-    with hydra_setup.session():
+    with hydra_setup.session(request.overrides):
         return study_plan.recorded(request.overrides, request.config_name, examined[0].recipe)
 
 

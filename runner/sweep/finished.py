@@ -40,7 +40,7 @@ def find(
         return None
     if chosen.dir is None and not _is_where_it_was_made(sweep):
         return None
-    with hydra_setup.session():
+    with hydra_setup.session(given):
         if not sources.are_of(there, sources.fingerprint()):
             return None
     states = sweep.journal.states()

@@ -308,7 +308,7 @@ class Task:
         if known is not None:
             return known
         missing = trust.missing_packages()
-        with hydra_setup.session():
+        with hydra_setup.session(overrides):
             examined = composition.new_run(overrides, self.config_name, number)
         parts.require([examined], missing)
         return examined.recipe

@@ -13,6 +13,8 @@ import yaml
 
 from accel import env
 from runner import cli
+from runner.config import processes
+from runner.config.processes import Adopted
 from runner.launch import start_run
 from tests import commands
 from tests.runner.written_runs import write_run, write_sweep
@@ -136,6 +138,33 @@ def test_a_dry_run_only_tells(
 ) -> None:
     assert cli.main(["again", str(write_run(tmp_path / "a")), "--dry-run"]) == 0
     assert "again: " in capsys.readouterr().out
+    assert started == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dry_run_on_processes_of_a_launcher_ends_on_each(
+    rank: int,
+    started: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(processes, "adopted", lambda: Adopted(rank, 0, 2, 1))
+    assert cli.main(["again", str(write_run(tmp_path / "a")), "--dry-run"]) == 0
+    assert ("again: " in capsys.readouterr().out) is (rank == 0)
+    assert started == []
+
+
+def test_several_runs_on_processes_of_a_launcher_are_refused(
+    started: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sweep = write_sweep(tmp_path, (1e-3,))
+    monkeypatch.setattr(processes, "adopted", lambda: Adopted(0, 0, 2, 1))
+    assert cli.main(["again", str(sweep)]) == 2
+    assert "runner again with 4 runs on processes of a launcher" in capsys.readouterr().err
     assert started == []
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.compose import composition
+from runner.compose import composition, hydra_setup
 from runner.run_dir.job import Job
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
@@ -105,6 +105,43 @@ def test_arguments_are_taken_out_of_a_resumed_run(tmp_path: Path) -> None:
         }
         assert found.model == width
         assert found.data == frozen.data
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> str:
+    """A folder of recipes that a command line adds; returned as the override that does so."""
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /model: cnn\nmodel:\n  own: 3\n"
+    (tmp_path / "experiment" / "slow.yaml").write_text(text)
+    return f"hydra.searchpath=['file://{tmp_path}']"
+
+
+def test_a_mistake_beside_files_of_another_folder_is_told_alone(others: str) -> None:
+    given = ["experiment=slow", "model.own=4", "optimzer.lr=1", others]
+    with hydra_setup.session(given):
+        found = composition.new_run(given, "config")
+    (problem,) = found.problems
+    assert problem.value == "optimzer.lr=1"
+    assert "optimizer.lr" in problem.remedy
+    given = ["experiment=slo", others]
+    with hydra_setup.session(given):
+        (problem,) = composition.new_run(given, "config").problems
+    assert "Did you mean 'slow'?" in problem.remedy
+
+
+@pytest.mark.parametrize("change", ["optimzer.lr=1", "optimizer.lr=1"])
+def test_a_run_is_composed_from_the_folders_it_had(
+    others: str, change: str, tmp_path: Path
+) -> None:
+    own = ("experiment=slow", "model.own=4", others)
+    with hydra_setup.session(own):
+        frozen = composition.require(composition.new_run(own, "config"))
+    job = Job(tmp_path / "run", overrides=own, cwd=str(tmp_path))
+    job.run_dir.mkdir()
+    job.save(frozen)
+    found = composition.again(job.run_dir, [change])
+    assert [problem.value for problem in found.problems] == ([change] if "mz" in change else [])
+    assert found.recipe.model == frozen.model
 
 
 @pytest.mark.parametrize(

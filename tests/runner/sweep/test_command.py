@@ -119,6 +119,22 @@ def test_a_changed_file_is_refused_with_the_difference(
     assert numbers(server) == [1]
 
 
+def test_a_changed_file_of_another_folder_is_refused_too(
+    server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "others" / "experiment" / "own.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\nmodel:\n  width: 4\n")
+    line = ["--config-dir", "others", *LINE, "experiment=own"]
+    assert cli.main(line) == 0
+    assert cli.main(line) == 0
+    assert "Nothing is left to do" in capsys.readouterr().out
+    path.write_text("# @package _global_\nmodel:\n  width: 5\n")
+    assert cli.main(line) == 2
+    assert "model.width=5 in jobs 0, 1, 2: model.width=4 in" in capsys.readouterr().err
+    assert numbers(server) == [0, 1, 2]
+
+
 @pytest.mark.slow
 def test_a_recipe_that_reads_the_environment_is_composed_each_time(
     server: StandIn,

@@ -13,8 +13,8 @@ from tests.runner.sweep.large import make_large
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
-def fingerprint() -> str | None:
-    with hydra_setup.session():
+def fingerprint(*overrides: str) -> str | None:
+    with hydra_setup.session(overrides):
         return sources.fingerprint()
 
 
@@ -33,6 +33,17 @@ def test_a_fingerprint_is_of_every_file_of_recipes(tmp_path: Path) -> None:
     assert len({shipped, first, second, third}) == 4
     file.with_name("notes.txt").write_text("no recipe")
     assert fingerprint() == third
+
+
+def test_a_folder_of_the_command_line_is_one_of_them(tmp_path: Path) -> None:
+    folder = tmp_path / "others" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "own.yaml").write_text("seed: 4\n")
+    searched = f"hydra.searchpath=['file://{folder.parent}']"
+    first = fingerprint(searched)
+    assert None is not first != fingerprint()
+    (folder / "own.yaml").write_text("seed: 5\n")
+    assert None is not fingerprint(searched) != first
 
 
 @pytest.mark.parametrize("value", ["${oc.env:WIDTH}", "${oc.decode:${oc.env:WIDTH}}"])
