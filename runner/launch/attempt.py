@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, STOPPED
+from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL, STOPPED
 from runner.launch import bootstrap, failures, rank_logs, warm_workers
 from runner.launch.warm_workers import ForkedWorker
 from runner.launch.worker_group import Failure, Place, StopSignals, WorkerGroup
-from runner.run_dir import outcomes
+from runner.run_dir import directory, outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.outcomes import Outcome
 
@@ -178,6 +179,15 @@ def conclude(
     # The end of one rank causes errors of communication on the others, perhaps recorded earlier.
     cause = min(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
     return Ended(cause.code, cause)
+
+
+def stopped_while_waiting(run_dir: Path, number: int) -> Ended:
+    """Return how a run ends that a stop signal meets while it waits for its machines."""
+    if directory.newest_checkpoint(run_dir) is not None:  # it waits again, after a failure
+        return Ended(STOPPED)
+    name = signal.Signals(number).name
+    print(f"{name} came before training began: nothing is saved.", file=sys.stderr, flush=True)
+    return Ended(OF_SIGNAL + number)
 
 
 def report(ended: Ended, run_dir: Path, num_processes: int) -> None:

@@ -6,7 +6,6 @@ then; others may join at any time, and wait for it. Free of torch at import.
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 import time
@@ -19,7 +18,7 @@ from runner.config import nodes, processes
 from runner.config.batch_plan import plan_batches
 from runner.config.format_counts import counted
 from runner.config.schema import Recipe
-from runner.exit_codes import FAILED, OF_SIGNAL, STOPPED
+from runner.exit_codes import FAILED
 from runner.launch import attempt, hangs, staging
 from runner.launch.attempt import Ended
 from runner.launch.joining import Joining, Node
@@ -32,7 +31,7 @@ from runner.launch.worker_group import (
     StopSignals,
     WorkerGroup,
 )
-from runner.run_dir import directory, outcomes
+from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job
 from runner.run_dir.outcomes import Outcome
@@ -62,7 +61,7 @@ class FirstNode:
         launch, run_dir = attempt.new_launch(), run_dir_of(folder)
         chosen = self._gathered(stops)
         if chosen is None:
-            return _stopped_while_waiting(run_dir, stops)
+            return attempt.stopped_while_waiting(run_dir, stops.received[0])
         with attempt.hosted_store() as store:
             place = self._start(chosen, folder, launch, store.port)
             group = attempt.workers(folder, launch, place, Path(self._job.cwd), self._hang_timeout)
@@ -254,12 +253,3 @@ def _loss(node: Node) -> Outcome:
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     message = f"node {node.name} ({ranks}) is lost: {node.lost}"
     return Outcome(first, time.time(), FAILED, message)
-
-
-def _stopped_while_waiting(run_dir: Path, stops: StopSignals) -> Ended:
-    """Return how a run ends that a stop signal meets while it waits for nodes."""
-    if directory.newest_checkpoint(run_dir) is not None:  # it waits again, after a failure
-        return Ended(STOPPED)
-    name = signal.Signals(stops.received[0]).name
-    print(f"{name} came before training began: nothing is saved.", file=sys.stderr, flush=True)
-    return Ended(OF_SIGNAL + stops.received[0])

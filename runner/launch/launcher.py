@@ -66,7 +66,7 @@ def _launch_workers(job: Job, recipe: Recipe, number: int, local: int) -> int:
     elif recipe.distributed.kind == ray_placement.KIND:
         from runner.launch.ray_group import RayCluster
 
-        machines = RayCluster(recipe.distributed, number, Path(job.cwd))
+        machines = RayCluster(recipe.distributed, number, Path(job.cwd), hangs.timeout_of(recipe))
     else:
         limit = hangs.timeout_of(recipe)
         machines = attempt.ThisMachine(number, Path(job.cwd), hang_timeout=limit)

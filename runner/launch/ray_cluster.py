@@ -9,7 +9,8 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from accel import env, imports
 from accel.errors import ConfigError
 from runner.config import ray_placement
 from runner.launch import remote_process
+from runner.launch.stopped_workers import LOOK_SECONDS
 from runner.run_dir import numerics
 from runner.training.stopping import HEARD_SIGNALS, handlers_restored
 
@@ -177,6 +179,45 @@ class Watch:
         if not any(event.kind == remote_process.ENDED for event in found):
             self.add(key, actor)
         return found
+
+
+class States:
+    """The states of processes, as their actors read them about once a second."""
+
+    def __init__(self, ray: ModuleType) -> None:
+        self._ray = ray
+        self._actors: dict[int, ActorHandle] = {}
+        self._asked: dict[int, ObjectRef] = {}
+        self._looked = 0.0
+        self._found: dict[int, tuple[str, str]] = {}
+
+    def add(self, key: int, actor: ActorHandle) -> None:
+        """Read the state of an actor's process from now on."""
+        self._actors[key] = actor
+
+    def look(self, keys: Collection[int]) -> None:
+        """Take the answers that are there, and ask again; this waits for nobody."""
+        for key, reference in list(self._asked.items()):
+            ready, _ = self._ray.wait([reference], timeout=0)
+            if not ready:
+                continue
+            del self._asked[key]
+            try:
+                self._found[key] = self._ray.get(reference)
+            except self._ray.exceptions.RayError:  # it is lost, which its events tell
+                self._found.pop(key, None)
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked = time.monotonic()
+            for key in keys - self._asked.keys():
+                self._asked[key] = self._actors[key].state.remote()
+
+    def of(self, key: int) -> str:
+        """Return the state of a process, as `process_state`; "?": it is not known."""
+        return self._found.get(key, ("?", ""))[0]
+
+    def name_of(self, key: int) -> str:
+        """Return what a process is called in messages."""
+        return self._found[key][1]
 
 
 def reason(error: BaseException) -> str:

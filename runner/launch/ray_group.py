@@ -23,13 +23,14 @@ from torch._C._distributed_c10d import TCPStore
 from accel.errors import ConfigError, StateError
 from runner.config import processes
 from runner.config.schema import Distributed
-from runner.exit_codes import DONE, FAILED, STOPPED
+from runner.exit_codes import DONE, FAILED
 from runner.launch import attempt, bootstrap, ray_cluster, remote_process
 from runner.launch.attempt import Ended
 from runner.launch.ray_cluster import Event, Watch
 from runner.launch.remote_process import Place
+from runner.launch.stopped_workers import StoppedWorkers
 from runner.launch.worker_group import GRACE_SECONDS, Failure, StopSignals
-from runner.run_dir import directory, outcomes
+from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.outcomes import Outcome
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, handlers_restored
@@ -56,10 +57,18 @@ class RayCluster:
         distributed: says where, and on which device.
         num_processes: number of workers.
         cwd: the user's directory.
+        hang_timeout: seconds for which all workers may be stopped (SIGSTOP); None: any time.
     """
 
-    def __init__(self, distributed: Distributed, num_processes: int, cwd: Path) -> None:
+    def __init__(
+        self,
+        distributed: Distributed,
+        num_processes: int,
+        cwd: Path,
+        hang_timeout: float | None = None,
+    ) -> None:
         self._distributed, self.num_processes, self._cwd = distributed, num_processes, cwd
+        self._hang_timeout = hang_timeout
 
     def attempt(self, folder: Path, stops: StopSignals) -> Ended:
         """Run the job in `folder` once, and return how it ended.
@@ -71,7 +80,6 @@ class RayCluster:
         """
         launch, run_dir = attempt.new_launch(), run_dir_of(folder)
         order = attempt.order(folder, launch, self._cwd)
-        failed: dict[int, Failure] = {}
         address = self._distributed.ray.address
         with (
             ray_cluster.connected(address, "distributed.ray.address") as ray,
@@ -84,15 +92,12 @@ class RayCluster:
                 self.num_processes,
                 lambda rank: attempt.has_outcome(run_dir, launch, rank),
                 signals,
+                self._hang_timeout,
             )
             try:
                 failed = group.run()
             except _Stopped:
-                name = signal.Signals(signals[0]).name
-                has_state = directory.newest_checkpoint(run_dir) is not None
-                message = name if has_state else f"{name} came before its processes were started"
-                code = STOPPED if has_state else FAILED
-                Outcome(0, time.time(), code, message).write(run_dir, launch)
+                return attempt.stopped_while_waiting(run_dir, signals[0])
             finally:
                 group.close()
         return attempt.conclude(run_dir, launch, failed, outcomes.read_outcomes(run_dir, launch))
@@ -129,6 +134,7 @@ class _Group:
         num_processes: int,
         finished: Callable[[int], bool],
         signals: list[int],
+        hang_timeout: float | None = None,
     ) -> None:
         self._ray, self._distributed = ray, distributed
         # Paths in a recipe are relative to where the command was given.
@@ -142,6 +148,10 @@ class _Group:
         self._running: set[int] = set()
         self._passed_on = 0
         self._deadline: float | None = None  # of processes that are to end
+        self._states = ray_cluster.States(ray)
+        self._stopped = StoppedWorkers(
+            hang_timeout, GRACE_SECONDS, state_of=self._states.of, name_of=self._states.name_of
+        )
         self._failed: dict[int, Failure] = {}
 
     def run(self) -> dict[int, Failure]:
@@ -151,11 +161,13 @@ class _Group:
             order = {**self._order, "environment": variables}
             actor.start.remote(bootstrap.code(attempt.WORKER), order)
             self._watch.add(rank, actor)
+            self._states.add(rank, actor)
             self._running.add(rank)
         while self._running:
             for event in self._watch.events(POLL_SECONDS):
                 self._take(event)
             self._pass_signals_on()
+            self._end_stopped()
             self._end_what_is_left()
         if signal.SIGINT in self._signals:
             raise KeyboardInterrupt
@@ -281,11 +293,19 @@ class _Group:
         for number in self._signals[self._passed_on :]:
             self._passed_on += 1
             if number != signal.SIGINT:
+                self._stopped.request(signal.Signals(number).name)
                 self._send(number)
 
     def _send(self, number: int) -> None:
         for rank in self._running:
             self._actors[rank].send.remote(number)
+
+    def _end_stopped(self) -> None:
+        """Kill the processes that have been stopped for too long."""
+        self._states.look(self._running)
+        for rank, why in self._stopped.failed({rank: rank for rank in self._running}).items():
+            self._failed.setdefault(rank, Failure(-signal.SIGKILL, time.time(), why))
+            self._actors[rank].kill.remote()
 
     def _end_what_is_left(self) -> None:
         """Interrupt the processes after Ctrl-C or a failure; kill those that do not end soon."""

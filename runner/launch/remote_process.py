@@ -120,6 +120,19 @@ class ProcessHost:
                 found.append(self._queue.get_nowait())
         return found
 
+    def state(self) -> tuple[str, str]:
+        """Return the state of the process as Linux lists it, "?" where it is not known, and a name.
+
+        Source: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
+        """
+        pid = None if self._process is None else self._process.pid
+        name = f"its process {pid} on {platform.node()}"
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0], name
+        except OSError:  # not started, ended, or no Linux
+            return "?", name
+
     def send(self, number: int) -> None:
         """Send a signal to the process, if it runs."""
         if self._process is not None and self._process.poll() is None:

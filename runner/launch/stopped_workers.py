@@ -42,6 +42,8 @@ class StoppedWorkers:
         limit: seconds for which all workers may be stopped; None: any time.
         grace: seconds for which one may be stopped after a stop signal was sent to it.
         last_beat: tells when a rank's watchdog was alive, at any clock; None: it is not watched.
+        state_of: tells the state of a process, as `process_state`, which is the default.
+        name_of: tells what it is called in messages; as a process of this machine by default.
     """
 
     def __init__(
@@ -49,8 +51,12 @@ class StoppedWorkers:
         limit: float | None,
         grace: float,
         last_beat: Callable[[int], int | None] = lambda rank: None,
+        state_of: Callable[[int], str] | None = None,
+        name_of: Callable[[int], str] | None = None,
     ) -> None:
         self._limit, self._grace, self._last_beat = limit, grace, last_beat
+        self._state_of = state_of or process_state
+        self._name_of = name_of or _who
         self._beats: dict[int, tuple[int | None, float]] = {}  # the last, and when it was seen
         self._interval = LOOK_SECONDS if limit is None else min(LOOK_SECONDS, limit / 10)
         self._looked = time.monotonic()
@@ -77,7 +83,7 @@ class StoppedWorkers:
         self._looked += elapsed
         # More has passed only if this process did not run meanwhile.
         self._clock += min(elapsed, 2 * self._interval)
-        stopped = {rank for rank, pid in running.items() if process_state(pid) == STOPPED}
+        stopped = {rank for rank, pid in running.items() if self._state_of(pid) == STOPPED}
         self._since = {rank: self._since.get(rank, self._clock) for rank in sorted(stopped)}
         found = {rank: self._unanswered(running[rank]) for rank in self._late()}
         return found or self._hang(running, stopped) or self._silent(running)
@@ -96,7 +102,7 @@ class StoppedWorkers:
     def _unanswered(self, pid: int) -> str:
         assert self._requested is not None
         _, name = self._requested
-        return f"{_who(pid)} does not answer {name}: it is stopped (SIGSTOP?)"
+        return f"{self._name_of(pid)} does not answer {name}: it is stopped (SIGSTOP?)"
 
     def _hang(self, running: Mapping[int, int], stopped: Set[int]) -> dict[int, str]:
         """Return all ranks, if all have been stopped for longer than the limit."""
@@ -104,11 +110,9 @@ class StoppedWorkers:
             return {}
         if self._clock - max(self._since.values()) < self._limit:
             return {}
-        all_of_them = ", as are all workers of this machine" if len(running) > 1 else ""
-        return {
-            rank: f"it hangs: {_who(pid)} does not answer: it is stopped (SIGSTOP?){all_of_them}"
-            for rank, pid in running.items()
-        }
+        others = ", as are all workers that this command has started" if len(running) > 1 else ""
+        why = f"does not answer: it is stopped (SIGSTOP?){others}"
+        return {rank: f"it hangs: {self._name_of(pid)} {why}" for rank, pid in running.items()}
 
     def _silent(self, running: Mapping[int, int]) -> dict[int, str]:
         """Return all ranks, if the watchdogs of all have been silent for too long."""
@@ -123,7 +127,7 @@ class StoppedWorkers:
         if not running or not watched or min(seconds) < SILENT_LIMITS * self._limit:
             return {}
         return {
-            rank: f"it hangs: the watchdog of {_who(pid)[4:]} is silent: "
+            rank: f"it hangs: the watchdog of {self._name_of(pid)} is silent: "
             "native code keeps the interpreter; its log has the stack"
             for rank, pid in running.items()
         }

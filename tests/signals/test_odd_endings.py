@@ -156,7 +156,7 @@ def test_workers_that_are_all_stopped_end_the_run(tmp_path: Path) -> None:
     code, told, left = end(tmp_path, *two, stops=[0, 1])
     assert (code, left) == (1, []), told
     assert "rank 0 failed first: it hangs: its process " in told
-    assert "it is stopped (SIGSTOP?), as are all workers of this machine" in told
+    assert "it is stopped (SIGSTOP?), as are all workers that this command has started" in told
 
 
 @pytest.mark.slow

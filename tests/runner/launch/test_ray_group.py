@@ -135,6 +135,26 @@ def test_a_killed_node_is_named(nodes: Cluster, tmp_path: Path) -> None:
 
 
 @ray_nodes.in_a_cluster
+@pytest.mark.parametrize("asked", [False, True], ids=["hang", "SIGTERM"])
+def test_workers_that_are_all_stopped_end_the_run(
+    asked: bool, nodes: Cluster, tmp_path: Path
+) -> None:
+    limit = "00:20:00" if asked else 3
+    command = training(nodes, tmp_path, f"trainer.hang_timeout={limit}")
+    workers = pids(tmp_path)
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    if asked:
+        command.send_signal(signal.SIGTERM)
+    code, output = ray_nodes.ended(command)
+    assert code == 1, output
+    why = "does not answer SIGTERM: it is stopped" if asked else "it hangs: its process "
+    assert why in output
+    assert "(SIGSTOP?)" in output
+    ray_nodes.wait_for_end_of(workers)
+
+
+@ray_nodes.in_a_cluster
 def test_a_run_that_waits_for_room_can_be_ended(nodes: Cluster, tmp_path: Path) -> None:
     command = nodes.start(*TWO, "distributed.num_processes=16", *SHORT, cwd=tmp_path)
     assert command.stdout is not None
@@ -147,8 +167,8 @@ def test_a_run_that_waits_for_room_can_be_ended(nodes: Cluster, tmp_path: Path) 
     code, output = ray_nodes.ended(command)
     assert "16 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
     assert "less than that: CPU 16 of 4" in lines[-1]
-    assert code == 1, output
-    assert "SIGTERM came before its processes were started" in output
+    assert code == 143, output
+    assert "SIGTERM came before training began: nothing is saved." in output
     assert not (tmp_path / "runs").exists()
 
 

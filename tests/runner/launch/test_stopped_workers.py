@@ -56,7 +56,9 @@ def test_all_workers_stopped_for_the_limit_hang() -> None:
     found = world.after(3)
     assert list(found) == [2, 3]
     assert found[2].startswith("it hangs: its process 102 on ")
-    assert found[2].endswith(" it is stopped (SIGSTOP?), as are all workers of this machine")
+    assert found[2].endswith(
+        " it is stopped (SIGSTOP?), as are all workers that this command has started"
+    )
 
 
 def test_one_worker_that_runs_is_left_to_the_watchdogs() -> None:
@@ -120,7 +122,7 @@ def test_workers_whose_watchdogs_are_all_silent_hang() -> None:
     assert world.after(SILENT_LIMITS * LIMIT - 2) == {}
     found = world.after(4)
     assert list(found) == [2, 3]
-    assert found[3].startswith("it hangs: the watchdog of process 103 on ")
+    assert found[3].startswith("it hangs: the watchdog of its process 103 on ")
     assert found[3].endswith(" is silent: native code keeps the interpreter; its log has the stack")
 
 
