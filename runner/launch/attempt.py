@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class ThisMachine:
 
     def attempt(self, folder: Path, stops: StopSignals) -> Ended:
         """Run the job in `folder` once."""
-        launch, run_dir = new_launch(), run_dir_of(folder)
+        launch, run_dir = outcomes.new_launch(), run_dir_of(folder)
         with hosted_store() as store:
             number = self.num_processes
             place = Place(number, 0, number, 0, 1, "localhost", store.port, launch, {})
@@ -102,11 +101,6 @@ def hosted_store() -> Iterator[TCPStore]:
     from torch._C._distributed_c10d import TCPStore
 
     yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-
-
-def new_launch() -> str:
-    """Return a new name for the files that the workers of one attempt leave."""
-    return f"launch_{uuid.uuid4().hex[:8]}"
 
 
 def workers(

@@ -58,7 +58,7 @@ class FirstNode:
 
     def attempt(self, folder: Path, stops: StopSignals) -> Ended:
         """Run the job in `folder` once, on the nodes that are there."""
-        launch, run_dir = attempt.new_launch(), run_dir_of(folder)
+        launch, run_dir = outcomes.new_launch(), run_dir_of(folder)
         chosen = self._gathered(stops)
         if chosen is None:
             return attempt.stopped_while_waiting(run_dir, stops.received[0])

@@ -18,11 +18,10 @@ from runner.config.processes import Adopted
 from runner.config.schema import Recipe
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL
 from runner.launch import attempt, attempts, exit_guards, failures, hangs, rank_logs, rendezvous
-from runner.launch.attempt import new_launch
 from runner.launch.first_node import FirstNode
 from runner.launch.worker_group import StopSignals, Terminated
 from runner.reporting import run_log
-from runner.run_dir import abandoned, numerics
+from runner.run_dir import abandoned, numerics, outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.training.stopping import StopFlag
 
@@ -136,7 +135,7 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
         return INTERRUPTED
     except BaseException as error:  # also SystemExit: the run is not complete
         outcome = failures.outcome_of(error, rank)
-        outcome.write(run_dir, new_launch())
+        outcome.write(run_dir, outcomes.new_launch())
         failures.print_failure(outcome, run_dir)
         return outcome.code
 

@@ -78,7 +78,7 @@ class RayCluster:
             StateError: if Ray cannot start the processes.
             KeyboardInterrupt: on Ctrl-C, when no process is left.
         """
-        launch, run_dir = attempt.new_launch(), run_dir_of(folder)
+        launch, run_dir = outcomes.new_launch(), run_dir_of(folder)
         order = attempt.order(folder, launch, self._cwd)
         address = self._distributed.ray.address
         with (

@@ -35,7 +35,6 @@ from torch.distributed.constants import default_pg_timeout
 from runner.config import processes, user_frames
 from runner.exit_codes import FAILED
 from runner.launch import failures, hangs, rank_logs, torchrun
-from runner.launch.attempt import new_launch
 from runner.launch.hangs import Report, Verdict
 from runner.launch.heartbeats import Heartbeat
 from runner.launch.stacks import Stack
@@ -356,7 +355,7 @@ def _report_alone(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
         _print(verdict)
         return
     outcome = _outcome(verdict)
-    outcome.write(run_dir, new_launch())
+    outcome.write(run_dir, outcomes.new_launch())
     failures.print_failure(outcome, run_dir)
 
 

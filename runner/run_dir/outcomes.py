@@ -14,6 +14,7 @@ import json
 import signal
 import socket
 import tempfile
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,6 +75,11 @@ def describe_exit(status: int) -> str:
         return f"exited with {status}"
     likely = " (out of memory?)" if status == -signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-status).name}{likely}"
+
+
+def new_launch() -> str:
+    """Return a new name for the files that the workers of one attempt leave."""
+    return f"launch_{uuid.uuid4().hex[:8]}"
 
 
 def log_folder(run_dir: Path) -> Path:
