@@ -54,16 +54,16 @@ def main(arguments: Sequence[str]) -> int:
         )
         raise ConfigError.of(f"runner again {sweeping[0]}", rule, remedy)
     found = parser.parse_intermixed_args(list(arguments))
+    runs = discovery.require_runs([found.run_dir])
     place = processes.adopted()
+    if place is not None and len(runs) > 1 and not found.dry_run:
+        value = f"runner again with {len(runs)} runs on processes of a launcher"
+        rule = "each run is made in processes of its own"
+        raise ConfigError.of(value, rule, "Start it without torchrun, mpirun or srun.")
     if place is not None and place.rank > 0:
         from runner.launch import launcher
 
         return DONE if found.dry_run else launcher.follow(place)
-    runs = discovery.require_runs([found.run_dir])
-    if place is not None and len(runs) > 1:
-        value = f"runner again with {len(runs)} runs on processes of a launcher"
-        rule = "each run is made in processes of its own"
-        raise ConfigError.of(value, rule, "Start it without torchrun, mpirun or srun.")
     prepared = [_prepared(run, found.overrides) for run in runs]
     _require([examined for examined in prepared])
     codes = [DONE]

@@ -55,6 +55,8 @@ OF_GROUP_TIMEOUT = 0.9
 # A watchdog that comes so much too late, as a part of the time limit, was stopped. One that native
 # code kept from the interpreter comes late, too; rarely as late.
 OF_LIMIT_STOPPED = 0.25
+# Of the longest time without progress so far.
+OF_LONGEST = 2.0
 # Torch's default for NCCL.
 NCCL_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(seconds=20)
@@ -89,6 +91,7 @@ class Watchdog:
         self._poll = min(MAX_POLL_SECONDS, limit / 10)
         self._log = rank_logs.log_file(run_dir, rank).open("a")
         self._seen, self._since = progress.count, time.monotonic()
+        self._longest = 0.0  # seconds until the count changed
         self._round = 0
         self._quiet_until = 0.0
         self._verdict_told = False
@@ -155,6 +158,7 @@ class Watchdog:
         self._arm()
         now = time.monotonic()
         if self._progress.count != self._seen:
+            self._longest = max(self._longest, now - self._since)
             self._seen, self._since, self._quiet_until = self._progress.count, now, 0.0
             if self._verdict_told:
                 self._verdict_told = False
@@ -162,7 +166,7 @@ class Watchdog:
         if self._store.check([f"{self._round}/requested"]):
             self._answer()
             self._wait_for_verdict()
-        elif now - self._since >= self._limit and now >= self._quiet_until:
+        elif now - self._since >= self._patient_limit and now >= self._quiet_until:
             key = f"{self._round}/requested"
             if self._store.add(key, 1) == 1:
                 self._answer()
@@ -170,6 +174,11 @@ class Watchdog:
             else:
                 self._answer()
                 self._wait_for_verdict()
+
+    @property
+    def _patient_limit(self) -> float:
+        """Seconds without progress after which this rank asks: what takes long may do so again."""
+        return max(self._limit, OF_LONGEST * self._longest)
 
     # -- answers -------------------------------------------------------------------------------
 

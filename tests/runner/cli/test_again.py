@@ -155,14 +155,16 @@ def test_a_dry_run_on_processes_of_a_launcher_ends_on_each(
     assert started == []
 
 
-def test_several_runs_on_processes_of_a_launcher_are_refused(
+@pytest.mark.parametrize("rank", [0, 1])
+def test_several_runs_on_processes_of_a_launcher_are_refused_on_each(
+    rank: int,
     started: list[Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sweep = write_sweep(tmp_path, (1e-3,))
-    monkeypatch.setattr(processes, "adopted", lambda: Adopted(0, 0, 2, 1))
+    monkeypatch.setattr(processes, "adopted", lambda: Adopted(rank, 0, 2, 1))
     assert cli.main(["again", str(sweep)]) == 2
     assert "runner again with 4 runs on processes of a launcher" in capsys.readouterr().err
     assert started == []

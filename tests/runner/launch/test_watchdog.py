@@ -117,7 +117,10 @@ def sleeping(meet: Any) -> None:
 
 
 def late(folder: Path, *pauses: float) -> list[hangs.Verdict | None]:
-    """Return the verdicts, with a limit of 100 s, of a watchdog whose looks are so far apart."""
+    """Return the verdicts, with a limit of 100 s, of a watchdog whose looks are so far apart.
+
+    Before a look after a negative pause the main thread has made a step.
+    """
     verdicts: list[hangs.Verdict | None] = []
     left, now = list(pauses), 1000.0
 
@@ -125,7 +128,10 @@ def late(folder: Path, *pauses: float) -> list[hangs.Verdict | None]:
         nonlocal now
         if not left:
             return True
-        now += left.pop(0)
+        pause = left.pop(0)
+        if pause < 0:
+            progress.step()
+        now += abs(pause)
         return False
 
     progress = Progress()
@@ -140,6 +146,14 @@ def late(folder: Path, *pauses: float) -> list[hangs.Verdict | None]:
     faulthandler.cancel_dump_traceback_later()
     dog._log.close()
     return verdicts
+
+
+def test_a_step_may_take_twice_as_long_as_those_before(tmp_path: Path) -> None:
+    slow = [*[5.0] * 18, -1.0]  # a step after 91 s
+    assert late(tmp_path, *slow, *[5.0] * 35) == []
+    (verdict,) = late(tmp_path, *slow, *[5.0] * 40)
+    assert verdict is not None
+    assert verdict.ends
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
