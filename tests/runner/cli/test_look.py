@@ -238,6 +238,7 @@ def test_killed_jobs_of_a_sweep_have_failed_as_its_journal_says(
     begun = {"event": "started", "job": 3, "time": STARTED + 3, "attempt": "a"}
     end = {"status": "failed", "reason": how, "time": STARTED + 90}
     journal = Journal(sweep)
+    journal.removed({3: journal.state(3)})  # it was finished: a complete job is not begun again
     journal.append(begun, {**begun, "event": "ended", **end})
     listed = printed("list", str(sweep), "status=failed", capsys=capsys)
     assert f"{sweep.name}/0003" in listed
