@@ -31,6 +31,13 @@ def folders() -> list[Path]:
     return [Path(source.path) for source in sources if source.scheme() == "file"]
 
 
+def files() -> Iterator[tuple[Path, Path]]:
+    """Yield each file of the folders that recipes are read from, with its folder, in order."""
+    for folder in folders():
+        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
+            yield folder, path
+
+
 def own_files() -> Iterator[tuple[Path, str]]:
     """Yield each file of the user's, with its name below its folder: "experiment/own"."""
     shipped = paths.conf_folder().resolve()

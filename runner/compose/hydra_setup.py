@@ -478,13 +478,12 @@ def _misread_texts(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
 def _shadowed() -> Iterator[Problem]:
     """Yield files of the user's that would never be read, since an earlier folder has that name."""
     seen: dict[str, Path] = {}
-    for folder in conf_files.folders():
-        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
-            name = path.relative_to(folder).as_posix()
-            first = seen.setdefault(name, path)
-            if first != path and first.read_bytes() != path.read_bytes():
-                yield Problem(
-                    str(path),
-                    f"{first} has the same name and is read instead",
-                    "Rename your file, and choose it by its new name.",
-                )
+    for folder, path in conf_files.files():
+        name = path.relative_to(folder).as_posix()
+        first = seen.setdefault(name, path)
+        if first != path and first.read_bytes() != path.read_bytes():
+            yield Problem(
+                str(path),
+                f"{first} has the same name and is read instead",
+                "Rename your file, and choose it by its new name.",
+            )

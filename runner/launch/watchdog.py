@@ -341,7 +341,9 @@ def watching(
         return
     several = world_size > 1
     store = torchrun.connect("watchdog", STORE_TIMEOUT) if several else HashStore()
-    on_verdict = partial(_report if several or stop.launch else _report_alone, run_dir, stop.launch)
+    on_verdict = partial(_report, run_dir, stop.launch)
+    if not several and not stop.launch:
+        on_verdict = partial(_report_alone, run_dir)
     dog = Watchdog(stop.progress, limit, rank, world_size, run_dir, store, on_verdict, stop.launch)
     dog.start()
     try:
@@ -358,7 +360,7 @@ def _report(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
         _print(verdict)
 
 
-def _report_alone(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
+def _report_alone(run_dir: Path, verdict: Verdict | None) -> None:
     """Report that a run of one process hangs, which has no parent: its end is recorded, too."""
     if verdict is None or not verdict.ends:
         _print(verdict)

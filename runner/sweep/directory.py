@@ -9,6 +9,7 @@ those that only say where jobs run. Free of torch.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -214,8 +215,8 @@ def read(path: Path) -> Sweep:
 def find(output_dir: str, name: str | None, digest: str) -> Path | None:
     """Return the newest sweep of a command, of any name if it is None; None: there is none."""
     folder = Path(output_dir).expanduser().absolute()
-    folders = folder.iterdir() if name is None and folder.is_dir() else [folder / (name or "")]
-    places = (one.parent for f in folders for one in f.glob(f"{SWEEPS}*-{digest}*/{SWEEP}"))
+    names = "*" if name is None else glob.escape(name)
+    places = (one.parent for one in folder.glob(f"{names}/{SWEEPS}*-{digest}*/{SWEEP}"))
     return max(places, key=lambda place: place.name, default=None)
 
 

@@ -31,33 +31,31 @@ def find(
     Raises:
         ConfigError: if the sweep's description is damaged.
     """
-    place = None if chosen.list is not None else _place(given, config_name, chosen)
+    digest = directory.digest_of(config_name, given)
+    place = None if chosen.list is not None else _place(digest, chosen)
     if place is None:
         return None
     sweep = directory.read(place)
     there = sweep.description
-    if not there.jobs or sorted(there.overrides) != sorted(given):
+    if not there.jobs or there.digest != digest or sorted(there.overrides) != sorted(given):
         return None
     if chosen.dir is None and not _is_where_it_was_made(sweep):
         return None
-    with hydra_setup.session(given):
-        if not sources.are_of(there, sources.fingerprint()):
-            return None
     states = sweep.journal.states()
     if not all(job.number in states and states[job.number].is_complete for job in there.jobs):
         return None
+    with hydra_setup.session(given):  # dearer than all before
+        if not sources.are_of(there, sources.fingerprint()):
+            return None
     return None if missing_runs.of_finished(sweep, states) else (sweep, states)
 
 
-def _place(given: Sequence[str], config_name: str, chosen: Settings) -> Path | None:
+def _place(digest: str, chosen: Settings) -> Path | None:
     """Return the directory that the command chose, or that its digest names, if there is one."""
-    digest = directory.digest_of(config_name, given)
     if chosen.dir is None:
         return directory.find(Recipe.output_dir, None, digest)
     path = Path(chosen.dir).expanduser().absolute()
-    if not (path / SWEEP).exists() or directory.read(path).description.digest != digest:
-        return None
-    return path
+    return path if (path / SWEEP).exists() else None
 
 
 def _is_where_it_was_made(sweep: Sweep) -> bool:

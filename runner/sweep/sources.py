@@ -20,12 +20,11 @@ def fingerprint() -> str | None:
     None: values come from elsewhere, too.
     """
     found = hashlib.sha256()
-    for folder in conf_files.folders():
-        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
-            content = path.read_bytes()
-            if RESOLVER.search(content):
-                return None
-            found.update(f"{path}\0".encode(errors="replace") + content + b"\0")
+    for _, path in conf_files.files():
+        content = path.read_bytes()
+        if RESOLVER.search(content):
+            return None
+        found.update(f"{path}\0".encode(errors="replace") + content + b"\0")
     for package in ("hydra-core", "omegaconf"):
         found.update(importlib.metadata.version(package).encode())
     return found.hexdigest()
