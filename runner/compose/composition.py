@@ -108,7 +108,8 @@ def _changed(
         found, problems = serialization.examine(frozen)
         return Examined(found, problems, job.overrides, job.config_name)
     if any(hydra_setup.key_of(override) == hydra_setup.SEARCHED for override in own):
-        with hydra_setup.session(own):  # of the folders that the run was composed from
+        # Of the folders that the run was composed from, and of those that are new to it.
+        with hydra_setup.session([*own, *overrides]):
             return _recomposed(job, frozen, own, overrides, trains)
     return _recomposed(job, frozen, own, overrides, trains)
 

@@ -114,8 +114,9 @@ class Watchdog:
         self._heartbeat.rest()
         if not self._thread.is_alive():
             self._log.close()
-            if self._world_size == 1 and not Path(self._log.name).stat().st_size:
-                Path(self._log.name).unlink()
+            if self._world_size == 1:
+                with contextlib.suppress(FileNotFoundError):  # somebody has removed the logs
+                    _remove_if_empty(Path(self._log.name))
             with contextlib.suppress(RuntimeError):  # the host of the store may have ended
                 self._store.set(f"left/{self._rank}", "")
 
@@ -295,6 +296,11 @@ class Watchdog:
             os._exit(FAILED)
         self._round += 1
         self._quiet_until = time.monotonic() + self._limit
+
+
+def _remove_if_empty(path: Path) -> None:
+    if not path.stat().st_size:
+        path.unlink()
 
 
 def _collectives() -> int | None:

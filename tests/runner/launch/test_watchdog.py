@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from runner.config.schema import Distributed, Recipe, Trainer
 from runner.launch import hangs, watchdog
 from runner.run_dir import outcomes
 from runner.training.heartbeat import Progress
+from runner.training.stopping import StopFlag
 from tests.helpers import SECONDS, python, run_distributed
 
 # -- the time-out ----------------------------------------------------------------------------------
@@ -206,6 +208,11 @@ def test_a_process_that_is_alone_and_ends_leaves_no_log(tmp_path: Path) -> None:
     ended = told(tmp_path, "not at all")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_logs_that_somebody_has_removed_fail_no_run(tmp_path: Path) -> None:
+    with watchdog.watching(Recipe(), tmp_path, StopFlag(), 0, 1):
+        shutil.rmtree(tmp_path / "logs")
 
 
 def test_every_rank_writes_its_stack_and_one_is_named(tmp_path: Path) -> None:
