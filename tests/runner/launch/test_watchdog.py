@@ -213,6 +213,7 @@ def test_a_process_that_is_alone_and_ends_leaves_no_log(tmp_path: Path) -> None:
 def test_logs_that_somebody_has_removed_fail_no_run(tmp_path: Path) -> None:
     with watchdog.watching(Recipe(), tmp_path, StopFlag(), 0, 1):
         shutil.rmtree(tmp_path / "logs")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_rank_writes_its_stack_and_one_is_named(tmp_path: Path) -> None:
