@@ -124,6 +124,7 @@ def _record(request: Request, found: Fields) -> None:
                 "seconds": round(found["seconds"], 3),
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
                 "versions": environment.versions(),
+                **({"data": found["data"]} if found["data"] else {}),
             },
         )
     except OSError as error:

@@ -30,7 +30,7 @@ from runner.config.schema import PLUGINS, Distributed, Recipe, Trainer
 from runner.inference.load import described, find_checkpoint, restored_step, step_of
 from runner.inference.placement import Placement
 from runner.reporting import log_levels, startup
-from runner.run_dir import directory, json_files
+from runner.run_dir import data_files, directory, json_files, reproduction
 from runner.run_dir.job import Job
 from runner.run_dir.json_files import JsonObject
 from runner.run_dir.numerics import Numerics, choose
@@ -88,6 +88,7 @@ class Evaluation:
         step: its optimizer step; None: it does not say.
         seconds: that loading and measuring took.
         num_processes: that measured.
+        data: the states of the files that the data factory was given, by dotted key.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -95,6 +96,7 @@ class Evaluation:
     step: int | None
     seconds: float
     num_processes: int
+    data: dict[str, JsonObject]
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Session:
     batches: dict[str, EvalBatches]
     checkpoint: Path
     progress: Progress
+    data: dict[str, JsonObject]
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return the context of computing, in which a rank that hangs is named."""
@@ -151,8 +154,8 @@ def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
                     num_samples=batches.num_samples,
                 )
         step = step_of(session.checkpoint)
-        number = session.accelerator.num_processes
-        return Evaluation(metrics, session.checkpoint, step, time.monotonic() - began, number)
+        number, seconds = session.accelerator.num_processes, time.monotonic() - began
+        return Evaluation(metrics, session.checkpoint, step, seconds, number, session.data)
 
 
 def predictions_dropped(request: Request, worker: Worker | None = None) -> int:
@@ -279,9 +282,20 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
                 name: accelerator.prepare_model(model, evaluation_mode=True)
                 for name, model in step.models.items()
             }
+            files = data_files.find(recipe.data)
+            if accelerator.is_main_process and not _is_given_data(request):
+                recorded = reproduction.recorded(run_dir)
+                for line in data_files.differences(recorded, {"data": files}):
+                    print(f"data: not as it was trained with: {line}")
             batches = _batches(accelerator, recipe, request.splits)
             collector.collect_usually()
-            yield Session(accelerator, step, batches, checkpoint, progress)
+            yield Session(accelerator, step, batches, checkpoint, progress, files)
+
+
+def _is_given_data(request: Request) -> bool:
+    """Return whether a request names other data than the run's."""
+    keys = (hydra_setup.key_of(override) for override in request.overrides)
+    return any(key.partition(".")[0] == "data" for key in keys)
 
 
 @contextlib.contextmanager

@@ -235,7 +235,7 @@ def _train_on(
     checkpoint = _checkpoint(requested.run_dir)
     resumable.require_reach(requested.run_dir, checkpoint, recipe)
     on_claimed(requested.run_dir)
-    changed = reproduction.code_changed(requested.run_dir, requested.imports)
+    changed = reproduction.changed_since(requested.run_dir, requested.imports, recipe.data)
     with run_log.captured(requested.run_dir, "of resume") if changed else contextlib.nullcontext():
         for difference in changed:
             print(f"resume: {difference}", flush=True)

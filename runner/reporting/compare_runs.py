@@ -16,14 +16,14 @@ from rich.text import Text
 from runner.reporting.console import clock, number
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import STYLES, cell, damage
-from runner.run_dir import earlier_sessions, provenance
+from runner.run_dir import data_files, earlier_sessions, provenance
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
 
 # With more runs than these, a run is a row.
 MOST_SIDE_BY_SIDE = 5
 UNKNOWN = object()  # a key of a recipe that cannot be read
-SECTIONS = ("recipe", "code", "versions", "machine", "result")
+SECTIONS = ("recipe", "code", "data", "versions", "machine", "result")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def compare(runs: Sequence[RunRecord]) -> Compared:
     read: dict[str, Callable[[RunRecord], Fields]] = {
         "recipe": _recipe,
         "code": _code,
+        "data": _data,
         "versions": _versions,
         "machine": _machine,
         "result": _result,
@@ -109,6 +110,17 @@ def _code(run: RunRecord) -> Fields:
             found[_earlier(name)] = f"code {provenance.code_id(then) or 'unknown'}"
         elif provenance.code_differences(then, run.environment):
             found[_earlier(name)] = f"other code, {provenance.code_id(then) or 'unknown'}"
+    return found
+
+
+def _data(run: RunRecord) -> Fields:
+    found: JsonObject = {
+        f"files of {key}": f"{data_files.size(one)}, {data_files.written(one)}"
+        for key, one in (run.environment.get("data") or {}).items()
+    }
+    for name, then in earlier_sessions.kept(run.path):
+        differ = data_files.differences(then, run.environment)
+        found |= {f"data of {_earlier(name)}": "; ".join(differ)} if differ else {}
     return found
 
 

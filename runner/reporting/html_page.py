@@ -163,9 +163,9 @@ def _figures(figures: dict[str, list[Picture]], found: Findings) -> Iterable[str
         yield "</div>"
         if title == "Learning curves":
             yield (
-                '<p class="quiet">A line is the mean over runs whose recipe and code are equal '
-                "but for the seed (of several runs of a seed, the newest), its band the range "
-                "from the lowest to the highest. Groups beyond the best "
+                '<p class="quiet">A line is the mean over runs whose recipe, code and data are '
+                "equal but for the seed (of several runs of a seed, the newest), its band the "
+                "range from the lowest to the highest. Groups beyond the best "
                 f"{plots.MOST_COLOURED} are thin.</p>"
             )
         if title == "Objective":

@@ -1,8 +1,9 @@
-"""The code and versions of a run's earlier sessions, kept where a resume has others. Free of torch.
+"""Code, versions and data of a run's earlier sessions, kept where a resume has others.
 
-A resume replaces `environment.json` and `git.diff`. Where git state, packages or versions of the
-session before differ, its files stay as ``environment.<n>.json`` and ``git.<n>.diff``: steps of the
-run were made by that code, as ``config.<n>.yaml`` is a recipe that steps were made with.
+A resume replaces `environment.json` and `git.diff`. Where git state, packages, versions or data of
+the session before differ, its files stay as ``environment.<n>.json`` and ``git.<n>.diff``: steps of
+the run were made by that code, as ``config.<n>.yaml`` is a recipe that steps were made with. Free
+of torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
-from runner.run_dir import field_types, provenance
+from runner.run_dir import data_files, field_types, provenance
 from runner.run_dir.json_files import METRICS, SUMMARY, Fields
 from runner.run_dir.provenance import DIFF, ENVIRONMENT
 
@@ -21,7 +22,7 @@ _KEPT = re.compile(r"environment\.(\d+)\.json")
 
 
 def keep(run_dir: Path, folder: Path) -> None:
-    """Give the run's environment a second name, unless the staged one in `folder` is of its code.
+    """Give the run's environment a second name, unless the staged one in `folder` equals it.
 
     A run that has never been trained has no session to keep. Where the record is damaged, its code
     is not known: what is left of it is kept, and of a missing one that there was a session.
@@ -65,8 +66,17 @@ def diff_of(number: int) -> str:
 
 
 def differences(then: Fields, now: Fields) -> list[str]:
-    """Return how the code and the versions of two recorded environments differ, in sentences."""
-    return provenance.code_differences(then, now) + provenance.version_differences(then, now)
+    """Return how code, versions and data of two recorded environments differ, in sentences."""
+    return [line for lines in by_subject(then, now).values() for line in lines]
+
+
+def by_subject(then: Fields, now: Fields) -> dict[str, list[str]]:
+    """Return `differences` under "code", "versions" and "data"."""
+    return {
+        "code": provenance.code_differences(then, now),
+        "versions": provenance.version_differences(then, now),
+        "data": data_files.differences(then, now),
+    }
 
 
 def kept(run_dir: Path) -> list[tuple[str, Fields]]:
@@ -86,14 +96,14 @@ def kept_with_patches(run_dir: Path) -> list[tuple[str, str, Fields]]:
 
 
 def notes(run_dir: Path, newest: Fields) -> dict[str, list[str]]:
-    """Return in sentences that steps of a run were made by other code or versions than its last.
+    """Return in sentences that steps of a run were made by other code, versions or data.
 
     Args:
         run_dir: the run.
         newest: content of its environment.json; empty where it is missing or damaged.
 
     Returns:
-        Sentences by subject, "code" and "versions"; no subject without any.
+        Sentences by subject, as in `by_subject`; no subject without any.
     """
     found: dict[str, list[str]] = {}
     for name, then in kept(run_dir):
@@ -106,10 +116,7 @@ def notes(run_dir: Path, newest: Fields) -> dict[str, list[str]]:
             line = f"an earlier session of the run is recorded in {name}, its last one is not"
             found.setdefault("code", []).append(line)
         else:
-            for subject, differ in (
-                ("code", provenance.code_differences(then, newest)),
-                ("versions", provenance.version_differences(then, newest)),
-            ):
+            for subject, differ in by_subject(then, newest).items():
                 if differ:
                     line = f"an earlier session of the run had other {subject} ({name})"
                     found.setdefault(subject, []).append(line)

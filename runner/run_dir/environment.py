@@ -14,7 +14,7 @@ from pathlib import Path
 from accel.env import read
 from accel.strategies.table import specs
 from runner.config import trust
-from runner.run_dir import provenance
+from runner.run_dir import data_files, provenance
 from runner.run_dir.json_files import write_json
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def describe(data: object = None, diff_to: Path | None = None) -> dict[str, obje
         "git": provenance.git_state(os.getcwd(), diff_to),
         "runner_git": provenance.runner_checkout(),
         "code": provenance.package_digests(trust.trusted()),
-        "data": provenance.data_files(data),
+        "data": data_files.find(data),
     }
 
 

@@ -12,7 +12,7 @@ from runner.run_dir.json_files import Fields, JsonObject, write_json
 
 EVAL = "eval.json"
 # What tells one evaluation from another: a later one of the same replaces the earlier.
-IDENTITY = ("checkpoint", "step", "overrides")
+IDENTITY = ("checkpoint", "step", "overrides", "data")
 
 
 def read(run_dir: Path) -> list[JsonObject]:
@@ -28,7 +28,8 @@ def read(run_dir: Path) -> list[JsonObject]:
 def add(run_dir: Path, evaluation: Fields) -> None:
     """Add an evaluation to a run's, in one piece.
 
-    Splits that it has measured replace those of the same checkpoint under the same overrides.
+    Splits that it has measured replace those of the same checkpoint under the same overrides,
+    on the same data.
 
     Raises:
         OSError: if the run directory cannot be written.

@@ -130,7 +130,7 @@ EVALUATIONS: FieldType = {
         {
             **{"checkpoint": text, "step": count, "metrics": METRICS_OF_SPLITS, "time": text},
             **{"overrides": Each(word, listed=True), "num_processes": count, "seconds": seconds},
-            **{"versions": Each(text)},
+            **{"versions": Each(text), "data": Each(_FILES)},
         },
         listed=True,
     )

@@ -1,4 +1,4 @@
-"""Which code and which data a run was made from: git, sources of packages, files. Free of torch.
+"""Which code a run was made from: git and sources of packages. Free of torch.
 
 Nothing here ends or delays a run: git is asked by two commands at once, and everything that is read
 has a limit, behind which the record says that it is not complete.
@@ -13,8 +13,7 @@ import json
 import logging
 import os
 import subprocess
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from runner.run_dir import lock, untracked_files
@@ -31,7 +30,6 @@ MOST_UNTRACKED = 200
 MARKS = ("overrides.yaml", "sweep.json")  # a folder with one of them is a run's or a sweep's
 MOST_DIFF_BYTES = 10_000_000
 MOST_SOURCES, MOST_SOURCE_BYTES = 2_000, 20_000_000
-MOST_DATA_FILES = 2_000
 PACKAGE = Path(__file__).resolve().parents[2]
 
 
@@ -221,56 +219,6 @@ def _digest_of_sources(root: Path, names: Iterable[str]) -> str | None:
     return digest.hexdigest()
 
 
-# -- data ----------------------------------------------------------------------------------
-
-
-def data_files(node: object, key: str = "data", cwd: str = ".") -> dict[str, JsonObject]:
-    """Return by dotted key the files and folders that the arguments of a data factory name.
-
-    Sizes and times of change are recorded, no content is read. What a factory reads without being
-    given its path is not known here.
-    """
-    return {name: _fingerprint(Path(path)) for name, path in _paths(node, key, cwd)}
-
-
-def _paths(node: object, key: str, cwd: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            yield from _paths(value, f"{key}.{name}", cwd)
-    elif isinstance(node, (list, tuple)):
-        for number, value in enumerate(node):
-            yield from _paths(value, f"{key}.{number}", cwd)
-    elif isinstance(node, str) and node and key.rpartition(".")[2] not in ("name", "_target_"):
-        path = os.path.join(cwd, os.path.expanduser(node))
-        with contextlib.suppress(OSError, ValueError):  # a text that is no name of a file
-            if os.path.exists(path):
-                yield key, os.path.abspath(path)
-
-
-def _fingerprint(path: Path) -> JsonObject:
-    """Return number, bytes and newest change (seconds since the epoch) of a file or a folder."""
-    number = total = 0
-    newest, complete = 0.0, True
-    for file in [path] if path.is_file() else _files(path):
-        if number == MOST_DATA_FILES:
-            complete = False
-            break
-        with contextlib.suppress(OSError):
-            found = file.stat()
-            number, total = number + 1, total + found.st_size
-            newest = max(newest, found.st_mtime)
-    return {
-        **{"path": str(path), "files": number, "bytes": total},
-        **{"newest": newest, "complete": complete},
-    }
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders.sort()
-        yield from (Path(root, name) for name in sorted(names))
-
-
 # -- differences ---------------------------------------------------------------------------
 
 
@@ -405,26 +353,6 @@ def _where_untracked(git: Fields) -> str:
     if not kept:
         return "not kept"
     return DIFF if kept == number else f"{kept} of them in {DIFF}"
-
-
-def data_differences(then: Fields, now: Fields) -> list[str]:
-    """Return how files that a data factory is given differ between two recorded environments."""
-    before, after = then.get("data") or {}, now.get("data") or {}
-    lines = []
-    for key in before:
-        if key not in after:
-            lines.append(f"{key}: {before[key].get('path')} is not there")
-        elif any(before[key].get(name) != after[key].get(name) for name in ("files", "bytes")):
-            lines.append(f"{key}: {_size(before[key])} then, {_size(after[key])} now")
-        elif before[key].get("newest") != after[key].get("newest"):
-            changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(after[key]["newest"]))
-            lines.append(f"{key}: files were written since ({changed}), of the same sizes")
-    return lines
-
-
-def _size(found: Fields) -> str:
-    more = "" if found.get("complete", True) else " or more"
-    return f"{found.get('files')} files of {found.get('bytes')} bytes{more}"
 
 
 def version_differences(then: Fields, now: Fields) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import CLEAN, INTERRUPTED
 from runner.run_dir import (
     atomic_update,
+    data_files,
     evaluations,
     field_types,
     lock,
@@ -41,7 +42,7 @@ FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
 SUBMITTED = "submitted"  # to Slurm, and not begun
 STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
 NODES = ("name", "model", "data", "trainer")  # of every recipe
-CODE = "code"  # a key beside those of recipes
+CODE, DATA_FILES = "code", "data files"  # keys beside those of recipes
 BEST = "best.json"
 TAIL_BYTES = 8192
 MISSING = object()
@@ -151,10 +152,10 @@ class RunRecord:
     def value(self, key: str) -> Any:
         """Return the value at a dotted key of the recipe; `MISSING` where it has no such key.
 
-        The key `CODE`, which no recipe has, is that of `code`.
+        The keys `CODE` and `DATA_FILES`, which no recipe has, are those of `code` and `data_files`.
         """
-        if key == CODE:
-            return self.code
+        if key in (CODE, DATA_FILES):
+            return self.code if key == CODE else self.data_files
         name, *rest = key.split(".")
         found = self.node(name)
         for part in rest:
@@ -201,9 +202,18 @@ class RunRecord:
     @cached_property
     def code(self) -> str:
         """A short name of the code that all its steps were made by: equal for equal code."""
-        own = provenance.code_id(self.environment) or "unknown"
-        kept = [provenance.code_id(then) or "unknown" for _, then in sessions.kept(self.path)]
-        earlier = sorted(set(kept) - {own})
+        return self._of_sessions(provenance.code_id)
+
+    @cached_property
+    def data_files(self) -> str:
+        """A short name of how the files stood that its data factory was given, in all its steps."""
+        return self._of_sessions(data_files.identity)
+
+    def _of_sessions(self, named: Callable[[Fields], str]) -> str:
+        """Return the name of the newest session, and those of earlier ones that are others."""
+        own = named(self.environment) or "unknown"
+        kept = {named(then) or "unknown" for _, then in sessions.kept(self.path)}
+        earlier = sorted(kept - {own})
         return f"{own} after {', '.join(earlier)}" if earlier else own
 
     @cached_property

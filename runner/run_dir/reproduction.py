@@ -13,6 +13,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.errors import AccelError
 from runner.run_dir import (
     atomic_update,
+    data_files,
     directory,
     earlier_sessions,
     environment,
@@ -66,7 +67,7 @@ def compare(run_dir: Path, then: Fields, now: Fields) -> Comparison:
         "code": provenance.code_differences(then, now),
         "work tree": [],
         "versions": provenance.machine_differences(then, now),
-        "data": provenance.data_differences(then, now),
+        "data": data_files.differences(then, now),
         "recipe": _recipe_notes(run_dir, then, now),
     }
     for subject, sentences in earlier_sessions.notes(run_dir, then).items():
@@ -97,17 +98,18 @@ def _work_tree(now: Fields) -> dict[str, str]:
     return {"work tree": f"{changed}: {kept}"}
 
 
-def code_changed(run_dir: Path, packages: Iterable[str]) -> list[str]:
-    """Return how code and versions here differ from those a run was trained with last.
+def changed_since(run_dir: Path, packages: Iterable[str], data: object = None) -> list[str]:
+    """Return how code, versions and data here differ from those a run was trained with last.
 
     Args:
         run_dir: the run.
         packages: the user's packages.
+        data: the recipe's node of the data factory.
 
     Returns:
         A sentence each; one where environment.json is missing or damaged.
     """
-    then = _recorded(run_dir)
+    then = recorded(run_dir)
     if not then:
         return [f"{ENVIRONMENT} is {_wrong(run_dir)}: the code of earlier steps is not known"]
     now = {
@@ -116,11 +118,12 @@ def code_changed(run_dir: Path, packages: Iterable[str]) -> list[str]:
         "code": provenance.package_digests(packages),
         "packages": environment.versions() if "packages" in then else {},
         "python": platform.python_version(),
+        "data": data_files.find(data),
     }
     return earlier_sessions.differences(then, now)
 
 
-def _recorded(run_dir: Path) -> Fields:
+def recorded(run_dir: Path) -> Fields:
     """Return the content of a run's environment.json; empty where it is missing or damaged."""
     try:
         content = atomic_update.read(run_dir, ENVIRONMENT) or b"{}"
@@ -157,8 +160,8 @@ def _changes_compared(before: Fields, git: Fields) -> str:
     """Return in words which uncommitted changes of two git states were found to be equal."""
     untracked = untracked_files.described(git)
     if untracked and not (before.get("untracked_sha256") and git.get("untracked_sha256")):
-        recorded = "untracked_sha256" in before
-        reason = "they are too many or too large" if recorded else "the run has recorded none"
+        known = "untracked_sha256" in before
+        reason = "they are too many or too large" if known else "the run has recorded none"
         tracked = "the same uncommitted changes" if git["dirty"] else "no uncommitted changes"
         return f"{tracked} of tracked files ({untracked}, not compared: {reason})"
     changes = provenance.uncommitted(git)

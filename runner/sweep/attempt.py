@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from accel.errors import ConfigError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
-from runner.run_dir import atomic_update, lock, measurements, study
+from runner.run_dir import atomic_update, data_files, lock, measurements, study
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
 from runner.run_dir.sweep_records import FINISHED, PRUNED
-from runner.sweep import code_changes
+from runner.sweep import changes
 from runner.sweep.journal import FAILED as FAILURE
 from runner.sweep.journal import Journal
 from runner.training import state
@@ -62,7 +62,7 @@ def run(
     try:
         run_dir.mkdir(exist_ok=True)
         with lock.held(run_dir):
-            return _locked(folder, number, overrides, train)
+            return _locked(folder, number, overrides, recipe, train)
     except lock.HeldError:
         return BUSY
     except Exception as error:
@@ -73,6 +73,7 @@ def _locked(
     folder: Path,
     number: int,
     overrides: Sequence[str],
+    recipe: Recipe,
     train: Callable[[], int],
 ) -> int:
     journal, run_dir = Journal(folder), folder / f"{number:04}"
@@ -83,7 +84,8 @@ def _locked(
     if is_finished(summary):  # its process was killed before it could say so
         journal.ended(number, before.attempt, overrides, DONE, **_values(summary, run_dir))
         return DONE
-    attempt = journal.started(number, overrides, code_changes.of_project())
+    files = data_files.find(recipe.data)
+    attempt = journal.started(number, overrides, changes.of_project(), files)
     code = train()
     values = _values(summary_of(run_dir), run_dir) if code == DONE else {}
     journal.ended(number, attempt, overrides, code, **values)

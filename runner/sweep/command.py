@@ -20,7 +20,7 @@ from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.launch import failures
 from runner.sweep import (
-    code_changes,
+    changes,
     conclusion,
     control_folder,
     directory,
@@ -143,7 +143,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         print(f"sweep: {sweep.path}{_of_how_many(known, states, numbers)}", flush=True)
         if missing:
             print(missing_runs.line(missing, again=known.choice.known), flush=True)
-        code_changes.say(states)
+        changes.say(states)
         code = _run(request, known, sweep, numbers, server, hydra)
         if known.sweep is None and request.settings.dir is None and code == REFUSED:
             _remove_unstarted(sweep)

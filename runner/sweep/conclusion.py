@@ -10,7 +10,7 @@ from rich.console import Console
 from runner.config import paths
 from runner.exit_codes import DONE, FAILED
 from runner.run_dir.sweep_records import FINISHED, PRUNED
-from runner.sweep import code_changes, hparams, table, task
+from runner.sweep import changes, hparams, table, task
 from runner.sweep.directory import Sweep
 from runner.sweep.journal import FAILED as FAILURE
 from runner.sweep.journal import INTERRUPT, STOP, JobState
@@ -24,7 +24,7 @@ def nothing_left(sweep: Sweep, config_name: str, states: Mapping[int, JobState])
     found = table.results(sweep, states)
     code = _written(sweep, found, ())
     table.show(found, config_name, Console(highlight=False))
-    code_changes.say(states)
+    changes.say(states)
     code = max(code, _without_a_number(found))
     print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
     return code
@@ -72,7 +72,7 @@ def conclude(
     mine = sorted({*numbers, *begun, *others})
     written = _written(sweep, found, begun)
     table.show(found, config_name, Console(highlight=False))
-    code_changes.say({number: states[number] for number in begun})  # of earlier jobs it was said
+    changes.say({number: states[number] for number in begun})  # of earlier jobs it was said
     written = max(written, _without_a_number(found))
     codes = [_code_of(states.get(number, JobState())) for number in mine]
     failed = [number for number in mine if states.get(number, JobState()).status not in _GOOD]

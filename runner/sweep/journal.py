@@ -22,7 +22,7 @@ from accel.errors import ConfigError
 from runner.config import paths
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.run_dir import slurm_job
-from runner.run_dir.json_files import finite
+from runner.run_dir.json_files import Fields, finite
 from runner.run_dir.sweep_records import (
     COMPLETE,
     ENDED,
@@ -60,6 +60,7 @@ class JobState:
         host: the machine of that.
         slurm: id of the Slurm job that it runs in; empty: in none.
         code: digests of the user's packages that it was started with, by name.
+        data: the states of the files that its data factory was given then, by dotted key.
         ended: the record of its end; empty: there is none.
     """
 
@@ -71,6 +72,7 @@ class JobState:
     host: str = ""
     slurm: str = ""
     code: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, Fields] = field(default_factory=dict)
     ended: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -94,18 +96,22 @@ class Journal:
         self.path = folder / FILE
 
     def started(
-        self, job: int, overrides: Sequence[str], code: Mapping[str, str] | None = None
+        self,
+        job: int,
+        overrides: Sequence[str],
+        code: Mapping[str, str] | None = None,
+        data: Mapping[str, Fields] | None = None,
     ) -> str:
         """Record that this process starts a job; return the id of the attempt.
 
-        `code` has digests of the user's packages that it trains with.
+        `code` has digests of the user's packages that it trains with, `data` the states of files.
         """
         attempt = secrets.token_hex(6)
         where = _where()
         if (slurm := slurm_job.own_id()) is not None:
             where["slurm"] = slurm
-        if code:
-            where["code"] = dict(code)
+        where |= {"code": dict(code)} if code else {}
+        where |= {"data": dict(data)} if data else {}
         record = {"event": STARTED, "job": job, "overrides": list(overrides), **where}
         self.append({**record, "attempt": attempt})
         return attempt
@@ -213,6 +219,12 @@ def _is_record(value: Any) -> bool:
     return isinstance(value.get("job"), int)
 
 
+def _by_name(found: Any, kind: type[Any]) -> dict[str, Any]:
+    """Return those values of a record's mapping that are of their type."""
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in pairs if isinstance(value, kind)}
+
+
 def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
     """Return the state of each job from the records of a journal.
 
@@ -235,8 +247,10 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
             state.attempts, state.attempt = state.attempts + 1, attempt
             state.pid, state.host = int(str(record.get("pid", 0))), str(record.get("host", ""))
             state.slurm = str(record.get("slurm", ""))
-            code = record.get("code")
-            state.code = code if isinstance(code, dict) else {}
+            state.code, state.data = (
+                _by_name(record.get("code"), str),
+                _by_name(record.get("data"), dict),
+            )
         else:
             state.status, state.ended = str(record.get("status", FAILED)), record
     return found

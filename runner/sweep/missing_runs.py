@@ -15,7 +15,7 @@ from pathlib import Path
 from runner.run_dir import lock
 from runner.run_dir.atomic_update import CONFIG
 from runner.sweep import directory
-from runner.sweep.code_changes import named
+from runner.sweep.changes import named
 from runner.sweep.directory import Sweep
 from runner.sweep.journal import JobState
 

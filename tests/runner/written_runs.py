@@ -35,6 +35,7 @@ def write_run(
     metrics: int | None = None,
     packages: dict[str, str] | None = None,
     git: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
     overrides: list[str] | None = None,
 ) -> Path:
     """Write and return a run directory.
@@ -51,6 +52,7 @@ def write_run(
             no such file, None: as many as steps 1 to 20 of a run that has ended have.
         packages: versions.
         git: state of the work tree.
+        data: states of the files that its data factory was given.
         overrides: of its command; None: those of `values`.
     """
     metrics = (2 if summary else 0) if metrics is None else metrics
@@ -70,7 +72,7 @@ def write_run(
     (path / "job.json").write_text(json.dumps({**job, "recipe": text}))
     write(path / "environment.json", {
         "started": started, "command": ["python", "-m", "runner"], "cwd": "/", "hostname": "vm",
-        "packages": packages or {"torch": "2.13.0"}, "git": git, "cpu_count": 2,
+        "packages": packages or {"torch": "2.13.0"}, "git": git, "data": data or {}, "cpu_count": 2,
     })  # fmt: skip
     lines = [
         {"step": 10 * n, "epoch": 1, "samples": 640 * n, "split": split, "loss": 2 / n + by,

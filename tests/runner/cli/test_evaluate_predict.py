@@ -14,7 +14,7 @@ import pytest
 
 from runner import cli
 from runner.cli import evaluate_predict
-from runner.run_dir import evaluations
+from runner.run_dir import data_files, evaluations
 from tests.helpers import ROOT, about, python
 from tests.runner.runs import make_run
 from tests.runner.written_runs import write_run
@@ -75,6 +75,22 @@ def test_an_evaluation_is_written_with_the_run(
     assert found["num_processes"] == 1
     assert found["versions"]["torch"]
     assert "accuracy" in capsys.readouterr().out
+
+
+def test_data_that_has_changed_since_is_said_and_kept_with_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path)
+    file = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
+    (run_dir / "environment.json").write_text(json.dumps({"data": {"data.path": file}}))
+    now = {"data.path": {**file, "bytes": 12}}
+    monkeypatch.setattr(data_files, "find", lambda node: now)
+    assert cli.main(["eval", str(run_dir), "--split", "test"]) == 0
+    said = "data: not as it was trained with: data.path: 1 file of 9 bytes then, 1 file of 12 bytes"
+    assert said in capsys.readouterr().out
+    assert evaluations.read(run_dir)[-1]["data"] == now
+    assert cli.main(["eval", str(run_dir), "--split", "test", "data.num_variants=4"]) == 0
+    assert "not as it was trained with" not in capsys.readouterr().out  # asked for
 
 
 @pytest.mark.slow  # it starts two processes, which import PyTorch

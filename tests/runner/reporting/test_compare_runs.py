@@ -84,6 +84,20 @@ def test_without_the_last_record_an_earlier_session_is_not_called_other(tmp_path
     assert name not in dict(found.rows["versions"])
 
 
+def test_data_that_has_changed_behind_a_recipe_is_a_difference(tmp_path: Path) -> None:
+    found = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 60.0, "complete": True}
+    both = [
+        RunRecord(write_run(tmp_path / name, {}, data={"data.path": {**found, "bytes": size}}))
+        for name, size in (("a", 9), ("b", 12))
+    ]
+    ((key, values),) = compare_runs.compare(both).rows["data"]
+    assert key == "files of data.path"
+    assert [value.partition(",")[0] for value in values] == [
+        "1 file of 9 bytes",
+        "1 file of 12 bytes",
+    ]
+
+
 def test_the_code_of_a_damaged_earlier_session_is_unknown(tmp_path: Path) -> None:
     one, two = runs(tmp_path)
     (one.path / "environment.0001.json").write_text("{")

@@ -19,6 +19,20 @@ def run(path: Path, values: dict[str, Any], *overrides: str) -> RunRecord:
     return RunRecord(write_run(path, values, overrides=list(overrides)))
 
 
+def test_data_that_has_changed_behind_one_recipe_is_a_key(tmp_path: Path) -> None:
+    found = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
+
+    def given(name: str, seed: int, **changed: Any) -> RunRecord:
+        data = {"data.path": {**found, **changed}}
+        return RunRecord(write_run(tmp_path / name, {"seed": seed}, data=data))
+
+    one, two, other = given("a", 1), given("b", 2), given("c", 3, newest=2.0)
+    assert swept_keys.find([one, two]) == []
+    assert swept_keys.find([one, two, other]) == ["data files"]
+    assert len(findings.find([one, two, other]).groups) == 2  # a band over seeds has one data
+    assert swept_keys.find([one, given("d", 4, path="/e.csv", bytes=5)]) == []  # a key of recipes'
+
+
 def test_a_swept_group_is_one_key(tmp_path: Path) -> None:
     runs = discovery.find_runs([write_search(tmp_path)])
     assert swept_keys.find(runs) == KEYS

@@ -52,6 +52,22 @@ def test_the_code_of_each_session_is_kept_under_a_name(tmp_path: Path) -> None:
     assert dict(earlier_sessions.kept(run_dir))["environment.0002.json"]["code"] == {"wine": "1"}
 
 
+def test_the_record_of_data_is_kept_where_a_resume_has_other_files(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    session(run_dir)  # the first one has recorded no data
+    first = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
+    session(run_dir, data={"data.path": first})
+    assert names(run_dir) == []
+    session(run_dir, data={"data.path": {**first, "newest": 2.5}})
+    assert names(run_dir) == ["environment.0001.json"]
+    assert earlier_sessions.notes(run_dir, newest(run_dir)) == {
+        "data": ["an earlier session of the run had other data (environment.0001.json)"]
+    }
+    run = RunRecord(run_dir)
+    assert " after " in run.data_files
+    assert " after " not in run.code
+
+
 def test_a_clean_work_tree_leaves_no_patch(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path)
     session(run_dir, git=DIRTY, diff="+first")

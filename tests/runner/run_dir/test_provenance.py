@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -192,26 +190,6 @@ def test_packages_are_told_apart_by_their_sources(
     monkeypatch.setattr(provenance, "MOST_SOURCES", 1)
     assert provenance.package_digests(names)["ownpackage_p"] is None
     assert "ownpackage_p" not in sys.modules
-
-
-def test_data_that_a_factory_is_given_is_compared_by_size_and_time(tmp_path: Path) -> None:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    (folder / "a.txt").write_text("abc")
-    node = {"name": "corpus", "root": "corpus", "files": [str(folder / "a.txt")], "size": 3}
-    before = {"data": provenance.data_files(node, cwd=str(tmp_path))}
-    assert list(before["data"]) == ["data.root", "data.files.0"]
-    assert provenance.data_differences(before, before) == []
-    (folder / "b.txt").write_text("d")
-    (more,) = provenance.data_differences(
-        before, {"data": provenance.data_files(node, cwd=str(tmp_path))}
-    )
-    assert more == "data.root: 1 files of 3 bytes then, 2 files of 4 bytes now"
-    (folder / "b.txt").unlink()
-    os.utime(folder / "a.txt", (1, time.time() + 50))
-    touched = {"data": provenance.data_files(node, cwd=str(tmp_path))}
-    assert len(provenance.data_differences(before, touched)) == 2
-    assert "is not there" in provenance.data_differences(before, {"data": {}})[0]
 
 
 def test_versions_and_machine_are_compared() -> None:

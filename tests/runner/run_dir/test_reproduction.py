@@ -138,20 +138,20 @@ def test_changed_code_is_found_without_torch(
     run = tmp_path / "run"
     run.mkdir()
     unknown = "environment.json is missing: the code of earlier steps is not known"
-    assert reproduction.code_changed(run, ["wine_of_runs"]) == [unknown]
+    assert reproduction.changed_since(run, ["wine_of_runs"]) == [unknown]
     then = {
         "git": {"reason": "no work tree"},
         "runner_git": provenance.runner_checkout(),
         "code": provenance.package_digests(["wine_of_runs"]),
     }
     (run / "environment.json").write_text(json.dumps(then))
-    assert reproduction.code_changed(run, ["wine_of_runs"]) == []
+    assert reproduction.changed_since(run, ["wine_of_runs"]) == []
     module.write_text("WIDTH = 2\n")
-    (said,) = reproduction.code_changed(run, ["wine_of_runs"])
+    (said,) = reproduction.changed_since(run, ["wine_of_runs"])
     assert said == "the Python files of the package wine_of_runs differ"
     (run / "environment.json").write_text("{")
     unknown = "environment.json is damaged: the code of earlier steps is not known"
-    assert reproduction.code_changed(run, ["wine_of_runs"]) == [unknown]
+    assert reproduction.changed_since(run, ["wine_of_runs"]) == [unknown]
 
 
 def test_other_versions_are_named_before_a_resume(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_other_versions_are_named_before_a_resume(tmp_path: Path) -> None:
         "python": platform.python_version(),
     }
     (tmp_path / "environment.json").write_text(json.dumps(then))
-    (said,) = reproduction.code_changed(tmp_path, [])
+    (said,) = reproduction.changed_since(tmp_path, [])
     assert said == f"torch was 2.0.0, and is {environment.versions()['torch']}"
 
 

@@ -1,8 +1,9 @@
-"""Jobs of a sweep whose code has changed since they ran."""
+"""Jobs of a sweep whose code or data has changed since they ran."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from runner.sweep import code_changes
+from runner.run_dir import data_files
+from runner.sweep import changes
 from runner.sweep.fork_server import Order
 from runner.sweep.journal import JobState
 from tests.runner.sweep import stand_ins
@@ -96,21 +98,63 @@ def test_each_attempt_records_its_code(server: StandIn, package: Path, tmp_path:
     (journal,) = tmp_path.glob("runs/digits/sweep-*/journal.jsonl")
     records = [json.loads(line) for line in journal.read_text().splitlines()]
     codes = [one["code"] for one in records if one["event"] == "started"]
-    assert codes == [code_changes.of_project()] * 3
+    assert codes == [changes.of_project()] * 3
     assert list(codes[0]) == ["wine_of_sweeps"]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_data_that_has_changed_is_said_until_all_jobs_have_the_same(
+    server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "library"
+    data.mkdir()
+    (data / "a.py").write_text("1\n")
+    line = ["-m", "experiment=bytes_gpt", "seed=1,2,3", f"data.path={data}"]
+    assert cli.main(line) == 0
+    assert "has changed since" not in capsys.readouterr().err
+    (data / "a.py").write_text("1, 2\n")
+    (sweep,) = tmp_path.glob("runs/*/sweep-*")
+    shutil.rmtree(sweep / "0001")
+    said: list[str] = []
+    server.on_start = lambda order: said.append(capsys.readouterr().err)
+    assert cli.main(line) == 0
+    (before,) = said
+    assert f"The data in {data} has changed since jobs 0000, 0002 ran.\n" in before
+    assert "sweep.dir=<a new directory> trains all with the new data." in before
+    assert cli.main(line) == 0  # nothing is left to do
+    assert f"The data in {data} has changed since jobs 0000, 0002 ran." in capsys.readouterr().err
+    shutil.rmtree(data)
+    assert cli.main(line) == 0
+    assert f"{data} has changed since jobs 0000, 0001, 0002 ran." in capsys.readouterr().err
+
+
+def test_of_many_jobs_one_file_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    real = data_files.state
+    monkeypatch.setattr(data_files, "state", lambda path: looked.append(path) or real(path))
+    path = tmp_path / "d.csv"
+    path.write_text("1")
+    found = data_files.find({"path": str(path)})
+    looked.clear()
+    path.write_text("12")
+    states = {n: JobState("finished", data=found) for n in range(10_000)}
+    assert "jobs 0000, 0001, 0002, 0003, 0004 and 9995 more ran." in changes.lines(states)[0]
+    assert looked == [str(path)]
 
 
 def test_of_many_jobs_the_first_are_named_and_the_files_read_once(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
-    real = code_changes.of_project
-    monkeypatch.setattr(code_changes, "of_project", lambda: read.append(1) or real())
+    real = changes.of_project
+    monkeypatch.setattr(changes, "of_project", lambda: read.append(1) or real())
     states = {n: JobState("finished", code={"wine_of_sweeps": "old"}) for n in range(10_000)}
-    found = code_changes.lines(states)
+    found = changes.lines(states)
     assert len(read) == 1
     assert "jobs 0000, 0001, 0002, 0003, 0004 and 9995 more ran." in found[0]
 
 
 def test_jobs_of_earlier_versions_have_recorded_nothing(package: Path) -> None:
-    assert code_changes.lines({0: JobState("finished")}) == []
+    assert changes.lines({0: JobState("finished")}) == []

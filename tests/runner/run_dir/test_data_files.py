@@ -1,0 +1,57 @@
+"""Files that a data factory is given: recorded by size and time, and compared."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from runner.run_dir import data_files
+
+
+def recorded(node: object, cwd: Path) -> dict[str, Any]:
+    return {"data": data_files.find(node, cwd=str(cwd))}
+
+
+def test_data_that_a_factory_is_given_is_compared_by_size_and_time(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("abc")
+    node = {"name": "corpus", "root": "corpus", "files": [str(folder / "a.txt")], "size": 3}
+    before = recorded(node, tmp_path)
+    assert list(before["data"]) == ["data.root", "data.files.0"]
+    assert data_files.differences(before, before) == []
+    (folder / "b.txt").write_text("d")
+    more = recorded(node, tmp_path)
+    assert data_files.differences(before, more) == [
+        "data.root: 1 file of 3 bytes then, 2 files of 4 bytes now"
+    ]
+    assert data_files.identity(more) != data_files.identity(before) != ""
+    (folder / "b.txt").unlink()
+    os.utime(folder / "a.txt", (1, time.time() + 50))
+    assert len(data_files.differences(before, recorded(node, tmp_path))) == 2
+    assert "is not there" in data_files.differences(before, {"data": {}})[0]
+
+
+def test_a_folder_elsewhere_differs_only_if_its_files_do(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.csv").write_text("1,2")
+        os.utime(tmp_path / name / "a.csv", (5, 5))
+    here, there = (recorded({"path": "a.csv"}, tmp_path / name) for name in ("here", "there"))
+    assert data_files.differences(here, there) == []
+    assert data_files.identity(here) == data_files.identity(there)
+    (tmp_path / "there" / "a.csv").write_text("1,2,3")
+    (line,) = data_files.differences(here, recorded({"path": "a.csv"}, tmp_path / "there"))
+    assert line == (
+        f"data.path: {tmp_path}/here/a.csv (1 file of 3 bytes) then, "
+        f"{tmp_path}/there/a.csv (1 file of 5 bytes) now"
+    )
+
+
+def test_a_folder_that_the_run_has_made_is_no_difference(tmp_path: Path) -> None:
+    before = recorded({"cache": "cache"}, tmp_path)
+    (tmp_path / "cache").mkdir()
+    assert data_files.differences(before, recorded({"cache": "cache"}, tmp_path)) == []
+    assert data_files.identity(before) == ""
