@@ -79,7 +79,7 @@ def _changed_data(states: Mapping[int, JobState]) -> Jobs:
 
 def _files(state: JobState) -> Iterator[tuple[str, JsonObject]]:
     for found in state.data.values():
-        if isinstance(path := found.get("path"), str):
+        if isinstance(found, Mapping) and isinstance(path := found.get("path"), str):
             yield path, dict(found)
 
 

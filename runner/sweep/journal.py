@@ -219,12 +219,6 @@ def _is_record(value: Any) -> bool:
     return isinstance(value.get("job"), int)
 
 
-def _by_name(found: Any, kind: type[Any]) -> dict[str, Any]:
-    """Return those values of a record's mapping that are of their type."""
-    pairs = found.items() if isinstance(found, dict) else ()
-    return {name: value for name, value in pairs if isinstance(value, kind)}
-
-
 def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
     """Return the state of each job from the records of a journal.
 
@@ -247,10 +241,9 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
             state.attempts, state.attempt = state.attempts + 1, attempt
             state.pid, state.host = int(str(record.get("pid", 0))), str(record.get("host", ""))
             state.slurm = str(record.get("slurm", ""))
-            state.code, state.data = (
-                _by_name(record.get("code"), str),
-                _by_name(record.get("data"), dict),
-            )
+            code, data = record.get("code"), record.get("data")
+            state.code = code if isinstance(code, dict) else {}
+            state.data = data if isinstance(data, dict) else {}
         else:
             state.status, state.ended = str(record.get("status", FAILED)), record
     return found
