@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,13 +67,33 @@ def main(arguments: Sequence[str]) -> int:
         return DONE if found.dry_run else launcher.follow(place)
     prepared = [_prepared(run, found.overrides) for run in runs]
     _require([examined for examined in prepared])
-    codes = [DONE]
-    for run, examined in zip(runs, prepared, strict=True):
-        _tell(run, examined, found.overrides)
-        if not found.dry_run:
-            codes.append(_start(run, examined, found.overrides, fresh=len(runs) > 1))
-        if codes[-1] in (STOPPED, INTERRUPTED):
-            break
+    if len(runs) == 1 or found.dry_run:
+        return max([_made(one, found, fresh=False) for one in zip(runs, prepared, strict=True)])
+    return _all_made(list(zip(runs, prepared, strict=True)), found)
+
+
+def _made(one: tuple[RunRecord, Examined], found: argparse.Namespace, *, fresh: bool) -> int:
+    run, examined = one
+    _tell(run, examined, found.overrides)
+    return DONE if found.dry_run else _start(run, examined, found.overrides, fresh)
+
+
+def _all_made(runs: Sequence[tuple[RunRecord, Examined]], found: argparse.Namespace) -> int:
+    """Make runs again one after the other until a signal comes, and return the highest code.
+
+    A signal may come too late for the run that it meets, which is complete then.
+    """
+    from runner.launch.worker_group import StopSignals
+
+    codes: list[int] = []
+    with StopSignals().installed() as stops:
+        for number, one in enumerate(runs):
+            if stops.received:
+                print(f"{len(runs) - number} of {len(runs)} runs are not begun.", file=sys.stderr)
+                return max([*codes, STOPPED])
+            codes.append(_made(one, found, fresh=True))
+            if codes[-1] in (STOPPED, INTERRUPTED):
+                break
     return max(codes)
 
 

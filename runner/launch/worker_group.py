@@ -226,7 +226,9 @@ class Terminated(BaseException):
 class StopSignals:
     """Hands stop signals on to the present workers, and to those yet to start.
 
-    Workers that do not save are ended instead: the first signal raises `Terminated`.
+    Workers that do not save are ended instead: the first signal raises `Terminated`. Those that
+    were installed around these get every signal, too, and so know of one that came too late for a
+    run that was complete.
 
     Attributes:
         received: the stop signals so far.
@@ -236,6 +238,7 @@ class StopSignals:
         self.received: list[int] = []
         self._save = save
         self._group: WorkerGroup | None = None
+        self._around: StopSignals | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopSignals]:
@@ -245,6 +248,8 @@ class StopSignals:
             return
         with handlers_restored((*STOP_SIGNALS, *INTERRUPTS)) as before:
             for number in STOP_SIGNALS:
+                owner = getattr(before[number], "__self__", None)
+                self._around = owner if isinstance(owner, StopSignals) else None
                 signal.signal(number, self.take)
             for number in INTERRUPTS:  # a shell lets background jobs ignore Ctrl-C; they still do
                 if before[number] is not signal.SIG_IGN:
@@ -254,6 +259,8 @@ class StopSignals:
     def take(self, number: int, frame: FrameType | None = None) -> None:
         """Take a stop signal: of this process, or one that another node has got."""
         self.received.append(number)
+        if self._around is not None:
+            self._around.take(number)
         if not self._save:
             if len(self.received) == 1:  # coreutils' `timeout` sends two
                 raise Terminated

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,11 +23,15 @@ import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from accel.errors import ConfigError, Problem, nearest
 from runner.run_dir import lock
 
+logger = logging.getLogger(__name__)
+
 SAMPLER, PRUNER = "sampler", "pruner"
+PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)  # seconds between tries to open a database
 # Without arguments that YAML could give, or in no need of a search.
 _LEFT_OUT = {"base", "basega", "partialfixed", "grid", "nop"}
 # A name and its usual abbreviations, without separators.
@@ -81,10 +87,25 @@ def _remove_cut_line(path: Path) -> None:
         journal.truncate(journal.read().rfind(b"\n") + 1)
 
 
+def _database(url: str) -> RDBStorage:
+    """Return the storage of a URL; commands that begin one at once make its tables together.
+
+    Each of them then meets tables that the other has made meanwhile, and finds them at its next
+    try.
+    """
+    for seconds in PAUSES:
+        try:
+            return RDBStorage(url)
+        except (OperationalError, ProgrammingError, IntegrityError) as error:
+            logger.debug("%s: %s", url, error)
+            time.sleep(seconds)
+    return RDBStorage(url)
+
+
 def storage_of(text: str, folder: Path) -> BaseStorage:
     """Return the storage of a URL, or the journal of a path, which starts from `folder`."""
     if "://" in text:
-        return RDBStorage(text)
+        return _database(text)
     path = str(folder / text)
     return JournalStorage(JournalFileBackend(path, lock_obj=Lock(path)))
 

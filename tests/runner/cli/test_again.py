@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from accel import env
 from runner import cli
 from runner.config import processes
 from runner.config.processes import Adopted
+from runner.exit_codes import STOPPED
 from runner.launch import start_run
+from runner.launch.worker_group import StopSignals
 from tests import commands
 from tests.runner.written_runs import write_run, write_sweep
 
@@ -110,6 +113,26 @@ def test_a_sweep_means_all_its_jobs(started: list[Any], tmp_path: Path) -> None:
     assert cli.main(["again", str(write_sweep(tmp_path, (1e-3,)))]) == 0
     assert [job[0].model["width"] for job in started] == [16, 16, 32, 32]
     assert all(fresh for _, _, fresh, _ in started)
+
+
+def test_a_signal_that_comes_too_late_for_one_run_begins_no_other(
+    started: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = start_run.start
+
+    def complete(*given: Any, **more: Any) -> int:
+        code = record(*given, **more)
+        with StopSignals().installed():  # those of the run, which is complete
+            os.kill(os.getpid(), signal.SIGTERM)
+        return code
+
+    monkeypatch.setattr(start_run, "start", complete)
+    assert cli.main(["again", str(write_sweep(tmp_path, (1e-3,)))]) == STOPPED
+    assert len(started) == 1
+    assert "3 of 4 runs are not begun." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import optuna
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from accel.errors import ConfigError
 from runner.training import optuna_study
@@ -37,6 +40,26 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
     again.tell(again.ask(), 2.0)
     first.tell(first.ask(), 3.0)
     assert [trial.value for trial in opened(tmp_path).trials] == [1.0, 2.0, 3.0]
+
+
+def test_commands_that_begin_a_database_at_once_all_open_it(tmp_path: Path) -> None:
+    at_once = threading.Barrier(3)
+
+    def begun(number: int) -> str:
+        at_once.wait(60)
+        storage = optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path)
+        return optuna.create_study(storage=storage, study_name="s", load_if_exists=True).study_name
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(begun, range(3))) == ["s"] * 3
+
+
+def test_a_database_that_cannot_be_opened_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optuna_study, "PAUSES", (0.0,))
+    with pytest.raises(OperationalError, match="unable to open"):
+        optuna_study.storage_of(f"sqlite:///{tmp_path}/none/s.db", tmp_path)
 
 
 def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
