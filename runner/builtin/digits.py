@@ -207,7 +207,7 @@ class Classification(Objective):
     def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return the likeliest class [B] and the probability of each [B, C]."""
         probabilities = torch.softmax(model(batch[0]).float(), dim=1)
-        return {"label": probabilities.argmax(dim=1), "probabilities": probabilities}
+        return {"prediction": probabilities.argmax(dim=1), "probabilities": probabilities}
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(

@@ -14,6 +14,7 @@ from runner.exit_codes import DONE
 from runner.run_dir import discovery
 
 PAGE = "report.html"
+SUFFIXES = (".html", ".htm")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,9 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     what = "runs, sweeps, folders of runs; and filters, as for runner list"
     parser.add_argument("words", metavar="DIR|FILTER", nargs="+", help=what)
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"the page (default: {PAGE} in the only DIR)"
-    )
+    page = f"the page, in HTML: .html is added to a name without (default: {PAGE} in the only DIR)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=page)
     parser.add_argument("--terminal", action="store_true", help="print it in place of a page")
     found = parser.parse_intermixed_args(list(arguments))
     return _report(found.words, found.output, found.terminal)
@@ -78,9 +78,16 @@ def _default(folders: Sequence[str]) -> Path:
 
 def _writable(output: Path) -> Path:
     output = Path(os.path.abspath(os.path.expanduser(output)))
+    if not output.suffix and not output.is_dir():
+        output = output.with_name(f"{output.name}{SUFFIXES[0]}")
     if not output.parent.is_dir() or output.is_dir():
         rule = "a report is a file in a folder that exists"
         raise ConfigError.of(f"--output {output}", rule, f"Give --output {PAGE}.")
+    if output.suffix.lower() not in SUFFIXES:
+        rule = f"a report is a page in HTML ({' or '.join(SUFFIXES)})"
+        raise ConfigError.of(
+            f"--output {output}", rule, f"Give --output {output.with_suffix(SUFFIXES[0])}."
+        )
     return output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -58,6 +59,17 @@ def last_values(run_dir: Path, splits: Iterable[str], step: int | None = None) -
         for key, value in record.items():
             if key not in PLACE and value is not None:
                 found[f"{record['split']}/{_name(key)}"] = value
+    return found
+
+
+def history(run_dir: Path, split: str, metric: str) -> dict[int, float]:
+    """Return a metric by the steps at which it was measured, from metrics.jsonl."""
+    found: dict[int, float] = {}
+    for record in _evaluations(run_dir / METRICS, (split,)):
+        value = record.get(_key(metric))
+        with contextlib.suppress(ValueError):  # a text of somebody's is no measurement
+            if value is not None:
+                found.setdefault(record["step"], float(str(value)))
     return found
 
 

@@ -314,11 +314,7 @@ def require_unchanged(there: Sweep, here: Description) -> None:
     old, new = there.description, here
     shown = str(there.path)
     remedy = "Undo the change, or begin a new sweep with sweep.dir=<a new directory>."
-    if [job.overrides for job in old.jobs] != [job.overrides for job in new.jobs]:
-        rule = f"the sweep there has {len(old.jobs)} jobs, and this command has {len(new.jobs)}"
-        if len(old.jobs) == len(new.jobs):
-            rule = "its jobs have other overrides than this command's"
-        raise ConfigError.of(shown, rule, remedy)
+    ConfigError.raise_if(_other_jobs(old, new, shown, remedy))
     problems: dict[tuple[str, str, str], list[int]] = {}
     pairs = zip(old.jobs, new.jobs, strict=True)
     changed = [a.number for a, b in pairs if a.digest != b.digest]
@@ -339,6 +335,41 @@ def require_unchanged(there: Sweep, here: Description) -> None:
     )
     if changed and not problems:
         raise ConfigError.of(shown, "its jobs have other recipes than this command's", remedy)
+
+
+def _other_jobs(old: Description, new: Description, shown: str, remedy: str) -> list[Problem]:
+    """Return the problems of jobs with other overrides than there, as of a list that was edited."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for before, after in zip(old.jobs, new.jobs, strict=False):
+        if before.overrides != after.overrides:
+            found.setdefault(_apart(before.overrides, after.overrides), []).append(after.number)
+    counts = len(old.jobs), len(new.jobs)
+    problems = [
+        Problem(f"{after}{_in_jobs(numbers)}", f"{before} in {shown}", remedy)
+        for (before, after), numbers in found.items()
+    ]
+    for job in new.jobs[counts[0] :]:
+        problems.append(Problem(_job(job), f"{shown} has no such job", remedy))
+    for job in old.jobs[counts[1] :]:
+        problems.append(Problem(f"no job {job.number}", f"{shown} has {_job(job)}", remedy))
+    if counts[0] != counts[1]:
+        rule = f"the sweep there has {counts[0]} jobs, and this command has {counts[1]}"
+        problems.insert(0, Problem(shown, rule, remedy))
+    return problems[:MOST_DIFFERENCES]
+
+
+def _apart(before: Sequence[str], after: Sequence[str]) -> tuple[str, str]:
+    """Return in words what two jobs do not have in common."""
+    there, here = ({hydra_setup.key_of(one): one for one in some} for some in (before, after))
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    if not keys:  # in another order, or twice
+        return " ".join(before), " ".join(after)
+    old, new = (" ".join(some.get(k, f"no {k}") for k in keys) for some in (there, here))
+    return old, new
+
+
+def _job(job: KnownJob) -> str:
+    return f"job {job.number} ({' '.join(job.overrides) or 'without overrides'})"
 
 
 def _differences(

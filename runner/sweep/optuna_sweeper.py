@@ -33,8 +33,10 @@ from runner.config import processes
 from runner.run_dir import numerics
 from runner.run_dir import study as study_files
 from runner.run_dir.study import BEST, StudyFile
+from runner.run_dir.sweep_records import FILE as SWEEP_JOURNAL
 from runner.sweep import attempt, study_plan, study_report
 from runner.sweep.job_errors import JobFailed, JobStopped
+from runner.sweep.journal import Journal
 from runner.sweep.launcher import instantiate_launcher
 from runner.sweep.search_space import Space
 from runner.sweep.settings import AUTO
@@ -152,6 +154,7 @@ class Search:
         self.sweep_dir.mkdir(parents=True, exist_ok=True)
         study, storage = self._open()
         with Jobs(study, storage, self.settings, self.space, self.sweep_dir) as found:
+            self._rebuild(found)
             self._note_continued(found)
             self._note_random_keys()
             while not self._stopped and not self._time_is_up():
@@ -198,6 +201,19 @@ class Search:
         self._require_same_objectives(study, objectives, earlier)
         file.write(self.sweep_dir)
         return study, storage
+
+    def _rebuild(self, found: Jobs) -> None:
+        """Rebuild trials that the study has lost, and say so."""
+        held = bool(found.newest())
+        monitor = (found.study.user_attrs.get(OBJECTIVES) or {}).get("monitor")
+        rebuilt = found.rebuild(Journal(self.sweep_dir).states(), monitor)
+        if not rebuilt:
+            return
+        lost = f"{study_files.JOURNAL} {'ended early' if held else 'was missing, or empty'}"
+        if self.settings.storage is not None:
+            lost = f"The study {found.study.study_name!r} lacked trials of this sweep"
+        trials = "1 trial was" if len(rebuilt) == 1 else f"{len(rebuilt)} trials were"
+        print(f"{lost}: {trials} rebuilt from {SWEEP_JOURNAL} and the runs' evaluations.")
 
     def _objectives(self) -> tuple[tuple[str, ...], dict[str, object]]:
         """Return "min" or "max" of each objective, and what tells them from those of others."""

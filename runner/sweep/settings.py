@@ -32,6 +32,11 @@ REMEDIES = {
     "jobs": "Give sweep.jobs=auto, or how many jobs run at once.",
     "list": "Give sweep.list=jobs.yaml, or sweep.list=[[a=1,b=2],[a=3]].",
 }
+# What a file of jobs should have: YAML or JSON, or (True) plain lines.
+FILLED = {
+    False: "Write a line for each job into it, such as `- [optimizer.lr=0.1, seed=1]`.",
+    True: "Write a line for each job into it, such as `optimizer.lr=0.1 seed=1`.",
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ def _listed(value: str, problems: Problems) -> tuple[tuple[str, ...], ...] | Non
     """Return the overrides of each job of ``sweep.list``, which is a file or the list itself."""
     shown = f"sweep.list={value}"
     text, is_text = value, False
-    if not value.startswith("["):
+    is_file = not value.startswith("[")
+    if is_file:
         path = Path(value).expanduser()
         try:
             text = path.read_text(encoding="utf-8")
@@ -115,13 +121,17 @@ def _listed(value: str, problems: Problems) -> tuple[tuple[str, ...], ...] | Non
             return None
         is_text = path.suffix not in (".yaml", ".yml", ".json")
     try:
-        jobs = _lines(text) if is_text else _items(safe_load(text))
+        jobs = _lines(text) if is_text else _items(_content(text))
     except (YAMLError, ValueError) as error:
         rule = f"it is a list of jobs: {' '.join(str(error).split())}"
         problems.add(shown, rule, REMEDIES["list"])
         return None
     if not jobs:
-        problems.add(shown, "it has no jobs", REMEDIES["list"])
+        rule, remedy = "it has no jobs", REMEDIES["list"]
+        if is_file:
+            rule = "the file has no jobs" if text.strip() else "the file is empty"
+            remedy = FILLED[is_text]
+        problems.add(shown, rule, remedy)
     strange = [setting for job in jobs for setting in job if is_setting(setting)]
     for setting in dict.fromkeys(strange):
         problems.add(f"{setting} in {shown}", "it holds for a sweep", "Give it beside sweep.list.")
@@ -131,6 +141,12 @@ def _listed(value: str, problems: Problems) -> tuple[tuple[str, ...], ...] | Non
 def _lines(text: str) -> tuple[tuple[str, ...], ...]:
     split = (shlex.split(line, comments=True) for line in text.splitlines())
     return tuple(tuple(words) for words in split if words)
+
+
+def _content(text: str) -> object:
+    """Return what YAML has; an empty file has an empty list."""
+    content = safe_load(text)
+    return [] if content is None else content
 
 
 def _items(content: object) -> tuple[tuple[str, ...], ...]:

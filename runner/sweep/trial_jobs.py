@@ -4,7 +4,9 @@ A job is a number, its overrides and the run directory ``<sweep>/<number>``; the
 its number is its record. Several commands may run jobs of one study: each holds a lock on a file of
 its own as long as it lives, and whoever finds a running trial of a command that is gone takes it
 over, with the same parameters and the same directory. A failed job is tried again by the next
-command, as a new trial with the same parameters; one whose objective is no number is not.
+command, as a new trial with the same parameters; one whose objective is no number is not. Where the
+study has lost trials (its journal was removed, or cut off), they are rebuilt from the sweep's own
+journal and from what their runs have measured: a pruner compares with that.
 
 The k-th job of a study is drawn with a seed made of the study's seed and k. So a study that was
 killed and continued chooses what it would have chosen without that, as long as the trials before
@@ -14,9 +16,10 @@ are the same, and ended in the same order (jobs one at a time, and deterministic
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,12 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from runner.run_dir import lock
+from accel.errors import ConfigError
+from runner.run_dir import lock, measurements
 from runner.run_dir import study as study_files
+from runner.run_dir.sweep_records import PRUNED as PRUNED_JOB
 from runner.sweep import attempt
+from runner.sweep.journal import JobState
 from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
 from runner.training import optuna_study
@@ -39,6 +45,7 @@ LOCK, COMMANDS = ".optuna.lock", ".optuna-command-"
 FAILURE, EXHAUSTED = "failure", "exhausted"
 # Their draws belong to one sequence, so that all trials have the same seed.
 SEQUENCES = ("qmc",)
+NOBODY = ""  # a command that no trial waits for
 
 
 @dataclass(frozen=True)
@@ -111,16 +118,43 @@ class Jobs:
                 del self._failed_before[number]
                 if newest[number].number == before:  # no other command has tried it again
                     taken.append(self._again(number, newest[number]))
-            count = len(newest)
-            while len(taken) < most and count < self.settings.n_trials and not self.exhausted:
-                taken.append(self._new(count))
-                count += 1
+            for number in range(self.settings.n_trials):
+                if len(taken) >= most or self.exhausted:
+                    break
+                if number not in newest:
+                    taken.append(self._new(number))
         return sorted(taken, key=lambda job: job.number)
 
     @property
     def exhausted(self) -> bool:
         """Whether the sampler has seen the whole space."""
         return bool(self.study.user_attrs.get(EXHAUSTED))
+
+    def rebuild(self, known: Mapping[int, JobState], monitor: str | None) -> list[int]:
+        """Rebuild trials that the study has lost; return the numbers of their jobs.
+
+        One that has ended is told to the study at once, another is taken over by the next batch.
+
+        Args:
+            known: the jobs of the sweep's own journal.
+            monitor: the metric that runs monitor; None: as their records name it.
+
+        Raises:
+            ConfigError: if the search has no such values.
+        """
+        rebuilt = []
+        with self._exclusive():
+            newest = self.newest()
+            for number, state in sorted(known.items()):
+                there = newest.get(number)
+                if there is not None and not (state.is_complete and self._is_open(there)):
+                    continue
+                measured = self._measured(number, state, monitor)
+                # A command that was killed as a job ended has not told the study of that alone.
+                if there is None or measured.keys() - there.intermediate_values:
+                    self._rebuild(number, state, there, measured)
+                    rebuilt.append(number)
+        return rebuilt
 
     def complete(self, job: TrialJob, values: Sequence[float]) -> None:
         """Record the objectives of a job."""
@@ -152,18 +186,18 @@ class Jobs:
         return TrialJob(number, tuple(job["overrides"]), trial.number)
 
     def _again(self, number: int, failed: FrozenTrial) -> TrialJob:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            random = optuna.samplers.RandomSampler()
-            self.study.sampler = optuna.samplers.PartialFixedSampler(failed.params, random)
+        self.study.sampler = _fixed(failed.params)
         return self._asked(number, failed)
 
     def _new(self, number: int) -> TrialJob:
+        self._choose_sampler(number)
+        return self._asked(number, None)
+
+    def _choose_sampler(self, number: int) -> None:
         # Sweeps that share a study must not draw the same.
         shared = self.settings.storage is not None
         trial = len(self.study.get_trials(deepcopy=False)) if shared else number
         self.study.sampler = self._sampler(trial)
-        return self._asked(number, None)
 
     def _asked(self, number: int, before: FrozenTrial | None) -> TrialJob:
         """Begin a trial; where the job failed `before`, with what its run has reported so far."""
@@ -175,12 +209,101 @@ class Jobs:
                 trial.report(value, step)
             if PRUNED in before.user_attrs:
                 trial.set_user_attr(PRUNED, before.user_attrs[PRUNED])
+        return self._begun(trial, number, overrides)
+
+    def _begun(self, trial: optuna.Trial, number: int, overrides: Sequence[str]) -> TrialJob:
+        """Mark a trial as that of a job which this command runs."""
         job = {
             **{"number": number, "sweep": self.settings_name, "command": self._command},
             "overrides": list(overrides),
         }
         trial.set_user_attr(JOB, job)
         return TrialJob(number, tuple(overrides), trial.number)
+
+    # -- trials that the study has lost ----------------------------------------------------
+
+    def _is_open(self, trial: FrozenTrial) -> bool:
+        """Return whether a trial is to be run by whoever takes it."""
+        if trial.state is TrialState.RUNNING:
+            return not self._is_alive(trial)
+        return trial.state is TrialState.FAIL and bool(trial.user_attrs[FAILURE]["again"])
+
+    def _measured(self, number: int, state: JobState, monitor: str | None) -> dict[int, float]:
+        """Return what the run of a job has to report, by steps."""
+        file = study_files.of_sweep(self.sweep_dir)
+        if file is None or file.mode is None:
+            return {}
+        metric = file.metric or str(state.ended.get("metric") or monitor)
+        folder = study_files.job_folder(self.sweep_dir, number)
+        return measurements.history(folder, "validation", metric)
+
+    def _rebuild(
+        self, number: int, state: JobState, there: FrozenTrial | None, measured: Mapping[int, float]
+    ) -> None:
+        if there is None:
+            job = self._drawn_again(number, state.overrides)
+        elif there.state is TrialState.RUNNING:
+            job = self._taken_over(number, there)
+        else:
+            self._failed_before.pop(number, None)
+            job = self._again(number, there)
+        trial = self._running(job.trial)
+        reported = self.study.get_trials(deepcopy=False)[job.trial].intermediate_values
+        for step in sorted(measured.keys() - reported.keys()):
+            trial.report(measured[step], step)
+        values = self._values_of(state)
+        if state.status == PRUNED_JOB:
+            trial.set_user_attr(PRUNED, state.ended.get("step"))
+            self.prune(job)
+        elif values is not None:
+            self.complete(job, values)
+        else:
+            trial.set_user_attr(JOB, {**trial.user_attrs[JOB], "command": NOBODY})
+
+    def _values_of(self, state: JobState) -> list[float] | None:
+        """Return the objectives of a finished job; None: the next batch finds out about it."""
+        if not state.is_complete or state.objective is None:
+            return None
+        value = state.objective
+        values = value if isinstance(value, list) else [value]
+        is_whole = len(values) == len(self.settings.metrics) and all(map(math.isfinite, values))
+        return values if is_whole else None
+
+    def _drawn_again(self, number: int, overrides: Sequence[str]) -> TrialJob:
+        """Begin the trial of a job that the study does not know, with the job's parameters.
+
+        The sampler draws first, since some count what they have drawn. It mostly draws the same
+        again; if not (no seed, several jobs at once), the draw is given up.
+        """
+        wanted = self.space.chosen(overrides)
+        self._choose_sampler(number)
+        job = self._asked_if(number, wanted)
+        if job is None:
+            self.study.sampler = _fixed(self._values_in(number, wanted))
+            job = self._asked_if(number, wanted)
+        if job is None:
+            raise _other_values(number, wanted)
+        return job
+
+    def _asked_if(self, number: int, wanted: Mapping[str, str]) -> TrialJob | None:
+        """Begin a trial if the sampler draws what is wanted."""
+        trial = self.study.ask()
+        overrides = self.space.sample(trial)
+        if self.space.chosen(overrides) == wanted:
+            return self._begun(trial, number, overrides)
+        self.study.tell(trial.number, state=TrialState.FAIL)
+        return None
+
+    def _values_in(self, number: int, wanted: Mapping[str, str]) -> dict[str, Any]:
+        """Return values for the sampler; a ConfigError if the space lacks one of them."""
+        try:
+            return {
+                one.key: one.value_of(wanted[one.key])
+                for one in self.space.parameters
+                if one.key in wanted
+            }
+        except ValueError as error:
+            raise _other_values(number, wanted) from error
 
     def _sampler(self, trial: int) -> Any:
         spec, seed = self.settings.sampler, self.settings.seed
@@ -229,6 +352,21 @@ class Jobs:
         for path in self.sweep_dir.glob(f"{COMMANDS}*"):
             if not lock.is_held(path):
                 path.unlink(missing_ok=True)
+
+
+def _fixed(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
+    """Return a sampler that draws known parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        random = optuna.samplers.RandomSampler()
+        return optuna.samplers.PartialFixedSampler(dict(parameters), random)
+
+
+def _other_values(number: int, values: Mapping[str, str]) -> ConfigError:
+    shown = " ".join(f"{key}={value}" for key, value in values.items())
+    rule = "this search draws no such values, and its study has lost the trial of this job"
+    remedy = "Search the values that the sweep began with, or start another sweep."
+    return ConfigError.of(f"job {number:04}: {shown}", rule, remedy)
 
 
 @contextlib.contextmanager

@@ -157,5 +157,5 @@ def predicted(path: Path) -> list[Any]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["index"] for line in lines] == list(range(SAMPLES)), f"{len(lines)} lines"
     for line in lines:
-        assert line["label"] == line["probabilities"].index(max(line["probabilities"])), line
+        assert line["prediction"] == line["probabilities"].index(max(line["probabilities"])), line
     return lines

@@ -110,7 +110,7 @@ def test_the_objective_measures_each_sample() -> None:
     assert metrics["accuracy"] == pytest.approx(2 / 3)
     assert metrics["loss"] == pytest.approx(float(expected.mean()))
     predicted = objective.predict(model, [logits, labels])
-    assert predicted["label"].tolist() == [0, 1, 0]
+    assert predicted["prediction"].tolist() == [0, 1, 0]
     torch.testing.assert_close(predicted["probabilities"].sum(dim=1), torch.ones(3))
 
 

@@ -123,7 +123,7 @@ def test_the_default_recipe_reaches_its_accuracy(tmp_path: Path) -> None:
     printed, rows = used(run_dir, folder)
     assert f"{accuracies[-1]:.4f}" in printed
     assert "loaded digits CNN" in printed
-    assert set(rows[0]) == {"index", "label", "probabilities"}
+    assert set(rows[0]) == {"index", "prediction", "probabilities"}
     assert sorted(accuracies)[1] >= 0.98
 
 

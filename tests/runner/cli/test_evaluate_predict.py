@@ -116,7 +116,7 @@ def test_two_processes_predict_what_one_does(
         assert cli.main(command) == 0
         assert "360 predictions written" in capsys.readouterr().out
     first, second = ([json.loads(x) for x in o.read_text().splitlines()] for o in outputs)
-    assert [row["label"] for row in first] == [row["label"] for row in second]
+    assert [row["prediction"] for row in first] == [row["prediction"] for row in second]
     assert [row["index"] for row in second] == list(range(360))
 
 

@@ -40,6 +40,27 @@ def test_a_page_of_chosen_runs_elsewhere(
     assert not (sweep / "report.html").exists()
 
 
+def test_a_page_without_a_suffix_gets_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_sweep(tmp_path)
+    assert cli.main(["report", str(sweep), "--output", str(tmp_path / "rep")]) == 0
+    assert "rep.html: " in capsys.readouterr().out
+    assert (tmp_path / "rep.html").read_text().startswith("<!doctype html>")
+    assert not (tmp_path / "rep").exists()
+
+
+def test_a_page_of_another_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_sweep(tmp_path)
+    assert cli.main(["report", str(sweep), "--output", str(tmp_path / "rep.pdf")]) == 2
+    told = capsys.readouterr().err
+    assert "a report is a page in HTML (.html or .htm)" in told
+    assert f"Give --output {tmp_path / 'rep.html'}." in told
+    assert not list(tmp_path.glob("rep*"))
+
+
 def test_in_the_terminal_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,7 +148,7 @@ def test_predict_writes_a_line_per_sample_in_order(
     images, _ = digits().test.tensors  # type: ignore[union-attr]
     with torch.no_grad():
         expected = model(images).argmax(1).tolist()
-    assert [row["label"] for row in rows] == expected
+    assert [row["prediction"] for row in rows] == expected
 
 
 def test_batches_are_joined_as_the_data_say(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_a_stream_is_predicted_row_by_row_and_counted(
 
 def written(tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(session, "_session", lambda request, worker: contextlib.nullcontext())
-    monkeypatch.setattr(session, "_predictions", lambda session: iter([{"label": 3}]))
+    monkeypatch.setattr(session, "_predictions", lambda session: iter([{"prediction": 3}]))
     return session.write_predictions(session.Request(tmp_path, output=output))
 
 
@@ -293,7 +293,7 @@ def test_a_pipe_is_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         assert written(tmp_path, pipe, monkeypatch) == 1
-        assert json.loads(os.read(reader, 1000)) == {"index": 0, "label": 3}
+        assert json.loads(os.read(reader, 1000)) == {"index": 0, "prediction": 3}
     finally:
         os.close(reader)
     assert pipe.is_fifo()
@@ -304,7 +304,7 @@ def test_a_link_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     link.symlink_to(target)
     assert written(tmp_path, link, monkeypatch) == 1
     assert link.is_symlink()
-    assert predictions(target) == [{"index": 0, "label": 3}]
+    assert predictions(target) == [{"index": 0, "prediction": 3}]
 
 
 def test_what_is_neither_file_nor_pipe_is_no_output(

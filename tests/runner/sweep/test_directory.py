@@ -103,13 +103,44 @@ def test_a_changed_recipe_is_refused_with_the_difference(made: directory.Sweep) 
     text = str(raised.value)
     assert "deterministic=True in jobs 0, 1: deterministic=False in" in text
     assert "Undo the change" in text
-    with pytest.raises(ConfigError, match="has 2 jobs, and this command has 3"):
-        directory.require_unchanged(made, described(3, 4, 5))
-    with pytest.raises(ConfigError, match="other overrides"):
-        directory.require_unchanged(made, described(3, 5))
     sampled = directory.Sweep(made.path, replace(made.description, jobs=[]))
     with pytest.raises(ConfigError, match="name=other"):
         directory.require_unchanged(sampled, replace(described(3, name="other"), jobs=[]))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "expected"),
+    [
+        ((3, 5), ["seed=5 in job 1: seed=4 in {}"]),
+        ((5, 5), ["seed=5 in job 0: seed=3 in {}", "seed=5 in job 1: seed=4 in {}"]),
+        (
+            (3, 4, 5),
+            ["has 2 jobs, and this command has 3", "job 2 (seed=5): {} has no such job"],
+        ),
+        ((3,), ["has 2 jobs, and this command has 1", "no job 1: {} has job 1 (seed=4)"]),
+    ],
+)
+def test_an_edited_list_of_jobs_is_refused_with_the_difference(
+    made: directory.Sweep, seeds: tuple[int, ...], expected: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        directory.require_unchanged(made, described(*seeds))
+    text = str(raised.value)
+    for one in expected:
+        assert one.format(made.path) in text
+    assert "Undo the change, or begin a new sweep" in text
+
+
+def test_a_job_that_lacks_an_override_or_has_another_order_is_told(made: directory.Sweep) -> None:
+    def listed(*overrides: tuple[str, ...]) -> directory.Description:
+        jobs = [directory.known_job(n, one, {}, {}) for n, one in enumerate(overrides)]
+        return replace(made.description, jobs=jobs)
+
+    there = directory.Sweep(made.path, listed(("seed=1", "a=2"), ("seed=1", "seed=2")))
+    with pytest.raises(ConfigError) as raised:
+        directory.require_unchanged(there, listed(("seed=1",), ("seed=2",)))
+    assert f"no a in job 0: a=2 in {made.path}" in str(raised.value)
+    assert f"seed=2 in job 1: seed=1 seed=2 in {made.path}" in str(raised.value)
 
 
 def test_changed_settings_of_a_search_are_refused_with_the_difference(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +23,13 @@ from runner.compose import hydra_setup, sweepers
 from runner.run_dir import study as study_files
 from runner.run_dir.json_files import METRICS, SUMMARY
 from runner.sweep.job_errors import JobFailed, JobStopped
+from runner.sweep.journal import Journal
 from runner.sweep.optuna_sweeper import STUDY, Search
 from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
 from runner.training import optuna_study
-from tests.runner.sweep.kills import killed_sweep
+from tests.helpers import python
+from tests.runner.sweep.kills import ROOT, killed_sweep
 
 SPACE = ("optimizer.lr=tag(log, interval(1e-4,1e-1))", "seed=1,2")
 Objective = Callable[[int, dict[str, str]], Any]
@@ -318,6 +324,82 @@ def test_sweeps_may_share_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     storage = optuna_study.storage_of("shared.journal", tmp_path)
     shared = optuna.load_study(study_name="s", storage=storage)
     assert len({trial.params["optimizer.lr"] for trial in shared.trials}) == 12
+
+
+def journaled(folder: Path) -> Objective:
+    """Return an objective whose jobs are recorded in the sweep's own journal."""
+
+    def objective(number: int, given: dict[str, str]) -> float:
+        journal, overrides = Journal(folder), [f"{key}={value}" for key, value in given.items()]
+        value = distance(number, given)
+        journal.ended(number, journal.started(number, overrides), overrides, 0, objective=value)
+        return value
+
+    return objective
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({}, "optuna.journal was missing, or empty"),
+        ({"storage": "own.journal"}, r"The study '\w+' lacked trials of this sweep"),
+    ],
+)
+def test_a_lost_journal_of_a_study_is_told_and_its_trials_are_rebuilt(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, object],
+    lost: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "sweep"
+    search(folder, journaled(folder), **changes)
+    for path in tmp_path.rglob("*.journal"):
+        path.unlink()
+    capsys.readouterr()
+    assert search(folder, journaled(folder), n_trials=7, **changes).batches == [[6]]
+    told = r"6 trials were rebuilt from journal.jsonl and the runs' evaluations\."
+    shown = capsys.readouterr().out
+    assert re.search(rf"{lost}: {told}\nThe study goes on: 6 of 7", shown), shown
+    assert search(folder, journaled(folder), n_trials=7, **changes).batches == []
+    assert "rebuilt" not in capsys.readouterr().out
+
+
+def test_a_journal_of_a_study_that_ends_early_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search(tmp_path, journaled(tmp_path))
+    journal = tmp_path / study_files.JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    last = [i for i, line in enumerate(lines) if line.startswith(b'{"op_code":4')][-1]
+    journal.write_bytes(b"".join(lines[:last])[:-9] + b"x" * 9)  # it is cut off in a line
+    assert search(tmp_path, journaled(tmp_path)).batches == [[4]]
+    shown = capsys.readouterr().out
+    assert "optuna.journal ended early: 1 trial was rebuilt from journal.jsonl" in shown
+
+
+@pytest.mark.slow
+def test_a_pruner_decides_as_before_when_the_journal_was_lost(tmp_path: Path) -> None:
+    def printed(count: int) -> str:
+        line = (
+            *("hydra/sweeper=random", "optimizer.lr=tag(log,interval(1e-6,1e-1))", *QUICK),
+            *("hydra.sweeper.pruner=median", "hydra.sweeper.pruner.n_startup_trials=1"),
+            *(f"hydra.sweeper.n_trials={count}", "trainer.max_steps=10", "sweep.dir=here"),
+        )
+        command, kept = python("-m", "runner", "-m", *line), {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.check_output(command, cwd=tmp_path, env=kept, text=True, timeout=240)
+
+    printed(2)
+    shutil.copytree(tmp_path / "here", tmp_path / "copy")
+    whole = printed(3)
+    assert "trial 2: pruned" in whole
+    shutil.rmtree(tmp_path / "here")
+    (tmp_path / "copy").rename(tmp_path / "here")
+    (tmp_path / "here" / study_files.JOURNAL).unlink()
+    rebuilt = printed(3)
+    assert "2 trials were rebuilt from journal.jsonl" in rebuilt
+    assert "trial 2: pruned" in rebuilt
 
 
 def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: float) -> None:

@@ -62,6 +62,27 @@ def test_a_list_in_a_file(name: str, text: str, tmp_path: Path) -> None:
     assert found.list == (("model.width=4", "tags=[a,b]"), ("seed=2", "scheduler=null"))
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"), [("\n", "the file is empty"), ("# nothing yet\n", "the file has no jobs")]
+)
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("jobs.yaml", "- [optimizer.lr=0.1, seed=1]"),
+        ("jobs.txt", "optimizer.lr=0.1 seed=1"),
+    ],
+)
+def test_a_file_without_jobs_is_told_with_what_it_should_have(
+    name: str, line: str, text: str, rule: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        settings.take([f"sweep.list={tmp_path / name}"])
+    told = str(raised.value)
+    assert rule in told
+    assert f"Write a line for each job into it, such as `{line}`." in told
+
+
 def test_values_of_a_yaml_mapping() -> None:
     found, _ = settings.take(["sweep.list=[{a: true, b: [1, x], c: {d: 1.5}}]"])
     assert found.list == (("a=true", "b=[1,x]", "c={d:1.5}"),)

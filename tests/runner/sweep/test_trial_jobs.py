@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from accel.errors import ConfigError
 from runner.compose import hydra_setup, sweepers
 from runner.run_dir import study as study_files
+from runner.run_dir.json_files import METRICS
+from runner.sweep.journal import Journal
 from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
 from runner.sweep.trial_jobs import COMMANDS, Jobs, TrialJob
@@ -157,6 +161,100 @@ def test_a_space_that_is_seen_whole_ends_the_search(tmp_path: Path) -> None:
             jobs.complete(taken[0], [1.0])
         assert jobs.exhausted
     assert len(jobs.newest()) == 3
+
+
+TPE = {"name": "tpe", "n_startup_trials": 2}
+
+
+def run_jobs(folder: Path, count: int, **changes: object) -> None:
+    """Run jobs as a command does, with their own records; of each three one is pruned."""
+    record = Journal(folder)
+    with jobs_in(folder, **changes) as jobs:
+        study_files.StudyFile(study_files.JOURNAL, "sweep", folder.name, mode="min").write(folder)
+        for number in range(count):
+            (job,) = jobs.take(1)
+            overrides = [hydra_setup.closed(one) for one in job.overrides]
+            trial = optuna_study.running_trial(jobs.study, jobs.storage, folder.name, number)
+            assert trial is not None
+            begun, place = record.started(number, overrides), folder / f"{number:04}"
+            place.mkdir()
+            values = {5: number + 0.5, 10: number % 3 + 0.25}
+            if pruned := number % 3 == 2:
+                del values[10]
+            lines = [{"step": k, "split": "validation", "loss": v} for k, v in values.items()]
+            (place / METRICS).write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+            for step, value in values.items():
+                trial.report(value, step)
+            last = min(values.values())
+            status = "pruned" if pruned else "finished"
+            ended = {"metric": "loss", "step": max(values)}
+            record.ended(number, begun, overrides, 0, status=status, objective=last, **ended)
+            if pruned:
+                trial.set_user_attr("pruned", 5)
+                jobs.prune(job)
+            else:
+                jobs.complete(job, [last])
+
+
+def told(jobs: Jobs) -> list[object]:
+    """Return what a pruner and a sampler know of the first five jobs."""
+    return [
+        (
+            one.state,
+            one.values,
+            one.params,
+            one.intermediate_values,
+            one.user_attrs["job"]["overrides"],
+        )
+        for number, one in sorted(jobs.newest().items())
+        if number < 5
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_a_study_that_was_cut_off_anywhere_is_rebuilt(tmp_path: Path, seed: int | None) -> None:
+    run_jobs(tmp_path, 5, sampler=TPE, seed=seed)
+    known, journal = Journal(tmp_path).states(), tmp_path / study_files.JOURNAL
+    lines = journal.read_bytes().splitlines(keepends=True)
+    whole = told(jobs_in(tmp_path))
+    with jobs_in(tmp_path, sampler=TPE) as jobs:
+        assert jobs.rebuild(known, "loss") == []
+    rebuilt = []
+    for count in range(0, len(lines), 3 if seed == 0 else 7):
+        journal.write_bytes(b"".join(lines[:count]))
+        with jobs_in(tmp_path, sampler=TPE, seed=seed) as jobs:
+            rebuilt.append(len(jobs.rebuild(known, "loss")))
+            (job,) = jobs.take(1)
+            if job.number == 2:  # all was there but the word that it has ended
+                jobs.prune(job)
+            elif job.number < 5:
+                jobs.complete(job, [job.number % 3 + 0.25])
+            assert told(jobs) == whole
+    assert rebuilt[0] == 5
+    assert sorted(rebuilt, reverse=True) == rebuilt
+
+
+def test_a_job_under_way_whose_trial_was_lost_goes_on_with_its_parameters(tmp_path: Path) -> None:
+    with jobs_in(tmp_path, seed=None) as jobs:
+        for job in jobs.take(3)[::2]:  # of the second nothing was begun
+            overrides = [hydra_setup.closed(one) for one in job.overrides]
+            Journal(tmp_path).started(job.number, overrides)
+    begun = Journal(tmp_path).states()
+    (tmp_path / study_files.JOURNAL).unlink()
+    with jobs_in(tmp_path, seed=None) as jobs:
+        assert jobs.rebuild(begun, None) == [0, 2]
+        taken = {job.number: job.overrides for job in jobs.take(4)}
+        assert sorted(taken) == [0, 1, 2, 3]
+        for number in begun:
+            known = jobs.space.chosen(begun[number].overrides)
+            assert jobs.space.chosen(taken[number]) == known
+
+
+@pytest.mark.parametrize("values", ["optimizer.lr=7.5", "optimizer.lr=big"])
+def test_a_lost_trial_with_values_of_another_search_is_refused(tmp_path: Path, values: str) -> None:
+    Journal(tmp_path).started(3, ["name=x", values, "seed=2"])
+    with jobs_in(tmp_path) as jobs, pytest.raises(ConfigError, match=f"job 0003: {values}"):
+        jobs.rebuild(Journal(tmp_path).states(), None)
 
 
 def test_a_pruned_job_is_recorded_as_such(tmp_path: Path) -> None:
