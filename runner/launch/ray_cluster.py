@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel import env, imports
 from accel.errors import ConfigError
-from runner.config import ray_placement
+from runner.config import ray_placement, trust
 from runner.launch import remote_process
 from runner.launch.stopped_workers import LOOK_SECONDS
 from runner.run_dir import numerics
@@ -130,11 +130,15 @@ def host(
 
 
 def environment(ray: ModuleType) -> dict[str, str | None]:
-    """Return variables of processes in the cluster: its address, and none of Ray's own workers."""
+    """Return variables of processes in the cluster: its address, and none of Ray's own workers.
+
+    Packages that the person at the keyboard trusts (``--import``) are trusted there, too.
+    """
     return {
         **OF_WORKERS,
         ADDRESS: ray.get_runtime_context().gcs_address,
         numerics.WAIT_POLICY: env.read(numerics.WAIT_POLICY),
+        trust.VARIABLE: env.read(trust.VARIABLE),
     }
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from accel.errors import ConfigError, MissingPackageError
+from runner.config import trust
 from runner.launch import ray_cluster
 from tests.helpers import free_port
 
@@ -26,6 +28,10 @@ class Resources:
     def cluster_resources() -> dict[str, float]:
         return {"CPU": 4.0, "memory": 1e9}
 
+    @staticmethod
+    def get_runtime_context() -> SimpleNamespace:
+        return SimpleNamespace(gcs_address="10.0.0.1:6379")
+
 
 def test_the_reason_is_the_line_that_says_why() -> None:
     assert ray_cluster.reason(Exception(LOST)) == (
@@ -40,6 +46,13 @@ def test_a_shortage_is_what_the_whole_cluster_lacks() -> None:
     assert short == " The cluster has less than that: GPU 2 of 0."
     assert ray_cluster.shortage(Resources, {"CPU": 4}) == ""
     assert ray_cluster.num_gpus(Resources) == 0
+
+
+def test_packages_trusted_here_are_trusted_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(trust.VARIABLE, "mypkg")
+    found = ray_cluster.environment(Resources)  # type: ignore[arg-type]
+    assert found[trust.VARIABLE] == "mypkg"
+    assert found[ray_cluster.ADDRESS] == "10.0.0.1:6379"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
