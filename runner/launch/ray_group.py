@@ -28,7 +28,7 @@ from runner.launch import attempt, bootstrap, ray_cluster, remote_process
 from runner.launch.attempt import Ended
 from runner.launch.ray_cluster import Event, Watch
 from runner.launch.remote_process import Place
-from runner.launch.stopped_workers import StoppedWorkers
+from runner.launch.stopped_workers import StoppedWorkers, look_seconds
 from runner.launch.worker_group import GRACE_SECONDS, Failure, StopSignals
 from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
@@ -57,7 +57,8 @@ class RayCluster:
         distributed: says where, and on which device.
         num_processes: number of workers.
         cwd: the user's directory.
-        hang_timeout: seconds for which all workers may be stopped (SIGSTOP); None: any time.
+        hang_timeout: seconds for which all workers may be stopped (SIGSTOP), and their watchdogs
+            silent for longer; None: any time.
     """
 
     def __init__(
@@ -148,9 +149,9 @@ class _Group:
         self._running: set[int] = set()
         self._passed_on = 0
         self._deadline: float | None = None  # of processes that are to end
-        self._states = ray_cluster.States(ray)
+        self._states = ray_cluster.States(ray, look_seconds(hang_timeout))
         self._stopped = StoppedWorkers(
-            hang_timeout, GRACE_SECONDS, state_of=self._states.of, name_of=self._states.name_of
+            hang_timeout, GRACE_SECONDS, self._states.beat, self._states.of, self._states.name_of
         )
         self._failed: dict[int, Failure] = {}
 
@@ -159,7 +160,8 @@ class _Group:
         environments = self._assigned()
         for rank, (actor, variables) in enumerate(zip(self._actors, environments, strict=True)):
             order = {**self._order, "environment": variables}
-            actor.start.remote(bootstrap.code(attempt.WORKER), order)
+            worker = self._order["launch"], rank
+            actor.start.remote(bootstrap.code(attempt.WORKER), order, worker=worker)
             self._watch.add(rank, actor)
             self._states.add(rank, actor)
             self._running.add(rank)
@@ -301,8 +303,9 @@ class _Group:
             self._actors[rank].send.remote(number)
 
     def _end_stopped(self) -> None:
-        """Kill the processes that have been stopped for too long."""
-        self._states.look(self._running)
+        """Kill the processes that have been stopped, or silent, for too long."""
+        if not self._states.look(self._running):
+            return
         for rank, why in self._stopped.failed({rank: rank for rank in self._running}).items():
             self._failed.setdefault(rank, Failure(-signal.SIGKILL, time.time(), why))
             self._actors[rank].kill.remote()
