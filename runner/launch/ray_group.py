@@ -38,7 +38,6 @@ from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, handlers_resto
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
-    from ray.util.placement_group import PlacementGroup
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 POLL_SECONDS = 0.2
@@ -143,7 +142,6 @@ class _Group:
         self._order = {**order, "cwd": cwd}
         self._number, self._finished, self._signals = num_processes, finished, signals
         self._watch = Watch(ray)
-        self._placement: PlacementGroup | None = None
         self._store: TCPStore | None = None
         self._actors: list[ActorHandle] = []  # by rank, once they are placed
         self._running: set[int] = set()
@@ -196,13 +194,11 @@ class _Group:
         ray, chosen, gpus = self._ray, self._distributed.ray, self._gpus()
         bundle = {"CPU": chosen.cpus, "GPU": gpus, **chosen.resources}
         bundle = {name: amount for name, amount in bundle.items() if amount}
-        self._placement = ray.util.placement_group(
-            [bundle] * self._number, strategy=chosen.placement
-        )
+        placement = ray.util.placement_group([bundle] * self._number, strategy=chosen.placement)
         wanted = {name: amount * self._number for name, amount in bundle.items()}
         resources = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
         what = f"{self._number} processes ({resources} each, {chosen.placement})"
-        self._wait([self._placement.ready()], f"room in the Ray cluster for {what}", wanted)
+        self._wait([placement.ready()], f"room in the Ray cluster for {what}", wanted)
         strategies = ray.util.scheduling_strategies
         self._actors = [
             ray_cluster.host(
@@ -212,7 +208,7 @@ class _Group:
                 resources=chosen.resources,
                 runtime_env=chosen.runtime_env,
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
-                    placement_group=self._placement, placement_group_bundle_index=index
+                    placement_group=placement, placement_group_bundle_index=index
                 ),
             )
             for index in range(self._number)
@@ -323,11 +319,13 @@ class _Group:
             self._deadline = now + GRACE_SECONDS
 
     def close(self) -> None:
-        """Give everything back to the cluster; what still runs is killed with its actor."""
+        """End the actors; what still runs is killed with them.
+
+        The placement group ends with the connection. To remove it here would wait for a head that
+        has been killed, until Ray ends the command of a complete run with a failure.
+        """
         for actor in self._actors:
             self._ray.kill(actor)
-        if self._placement is not None:
-            self._ray.util.remove_placement_group(self._placement)
 
 
 def _ranks(places: Sequence[Place]) -> Iterator[dict[str, object]]:

@@ -144,6 +144,20 @@ def test_a_killed_node_is_named(nodes: Cluster, tmp_path: Path) -> None:
 
 
 @ray_nodes.in_a_cluster
+def test_a_run_whose_end_the_head_does_not_see_is_complete(tmp_path: Path) -> None:
+    waits = ("objective.wait=evaluation", "objective.folder=.", "trainer.epochs=1")
+    with ray_nodes.cluster() as nodes:
+        command = nodes.start(*RECIPE, *TWO[:3], *waits, cwd=tmp_path)
+        places = [tmp_path / f"evaluation_{rank}" for rank in (0, 1)]
+        ray_nodes.wait_until(lambda: all(place.exists() for place in places), command)
+        nodes.kill_head()
+        (tmp_path / "go").touch()
+        code, output = ray_nodes.ended(command)
+    assert code == 0, output
+    assert "trainer.epochs=1 completed" in output
+
+
+@ray_nodes.in_a_cluster
 @pytest.mark.parametrize("asked", [False, True], ids=["hang", "SIGTERM"])
 def test_workers_that_are_all_stopped_end_the_run(
     asked: bool, nodes: Cluster, tmp_path: Path
