@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -201,12 +200,10 @@ def test_workers_whose_interpreters_native_code_keeps_end_the_run(
     nodes: Cluster, tmp_path: Path
 ) -> None:
     keeps = ("objective.ending=hang_native", "objective.on=null", "trainer.hang_timeout=2")
-    before = set(Path(tempfile.gettempdir()).glob("runner-*"))
     code, output = nodes.run(*RECIPE, *TWO[:3], *keeps, cwd=tmp_path)
     assert code == 1, output
     assert re.search(r"it hangs: the watchdog of its process \d+ on .* is silent", output), output
     ray_nodes.wait_for_end_of(pids(tmp_path))
-    assert set(Path(tempfile.gettempdir()).glob("runner-*")) <= before  # of the heartbeats
 
 
 @ray_nodes.in_a_cluster
