@@ -63,6 +63,10 @@ class Cluster:
         """Kill the newest node, as a power cut would."""
         self._ask("kill")
 
+    def kill_head(self) -> None:
+        """Kill the server of the head, which knows all nodes and actors."""
+        self._ask("kill head")
+
     def add_node(self) -> None:
         """Add a node; return when the cluster knows all nodes that are there, and no others."""
         self._ask("add")
@@ -171,6 +175,8 @@ def main(cpus: int, number: int) -> None:
         for line in sys.stdin:
             if line.strip() == "kill":
                 nodes.remove_node(added.pop(), allow_graceful=False)
+            elif line.strip() == "kill head":
+                nodes.head_node.kill_gcs_server()
             else:
                 added.append(nodes.add_node(**options))
                 nodes.wait_for_nodes(END_SECONDS)  # a killed node counts for some seconds

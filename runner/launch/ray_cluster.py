@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel import env, imports
 from accel.errors import ConfigError
-from runner.config import ray_placement
-from runner.launch import remote_process
-from runner.launch.stopped_workers import LOOK_SECONDS
+from runner.config import ray_placement, trust
+from runner.launch import heartbeats, remote_process
+from runner.launch.remote_process import State
 from runner.run_dir import numerics
 from runner.training.stopping import HEARD_SIGNALS, handlers_restored
 
@@ -34,7 +34,10 @@ CURRENT = Path("/tmp/ray/ray_current_cluster")
 CONNECT_SECONDS = 10.0
 # How long an actor waits for something to report.
 POLL_SECONDS = 5.0
+# How long an actor's word on its process is waited for.
+ANSWER_SECONDS = 5.0
 LOST = "lost"
+BY_VALUE = (remote_process, heartbeats)  # modules that nodes need not have
 SHARE = "Start in a folder, with an output_dir, on a file system that all nodes share."
 # Variables by which Ray marks its own workers; the processes that they start are none.
 OF_WORKERS: dict[str, None] = dict.fromkeys(("RAY_JOB_ID", "RAY_RAYLET_PID", "PYTHONBREAKPOINT"))
@@ -73,11 +76,13 @@ def connected(address: str | None, key: str) -> Iterator[ModuleType]:
             ray.init(address=address or "auto", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise _unreached(address, key, _first_line(error)) from error
-    ray.cloudpickle.register_pickle_by_value(remote_process)
+    for module in BY_VALUE:
+        ray.cloudpickle.register_pickle_by_value(module)
     try:
         yield ray
     finally:
-        ray.cloudpickle.unregister_pickle_by_value(remote_process)
+        for module in BY_VALUE:
+            ray.cloudpickle.unregister_pickle_by_value(module)
         ray.shutdown()
 
 
@@ -130,11 +135,15 @@ def host(
 
 
 def environment(ray: ModuleType) -> dict[str, str | None]:
-    """Return variables of processes in the cluster: its address, and none of Ray's own workers."""
+    """Return variables of processes in the cluster: its address, and none of Ray's own workers.
+
+    Packages that the person at the keyboard trusts (``--import``) are trusted there, too.
+    """
     return {
         **OF_WORKERS,
         ADDRESS: ray.get_runtime_context().gcs_address,
         numerics.WAIT_POLICY: env.read(numerics.WAIT_POLICY),
+        trust.VARIABLE: env.read(trust.VARIABLE),
     }
 
 
@@ -182,42 +191,66 @@ class Watch:
 
 
 class States:
-    """The states of processes, as their actors read them about once a second."""
+    """How processes are, as their actors say; these are asked each time `seconds` have passed.
 
-    def __init__(self, ray: ModuleType) -> None:
-        self._ray = ray
+    A state that was read before the last question does not count: the process may have gone on. Of
+    heartbeats only a new one says something, so the last that was heard stays: where no answers
+    come, no watchdog is heard.
+    """
+
+    def __init__(self, ray: ModuleType, seconds: float) -> None:
+        self._ray, self._seconds = ray, seconds
         self._actors: dict[int, ActorHandle] = {}
         self._asked: dict[int, ObjectRef] = {}
-        self._looked = 0.0
-        self._found: dict[int, tuple[str, str]] = {}
+        self._asked_at, self._is_waiting = float("-inf"), False
+        self._found: dict[int, State] = {}
+        self._counts: set[int] = set()  # whose state was read since the last question
 
     def add(self, key: int, actor: ActorHandle) -> None:
-        """Read the state of an actor's process from now on."""
+        """Ask an actor from now on."""
         self._actors[key] = actor
 
-    def look(self, keys: Collection[int]) -> None:
-        """Take the answers that are there, and ask again; this waits for nobody."""
+    def look(self, keys: Collection[int]) -> bool:
+        """Take the answers of some processes that are there, or ask; this waits for nobody.
+
+        Returns:
+            Whether all have just answered the last question, or have had the time for it.
+        """
+        self._take()
+        waited = time.monotonic() - self._asked_at
+        if self._is_waiting:
+            self._is_waiting = not self._asked.keys().isdisjoint(keys) and waited < ANSWER_SECONDS
+            return not self._is_waiting
+        if waited >= self._seconds:
+            self._counts.clear()
+            for key in keys - self._asked.keys():
+                self._asked[key] = self._actors[key].state.remote()
+            self._asked_at, self._is_waiting = time.monotonic(), True
+        return False
+
+    def _take(self) -> None:
         for key, reference in list(self._asked.items()):
             ready, _ = self._ray.wait([reference], timeout=0)
             if not ready:
                 continue
             del self._asked[key]
             try:
-                self._found[key] = self._ray.get(reference)
+                self._found[key] = State(*self._ray.get(reference))
+                self._counts.add(key)
             except self._ray.exceptions.RayError:  # it is lost, which its events tell
                 self._found.pop(key, None)
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked = time.monotonic()
-            for key in keys - self._asked.keys():
-                self._asked[key] = self._actors[key].state.remote()
 
     def of(self, key: int) -> str:
         """Return the state of a process, as `process_state`; "?": it is not known."""
-        return self._found.get(key, ("?", ""))[0]
+        return self._found[key].state if key in self._counts else "?"
+
+    def beat(self, key: int) -> int | None:
+        """Return when the watchdog of a process was heard last; None: it is not watched."""
+        return self._found[key].beat if key in self._found else None
 
     def name_of(self, key: int) -> str:
         """Return what a process is called in messages."""
-        return self._found[key][1]
+        return self._found[key].name
 
 
 def reason(error: BaseException) -> str:

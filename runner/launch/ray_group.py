@@ -28,7 +28,7 @@ from runner.launch import attempt, bootstrap, ray_cluster, remote_process
 from runner.launch.attempt import Ended
 from runner.launch.ray_cluster import Event, Watch
 from runner.launch.remote_process import Place
-from runner.launch.stopped_workers import StoppedWorkers
+from runner.launch.stopped_workers import StoppedWorkers, look_seconds
 from runner.launch.worker_group import GRACE_SECONDS, Failure, StopSignals
 from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
@@ -38,7 +38,6 @@ from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, handlers_resto
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
-    from ray.util.placement_group import PlacementGroup
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 POLL_SECONDS = 0.2
@@ -57,7 +56,8 @@ class RayCluster:
         distributed: says where, and on which device.
         num_processes: number of workers.
         cwd: the user's directory.
-        hang_timeout: seconds for which all workers may be stopped (SIGSTOP); None: any time.
+        hang_timeout: seconds for which all workers may be stopped (SIGSTOP), and their watchdogs
+            silent for longer; None: any time.
     """
 
     def __init__(
@@ -142,15 +142,14 @@ class _Group:
         self._order = {**order, "cwd": cwd}
         self._number, self._finished, self._signals = num_processes, finished, signals
         self._watch = Watch(ray)
-        self._placement: PlacementGroup | None = None
         self._store: TCPStore | None = None
         self._actors: list[ActorHandle] = []  # by rank, once they are placed
         self._running: set[int] = set()
         self._passed_on = 0
         self._deadline: float | None = None  # of processes that are to end
-        self._states = ray_cluster.States(ray)
+        self._states = ray_cluster.States(ray, look_seconds(hang_timeout))
         self._stopped = StoppedWorkers(
-            hang_timeout, GRACE_SECONDS, state_of=self._states.of, name_of=self._states.name_of
+            hang_timeout, GRACE_SECONDS, self._states.beat, self._states.of, self._states.name_of
         )
         self._failed: dict[int, Failure] = {}
 
@@ -159,7 +158,8 @@ class _Group:
         environments = self._assigned()
         for rank, (actor, variables) in enumerate(zip(self._actors, environments, strict=True)):
             order = {**self._order, "environment": variables}
-            actor.start.remote(bootstrap.code(attempt.WORKER), order)
+            worker = self._order["launch"], rank
+            actor.start.remote(bootstrap.code(attempt.WORKER), order, worker=worker)
             self._watch.add(rank, actor)
             self._states.add(rank, actor)
             self._running.add(rank)
@@ -194,13 +194,11 @@ class _Group:
         ray, chosen, gpus = self._ray, self._distributed.ray, self._gpus()
         bundle = {"CPU": chosen.cpus, "GPU": gpus, **chosen.resources}
         bundle = {name: amount for name, amount in bundle.items() if amount}
-        self._placement = ray.util.placement_group(
-            [bundle] * self._number, strategy=chosen.placement
-        )
+        placement = ray.util.placement_group([bundle] * self._number, strategy=chosen.placement)
         wanted = {name: amount * self._number for name, amount in bundle.items()}
         resources = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
         what = f"{self._number} processes ({resources} each, {chosen.placement})"
-        self._wait([self._placement.ready()], f"room in the Ray cluster for {what}", wanted)
+        self._wait([placement.ready()], f"room in the Ray cluster for {what}", wanted)
         strategies = ray.util.scheduling_strategies
         self._actors = [
             ray_cluster.host(
@@ -210,7 +208,7 @@ class _Group:
                 resources=chosen.resources,
                 runtime_env=chosen.runtime_env,
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
-                    placement_group=self._placement, placement_group_bundle_index=index
+                    placement_group=placement, placement_group_bundle_index=index
                 ),
             )
             for index in range(self._number)
@@ -301,8 +299,9 @@ class _Group:
             self._actors[rank].send.remote(number)
 
     def _end_stopped(self) -> None:
-        """Kill the processes that have been stopped for too long."""
-        self._states.look(self._running)
+        """Kill the processes that have been stopped, or silent, for too long."""
+        if not self._states.look(self._running):
+            return
         for rank, why in self._stopped.failed({rank: rank for rank in self._running}).items():
             self._failed.setdefault(rank, Failure(-signal.SIGKILL, time.time(), why))
             self._actors[rank].kill.remote()
@@ -320,11 +319,13 @@ class _Group:
             self._deadline = now + GRACE_SECONDS
 
     def close(self) -> None:
-        """Give everything back to the cluster; what still runs is killed with its actor."""
+        """End the actors; what still runs is killed with them.
+
+        The placement group ends with the connection. To remove it here would wait for a head that
+        has been killed, until Ray ends the command of a complete run with a failure.
+        """
         for actor in self._actors:
             self._ray.kill(actor)
-        if self._placement is not None:
-            self._ray.util.remove_placement_group(self._placement)
 
 
 def _ranks(places: Sequence[Place]) -> Iterator[dict[str, object]]:

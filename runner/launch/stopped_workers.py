@@ -33,6 +33,11 @@ def process_state(pid: int | str) -> str:
     return listed.rpartition(")")[2].split()[0]
 
 
+def look_seconds(limit: float | None) -> float:
+    """Return how often workers are looked at that may be stopped for `limit` seconds."""
+    return LOOK_SECONDS if limit is None else min(LOOK_SECONDS, limit / 10)
+
+
 class StoppedWorkers:
     """How long workers of this machine have been stopped while this process ran.
 
@@ -58,7 +63,7 @@ class StoppedWorkers:
         self._state_of = state_of or process_state
         self._name_of = name_of or _who
         self._beats: dict[int, tuple[int | None, float]] = {}  # the last, and when it was seen
-        self._interval = LOOK_SECONDS if limit is None else min(LOOK_SECONDS, limit / 10)
+        self._interval = look_seconds(limit)
         self._looked = time.monotonic()
         self._clock = 0.0  # seconds that this process ran
         self._since: dict[int, float] = {}  # when, by this clock, each rank was first seen stopped

@@ -18,9 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from accel import env
 from accel.errors import Problem
-from runner.config import processes, ray_placement, trust
+from runner.config import processes, ray_placement
 from runner.config.schema import Recipe
 from runner.exit_codes import REFUSED
 from runner.launch import bootstrap, ray_cluster, remote_process
@@ -87,10 +86,10 @@ class Jobs:
             if self._settings[given] is not None:
                 wanted[name] = float(self._settings[given])
         share = max(1, int(wanted[CPUS] // number))
-        environment = {THREADS: str(share), trust.VARIABLE: env.read(trust.VARIABLE)}
         resources = {**wanted, **self._settings["resources"]}
         self._note_shortage(resources)
-        return Share((), share, {**ray_cluster.environment(self._ray), **environment}, resources)
+        environment = {**ray_cluster.environment(self._ray), THREADS: str(share)}
+        return Share((), share, environment, resources)
 
     def _note_shortage(self, resources: Mapping[str, float]) -> None:
         """Print once what no node has: Ray waits for one that does."""

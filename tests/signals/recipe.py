@@ -205,7 +205,7 @@ class Small(Objective):
         wait: "training" or "evaluation": ranks wait there.
         folder: where `wait_in` meets whoever waits for the ranks.
         ending: a key of `ENDINGS` that happens in the third step.
-        on: the rank on which it happens.
+        on: the rank on which it happens; None: on all.
         evaluated: whether it happens in the first evaluation instead.
     """
 
@@ -214,7 +214,7 @@ class Small(Objective):
         wait: str = "",
         folder: str = ".",
         ending: str | None = None,
-        on: int = 1,
+        on: int | None = 1,
         evaluated: bool = False,
     ) -> None:
         self.wait, self.folder, self.evaluated = wait, folder, evaluated
@@ -227,7 +227,8 @@ class Small(Objective):
         phase = "training" if model.training else "evaluation"
         self.calls += model.training
         if phase == "evaluation" or self.calls == 3:
-            if self.ending and rank() == self.on and self.evaluated == (phase == "evaluation"):
+            here = self.on in (None, rank()) and self.evaluated == (phase == "evaluation")
+            if self.ending and here:
                 ENDINGS[self.ending]()
             if self.wait == phase:
                 wait_in(self.folder, phase)
