@@ -31,10 +31,17 @@ def folders() -> list[Path]:
     return [Path(source.path) for source in sources if source.scheme() == "file"]
 
 
+def packages() -> list[str]:
+    """Return the other packages than Hydra's that recipes are read from (`pkg://…`)."""
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    found = [source.path for source in sources if source.scheme() == "pkg"]
+    return [name for name in found if name.partition(".")[0] != "hydra"]
+
+
 def files() -> Iterator[tuple[Path, Path]]:
     """Yield each file of the folders that recipes are read from, with its folder, in order."""
     for folder in folders():
-        for path in sorted(folder.rglob("*.yaml")) if folder.is_dir() else ():
+        for path in sorted(paths.files_below(folder, ".yaml")):
             yield folder, path
 
 
@@ -43,7 +50,7 @@ def own_files() -> Iterator[tuple[Path, str]]:
     shipped = paths.conf_folder().resolve()
     for folder in folders():
         if folder.is_dir() and folder.resolve() != shipped:
-            for path in sorted(folder.rglob("*.yaml")):
+            for path in sorted(paths.files_below(folder, ".yaml")):
                 yield path, path.relative_to(folder).with_suffix("").as_posix()
 
 

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 PRIMARY = "config.yaml"
@@ -40,6 +41,28 @@ def conf_folder() -> Path:
         f"There is no {PRIMARY} in {package / 'conf'} nor in {package.parent / 'conf'}: the "
         "installation is incomplete. Install the package again."
     )
+
+
+def files_below(
+    folder: str | os.PathLike[str], suffix: str = "", above: frozenset[str] = frozenset()
+) -> Iterator[Path]:
+    """Yield the files in a folder and below it, in the order of names, those of linked folders too.
+
+    A link back to a folder `above` it is not followed, and a folder that cannot be read is passed
+    over.
+    """
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir():
+            yield from files_below(entry.path, suffix, above | {real})
+        elif entry.name.endswith(suffix):
+            yield Path(entry.path)
 
 
 def default_files() -> dict[str, str]:

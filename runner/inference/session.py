@@ -32,7 +32,7 @@ from runner.inference.placement import Placement
 from runner.reporting import log_levels, startup
 from runner.run_dir import data_files, directory, json_files, reproduction
 from runner.run_dir.job import Job
-from runner.run_dir.json_files import JsonObject
+from runner.run_dir.json_files import Fields, JsonObject
 from runner.run_dir.numerics import Numerics, choose
 from runner.training.heartbeat import Progress
 
@@ -283,19 +283,24 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
                 for name, model in step.models.items()
             }
             files = data_files.find(recipe.data)
-            if accelerator.is_main_process and not _is_given_data(request):
-                recorded = reproduction.recorded(run_dir)
-                for line in data_files.differences(recorded, {"data": files}):
+            if accelerator.is_main_process:
+                for line in _other_data(request, run_dir, files):
                     print(f"data: not as it was trained with: {line}")
             batches = _batches(accelerator, recipe, request.splits)
             collector.collect_usually()
             yield Session(accelerator, step, batches, checkpoint, progress, files)
 
 
-def _is_given_data(request: Request) -> bool:
-    """Return whether a request names other data than the run's."""
-    keys = (hydra_setup.key_of(override) for override in request.overrides)
-    return any(key.partition(".")[0] == "data" for key in keys)
+def _other_data(request: Request, run_dir: Path, files: Fields) -> list[str]:
+    """Return how files differ from those that the run had, but for those that a request names."""
+    given = [hydra_setup.key_of(override) for override in request.overrides]
+    recorded = reproduction.recorded(run_dir).get("data") or {}
+    then = {
+        key: one
+        for key, one in recorded.items()
+        if not any(f"{key}.".startswith(f"{name}.") for name in given)
+    }
+    return data_files.differences({"data": then}, {"data": files})
 
 
 @contextlib.contextmanager

@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from runner.config import paths
 from runner.run_dir.json_files import Fields, JsonObject
 
 MOST_FILES = 2_000  # of a folder, behind which its record says that it is not complete
-STATE = ("files", "bytes", "newest")
+SIZES = ("files", "bytes", "newest")
 
 
 def find(node: object, key: str = "data", cwd: str = ".") -> dict[str, JsonObject]:
@@ -40,25 +41,25 @@ def _paths(node: object, key: str, cwd: str) -> Iterator[tuple[str, str]]:
 
 
 def state(path: str) -> JsonObject:
-    """Return path, number of files, bytes and newest change (seconds since the epoch)."""
+    """Return path, number of files, bytes, newest change (seconds since the epoch), and a digest.
+
+    The digest is of the name, size and time of each file.
+    """
     number = total = 0
-    newest, complete = 0.0, True
-    for file in [Path(path)] if os.path.isfile(path) else _files(path):
+    newest, complete, digest = 0.0, True, hashlib.sha256()
+    is_file = os.path.isfile(path)
+    for file in [Path(path)] if is_file else paths.files_below(path):
         if number == MOST_FILES:
             complete = False
             break
         with contextlib.suppress(OSError):
-            found = file.stat()
+            found, name = file.stat(), "" if is_file else os.path.relpath(file, path)
+            described = f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0"
+            digest.update(described.encode(errors="surrogateescape"))
             number, total = number + 1, total + found.st_size
             newest = max(newest, found.st_mtime)
     counted = {"files": number, "bytes": total, "newest": newest, "complete": complete}
-    return {"path": path, **counted}
-
-
-def _files(folder: str) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders.sort()
-        yield from (Path(root, name) for name in sorted(names))
+    return {"path": path, **counted, "digest": digest.hexdigest()[:16]}
 
 
 def differences(then: Fields, now: Fields) -> list[str]:
@@ -78,15 +79,23 @@ def differences(then: Fields, now: Fields) -> list[str]:
             lines.append(f"{key}: {_named(old)} then, {_named(new)} now")
         elif any(old.get(name) != new.get(name) for name in ("files", "bytes")):
             lines.append(f"{key}: {size(old)} then, {size(new)} now")
-        else:
+        elif old.get("newest") != new.get("newest"):
             changed = written(new)
             lines.append(f"{key}: files were written since ({changed}), of the same sizes")
+        else:
+            lines.append(f"{key}: files have other names, sizes or times, of the same sum")
     return lines
 
 
 def is_changed(then: Fields, now: Fields) -> bool:
     """Return whether two recorded states differ, wherever they lie."""
-    return any(then.get(name) != now.get(name) for name in STATE)
+    return _known(then, now) != _known(now, then)
+
+
+def _known(found: Fields, other: Fields) -> list[object]:
+    """Return what two records have in common: those of earlier versions have no digest."""
+    both = "digest" in found and "digest" in other
+    return [found.get(name) for name in (("digest",) if both else SIZES)]
 
 
 def _named(found: Fields) -> str:
@@ -110,6 +119,6 @@ def identity(recorded: Fields) -> str:
     found = recorded.get("data") or {}
     if not found:
         return ""
-    parts = {key: [one.get(name) for name in STATE] for key, one in found.items()}
+    parts = {key: [one.get(name) for name in (*SIZES, "digest")] for key, one in found.items()}
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import platform
@@ -36,6 +37,16 @@ def write_environment(run_dir: str | os.PathLike[str], data: object = None) -> d
     found = describe(data, root / provenance.DIFF)
     write_json(root / provenance.ENVIRONMENT, found)
     return found
+
+
+def note_data(run_dir: Path, data: object) -> None:
+    """Note the files of the data factory anew, which may have written some of them (a cache)."""
+    path, found = run_dir / provenance.ENVIRONMENT, None
+    with contextlib.suppress(OSError, ValueError):  # a run without a record, or a damaged one
+        found = json.loads(path.read_bytes())
+    files = data_files.find(data)
+    if isinstance(found, dict) and found.get("data") != files:
+        write_json(path, {**found, "data": files})
 
 
 def describe(data: object = None, diff_to: Path | None = None) -> dict[str, object]:

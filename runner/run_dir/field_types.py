@@ -109,6 +109,7 @@ _GIT: FieldType = {
 }
 _FILES: FieldType = {
     **{"path": word, "files": count, "bytes": quantity, "newest": quantity, "complete": flag},
+    **{"digest": text},
 }
 ENVIRONMENT: FieldType = {
     **dict.fromkeys(("python", "platform", "hostname", "cwd", "cpu"), text),

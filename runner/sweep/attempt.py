@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from accel.errors import ConfigError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
-from runner.run_dir import atomic_update, data_files, lock, measurements, study
+from runner.run_dir import atomic_update, data_files, lock, measurements, reproduction, study
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
 from runner.run_dir.sweep_records import FINISHED, PRUNED
@@ -198,9 +198,16 @@ def _values(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
         "seconds": summary.get("seconds"),
         "metrics": summary.get("metrics"),
         "measured": measurements.measured(run_dir, summary),
+        **_data(run_dir),
     }
     searched = study.of_sweep(run_dir.parent)
     return found if searched is None else found | _searched(summary, searched, run_dir)
+
+
+def _data(run_dir: Path) -> dict[str, object]:
+    """Return how the files of its data factory stood once it had read them, if it was given any."""
+    files = reproduction.recorded(run_dir).get("data")
+    return {"data": files} if files else {}
 
 
 def _searched(summary: Mapping[str, Any], searched: StudyFile, run_dir: Path) -> dict[str, object]:

@@ -245,7 +245,7 @@ def _described(
     search: Mapping[str, Any] | None = None,
 ) -> Description:
     plain = [serialization.frozen_plain(job.recipe) for job in examined]
-    if any("${" in override for override in request.given):
+    if any("${" in o for o in (*request.given, *(o for job in examined for o in job.overrides))):
         here = None
     listed = [
         directory.known_job(number, job.overrides, recipe, plain[0])

@@ -60,7 +60,7 @@ class JobState:
         host: the machine of that.
         slurm: id of the Slurm job that it runs in; empty: in none.
         code: digests of the user's packages that it was started with, by name.
-        data: the states of the files that its data factory was given then, by dotted key.
+        data: the states of the files that its data factory was given, by dotted key.
         ended: the record of its end; empty: there is none.
     """
 
@@ -246,4 +246,6 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
             state.data = data if isinstance(data, dict) else {}
         else:
             state.status, state.ended = str(record.get("status", FAILED)), record
+            if isinstance(data := record.get("data"), dict):
+                state.data = data  # with what its factory has written
     return found

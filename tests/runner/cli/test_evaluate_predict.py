@@ -89,8 +89,11 @@ def test_data_that_has_changed_since_is_said_and_kept_with_the_result(
     said = "data: not as it was trained with: data.path: 1 file of 9 bytes then, 1 file of 12 bytes"
     assert said in capsys.readouterr().out
     assert evaluations.read(run_dir)[-1]["data"] == now
-    assert cli.main(["eval", str(run_dir), "--split", "test", "data.num_variants=4"]) == 0
-    assert "not as it was trained with" not in capsys.readouterr().out  # asked for
+    line = ["eval", str(run_dir), "--split", "test"]
+    assert cli.main([*line, "data.num_variants=4"]) == 0  # it names no other file
+    assert said in capsys.readouterr().out
+    assert cli.main([*line, "data.num_variants=4", "data=digits"]) == 0
+    assert "not as it was trained with" not in capsys.readouterr().out
 
 
 @pytest.mark.slow  # it starts two processes, which import PyTorch

@@ -50,6 +50,39 @@ def test_a_folder_elsewhere_differs_only_if_its_files_do(tmp_path: Path) -> None
     )
 
 
+def test_linked_folders_are_followed_and_files_that_change_places_are_seen(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.csv").write_text("1,2")
+    (tmp_path / "real" / "up").symlink_to(tmp_path / "real")  # a loop
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train").symlink_to(tmp_path / "real")
+    (tmp_path / "data" / "b.csv").write_text("3,4")
+    for name in ("real/a.csv", "data/b.csv"):
+        os.utime(tmp_path / name, (5, 5))
+    before = recorded({"path": "data"}, tmp_path)
+    assert before["data"]["data.path"]["files"] == 2
+    os.utime(tmp_path / "real" / "a.csv", (6, 6))
+    (line,) = data_files.differences(before, recorded({"path": "data"}, tmp_path))
+    assert "files were written since" in line
+    os.utime(tmp_path / "real" / "a.csv", (5, 5))
+    assert data_files.differences(before, recorded({"path": "data"}, tmp_path)) == []
+    (tmp_path / "data" / "b.csv").rename(tmp_path / "data" / "c.csv")
+    (line,) = data_files.differences(before, recorded({"path": "data"}, tmp_path))
+    assert line == "data.path: files have other names, sizes or times, of the same sum"
+
+
+def test_a_record_without_a_digest_is_compared_by_its_sums(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("1")
+    now = recorded({"path": "d.csv"}, tmp_path)
+    then = {"data": {"data.path": {k: v for k, v in now["data"]["data.path"].items()}}}
+    del then["data"]["data.path"]["digest"]  # of an earlier version
+    assert data_files.differences(then, now) == []
+    then["data"]["data.path"]["bytes"] = 2
+    assert len(data_files.differences(then, now)) == 1
+
+
 def test_a_folder_that_the_run_has_made_is_no_difference(tmp_path: Path) -> None:
     before = recorded({"cache": "cache"}, tmp_path)
     (tmp_path / "cache").mkdir()

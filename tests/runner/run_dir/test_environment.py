@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.run_dir import environment
+from runner.run_dir import data_files, environment
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -46,6 +46,22 @@ def test_the_environment_tells_versions_machine_and_git(
     assert found["git"]["untracked"] == ["new.py"]
     assert "+width = 2" in (run_dir / "git.diff").read_text()
     assert "b/new.py" in (run_dir / "git.diff").read_text()
+
+
+def test_files_that_a_factory_has_written_are_noted_as_its_data(tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    run_dir.mkdir()
+    (data / "a.csv").write_text("1,2")
+    node = {"name": "csv", "path": str(data)}
+    environment.note_data(run_dir, node)  # of a run without a record
+    assert list(run_dir.iterdir()) == []
+    first = environment.write_environment(run_dir, node)
+    (data / "cache.pt").write_text("3")
+    environment.note_data(run_dir, node)
+    found = json.loads((run_dir / "environment.json").read_text())
+    assert found == {**first, "data": data_files.find(node)}
+    assert found["data"]["data.path"]["files"] == 2
 
 
 def test_outside_of_git_there_is_nothing_to_tell(

@@ -153,6 +153,21 @@ def test_a_recipe_that_reads_the_environment_is_composed_each_time(
     assert "model.width=8" in capsys.readouterr().err
 
 
+def test_a_list_of_jobs_that_reads_the_environment_is_composed_each_time(
+    server: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "jobs.yaml").write_text("- ['model.width=\"${oc.decode:${oc.env:WIDTH}}\"']\n")
+    line = ["-m", "sweep.list=jobs.yaml", "sweep.dir=mine"]
+    monkeypatch.setenv("WIDTH", "4")
+    assert cli.main(line) == 0
+    monkeypatch.setenv("WIDTH", "8")
+    assert cli.main(line) == 2
+    assert "model.width=8" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_directory_that_is_chosen(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]

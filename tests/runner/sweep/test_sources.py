@@ -46,6 +46,26 @@ def test_a_folder_of_the_command_line_is_one_of_them(tmp_path: Path) -> None:
     assert None is not fingerprint(searched) != first
 
 
+def test_linked_folders_are_read_as_hydra_reads_them(tmp_path: Path) -> None:
+    real = tmp_path / "elsewhere"
+    real.mkdir()
+    (real / "own.yaml").write_text("seed: 4\n")
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "experiment").symlink_to(real)
+    first = fingerprint()
+    (real / "own.yaml").write_text("seed: 5\n")
+    assert None is not fingerprint() != first
+
+
+def test_recipes_of_a_package_have_no_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes_of_sources").mkdir()
+    (tmp_path / "recipes_of_sources" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert fingerprint("hydra.searchpath=[pkg://recipes_of_sources]") is None
+
+
 @pytest.mark.parametrize("value", ["${oc.env:WIDTH}", "${oc.decode:${oc.env:WIDTH}}"])
 def test_values_from_elsewhere_have_no_fingerprint(value: str, tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
