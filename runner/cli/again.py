@@ -87,14 +87,15 @@ def _all_made(runs: Sequence[tuple[RunRecord, Examined]], found: argparse.Namesp
 
     codes: list[int] = []
     with StopSignals().installed() as stops:
-        for number, one in enumerate(runs):
-            if stops.received:
-                print(f"{len(runs) - number} of {len(runs)} runs are not begun.", file=sys.stderr)
-                return max([*codes, STOPPED])
-            codes.append(_made(one, found, fresh=True))
-            if codes[-1] in (STOPPED, INTERRUPTED):
+        for one in runs:
+            if not stops.received:
+                codes.append(_made(one, found, fresh=True))
+            if stops.received or codes[-1] in (STOPPED, INTERRUPTED):
                 break
-    return max(codes)
+    left = len(runs) - len(codes)
+    if left:
+        print(f"{left} of {len(runs)} runs are not begun.", file=sys.stderr)
+    return max([*codes, STOPPED]) if left and stops.received else max(codes)
 
 
 def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:

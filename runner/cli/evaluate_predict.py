@@ -242,9 +242,10 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
         parser.add_argument("words", metavar="RUN_DIR|KEY=VALUE", nargs="+", help=what)
     else:
         parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")
-        parser.add_argument(
+        changes = parser.add_argument(
             "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the run's recipe"
         )
+        changes.required = False  # argparse names it among what is missing
     parser.add_argument(
         "--processes",
         type=int,

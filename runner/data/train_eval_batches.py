@@ -214,6 +214,7 @@ class EvalBatches:
         reader: dict[str, object] = {"batch_size": self._total if config.split_batches else size}
         self.num_batches: int | None = None
         self.num_samples: int | None = None
+        self.is_limited = False
         seeded: SeededDataset | SeededStream
         if self._streamed:
             ConfigError.raise_if(worker_problems(dataset, recipe, dims.dp_size))
@@ -253,6 +254,7 @@ class EvalBatches:
         batches = -(-length // self._total)
         self.num_batches = limited(self.recipe.trainer.limit_eval_batches, batches)
         self.num_samples = min(length, self.num_batches * self._total)
+        self.is_limited = self.num_samples < length
 
     def _count_stream(self, dataset: object) -> None:
         limit = self.recipe.trainer.limit_eval_batches
@@ -263,6 +265,7 @@ class EvalBatches:
         else:
             self.num_batches = None if limit is None else int(limit)
             self.num_samples = None
+            self.is_limited = limit is not None
 
     def __iter__(self) -> Iterator[object]:
         self.loader.generator.manual_seed(self.recipe.seed)

@@ -287,6 +287,9 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
                 for line in _other_data(request, run_dir, files):
                     print(f"data: not as it was trained with: {line}")
             batches = _batches(accelerator, recipe, request.splits)
+            if accelerator.is_main_process:
+                for line in _limited(request, recipe, batches):
+                    print(line)
             collector.collect_usually()
             yield Session(accelerator, step, batches, checkpoint, progress, files)
 
@@ -301,6 +304,20 @@ def _other_data(request: Request, run_dir: Path, files: Fields) -> list[str]:
         if not any(f"{key}.".startswith(f"{name}.") for name in given)
     }
     return data_files.differences({"data": then}, {"data": files})
+
+
+LIMIT = "trainer.limit_eval_batches"
+
+
+def _limited(request: Request, recipe: Recipe, batches: Mapping[str, EvalBatches]) -> Iterator[str]:
+    """Yield that a limit of the run's evaluations leaves out samples, unless it was asked for."""
+    if any(hydra_setup.key_of(override) == LIMIT for override in request.overrides):
+        return
+    for split, found in batches.items():
+        if found.is_limited:
+            number = "" if found.num_samples is None else f" ({found.num_samples} samples)"
+            given = f"{LIMIT}={recipe.trainer.limit_eval_batches}"
+            yield f"{split}: only a part{number}, as in the run ({given}); {LIMIT}=null takes all"
 
 
 @contextlib.contextmanager

@@ -350,7 +350,8 @@ class Search:
         ended = sum(trial.state.is_finished() for trial in newest.values())
         self._ended_before = ended
         if newest:
-            print(f"The study goes on: {ended} of {self.settings.n_trials} trials have ended.")
+            most = max(ended, self.settings.n_trials)
+            print(f"The study goes on: {ended} of {most} trials have ended.")
 
     def _note_random_keys(self) -> None:
         name = self.settings.sampler["name"]

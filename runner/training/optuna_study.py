@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import os
 import time
 import warnings
@@ -23,12 +22,10 @@ import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
+from sqlalchemy.exc import DatabaseError
 
 from accel.errors import ConfigError, Problem, nearest
 from runner.run_dir import lock
-
-logger = logging.getLogger(__name__)
 
 SAMPLER, PRUNER = "sampler", "pruner"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)  # seconds between tries to open a database
@@ -92,14 +89,21 @@ def _database(url: str) -> RDBStorage:
 
     Each of them then meets tables that the other has made meanwhile, and finds them at its next
     try.
+
+    Raises:
+        ConfigError: if it cannot be opened.
     """
     for seconds in PAUSES:
-        try:
+        with contextlib.suppress(DatabaseError):  # the last try tells
             return RDBStorage(url)
-        except (OperationalError, ProgrammingError, IntegrityError) as error:
-            logger.debug("%s: %s", url, error)
-            time.sleep(seconds)
-    return RDBStorage(url)
+        time.sleep(seconds)
+    try:
+        return RDBStorage(url)
+    except DatabaseError as error:
+        reason = str(error).splitlines()[0]
+        rule = f"the database of a study is opened there, and that failed ({reason})"
+        remedy = "Mend it, name another, or move it away: a sweep's trials are rebuilt."
+        raise ConfigError.of(f"storage={url}", rule, remedy) from error
 
 
 def storage_of(text: str, folder: Path) -> BaseStorage:

@@ -135,6 +135,21 @@ def test_a_signal_that_comes_too_late_for_one_run_begins_no_other(
     assert "3 of 4 runs are not begun." in capsys.readouterr().err
 
 
+def test_runs_that_a_stopped_one_leaves_are_counted(
+    started: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = start_run.start
+    monkeypatch.setattr(
+        start_run, "start", lambda *given, **more: record(*given, **more) or STOPPED
+    )
+    assert cli.main(["again", str(write_sweep(tmp_path, (1e-3,)))]) == STOPPED
+    assert len(started) == 1
+    assert "3 of 4 runs are not begun." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

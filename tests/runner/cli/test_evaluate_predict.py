@@ -49,6 +49,7 @@ def test_the_help_of_a_command_ends_with_0(
     [
         (["eval", "RUN", "--split", "none"], "invalid choice: 'none'"),
         (["predict", "RUN"], "required: --output"),
+        (["predict", "--output", "p.jsonl"], "required: RUN_DIR\n"),
         (["eval"], "required: RUN_DIR"),
     ],
 )
@@ -94,6 +95,23 @@ def test_data_that_has_changed_since_is_said_and_kept_with_the_result(
     assert said in capsys.readouterr().out
     assert cli.main([*line, "data.num_variants=4", "data=digits"]) == 0
     assert "not as it was trained with" not in capsys.readouterr().out
+
+
+def test_samples_that_the_runs_own_limit_leaves_out_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = str(make_run(tmp_path, "trainer.limit_eval_batches=1", "trainer.eval_batch_size=50"))
+    output = tmp_path / "p.jsonl"
+    assert cli.main(["predict", run_dir, "--split", "test", "--output", str(output)]) == 0
+    shown = capsys.readouterr().out
+    assert "test: only a part (50 samples), as in the run (trainer.limit_eval_batches=1)" in shown
+    assert "50 predictions written" in shown
+    for limit, part in (("null", 360), ("2", 100)):  # asked for
+        line = ["predict", run_dir, "--split", "test", f"trainer.limit_eval_batches={limit}"]
+        assert cli.main([*line, "--output", str(output)]) == 0
+        shown = capsys.readouterr().out
+        assert f"{part} predictions written" in shown
+        assert "only a part" not in shown
 
 
 @pytest.mark.slow  # it starts two processes, which import PyTorch

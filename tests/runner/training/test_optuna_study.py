@@ -10,7 +10,6 @@ from pathlib import Path
 
 import optuna
 import pytest
-from sqlalchemy.exc import OperationalError
 
 from accel.errors import ConfigError
 from runner.training import optuna_study
@@ -58,8 +57,11 @@ def test_a_database_that_cannot_be_opened_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optuna_study, "PAUSES", (0.0,))
-    with pytest.raises(OperationalError, match="unable to open"):
+    with pytest.raises(ConfigError, match="unable to open"):
         optuna_study.storage_of(f"sqlite:///{tmp_path}/none/s.db", tmp_path)
+    (tmp_path / "s.db").write_bytes(b"no database" * 100)
+    with pytest.raises(ConfigError, match="file is not a database"):
+        optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path)
 
 
 def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
