@@ -59,7 +59,8 @@ def files_below(
     except OSError:
         return
     for entry in entries:
-        if entry.is_dir():
+        is_link = entry.is_symlink()  # perhaps to itself, which `is_dir` does not bear
+        if os.path.isdir(entry.path) if is_link else entry.is_dir():
             yield from files_below(entry.path, suffix, above | {real})
         elif entry.name.endswith(suffix):
             yield Path(entry.path)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from runner.training.stopping import StopFlag
 
 MEASURED = ("validation", "test")
+LIMIT = "trainer.limit_eval_batches"
 # Keys that change nothing of an evaluation or a prediction: what only training reads. A strategy is
 # switched off: checkpoints hold full tensors.
 ONLY_TRAINING = (
@@ -306,9 +307,6 @@ def _other_data(request: Request, run_dir: Path, files: Fields) -> list[str]:
     return data_files.differences({"data": then}, {"data": files})
 
 
-LIMIT = "trainer.limit_eval_batches"
-
-
 def _limited(request: Request, recipe: Recipe, batches: Mapping[str, EvalBatches]) -> Iterator[str]:
     """Yield that a limit of the run's evaluations leaves out samples, unless it was asked for."""
     if any(hydra_setup.key_of(override) == LIMIT for override in request.overrides):
@@ -403,7 +401,7 @@ def _same_batches(recipe: Recipe, number: int) -> Trainer:
     if trainer.limit_eval_batches is None:
         return replace(trainer, eval_batch_size=size)
     if size % number:
-        value = f"trainer.limit_eval_batches={recipe.trainer.limit_eval_batches}"
+        value = f"{LIMIT}={recipe.trainer.limit_eval_batches}"
         rule = f"it counts batches of {size} samples, which {number} processes cannot share evenly"
         remedy = "Give trainer.limit_eval_batches=null, or another number of --processes."
         raise ConfigError.of(f"{value} with --processes {number}", rule, remedy)

@@ -16,7 +16,6 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from runner.config import paths
 from runner.run_dir import lock, untracked_files
 from runner.run_dir.json_files import Fields, JsonObject
 
@@ -196,7 +195,7 @@ def _package_digest(name: str) -> str | None:
         return _digest_of_sources(file.parent, [file.name]) if file.is_file() else None
     root = Path(folders[0])
     names = []
-    for path in paths.files_below(root, ".py"):
+    for path in root.rglob("*.py"):
         names.append(str(path.relative_to(root)))
         if len(names) > MOST_SOURCES:
             return None

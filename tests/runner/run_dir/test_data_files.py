@@ -56,6 +56,7 @@ def test_linked_folders_are_followed_and_files_that_change_places_are_seen(
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a.csv").write_text("1,2")
     (tmp_path / "real" / "up").symlink_to(tmp_path / "real")  # a loop
+    (tmp_path / "real" / "self").symlink_to(tmp_path / "real" / "self")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train").symlink_to(tmp_path / "real")
     (tmp_path / "data" / "b.csv").write_text("3,4")
