@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return DONE if found.dry_run else launcher.follow(place)
     prepared = [_prepared(run, found.overrides) for run in runs]
-    _require([examined for examined in prepared])
+    _require(prepared)
     if len(runs) == 1 or found.dry_run:
         return max([_made(one, found, fresh=False) for one in zip(runs, prepared, strict=True)])
     return _all_made(list(zip(runs, prepared, strict=True)), found)

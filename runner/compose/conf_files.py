@@ -25,17 +25,19 @@ MAX_PROBLEMS = 8  # problems of one file that are reported at once
 
 def folders() -> list[Path]:
     """Return the folders that recipes are read from, in Hydra's order."""
-    if not GlobalHydra.instance().is_initialized():
-        return []
-    sources = GlobalHydra.instance().config_loader().get_sources()
-    return [Path(source.path) for source in sources if source.scheme() == "file"]
+    return [Path(path) for path in _sources("file")]
 
 
 def packages() -> list[str]:
     """Return the other packages than Hydra's that recipes are read from (`pkg://…`)."""
+    return [name for name in _sources("pkg") if name.partition(".")[0] != "hydra"]
+
+
+def _sources(scheme: str) -> list[str]:
+    if not GlobalHydra.instance().is_initialized():
+        return []
     sources = GlobalHydra.instance().config_loader().get_sources()
-    found = [source.path for source in sources if source.scheme() == "pkg"]
-    return [name for name in found if name.partition(".")[0] != "hydra"]
+    return [source.path for source in sources if source.scheme() == scheme]
 
 
 def files() -> Iterator[tuple[Path, Path]]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from runner.config import paths
+from runner.run_dir import json_files
 from runner.run_dir.json_files import Fields, JsonObject
 
 MOST_FILES = 2_000  # of a folder, behind which its record says that it is not complete
@@ -89,13 +89,9 @@ def differences(then: Fields, now: Fields) -> list[str]:
 
 def is_changed(then: Fields, now: Fields) -> bool:
     """Return whether two recorded states differ, wherever they lie."""
-    return _known(then, now) != _known(now, then)
-
-
-def _known(found: Fields, other: Fields) -> list[object]:
-    """Return what two records have in common: those of earlier versions have no digest."""
-    both = "digest" in found and "digest" in other
-    return [found.get(name) for name in (("digest",) if both else SIZES)]
+    have_digests = "digest" in then and "digest" in now  # those of earlier versions have none
+    names = ("digest",) if have_digests else SIZES
+    return any(then.get(name) != now.get(name) for name in names)
 
 
 def _named(found: Fields) -> str:
@@ -120,5 +116,4 @@ def identity(recorded: Fields) -> str:
     if not found:
         return ""
     parts = {key: [one.get(name) for name in (*SIZES, "digest")] for key, one in found.items()}
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
+    return json_files.digest(parts)[:8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -21,6 +22,12 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 # In the test's line of metrics.jsonl and in summary.json: the step whose weights were tested.
 WEIGHTS_STEP = "weights_step"
+
+
+def digest(content: object) -> str:
+    """Return the SHA-256 of plain containers, equal for equal content."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def write_json(path: Path, value: object) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import json
 import logging
 import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from runner.run_dir import lock, untracked_files
+from runner.run_dir import json_files, lock, untracked_files
 from runner.run_dir.json_files import Fields, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -249,8 +248,7 @@ def code_id(recorded: Fields) -> str:
     parts |= {f"package {name}": digest for name, digest in (recorded.get("code") or {}).items()}
     if not parts:
         return ""
-    text = json.dumps(parts, sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+    digest = json_files.digest(parts)
     return f"{states['git']['sha'][:8]}-{digest[:6]}" if states["git"].get("sha") else digest[:8]
 
 

@@ -154,8 +154,10 @@ class RunRecord:
 
         The keys `CODE` and `DATA_FILES`, which no recipe has, are those of `code` and `data_files`.
         """
-        if key in (CODE, DATA_FILES):
-            return self.code if key == CODE else self.data_files
+        if key == CODE:
+            return self.code
+        if key == DATA_FILES:
+            return self.data_files
         name, *rest = key.split(".")
         found = self.node(name)
         for part in rest:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from runner.config import trust
 from runner.run_dir import data_files, provenance
-from runner.run_dir.json_files import JsonObject
+from runner.run_dir.json_files import Fields
 from runner.sweep.journal import JobState
 
 DIGITS = 16
@@ -77,13 +77,13 @@ def _changed_data(states: Mapping[int, JobState]) -> Jobs:
     )
 
 
-def _files(state: JobState) -> Iterator[tuple[str, JsonObject]]:
+def _files(state: JobState) -> Iterator[tuple[str, Fields]]:
     for found in state.data.values():
         if isinstance(found, Mapping) and isinstance(path := found.get("path"), str):
-            yield path, dict(found)
+            yield path, found
 
 
-def _state(path: str) -> JsonObject:
+def _state(path: str) -> Fields:
     return data_files.state(path) if os.path.exists(path) else {}
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,36 +116,22 @@ def test_a_sweep_means_all_its_jobs(started: list[Any], tmp_path: Path) -> None:
     assert all(fresh for _, _, fresh, _ in started)
 
 
-def test_a_signal_that_comes_too_late_for_one_run_begins_no_other(
+def complete_too_late() -> int:
+    with StopSignals().installed():  # those of the run, which is complete
+        os.kill(os.getpid(), signal.SIGTERM)
+    return 0
+
+
+@pytest.mark.parametrize("end", [complete_too_late, lambda: STOPPED], ids=["too late", "stopped"])
+def test_a_stop_signal_begins_no_other_run_and_those_left_are_counted(
+    end: Callable[[], int],
     started: list[Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     record = start_run.start
-
-    def complete(*given: Any, **more: Any) -> int:
-        code = record(*given, **more)
-        with StopSignals().installed():  # those of the run, which is complete
-            os.kill(os.getpid(), signal.SIGTERM)
-        return code
-
-    monkeypatch.setattr(start_run, "start", complete)
-    assert cli.main(["again", str(write_sweep(tmp_path, (1e-3,)))]) == STOPPED
-    assert len(started) == 1
-    assert "3 of 4 runs are not begun." in capsys.readouterr().err
-
-
-def test_runs_that_a_stopped_one_leaves_are_counted(
-    started: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    record = start_run.start
-    monkeypatch.setattr(
-        start_run, "start", lambda *given, **more: record(*given, **more) or STOPPED
-    )
+    monkeypatch.setattr(start_run, "start", lambda *given, **more: record(*given, **more) or end())
     assert cli.main(["again", str(write_sweep(tmp_path, (1e-3,)))]) == STOPPED
     assert len(started) == 1
     assert "3 of 4 runs are not begun." in capsys.readouterr().err
