@@ -46,10 +46,9 @@ def conf_folder() -> Path:
 def files_below(
     folder: str | os.PathLike[str], suffix: str = "", above: frozenset[str] = frozenset()
 ) -> Iterator[Path]:
-    """Yield the files in a folder and below it, in the order of names, those of linked folders too.
+    """Yield the files of a folder, then those below it, in the order of names, through links too.
 
-    A link back to a folder `above` it is not followed, and a folder that cannot be read is passed
-    over.
+    A link back to a folder `above` it is not followed, and what cannot be read is passed over.
     """
     real = os.path.realpath(folder)
     if real in above:
@@ -58,12 +57,21 @@ def files_below(
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         return
+    folders = []
     for entry in entries:
-        is_link = entry.is_symlink()  # perhaps to itself, which `is_dir` does not bear
-        if os.path.isdir(entry.path) if is_link else entry.is_dir():
-            yield from files_below(entry.path, suffix, above | {real})
+        if _is_folder(entry):
+            folders.append(entry.path)
         elif entry.name.endswith(suffix):
             yield Path(entry.path)
+    for below in folders:
+        yield from files_below(below, suffix, above | {real})
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or a file that the file server does not show
+        return False
 
 
 def default_files() -> dict[str, str]:

@@ -251,6 +251,8 @@ class StopSignals:
                 owner = getattr(before[number], "__self__", None)
                 self._around = owner if isinstance(owner, StopSignals) else None
                 signal.signal(number, self.take)
+            if self._around is not None:  # what came after their last look
+                self.received = [*self._around.received, *self.received]
             for number in INTERRUPTS:  # a shell lets background jobs ignore Ctrl-C; they still do
                 if before[number] is not signal.SIG_IGN:
                     signal.signal(number, signal.default_int_handler)

@@ -78,6 +78,14 @@ def test_a_signal_from_before_the_workers_reaches_them(tmp_path: Path, stops: St
     assert [(tmp_path / f"{rank}.got").read_text() for rank in (2, 3)] == ["15", "15"]
 
 
+def test_a_signal_that_those_around_have_got_is_known(stops: StopSignals) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)  # before those of a run are installed
+    with StopSignals().installed() as inner:
+        assert inner.received == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert inner.received == stops.received == [signal.SIGTERM, signal.SIGUSR1]
+
+
 def test_control_c_ends_the_workers(tmp_path: Path, stops: StopSignals) -> None:
     def interrupted() -> None:
         with stops.running(waiting(tmp_path)):

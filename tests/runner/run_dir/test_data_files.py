@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from runner.run_dir import data_files
 
 
@@ -72,6 +74,20 @@ def test_linked_folders_are_followed_and_files_that_change_places_are_seen(
     (tmp_path / "data" / "b.csv").rename(tmp_path / "data" / "c.csv")
     (line,) = data_files.differences(before, recorded({"path": "data"}, tmp_path))
     assert line == "data.path: files have other names, sizes or times, of the same sum"
+
+
+def test_a_folders_own_files_come_before_those_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_files, "MOST_FILES", 3)
+    (tmp_path / "images").mkdir()
+    for number in range(4):
+        (tmp_path / "images" / f"{number}.png").touch()
+    (tmp_path / "labels.csv").write_text("1")
+    before = recorded({"path": str(tmp_path)}, tmp_path)
+    (tmp_path / "labels.csv").write_text("22")
+    (line,) = data_files.differences(before, recorded({"path": str(tmp_path)}, tmp_path))
+    assert line == "data.path: 3 files of 1 bytes or more then, 3 files of 2 bytes or more now"
 
 
 def test_a_record_without_a_digest_is_compared_by_its_sums(tmp_path: Path) -> None:
