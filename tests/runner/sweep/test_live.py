@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -20,7 +21,9 @@ def shown(folder: Path, *, terminal: bool = False, alone: bool = False) -> tuple
     return Live(folder, 3, 1, alone=alone, common=["a=1"], console=console), text
 
 
-def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
+def test_plain_lines_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    still = SimpleNamespace(monotonic=lambda: 5.0)  # flushing the journal takes its time
+    monkeypatch.setattr("runner.sweep.live.time", still)
     live, text = shown(tmp_path)
     live.started(2, ["a=1", "seed=[1]"], Recipe())
     Journal(tmp_path).ended(2, "", [], 0, objective=0.5)
