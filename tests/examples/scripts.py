@@ -21,6 +21,7 @@ class Script:
         small_best: the same of the small run.
         alike: metrics that do not depend on the number of processes.
         small_alike: the same of the small run.
+        steady: further arguments with which nothing but the seed decides what a small run prints.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Script:
     small_best: Mapping[str, float]
     alike: tuple[str, ...] = ACCURACY_AND_LOSS
     small_alike: tuple[str, ...] = ACCURACY_AND_LOSS
+    steady: tuple[str, ...] = ()
 
     def shortcomings(self, metrics: Mapping[str, float], small: bool = False) -> list[str]:
         """Return the metrics that are worse than they have to be, with the bound."""
@@ -113,6 +115,7 @@ SCRIPTS = (
         small_best={"accuracy": 0.2, "batch_size": 32},
         alike=(),
         small_alike=(),
+        steady=("--batch_size", "64"),  # how much of the heap is free decides which larger one fits
     ),
     Script(
         "automatic_gradient_accumulation",
