@@ -78,9 +78,9 @@ def _default(folders: Sequence[str]) -> Path:
 
 def _writable(output: Path) -> Path:
     output = Path(os.path.abspath(os.path.expanduser(output)))
-    if not output.suffix and not output.is_dir():
+    if not output.suffix and not _is_other(output):
         output = output.with_name(f"{output.name}{SUFFIXES[0]}")
-    if not output.parent.is_dir() or output.is_dir():
+    if not output.parent.is_dir() or _is_other(output):
         rule = "a report is a file in a folder that exists"
         raise ConfigError.of(f"--output {output}", rule, f"Give --output {PAGE}.")
     if output.suffix.lower() not in SUFFIXES:
@@ -89,6 +89,11 @@ def _writable(output: Path) -> Path:
             f"--output {output}", rule, f"Give --output {output.with_suffix(SUFFIXES[0])}."
         )
     return output
+
+
+def _is_other(path: Path) -> bool:
+    """Return whether something is there that is no file: a folder, a device."""
+    return path.exists() and not path.is_file()
 
 
 def _beside(output: Path, name: str) -> Path:

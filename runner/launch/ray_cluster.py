@@ -195,13 +195,15 @@ class States:
 
     A state that was read before the last question does not count: the process may have gone on. Of
     heartbeats only a new one says something, so the last that was heard stays: where no answers
-    come, no watchdog is heard.
+    come, no watchdog is heard. An actor that has once let its time pass is not waited for again
+    until it answers.
     """
 
     def __init__(self, ray: ModuleType, seconds: float) -> None:
         self._ray, self._seconds = ray, seconds
         self._actors: dict[int, ActorHandle] = {}
         self._asked: dict[int, ObjectRef] = {}
+        self._late: set[int] = set()  # those that have not answered in time
         self._asked_at, self._is_waiting = float("-inf"), False
         self._found: dict[int, State] = {}
         self._counts: set[int] = set()  # whose state was read since the last question
@@ -219,7 +221,9 @@ class States:
         self._take()
         waited = time.monotonic() - self._asked_at
         if self._is_waiting:
-            self._is_waiting = not self._asked.keys().isdisjoint(keys) and waited < ANSWER_SECONDS
+            if waited >= ANSWER_SECONDS:
+                self._late.update(self._asked)
+            self._is_waiting = bool((self._asked.keys() & keys) - self._late)
             return not self._is_waiting
         if waited >= self._seconds:
             self._counts.clear()
@@ -234,6 +238,7 @@ class States:
             if not ready:
                 continue
             del self._asked[key]
+            self._late.discard(key)
             try:
                 self._found[key] = State(*self._ray.get(reference))
                 self._counts.add(key)

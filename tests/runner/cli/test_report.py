@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,11 @@ def test_a_page_of_another_format_is_refused(
     assert "a report is a page in HTML (.html or .htm)" in told
     assert f"Give --output {tmp_path / 'rep.html'}." in told
     assert not list(tmp_path.glob("rep*"))
+
+
+def test_a_device_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(write_sweep(tmp_path)), "--output", os.devnull]) == 2
+    assert f"--output {os.devnull}: a report is a file" in capsys.readouterr().err
 
 
 def test_in_the_terminal_nothing_is_written(

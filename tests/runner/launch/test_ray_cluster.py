@@ -123,6 +123,27 @@ def test_a_state_from_before_the_question_does_not_count(
     assert (states.of(0), states.beat(0)) == ("S", 9)
 
 
+def test_a_silent_actor_is_waited_for_once(node: Node, states: States, clock: list[float]) -> None:
+    node.answers = {1: ("T", "two", 8)}
+    states.look({0, 1})
+    clock[0] += ray_cluster.ANSWER_SECONDS
+    assert states.look({0, 1})
+    for _ in range(2):
+        clock[0] += 1.1
+        assert not states.look({0, 1})
+        assert states.look({0, 1})  # as soon as the other one has answered
+        assert [states.of(0), states.of(1)] == ["?", "T"]
+    node.answers[0] = ("T", "one", 7)
+    states.look({0, 1})
+    clock[0] += 1.1
+    states.look({0, 1})
+    del node.answers[0]  # it has answered since, so its next answer has its time again
+    states.look({0, 1})
+    clock[0] += 1.1
+    states.look({0, 1})
+    assert not states.look({0, 1})
+
+
 def test_a_process_that_is_lost_or_ends_is_not_waited_for(
     node: Node, states: States, clock: list[float]
 ) -> None:
