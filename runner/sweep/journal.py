@@ -84,6 +84,8 @@ class JobState:
     def objective(self) -> Objective:
         """The job's objective; None: it has none."""
         value = self.ended.get("objective")
+        if isinstance(value, float):
+            return value
         if isinstance(value, list):
             return [float(one) for one in value]
         return None if value is None else float(str(value))

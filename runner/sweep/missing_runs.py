@@ -24,15 +24,17 @@ def of_finished(sweep: Sweep, states: Mapping[int, JobState]) -> list[int]:
     """Return the numbers of complete jobs without a run directory, or with nothing in it."""
     with os.scandir(sweep.path) as entries:
         there = {entry.name for entry in entries}
-    complete = sorted(number for number, state in states.items() if state.is_complete)
+    names = {
+        number: directory.run_name(number) for number, one in states.items() if one.is_complete
+    }
     return [
         number
-        for number in complete
-        if directory.run_name(number) not in there or _is_empty(sweep.run_dir(number))
+        for number, name in sorted(names.items())
+        if name not in there or _is_empty(f"{sweep.path}/{name}")
     ]
 
 
-def _is_empty(place: Path) -> bool:
+def _is_empty(place: str | Path) -> bool:
     """Return whether a directory has nothing in it but a lock."""
     if os.path.exists(f"{place}/{CONFIG}"):
         return False
