@@ -321,7 +321,7 @@ def _limited(request: Request, recipe: Recipe, batches: Mapping[str, EvalBatches
 
 
 def _taken(batches: EvalBatches) -> str:
-    """Return what a limit leaves of a split; of some streams only reading them tells whether all."""
+    """Return what a limit leaves of a split; of some streams only reading tells."""
     if batches.is_limited:
         return f"only a part ({batches.num_samples} samples)"
     number = batches.num_batches

@@ -74,25 +74,16 @@ def _changed_code(states: Mapping[int, JobState]) -> Jobs:
 
 
 def _changed_data(states: Mapping[int, JobState], state_now: Callable[[str], Fields]) -> Jobs:
-    return _by_change(
-        (
-            number,
-            [
-                path
-                for path, then in _files(state)
-                if (now := state_now(path)) and data_files.is_changed(then, now)
-            ],
-        )
-        for number, state in states.items()
-    )
+    def changed(path: str, then: Fields) -> bool:
+        now = state_now(path)
+        return bool(now) and data_files.is_changed(then, now)
+
+    return _by_data(states, changed)
 
 
 def _absent_data(states: Mapping[int, JobState], state_now: Callable[[str], Fields]) -> list[str]:
     """Return that data is not there, in one sentence: each job may have had a copy of its own."""
-    jobs = _by_change(
-        (number, [path for path, _ in _files(state) if not state_now(path)])
-        for number, state in states.items()
-    )
+    jobs = _by_data(states, lambda path, then: not state_now(path))
     if not jobs:
         return []
     paths = list(dict.fromkeys(path for found in jobs for path in found))
@@ -102,8 +93,18 @@ def _absent_data(states: Mapping[int, JobState], state_now: Callable[[str], Fiel
     ]
 
 
-def _files(state: JobState) -> Iterator[tuple[str, Fields]]:
-    for found in state.data.values():
+def _by_data(states: Mapping[int, JobState], counts: Callable[[str, Fields], bool]) -> Jobs:
+    """Return jobs by those of their files that count; what jobs share is looked at once."""
+    shared = {id(state.data): state.data for state in states.values()}
+    found = {
+        key: [path for path, then in _files(data) if counts(path, then)]
+        for key, data in shared.items()
+    }
+    return _by_change((number, found[id(state.data)]) for number, state in states.items())
+
+
+def _files(data: Mapping[str, Fields]) -> Iterator[tuple[str, Fields]]:
+    for found in data.values():
         if isinstance(found, Mapping) and isinstance(path := found.get("path"), str):
             yield path, found
 
