@@ -24,25 +24,6 @@ def test_the_data_of_a_job_is_that_with_what_its_factory_has_written(tmp_path: P
     assert journal.states()[0].data == {"data.path": {"files": 2}}
 
 
-def test_the_states_of_a_long_list_of_data_files_are_written_once(tmp_path: Path) -> None:
-    found = Journal(tmp_path)
-    data = {f"data.files.{n}": {"path": f"/d/{n}", "files": 1} for n in range(5_000)}
-    written = {**data, "data.cache": {"path": "/d/cache", "files": 1}}
-    for job in range(20):
-        attempt = found.started(job, [], {}, data)
-        assert found.state(job).data == data
-        found.ended(job, attempt, [], 0, data=written)
-    assert len(list(tmp_path.glob("data-*.json"))) == 2
-    assert found.path.stat().st_size < 20_000
-    states = found.states()
-    assert all(state.data == written for state in states.values())
-    assert len({id(state.data) for state in states.values()}) == 1
-    for path in tmp_path.glob("data-*.json"):
-        path.write_text("{")
-    assert found.state(0).data == {}  # it is damaged: nothing is known
-    assert found.state(0).is_complete
-
-
 def test_the_state_of_a_job_is_that_of_its_newest_attempt(tmp_path: Path) -> None:
     found = Journal(tmp_path)
     assert found.states() == {}
