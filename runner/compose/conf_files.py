@@ -6,7 +6,7 @@ Call these inside a Hydra session: they read the folders of its search path.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from runner.config import keys, paths
 from runner.config.schema import Recipe
 from runner.factories import static_checks
 from runner.factories.registry import register
+from runner.run_dir.atomic_update import CONFIG
+from runner.run_dir.directory import SWEEP
+from runner.run_dir.job import JOB
 
 PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.M)
 MAX_PROBLEMS = 8  # problems of one file that are reported at once
@@ -43,7 +46,7 @@ def _sources(scheme: str) -> list[str]:
 def files() -> Iterator[tuple[Path, Path]]:
     """Yield each file of the folders that recipes are read from, with its folder, in order."""
     for folder in folders():
-        for path in sorted(paths.files_below(folder, ".yaml")):
+        for path in _recipes_below(folder):
             yield folder, path
 
 
@@ -52,8 +55,18 @@ def own_files() -> Iterator[tuple[Path, str]]:
     shipped = paths.conf_folder().resolve()
     for folder in folders():
         if folder.is_dir() and folder.resolve() != shipped:
-            for path in sorted(paths.files_below(folder, ".yaml")):
+            for path in _recipes_below(folder):
                 yield path, path.relative_to(folder).with_suffix("").as_posix()
+
+
+def _recipes_below(folder: Path) -> list[Path]:
+    """Return the files of a folder of recipes; runs and sweeps, which may be linked, have none."""
+    return sorted(paths.files_below(folder, ".yaml", is_left_out=_are_of_a_run))
+
+
+def _are_of_a_run(names: Set[str]) -> bool:
+    """Return whether a folder that has files of these names is that of a run or a sweep."""
+    return SWEEP in names or {CONFIG, JOB} <= names
 
 
 def file_of(name: str) -> Path | None:

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 PRIMARY = "config.yaml"
@@ -44,11 +44,16 @@ def conf_folder() -> Path:
 
 
 def files_below(
-    folder: str | os.PathLike[str], suffix: str = "", above: frozenset[str] = frozenset()
+    folder: str | os.PathLike[str],
+    suffix: str = "",
+    above: frozenset[str] = frozenset(),
+    *,
+    is_left_out: Callable[[Set[str]], bool] = lambda names: False,
 ) -> Iterator[Path]:
     """Yield the files of a folder, then those below it, in the order of names, through links too.
 
-    A link back to a folder `above` it is not followed, and what cannot be read is passed over.
+    A link back to a folder `above` it is not followed, and what cannot be read is passed over, as
+    is a folder below for whose names of files and folders `is_left_out` is true.
     """
     real = os.path.realpath(folder)
     if real in above:
@@ -57,6 +62,8 @@ def files_below(
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         return
+    if above and is_left_out({entry.name for entry in entries}):
+        return
     folders = []
     for entry in entries:
         if _is_folder(entry):
@@ -64,7 +71,7 @@ def files_below(
         elif entry.name.endswith(suffix):
             yield Path(entry.path)
     for below in folders:
-        yield from files_below(below, suffix, above | {real})
+        yield from files_below(below, suffix, above | {real}, is_left_out=is_left_out)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -308,14 +308,24 @@ def _other_data(request: Request, run_dir: Path, files: Fields) -> list[str]:
 
 
 def _limited(request: Request, recipe: Recipe, batches: Mapping[str, EvalBatches]) -> Iterator[str]:
-    """Yield that a limit of the run's evaluations leaves out samples, unless it was asked for."""
+    """Yield that a limit of the run's evaluations leaves out samples, unless it was asked for.
+
+    Of a stream of unknown length, that it may.
+    """
     if any(hydra_setup.key_of(override) == LIMIT for override in request.overrides):
         return
     for split, found in batches.items():
-        if found.is_limited:
-            number = "" if found.num_samples is None else f" ({found.num_samples} samples)"
+        if found.is_limited is not False:
             given = f"{LIMIT}={recipe.trainer.limit_eval_batches}"
-            yield f"{split}: only a part{number}, as in the run ({given}); {LIMIT}=null takes all"
+            yield f"{split}: {_taken(found)}, as in the run ({given}); {LIMIT}=null takes all"
+
+
+def _taken(batches: EvalBatches) -> str:
+    """Return what a limit leaves of a split; of some streams only reading tells."""
+    if batches.is_limited:
+        return f"only a part ({batches.num_samples} samples)"
+    number = batches.num_batches
+    return f"no more than {number} {'batch' if number == 1 else 'batches'} of its stream"
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from runner.run_dir import json_files
 from runner.run_dir.json_files import Fields, JsonObject
 
 MOST_FILES = 2_000  # of a folder, behind which its record says that it is not complete
-SIZES = ("files", "bytes", "newest")
+AMOUNT = ("files", "bytes")
+SIZES = (*AMOUNT, "newest")
 
 
 def find(node: object, key: str = "data", cwd: str = ".") -> dict[str, JsonObject]:
@@ -77,7 +78,7 @@ def differences(then: Fields, now: Fields) -> list[str]:
             continue  # perhaps elsewhere
         elif old.get("path") != new.get("path"):
             lines.append(f"{key}: {_named(old)} then, {_named(new)} now")
-        elif any(old.get(name) != new.get(name) for name in ("files", "bytes")):
+        elif any(old.get(name) != new.get(name) for name in AMOUNT):
             lines.append(f"{key}: {size(old)} then, {size(new)} now")
         elif old.get("newest") != new.get("newest"):
             changed = written(new)
@@ -111,9 +112,13 @@ def written(found: Fields) -> str:
 
 
 def identity(recorded: Fields) -> str:
-    """Return a short name of recorded data, equal for equal states; empty: none is recorded."""
+    """Return a short name of recorded data, equal where each has as many files and bytes.
+
+    Empty: none is recorded. Times do not count, nor does where it lies: data may be copied anew for
+    each job, and each run may write its cache. Records of earlier versions have no digest.
+    """
     found = recorded.get("data") or {}
     if not found:
         return ""
-    parts = {key: [one.get(name) for name in (*SIZES, "digest")] for key, one in found.items()}
+    parts = {key: [one.get(name) for name in AMOUNT] for key, one in found.items()}
     return json_files.digest(parts)[:8]

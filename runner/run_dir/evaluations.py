@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from runner.run_dir import field_types
+from runner.run_dir import data_files, field_types
 from runner.run_dir.json_files import Fields, JsonObject, write_json
 
 EVAL = "eval.json"
-# What tells one evaluation from another: a later one of the same replaces the earlier.
-IDENTITY = ("checkpoint", "step", "overrides", "data")
+# What tells one evaluation from another, with the amount of its data: a later one of the same
+# replaces the earlier.
+IDENTITY = ("checkpoint", "step", "overrides")
 
 
 def read(run_dir: Path) -> list[JsonObject]:
@@ -29,7 +30,7 @@ def add(run_dir: Path, evaluation: Fields) -> None:
     """Add an evaluation to a run's, in one piece.
 
     Splits that it has measured replace those of the same checkpoint under the same overrides,
-    on the same data.
+    on as much data (`data_files.identity`).
 
     Raises:
         OSError: if the run directory cannot be written.
@@ -38,12 +39,16 @@ def add(run_dir: Path, evaluation: Fields) -> None:
         others: list[JsonObject] = []
         same: JsonObject = {}
         for one in read(run_dir):
-            if all(one.get(key) == evaluation.get(key) for key in IDENTITY):
+            if _identity(one) == _identity(evaluation):
                 same |= one.get("metrics") or {}
             else:
                 others.append(one)
         merged = {**evaluation, "metrics": {**same, **evaluation["metrics"]}}
         write_json(run_dir / EVAL, {"evaluations": [*others, merged]})
+
+
+def _identity(evaluation: Fields) -> list[object]:
+    return [*(evaluation.get(key) for key in IDENTITY), data_files.identity(evaluation)]
 
 
 @contextlib.contextmanager

@@ -84,10 +84,13 @@ def _locked(
     if is_finished(summary):  # its process was killed before it could say so
         journal.ended(number, before.attempt, overrides, DONE, **_values(summary, run_dir))
         return DONE
-    files = data_files.find(recipe.data)
+    files, earlier = data_files.find(recipe.data), reproduction.recorded(run_dir)
     attempt = journal.started(number, overrides, changes.of_project(), files)
     code = train()
-    values = _values(summary_of(run_dir), run_dir) if code == DONE else {}
+    if code == DONE:
+        values = _values(summary_of(run_dir), run_dir)
+    else:  # what an earlier attempt has recorded is not this one's
+        values = {} if reproduction.recorded(run_dir) == earlier else _data(run_dir)
     journal.ended(number, attempt, overrides, code, **values)
     return code
 

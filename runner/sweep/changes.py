@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from runner.config import trust
 from runner.run_dir import data_files, provenance
@@ -18,7 +18,7 @@ from runner.run_dir.json_files import Fields
 from runner.sweep.journal import JobState
 
 DIGITS = 16
-MOST_JOBS = 5
+MOST_NAMED = 5
 Jobs = dict[tuple[str, ...], list[int]]  # which ones, by the names of what has changed since
 
 
@@ -31,19 +31,22 @@ def of_project() -> dict[str, str]:
 def lines(states: Mapping[int, JobState]) -> list[str]:
     """Return what has changed since which jobs ran, a sentence each, and the remedy.
 
-    Empty: nothing has, or no job has recorded its code or data. `states` are those of the journal,
-    by number.
+    Data that is not there, as on another node's disk, has not changed: a sentence of its own says
+    so. Empty: nothing has, or no job has recorded its code or data. `states` are those of the
+    journal, by number.
     """
-    code, data = _changed_code(states), _changed_data(states)
+    state_now = functools.cache(_state)
+    code, data = _changed_code(states), _changed_data(states, state_now)
+    absent = _absent_data(states, state_now)
     if not code and not data:
-        return []
+        return absent
     found = [
         f"The Python code of {_plural('package', packages)} {', '.join(packages)} has changed "
         f"since {named(numbers)} ran."
         for packages, numbers in code.items()
     ]
     found += [
-        f"The data in {', '.join(paths)} has changed since {named(numbers)} ran."
+        f"The data in {_listed(paths)} has changed since {named(numbers)} ran."
         for paths, numbers in data.items()
     ]
     changed = {number for jobs in (code, data) for numbers in jobs.values() for number in numbers}
@@ -52,7 +55,11 @@ def lines(states: Mapping[int, JobState]) -> list[str]:
     others = any(not states[number].is_complete for number in changed)
     ends = ["Finished jobs are kept."] if kept else []
     ends += [f"Jobs that are not finished go on with the {new}."] if others else []
-    return [*found, f"{' '.join(ends)} sweep.dir=<a new directory> trains all with the {new}."]
+    return [
+        *found,
+        f"{' '.join(ends)} sweep.dir=<a new directory> trains all with the {new}.",
+        *absent,
+    ]
 
 
 def _changed_code(states: Mapping[int, JobState]) -> Jobs:
@@ -66,24 +73,44 @@ def _changed_code(states: Mapping[int, JobState]) -> Jobs:
     )
 
 
-def _changed_data(states: Mapping[int, JobState]) -> Jobs:
-    state_now = functools.cache(_state)
-    return _by_change(
-        (
-            number,
-            [path for path, then in _files(state) if data_files.is_changed(then, state_now(path))],
-        )
-        for number, state in states.items()
-    )
+def _changed_data(states: Mapping[int, JobState], state_now: Callable[[str], Fields]) -> Jobs:
+    def changed(path: str, then: Fields) -> bool:
+        now = state_now(path)
+        return bool(now) and data_files.is_changed(then, now)
+
+    return _by_data(states, changed)
 
 
-def _files(state: JobState) -> Iterator[tuple[str, Fields]]:
-    for found in state.data.values():
+def _absent_data(states: Mapping[int, JobState], state_now: Callable[[str], Fields]) -> list[str]:
+    """Return that data is not there, in one sentence: each job may have had a copy of its own."""
+    jobs = _by_data(states, lambda path, then: not state_now(path))
+    if not jobs:
+        return []
+    paths = list(dict.fromkeys(path for found in jobs for path in found))
+    numbers = sorted(number for found in jobs.values() for number in found)
+    return [
+        f"The data in {_listed(paths)}, which {named(numbers)} read, is not there on this machine."
+    ]
+
+
+def _by_data(states: Mapping[int, JobState], counts: Callable[[str, Fields], bool]) -> Jobs:
+    """Return jobs by those of their files that count; what jobs share is looked at once."""
+    shared = {id(state.data): state.data for state in states.values()}
+    found = {
+        key: [path for path, then in _files(data) if counts(path, then)]
+        for key, data in shared.items()
+    }
+    return _by_change((number, found[id(state.data)]) for number, state in states.items())
+
+
+def _files(data: Mapping[str, Fields]) -> Iterator[tuple[str, Fields]]:
+    for found in data.values():
         if isinstance(found, Mapping) and isinstance(path := found.get("path"), str):
             yield path, found
 
 
 def _state(path: str) -> Fields:
+    """Return the state of data; empty: it is not there."""
     return data_files.state(path) if os.path.exists(path) else {}
 
 
@@ -103,9 +130,12 @@ def say(states: Mapping[int, JobState]) -> None:
 
 def named(numbers: Sequence[int]) -> str:
     """Return e.g. "jobs 0000, 0002"; of many jobs the first ones."""
-    shown = ", ".join(f"{number:04}" for number in numbers[:MOST_JOBS])
-    more = f" and {len(numbers) - MOST_JOBS} more" if len(numbers) > MOST_JOBS else ""
-    return f"{_plural('job', numbers)} {shown}{more}"
+    return f"{_plural('job', numbers)} {_listed([f'{number:04}' for number in numbers])}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more}"
 
 
 def _plural(noun: str, found: Sequence[object]) -> str:

@@ -13,7 +13,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from runner.run_dir.sweep_records import (
     STARTED,
     counts,
 )
+from runner.sweep import recorded_data
 
 logger = logging.getLogger(__name__)
 
@@ -107,13 +108,16 @@ class Journal:
         """Record that this process starts a job; return the id of the attempt.
 
         `code` has digests of the user's packages that it trains with, `data` the states of files.
+
+        Raises:
+            ConfigError: if it cannot be written, as on a full disk.
         """
         attempt = secrets.token_hex(6)
         where = _where()
         if (slurm := slurm_job.own_id()) is not None:
             where["slurm"] = slurm
         where |= {"code": dict(code)} if code else {}
-        where |= {"data": dict(data)} if data else {}
+        where |= self._data(data or {})
         record = {"event": STARTED, "job": job, "overrides": list(overrides), **where}
         self.append({**record, "attempt": attempt})
         return attempt
@@ -127,13 +131,20 @@ class Journal:
         *,
         status: str | None = None,
         objective: Objective = None,
+        data: Mapping[str, Fields] | None = None,
         **more: object,
     ) -> None:
-        """Record how an attempt ended; `more` are values for the table."""
+        """Record how an attempt ended; `more` are values for the table.
+
+        `data` has the states of files, with those that the data factory has written.
+
+        Raises:
+            ConfigError: if it cannot be written, as on a full disk.
+        """
         where = _where()
         record = {"event": ENDED, "job": job, "overrides": list(overrides), **where}
         end = {"code": code, "status": status or status_of(code), "objective": objective}
-        self.append({**record, **end, "attempt": attempt, **more})
+        self.append({**record, **end, "attempt": attempt, **more, **self._data(data or {})})
 
     def removed(self, jobs: Mapping[int, JobState]) -> None:
         """Record that run directories of complete jobs are gone: they are to be trained again."""
@@ -166,9 +177,18 @@ class Journal:
             finally:
                 os.close(file)
         except OSError as error:
-            rule = f"the journal of the sweep could not be written ({paths.failure(error)})"
-            remedy = "Make room and give the command again: finished jobs are not trained again."
-            raise ConfigError.of(str(self.path), rule, remedy) from error
+            raise self._failure(error) from error
+
+    def _data(self, data: Mapping[str, Fields]) -> dict[str, object]:
+        try:
+            return recorded_data.written(self.path.parent, data)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> ConfigError:
+        rule = f"the journal of the sweep could not be written ({paths.failure(error)})"
+        remedy = "Make room and give the command again: finished jobs are not trained again."
+        return ConfigError.of(str(self.path), rule, remedy)
 
     @staticmethod
     def _is_torn(file: int) -> bool:
@@ -188,11 +208,12 @@ class Journal:
 
     def states(self) -> dict[int, JobState]:
         """Return the state of each job that was ever started, by number."""
-        return states(self.records())
+        return states(self.records(), recorded_data.reader(self.path.parent))
 
     def state(self, job: int) -> JobState:
         """Return the state of one job; its lines alone are parsed."""
-        return states(self.records(job)).get(job, JobState())
+        data_of = recorded_data.reader(self.path.parent)
+        return states(self.records(job), data_of).get(job, JobState())
 
 
 def _where() -> dict[str, object]:
@@ -221,10 +242,14 @@ def _is_record(value: Any) -> bool:
     return isinstance(value.get("job"), int)
 
 
-def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
+def states(
+    records: Iterable[Mapping[str, object]],
+    data_of: Callable[[Fields], Mapping[str, Fields] | None],
+) -> dict[int, JobState]:
     """Return the state of each job from the records of a journal.
 
     Not all records count (`sweep_records.counts`). A job whose directory was removed is pending.
+    `data_of` returns the states of the files of a record, if it has any.
     """
     found: dict[int, JobState] = {}
     for record in records:
@@ -243,11 +268,10 @@ def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
             state.attempts, state.attempt = state.attempts + 1, attempt
             state.pid, state.host = int(str(record.get("pid", 0))), str(record.get("host", ""))
             state.slurm = str(record.get("slurm", ""))
-            code, data = record.get("code"), record.get("data")
+            code = record.get("code")
             state.code = code if isinstance(code, dict) else {}
-            state.data = data if isinstance(data, dict) else {}
+            state.data = data_of(record) or {}
         else:
             state.status, state.ended = str(record.get("status", FAILED)), record
-            if isinstance(data := record.get("data"), dict):
-                state.data = data  # with what its factory has written
+            state.data = data_of(record) or state.data  # with what its factory has written
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.compose import composition, hydra_setup
+from runner.compose import composition, conf_files, hydra_setup
 from tests.runner.compose.test_conf import CONF
 
 
@@ -25,6 +25,26 @@ def test_a_projects_own_files_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     with hydra_setup.session():
         found = composition.require(composition.new_run(["experiment=mine", "seed=3"], "config"))
     assert (found.name, found.model, found.seed) == ("mine", {"name": "cnn", "width": 2}, 3)
+
+
+def test_runs_and_sweeps_in_a_linked_folder_hold_no_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "conf/experiment/mine.yaml", EXPERIMENT)
+    write(tmp_path / "shared/runs/of_mine.yaml", EXPERIMENT)
+    write(tmp_path / "shared/config.yaml", EXPERIMENT)
+    for run_dir in ("runs/one", "runs/sweep-ab/0000"):
+        for name in ("config.yaml", "config.0001.yaml", "checkpoints/x.yaml"):
+            write(tmp_path / "shared" / run_dir / name, "seed: [")
+    write(tmp_path / "shared/runs/one/job.json", "{}")
+    write(tmp_path / "shared/runs/sweep-ab/sweep.json", "{}")
+    (tmp_path / "conf/team").symlink_to(tmp_path / "shared")
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        names = [name for _, name in conf_files.own_files()]
+        files = [path for folder, path in conf_files.files() if folder == tmp_path / "conf"]
+    assert names == ["experiment/mine", "team/config", "team/runs/of_mine"]
+    assert len(files) == len(names)
 
 
 def test_a_file_that_is_shadowed_is_refused(

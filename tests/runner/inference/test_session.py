@@ -250,6 +250,25 @@ def test_predict_refuses_what_is_not_per_sample_and_leaves_nothing(
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"] * before
 
 
+def test_of_a_stream_that_a_limit_may_cut_off_no_part_is_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Short(Stream):
+        def __iter__(self) -> Any:
+            images, labels = digits().test.tensors  # type: ignore[union-attr]
+            return iter(list(zip(images, labels, strict=True))[:7])
+
+    limited = make_run(tmp_path, "trainer.limit_eval_batches=9", "trainer.eval_batch_size=3")
+    request = session.Request(limited, (), ("test",), output=tmp_path / "p.jsonl")
+    monkeypatch.setattr(parts, "build_data", lambda recipe: Data(Points(3), test=Short(7)))
+    assert session.write_predictions(request) == 7  # all
+    shown = capsys.readouterr().out
+    assert "only a part" not in shown
+    limit = "trainer.limit_eval_batches"
+    line = f"test: no more than 9 batches of its stream, as in the run ({limit}=9); {limit}=null"
+    assert line in shown
+
+
 def with_class(build_step: Any, *given: Any) -> Any:
     step = build_step(*given)
     step.__class__ = Predicting

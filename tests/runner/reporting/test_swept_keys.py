@@ -26,8 +26,11 @@ def test_data_that_has_changed_behind_one_recipe_is_a_key(tmp_path: Path) -> Non
         data = {"data.path": {**found, **changed}}
         return RunRecord(write_run(tmp_path / name, {"seed": seed}, data=data))
 
-    one, two, other = given("a", 1), given("b", 2), given("c", 3, newest=2.0)
+    one, two, other = given("a", 1), given("b", 2), given("c", 3, bytes=10)
     assert swept_keys.find([one, two]) == []
+    copied = given("e", 5, newest=2.0, digest="ab")  # anew for the job, by a later version
+    assert swept_keys.find([one, two, copied]) == []
+    assert len(findings.find([one, two, copied]).groups) == 1
     assert swept_keys.find([one, two, other]) == ["data files"]
     assert len(findings.find([one, two, other]).groups) == 2  # a band over seeds has one data
     assert swept_keys.find([one, given("d", 4, path="/e.csv", bytes=5)]) == []  # a key of recipes'

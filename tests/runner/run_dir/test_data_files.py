@@ -100,6 +100,21 @@ def test_a_record_without_a_digest_is_compared_by_its_sums(tmp_path: Path) -> No
     assert len(data_files.differences(then, now)) == 1
 
 
+def test_times_are_told_and_name_no_other_data(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("1")
+    before = recorded({"path": "d.csv"}, tmp_path)
+    os.utime(tmp_path / "d.csv", (5, 5))  # a copy for another job
+    after = recorded({"path": "d.csv"}, tmp_path)
+    assert len(data_files.differences(before, after)) == 1
+    assert data_files.identity(before) == data_files.identity(after)
+    older = {"data": {key: {**one, "newest": 7.0} for key, one in after["data"].items()}}
+    del older["data"]["data.path"]["digest"]  # of an earlier version
+    assert data_files.identity(older) == data_files.identity(after)
+    (tmp_path / "d.csv").write_text("12")
+    more = recorded({"path": "d.csv"}, tmp_path)
+    assert data_files.identity(more) != data_files.identity(after)
+
+
 def test_a_folder_that_the_run_has_made_is_no_difference(tmp_path: Path) -> None:
     before = recorded({"cache": "cache"}, tmp_path)
     (tmp_path / "cache").mkdir()

@@ -63,6 +63,8 @@ def test_the_record_of_data_is_kept_where_a_resume_has_other_files(tmp_path: Pat
     assert earlier_sessions.notes(run_dir, newest(run_dir)) == {
         "data": ["an earlier session of the run had other data (environment.0001.json)"]
     }
+    assert " after " not in RunRecord(run_dir).data_files  # it is said, and groups no runs
+    session(run_dir, data={"data.path": {**first, "bytes": 12}})
     run = RunRecord(run_dir)
     assert " after " in run.data_files
     assert " after " not in run.code

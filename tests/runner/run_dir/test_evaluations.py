@@ -36,6 +36,16 @@ def test_splits_measured_on_other_data_are_apart(tmp_path: Path) -> None:
     ]
 
 
+def test_a_copy_of_the_data_with_another_time_is_no_other_data(tmp_path: Path) -> None:
+    file = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
+    evaluations.add(tmp_path, {**measured(test=1.0), "data": {"data.path": file}})
+    copied = {"data.path": {**file, "newest": 2.0, "digest": "ab"}}  # which older ones lack
+    evaluations.add(tmp_path, {**measured(test=3.0), "data": copied})
+    (found,) = evaluations.read(tmp_path)
+    assert found["metrics"] == {"test": {"loss": 3.0}}
+    assert found["data"] == copied
+
+
 def test_a_damaged_file_is_begun_again(tmp_path: Path) -> None:
     (tmp_path / evaluations.EVAL).write_text('{"evalu')
     assert evaluations.read(tmp_path) == []

@@ -11,7 +11,7 @@ import pytest
 
 from runner.config.schema import Recipe, Trainer
 from runner.launch import launcher
-from runner.run_dir import lock
+from runner.run_dir import data_files, environment, lock
 from runner.run_dir.job import Job
 from runner.run_dir.study import StudyFile
 from runner.sweep import attempt
@@ -120,6 +120,29 @@ def test_a_failed_job_without_a_checkpoint_begins_anew(trains: list[Job], tmp_pa
     assert (kept / "metrics.jsonl").read_text() == "early"
     assert (kept / "config.yaml").exists()
     assert Journal(tmp_path).state(0).attempts == 2
+
+
+def test_a_failed_job_records_the_data_that_it_has_read(trains: list[Job], tmp_path: Path) -> None:
+    cache = tmp_path / "cache.bin"
+    recipe = replace(RECIPE, data={"name": "digits", "cache": str(cache)})
+
+    def write_cache(run_dir: Path) -> int:
+        cache.write_text("1")
+        environment.note_data(run_dir, recipe.data)
+        return 1
+
+    def fail_with_a_checkpoint(run_dir: Path) -> int:
+        add_checkpoint(run_dir / "checkpoints", 0)
+        return 1
+
+    ENDS.extend([write_cache, fail_with_a_checkpoint, lambda run_dir: 1])
+    assert run(tmp_path, recipe) == 1
+    assert Journal(tmp_path).state(0).data == data_files.find(recipe.data) != {}
+    assert run(tmp_path, recipe) == 1  # begun anew, with the cache
+    assert Journal(tmp_path).state(0).data == data_files.find(recipe.data)
+    cache.write_text("12")
+    assert run(tmp_path, recipe) == 1  # a resume that has not come to its first step
+    assert Journal(tmp_path).state(0).data == data_files.find(recipe.data)
 
 
 def test_a_finished_job_whose_record_is_missing_is_recognized(

@@ -125,7 +125,32 @@ def test_data_that_has_changed_is_said_until_all_jobs_have_the_same(
     assert f"The data in {data} has changed since jobs 0000, 0002 ran." in capsys.readouterr().err
     shutil.rmtree(data)
     assert cli.main(line) == 0
-    assert f"{data} has changed since jobs 0000, 0001, 0002 ran." in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "has changed" not in shown
+    assert shown.count("is not there on this machine") == 1
+    assert f"The data in {data}, which jobs 0000, 0001, 0002 read, is not there" in shown
+
+
+def test_data_that_is_not_there_is_said_once_and_claims_no_change(tmp_path: Path) -> None:
+    """Each job may have had a copy of its own, on the disk of a node."""
+    states = {}
+    for number in range(8):
+        path = tmp_path / f"{number}.csv"
+        path.write_text("1")
+        states[number] = JobState("finished", data=data_files.find({"path": str(path)}))
+        if number:
+            path.unlink()
+    paths = ", ".join(f"{tmp_path}/{number}.csv" for number in range(1, 6))
+    absent = (
+        f"The data in {paths} and 2 more, which jobs 0001, 0002, 0003, 0004, 0005 and 2 more read, "
+        "is not there on this machine."
+    )
+    assert changes.lines(states) == [absent]
+    (tmp_path / "0.csv").write_text("12")
+    changed, remedy, last = changes.lines(states)
+    assert changed == f"The data in {tmp_path}/0.csv has changed since job 0000 ran."
+    assert remedy.startswith("Finished jobs are kept.")
+    assert last == absent
 
 
 def test_of_many_jobs_one_file_is_looked_at_once(
