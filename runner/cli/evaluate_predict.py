@@ -108,6 +108,7 @@ def _evaluated(request: Request) -> Fields:
 
 
 def _record(request: Request, found: Fields) -> None:
+    from runner.inference import not_as_trained
     from runner.run_dir import environment, evaluations
 
     checkpoint = os.path.relpath(found["checkpoint"], os.path.realpath(request.run_dir))
@@ -124,7 +125,8 @@ def _record(request: Request, found: Fields) -> None:
                 "seconds": round(found["seconds"], 3),
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
                 "versions": environment.versions(),
-                **({"data": found["data"]} if found["data"] else {}),
+                **{name: found[name] for name in ("data", "notes") if found[name]},
+                **({"code": code} if (code := not_as_trained.code_now(request.run_dir)) else {}),
             },
         )
     except OSError as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel.checkpoint import directory as checkpoints
 from accel.errors import CheckpointError, ConfigError, Problem
 from runner.config.schema import Recipe
+from runner.inference import not_as_trained
 from runner.run_dir import directory
 from runner.run_dir.job import Job
 
@@ -40,7 +41,7 @@ def load(
         checkpoint: "best", "last", or the name or path of a checkpoint. None: the best, or the last
             of a run that keeps no best, or whose best is damaged.
 
-    The checkpoint is printed on standard error.
+    The checkpoint, and whether the project's code has changed since, are printed on standard error.
 
     Returns:
         The model, in eval mode on the CPU (of a step with several models: a dict of them by name),
@@ -57,6 +58,8 @@ def load(
     path = find_checkpoint(job.run_dir, checkpoint)
     step = restored_step(path, recipe)
     print(f"runner.load: the weights of {described(path, job.run_dir)}", file=sys.stderr)
+    for line in not_as_trained.other_code(job.run_dir):
+        print(f"runner.load: {line}", file=sys.stderr)
     models = dict(step.models)
     return (next(iter(models.values())) if len(models) == 1 else models), recipe
 
@@ -141,6 +144,15 @@ def described(path: Path, run_dir: Path) -> str:
     if path == _best(path.parent, directory.owner(run_dir), tolerant=True):
         words.append("the best")
     return f"{path} ({', '.join(words)})" if words else str(path)
+
+
+def is_substitute(path: Path, run_dir: Path) -> bool:
+    """Return whether a run keeps a best state, and `path` is another one."""
+    try:
+        best = _best(directory.checkpoint_folder(run_dir), directory.owner(run_dir))
+    except CheckpointError:
+        return True
+    return best is not None and best != path
 
 
 def _best(folder: Path, owns: Callable[[Path], bool], tolerant: bool = False) -> Path | None:

@@ -27,10 +27,17 @@ from runner.compose import composition, diagnose, hydra_setup
 from runner.config import processes
 from runner.config.batch_plan import plan_batches
 from runner.config.schema import PLUGINS, Distributed, Recipe, Trainer
-from runner.inference.load import described, find_checkpoint, restored_step, step_of
+from runner.inference import not_as_trained
+from runner.inference.load import (
+    described,
+    find_checkpoint,
+    is_substitute,
+    restored_step,
+    step_of,
+)
 from runner.inference.placement import Placement
 from runner.reporting import log_levels, startup
-from runner.run_dir import data_files, directory, json_files, reproduction
+from runner.run_dir import data_files, directory, json_files
 from runner.run_dir.job import Job
 from runner.run_dir.json_files import Fields, JsonObject
 from runner.run_dir.numerics import Numerics, choose
@@ -90,6 +97,7 @@ class Evaluation:
         seconds: that loading and measuring took.
         num_processes: that measured.
         data: the states of the files that the data factory was given, by dotted key.
+        notes: what is not as it was in training, a sentence each.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -98,6 +106,7 @@ class Evaluation:
     seconds: float
     num_processes: int
     data: dict[str, JsonObject]
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,7 @@ class Session:
     checkpoint: Path
     progress: Progress
     data: dict[str, JsonObject]
+    notes: list[str]
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return the context of computing, in which a rank that hangs is named."""
@@ -156,7 +166,8 @@ def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
                 )
         step = step_of(session.checkpoint)
         number, seconds = session.accelerator.num_processes, time.monotonic() - began
-        return Evaluation(metrics, session.checkpoint, step, seconds, number, session.data)
+        checkpoint, data, notes = session.checkpoint, session.data, session.notes
+        return Evaluation(metrics, checkpoint, step, seconds, number, data, notes)
 
 
 def predictions_dropped(request: Request, worker: Worker | None = None) -> int:
@@ -284,27 +295,24 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
                 for name, model in step.models.items()
             }
             files = data_files.find(recipe.data)
-            if accelerator.is_main_process:
-                for line in _other_data(request, run_dir, files):
-                    print(f"data: not as it was trained with: {line}")
+            notes = _notes(request, run_dir, files, checkpoint)
             batches = _batches(accelerator, recipe, request.splits)
             if accelerator.is_main_process:
-                for line in _limited(request, recipe, batches):
+                for line in (*notes, *_limited(request, recipe, batches)):
                     print(line)
             collector.collect_usually()
-            yield Session(accelerator, step, batches, checkpoint, progress, files)
+            yield Session(accelerator, step, batches, checkpoint, progress, files, notes)
 
 
-def _other_data(request: Request, run_dir: Path, files: Fields) -> list[str]:
-    """Return how files differ from those that the run had, but for those that a request names."""
+def _notes(request: Request, run_dir: Path, files: Fields, checkpoint: Path) -> list[str]:
+    """Return what is not as it was in training, but for data that the request names."""
     given = [hydra_setup.key_of(override) for override in request.overrides]
-    recorded = reproduction.recorded(run_dir).get("data") or {}
-    then = {
-        key: one
-        for key, one in recorded.items()
-        if not any(f"{key}.".startswith(f"{name}.") for name in given)
-    }
-    return data_files.differences({"data": then}, {"data": files})
+    is_last = request.checkpoint is None and is_substitute(checkpoint, run_dir)
+    return [
+        *(["weights: the last state, as the best one is damaged"] if is_last else []),
+        *not_as_trained.other_code(run_dir),
+        *not_as_trained.other_data(run_dir, files, given),
+    ]
 
 
 def _limited(request: Request, recipe: Recipe, batches: Mapping[str, EvalBatches]) -> Iterator[str]:

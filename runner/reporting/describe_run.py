@@ -244,6 +244,8 @@ def _metric_rows(found: Fields) -> Iterator[tuple[str, str]]:
         for split, metrics in (one.get("metrics") or {}).items():
             where = f"{one.get('checkpoint')}, {str(one.get('time'))[:16]}"
             yield f"eval {split}", f"{_listed(metrics)}  ({where})"
+        for note in one.get("notes") or ():
+            yield "", note
     if found["step"] is not None:
         took = "" if found["seconds"] is None else f" in {clock(found['seconds'])}"
         yield "step", f"{found['step']}{took}"

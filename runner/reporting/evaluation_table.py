@@ -16,7 +16,7 @@ from runner.run_dir.json_files import Fields
 
 
 def show(rows: Sequence[tuple[Path, Fields | str]], console: Console) -> None:
-    """Print evaluations, and below them why a run could not be measured.
+    """Print evaluations; below them why a run could not be measured, and what to know of others.
 
     Args:
         rows: (run directory, its evaluation as `Evaluation` has it, or the reason).
@@ -36,14 +36,16 @@ def show(rows: Sequence[tuple[Path, Fields | str]], console: Console) -> None:
     table.add_column("step", justify="right")
     for split, name in names:
         table.add_column(f"{split} {name}", justify="right", no_wrap=True)
-    if len(measured) < len(rows):
-        table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for run_dir, found in rows:
         table.add_row(*_cells(run_dir, found, names))
     console.print(table)
     for run_dir, found in rows:
         if isinstance(found, str):
             console.print(Text(f"{relative(run_dir)}: failed: {found}", style="red"))
+        else:
+            for note in found["notes"]:
+                console.print(Text(f"{relative(run_dir)}: {note}", style="yellow"))
 
 
 def _cells(run_dir: Path, found: Fields | str, names: Sequence[tuple[str, str]]) -> list[Text]:
@@ -55,4 +57,4 @@ def _cells(run_dir: Path, found: Fields | str, names: Sequence[tuple[str, str]])
     for split, name in names:
         value = found["metrics"].get(split, {}).get(name)
         cells.append(Text("" if value is None else number(value)))
-    return cells
+    return [*cells, Text("see below" if found["notes"] else "", style="yellow")]

@@ -132,6 +132,7 @@ EVALUATIONS: FieldType = {
             **{"checkpoint": text, "step": count, "metrics": METRICS_OF_SPLITS, "time": text},
             **{"overrides": Each(word, listed=True), "num_processes": count, "seconds": seconds},
             **{"versions": Each(text), "data": Each(_FILES)},
+            **{"notes": Each(word, listed=True), "code": Each(text)},
         },
         listed=True,
     )
