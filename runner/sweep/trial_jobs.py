@@ -97,12 +97,12 @@ class Jobs:
 
     def newest(self) -> dict[int, FrozenTrial]:
         """Return the newest trial of each job."""
-        return optuna_study.trials_of(self.study, self.settings_name)
+        return optuna_study.trials_of(self.study, self.mark)
 
     @property
-    def settings_name(self) -> str:
-        """How trials of this sweep are marked."""
-        return self.sweep_dir.name
+    def mark(self) -> str | None:
+        """What tells trials of this sweep from those of others; None: the study is its own."""
+        return None if self.settings.storage is None else self.sweep_dir.name
 
     def take(self, most: int) -> list[TrialJob]:
         """Return up to `most` jobs to run now, in the order of their numbers.
@@ -237,7 +237,7 @@ class Jobs:
     def _begun(self, trial: optuna.Trial, number: int, overrides: Sequence[str]) -> TrialJob:
         """Mark a trial as that of a job which this command runs."""
         job = {
-            **{"number": number, "sweep": self.settings_name, "command": self._command},
+            **{"number": number, "sweep": self.sweep_dir.name, "command": self._command},
             "overrides": list(overrides),
         }
         trial.set_user_attr(JOB, job)

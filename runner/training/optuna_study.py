@@ -201,18 +201,21 @@ def make(kind: str, spec: Mapping[str, object] | None, **own: object) -> Any:
 JOB = "job"
 
 
-def trials_of(study: optuna.Study, sweep: str) -> dict[int, FrozenTrial]:
-    """Return the newest trial of each job of a sweep, by the number of the job."""
+def trials_of(study: optuna.Study, sweep: str | None) -> dict[int, FrozenTrial]:
+    """Return the newest trial of each job of a sweep, by the number of the job.
+
+    `sweep` is the name by which its trials are marked; None: the study has those of no other sweep.
+    """
     found = {}
     for trial in study.get_trials(deepcopy=False):
         job = trial.user_attrs.get(JOB)
-        if job is not None and job["sweep"] == sweep:
+        if job is not None and sweep in (None, job["sweep"]):
             found[int(job["number"])] = trial
     return found
 
 
 def running_trial(
-    study: optuna.Study, storage: BaseStorage, sweep: str, number: int
+    study: optuna.Study, storage: BaseStorage, sweep: str | None, number: int
 ) -> optuna.Trial | None:
     """Return the trial of a job, to report to; None if it is not running."""
     found = trials_of(study, sweep).get(number)
