@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from accel.passwords import without_passwords
+
 _MAX_NAMED = 20  # names listed in a message
 
 
@@ -37,7 +39,7 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.value}: {self.rule}. {self.remedy}"
+        return without_passwords(f"{self.value}: {self.rule}. {self.remedy}")
 
 
 _KNOWN = "Known names: "

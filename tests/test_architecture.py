@@ -26,6 +26,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.checkpointing", 9),
     ("accel.memory_utils", 9),
     ("accel.parallelism_config", 9),
+    ("accel.passwords", 0),
     ("accel.errors", 0),
     ("accel.enums", 0),
     ("accel.env", 0),

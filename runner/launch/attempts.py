@@ -10,6 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from accel import passwords
 from accel.errors import AccelError
 from runner.exit_codes import FAILED, INTERRUPTED
 from runner.launch import failures, staging
@@ -73,7 +74,7 @@ def train(machines: Machines, job: Job, recipe: Recipe, local_processes: int) ->
 
 
 def _attempt(machines: Machines, job: Job, stops: StopSignals) -> Ended:
-    heading = f"of {machines.num_processes}: {shlex.join(sys.orig_argv)}"
+    heading = f"of {machines.num_processes}: {shlex.join(passwords.shown(sys.orig_argv))}"
     with run_log.captured(job.run_dir, heading):
         try:
             ended = machines.attempt(job.place, stops)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel import passwords
 from runner.config import processes, ray_placement
 from runner.config.processes import Adopted
 from runner.config.schema import Recipe
@@ -47,7 +48,8 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     if place is None and apart:
         return _launch_workers(job, recipe, number, local)
     numerics.record_threads(job.run_dir, recipe, local, job.place)
-    with run_log.captured(job.run_dir, f"of {number}: {shlex.join(sys.orig_argv)}"):
+    command = shlex.join(passwords.shown(sys.orig_argv))
+    with run_log.captured(job.run_dir, f"of {number}: {command}"):
         if place is None:
             return run_here(job.place)
         from runner.launch import torchrun

@@ -12,6 +12,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from accel import passwords
 from accel.env import read
 from accel.strategies.table import specs
 from runner.config import trust
@@ -56,7 +57,7 @@ def describe(data: object = None, diff_to: Path | None = None) -> dict[str, obje
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": platform.node(),
-        "command": sys.orig_argv,  # Hydra is given another line
+        "command": passwords.shown(sys.orig_argv),  # Hydra is given another line
         "cwd": os.getcwd(),
         "packages": versions(),
         "device": _device(),

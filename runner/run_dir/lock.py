@@ -38,6 +38,7 @@ from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 
+from accel import passwords
 from accel.errors import ConfigError, Problem
 from runner.config import paths
 
@@ -307,7 +308,7 @@ def _fcntl() -> ModuleType:
 
 
 def _this_process() -> Holder:
-    command = shlex.join(sys.orig_argv)  # Hydra is given another line
+    command = shlex.join(passwords.shown(sys.orig_argv))  # Hydra is given another line
     return Holder(os.getpid(), platform.node(), command, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
 

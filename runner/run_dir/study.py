@@ -46,6 +46,14 @@ class StudyFile:
     metrics: Sequence[str] = (BEST,)
     modes: Sequence[str] = ()
 
+    @property
+    def mark(self) -> str | None:
+        """What tells its trials from those of other sweeps; None: there are no others.
+
+        A journal in the sweep's folder is its own, whatever the folder was called before.
+        """
+        return None if self.storage == JOURNAL else self.sweep
+
     def write(self, sweep_dir: Path) -> None:
         """Write this to the sweep's folder, in one piece."""
         write_json(sweep_dir / FILE, asdict(self))

@@ -93,7 +93,8 @@ class OptunaSweeper(Sweeper):
         """Search, from where an earlier command has left off.
 
         Raises:
-            ConfigError: if the study of an earlier command searches another space.
+            ConfigError: if the study of an earlier command searches another space, or its database
+                fails.
             JobFailed: if too many jobs fail.
         """
         assert self._launcher is not None
@@ -106,7 +107,10 @@ class OptunaSweeper(Sweeper):
         config_name = str(self._config.hydra.job.config_name)
         if settings.n_jobs is None:
             settings = replace(settings, n_jobs=self._at_once)
-        Search(settings, space, folder, config_name, self._launcher).run()
+        try:
+            Search(settings, space, folder, config_name, self._launcher).run()
+        except optuna_study.FAILURES as error:  # the database went away
+            raise optuna_study.failed_database(str(settings.storage), error) from error
 
 
 def _at_once(task: object) -> int:

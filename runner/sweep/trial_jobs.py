@@ -45,6 +45,8 @@ LOCK, COMMANDS = ".optuna.lock", ".optuna-command-"
 FAILURE, EXHAUSTED = "failure", "exhausted"
 # Their draws belong to one sequence, so that all trials have the same seed.
 SEQUENCES = ("qmc",)
+# It counts what has been drawn, whatever became of it, and says when nothing is left.
+EXHAUSTIVE = ("bruteforce",)
 NOBODY = ""  # a command that no trial waits for
 
 
@@ -74,6 +76,7 @@ class Jobs:
         self._command = secrets.token_hex(4)
         self._stack = contextlib.ExitStack()
         self._failed_before: dict[int, int] = {}
+        self._unborn: list[int] = []
 
     def __enter__(self) -> Jobs:
         """Begin to run jobs: mark this command as alive."""
@@ -94,12 +97,12 @@ class Jobs:
 
     def newest(self) -> dict[int, FrozenTrial]:
         """Return the newest trial of each job."""
-        return optuna_study.trials_of(self.study, self.settings_name)
+        return optuna_study.trials_of(self.study, self.mark)
 
     @property
-    def settings_name(self) -> str:
-        """How trials of this sweep are marked."""
-        return self.sweep_dir.name
+    def mark(self) -> str | None:
+        """What tells trials of this sweep from those of others; None: the study is its own."""
+        return None if self.settings.storage is None else self.sweep_dir.name
 
     def take(self, most: int) -> list[TrialJob]:
         """Return up to `most` jobs to run now, in the order of their numbers.
@@ -121,8 +124,8 @@ class Jobs:
             for number in range(self.settings.n_trials):
                 if len(taken) >= most or self.exhausted:
                     break
-                if number not in newest:
-                    taken.append(self._new(number))
+                if number not in newest and (job := self._new(number)) is not None:
+                    taken.append(job)
         return sorted(taken, key=lambda job: job.number)
 
     @property
@@ -189,9 +192,29 @@ class Jobs:
         self.study.sampler = _fixed(failed.params)
         return self._asked(number, failed)
 
-    def _new(self, number: int) -> TrialJob:
+    def _new(self, number: int) -> TrialJob | None:
+        """Begin the trial of a new job; None: an exhaustive sampler has nothing left to draw."""
         self._choose_sampler(number)
-        return self._asked(number, None)
+        if not self._is_exhaustive:
+            return self._asked(number, None)
+        while not self.exhausted:
+            trial = self._unborn_with() or self.study.ask()
+            overrides = self.space.sample(trial)
+            if not self._is_repeated(trial.number):
+                return self._begun(trial, number, overrides)
+            # All others have been drawn, and some of them are still running.
+            self._note_end(trial.number, None, TrialState.FAIL)
+        return None
+
+    @property
+    def _is_exhaustive(self) -> bool:
+        return self.settings.sampler["name"] in EXHAUSTIVE
+
+    def _is_repeated(self, number: int) -> bool:
+        """Return whether another trial has the parameters of this one."""
+        trials = self.study.get_trials(deepcopy=False)
+        drawn = trials[number].params
+        return any(one.params == drawn for one in trials if one.number != number)
 
     def _choose_sampler(self, number: int) -> None:
         # Sweeps that share a study must not draw the same.
@@ -214,7 +237,7 @@ class Jobs:
     def _begun(self, trial: optuna.Trial, number: int, overrides: Sequence[str]) -> TrialJob:
         """Mark a trial as that of a job which this command runs."""
         job = {
-            **{"number": number, "sweep": self.settings_name, "command": self._command},
+            **{"number": number, "sweep": self.sweep_dir.name, "command": self._command},
             "overrides": list(overrides),
         }
         trial.set_user_attr(JOB, job)
@@ -273,25 +296,43 @@ class Jobs:
         """Begin the trial of a job that the study does not know, with the job's parameters.
 
         The sampler draws first, since some count what they have drawn. It mostly draws the same
-        again; if not (no seed, several jobs at once), the draw is given up.
+        again; if not (no seed, several jobs at once), the draw is given up. An exhaustive sampler
+        would take a draw that was given up for one that has been tried, and so draws nothing here.
         """
         wanted = self.space.chosen(overrides)
-        self._choose_sampler(number)
-        job = self._asked_if(number, wanted)
-        if job is None:
-            self.study.sampler = _fixed(self._values_in(number, wanted))
+        job = None
+        if not self._is_exhaustive:
+            self._choose_sampler(number)
             job = self._asked_if(number, wanted)
+        if job is None:
+            values = self._values_in(number, wanted)
+            self.study.sampler = _fixed(values)
+            job = self._asked_if(number, wanted, self._unborn_with(values))
         if job is None:
             raise _other_values(number, wanted)
         return job
 
-    def _asked_if(self, number: int, wanted: Mapping[str, str]) -> TrialJob | None:
-        """Begin a trial if the sampler draws what is wanted."""
-        trial = self.study.ask()
+    def _unborn_with(self, values: Mapping[str, Any] | None = None) -> optuna.Trial | None:
+        """Take a trial that a killed command had begun to draw; one of these values, if any."""
+        trials = self.study.get_trials(deepcopy=False)
+        for number in list(self._unborn):
+            found = trials[number]
+            if JOB in found.user_attrs or found.state.is_finished():  # another command has it
+                self._unborn.remove(number)
+            elif values is None or found.params.items() <= values.items():
+                self._unborn.remove(number)
+                return self._running(number)
+        return None
+
+    def _asked_if(
+        self, number: int, wanted: Mapping[str, str], trial: optuna.Trial | None = None
+    ) -> TrialJob | None:
+        """Begin a trial, or go on with one, if the sampler draws what is wanted."""
+        trial = trial or self.study.ask()
         overrides = self.space.sample(trial)
         if self.space.chosen(overrides) == wanted:
             return self._begun(trial, number, overrides)
-        self.study.tell(trial.number, state=TrialState.FAIL)
+        self._give_up(trial.number)
         return None
 
     def _values_in(self, number: int, wanted: Mapping[str, str]) -> dict[str, Any]:
@@ -318,23 +359,44 @@ class Jobs:
         return optuna_study.make(optuna_study.SAMPLER, spec, seed=own)
 
     def _tell(self, job: TrialJob, values: list[float] | None, state: TrialState | None) -> None:
+        if self._is_exhaustive:  # it, not the one that has drawn last, tells whether all is seen
+            self._choose_sampler(job.number)
+        self._note_end(job.trial, values, state)
+
+    def _note_end(self, trial: int, values: list[float] | None, state: TrialState | None) -> None:
+        if self._end(trial, values, state):
+            self.study.set_user_attr(EXHAUSTED, True)
+
+    def _give_up(self, trial: int) -> None:
+        """Record as failed a trial that is no job; what its sampler says of it ends nothing."""
+        self._end(trial, None, TrialState.FAIL)
+
+    def _end(self, trial: int, values: list[float] | None, state: TrialState | None) -> bool:
+        """Record how a trial has ended; return whether its sampler has now seen everything."""
         try:
-            self.study.tell(job.trial, values, state)
+            self.study.tell(trial, values, state)
         except RuntimeError:
             # A sampler that has seen everything stops the study, which Optuna refuses outside of
             # `optimize`, once the trial has been recorded.
-            recorded = self.study.get_trials(deepcopy=False)[job.trial].state
-            if not recorded.is_finished():
+            if not self.study.get_trials(deepcopy=False)[trial].state.is_finished():
                 raise
-            self.study.set_user_attr(EXHAUSTED, True)
+            return True
+        return False
 
     def _drop_unborn(self) -> None:
-        """Record as failed what a command was asking for when it was killed: it was never run."""
+        """Drop what a command was asking for when it was killed: it was never run.
+
+        For an exhaustive sampler the next new job goes on with it: else nobody would try it.
+        """
         if self.settings.storage is not None:  # those of other sweeps may be under way
             return
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if JOB not in trial.user_attrs:
-                self.study.tell(trial.number, state=TrialState.FAIL)
+            if JOB in trial.user_attrs:
+                continue
+            if self._is_exhaustive:
+                self._unborn.append(trial.number)
+            else:
+                self._give_up(trial.number)
 
     # -- commands --------------------------------------------------------------------------
 

@@ -19,16 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy import create_engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from accel.errors import ConfigError, Problem, nearest
 from runner.run_dir import lock
 
 SAMPLER, PRUNER = "sampler", "pruner"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)  # seconds between tries to open a database
+FAILURES = (SQLAlchemyError, StorageInternalError)  # of a database
 # Without arguments that YAML could give, or in no need of a search.
 _LEFT_OUT = {"base", "basega", "partialfixed", "grid", "nop"}
 # A name and its usual abbreviations, without separators.
@@ -88,22 +91,39 @@ def _database(url: str) -> RDBStorage:
     """Return the storage of a URL; commands that begin one at once make its tables together.
 
     Each of them then meets tables that the other has made meanwhile, and finds them at its next
-    try.
+    try. A database that is not there is not waited for.
 
     Raises:
         ConfigError: if it cannot be opened.
     """
-    for seconds in PAUSES:
-        with contextlib.suppress(DatabaseError):  # the last try tells
-            return RDBStorage(url)
-        time.sleep(seconds)
     try:
+        _require_connection(url)
+        for seconds in PAUSES:
+            with contextlib.suppress(*FAILURES):  # the last try tells
+                return RDBStorage(url)
+            time.sleep(seconds)
         return RDBStorage(url)
-    except DatabaseError as error:
-        reason = str(error).splitlines()[0]
-        rule = f"the database of a study is opened there, and that failed ({reason})"
-        remedy = "Mend it, name another, or move it away: a sweep's trials are rebuilt."
-        raise ConfigError.of(f"storage={url}", rule, remedy) from error
+    except (*FAILURES, ImportError, ValueError) as error:
+        raise failed_database(url, error) from error
+
+
+def _require_connection(url: str) -> None:
+    engine = create_engine(url)
+    try:
+        engine.connect().close()
+    finally:
+        engine.dispose()
+
+
+def failed_database(url: str, error: Exception) -> ConfigError:
+    """Return what to say of a study's database that could not be opened, or not be used."""
+    cause = error.__cause__ if isinstance(error, (StorageInternalError, ImportError)) else None
+    lines = str(cause or error).splitlines() or [type(error).__name__]
+    rule = f"a study is kept in that database, which failed ({lines[0]})"
+    remedy = "Mend it, name another, or move it away: a sweep's trials are rebuilt."
+    if isinstance(error, ImportError):
+        remedy = "Install the Python package that the URL's driver needs, or name another database."
+    return ConfigError.of(f"storage={url}", rule, remedy)  # which shows no password
 
 
 def storage_of(text: str, folder: Path) -> BaseStorage:
@@ -201,18 +221,21 @@ def make(kind: str, spec: Mapping[str, object] | None, **own: object) -> Any:
 JOB = "job"
 
 
-def trials_of(study: optuna.Study, sweep: str) -> dict[int, FrozenTrial]:
-    """Return the newest trial of each job of a sweep, by the number of the job."""
+def trials_of(study: optuna.Study, sweep: str | None) -> dict[int, FrozenTrial]:
+    """Return the newest trial of each job of a sweep, by the number of the job.
+
+    `sweep` is the name by which its trials are marked; None: the study has those of no other sweep.
+    """
     found = {}
     for trial in study.get_trials(deepcopy=False):
         job = trial.user_attrs.get(JOB)
-        if job is not None and job["sweep"] == sweep:
+        if job is not None and sweep in (None, job["sweep"]):
             found[int(job["number"])] = trial
     return found
 
 
 def running_trial(
-    study: optuna.Study, storage: BaseStorage, sweep: str, number: int
+    study: optuna.Study, storage: BaseStorage, sweep: str | None, number: int
 ) -> optuna.Trial | None:
     """Return the trial of a job, to report to; None if it is not running."""
     found = trials_of(study, sweep).get(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,12 @@ def test_the_environment_tells_versions_machine_and_git(
     assert found["git"]["untracked"] == ["new.py"]
     assert "+width = 2" in (run_dir / "git.diff").read_text()
     assert "b/new.py" in (run_dir / "git.diff").read_text()
+
+
+def test_no_password_of_the_command_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    word = "hydra.sweeper.storage=postgresql://user:{}@host/db"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "runner", word.format("secret")])
+    assert environment.describe()["command"] == ["python", "-m", "runner", word.format("***")]
 
 
 def test_files_that_a_factory_has_written_are_noted_as_its_data(tmp_path: Path) -> None:

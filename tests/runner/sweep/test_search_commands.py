@@ -14,7 +14,7 @@ from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import study as study_files
 from runner.sweep import command
 from runner.sweep.directory import read
-from tests.runner.sweep import stand_ins
+from tests.runner.sweep import databases, stand_ins
 from tests.runner.sweep.stand_ins import StandIn
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -129,6 +129,32 @@ def test_a_misspelt_key_gets_the_nearest_name(tmp_path: Path) -> None:
         command.examine(request, lambda _: None)
     request = command.Request.of(["experiment=search", "trainer.epochz=4"], "config")
     assert any("epochs" in str(one) for one in command.examine(request, lambda _: None)[0].problems)
+
+
+@pytest.mark.slow
+def test_the_password_of_a_database_is_not_shown(
+    server: StandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = databases.url_in(tmp_path)
+    given = [f"hydra.sweeper.storage={url}", "sweep.dir=here"]
+    write(tmp_path, n_trials=2, study_name="s")
+    assert cli.main([*LINE, *given]) == 0
+    assert cli.main([*LINE, *given]) == 0  # the sweep knows it still
+    assert numbers(server) == [0, 1]
+    wrong = [[f"{given[0]}.2", given[1]], [f"hydra.sweeper.storag={url}"], [f"{given[0]},b"]]
+    for line in wrong:
+        assert cli.main([*LINE, *line]) == REFUSED
+    assert cli.main([*LINE, *given, "--dry-run"]) == 0
+    server.on_start = lambda order: monkeypatch.setattr(databases.StandIn, "is_away", True)
+    write(tmp_path, n_trials=3, study_name="s")
+    assert cli.main([*LINE, *given]) == FAILED
+    shown = capsys.readouterr()
+    assert databases.PASSWORD not in shown.out + shown.err
+    assert shown.err.count("standin://user:***@host/") == len(wrong) + 1
+    assert "Connection refused" in shown.err
 
 
 def test_a_search_says_that_it_chooses_its_jobs(

@@ -163,6 +163,109 @@ def test_a_space_that_is_seen_whole_ends_the_search(tmp_path: Path) -> None:
     assert len(jobs.newest()) == 3
 
 
+LEAVES = ["name=a,b", "seed=range(1,4)"]
+
+
+def brute_force_in(folder: Path, **changes: object) -> Jobs:
+    """Return the jobs of a search that tries each of six leaves."""
+    jobs = jobs_in(folder, **{"sampler": "bruteforce", "n_trials": 50, **changes})
+    with hydra_setup.session():
+        jobs.space = Space.read(LEAVES, {}, {})
+    return jobs
+
+
+def leaf(jobs: Jobs, job: TrialJob) -> tuple[str, ...]:
+    return tuple(jobs.space.chosen(job.overrides).values())
+
+
+def rest_of(jobs: Jobs, at_once: int) -> list[tuple[str, ...]]:
+    """Run what is left, and return the leaves that were visited."""
+    found = []
+    while taken := jobs.take(at_once):
+        found += [leaf(jobs, job) for job in taken]
+        for job in taken:
+            jobs.complete(job, [1.0])
+    return found
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_each_leaf_of_a_space_is_visited_once(tmp_path: Path, at_once: int, strict: bool) -> None:
+    sampler = {"name": "bruteforce", "avoid_premature_stop": strict}
+    with brute_force_in(tmp_path, sampler=sampler) as jobs:
+        visited = rest_of(jobs, at_once)
+    assert (len(visited), len(set(visited))) == (6, 6)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("ended", [2, 5, 6])
+def test_a_rebuilt_search_of_all_values_visits_those_that_remain(
+    tmp_path: Path, ended: int, seed: int | None, at_once: int
+) -> None:
+    record, visited = Journal(tmp_path), []
+    with brute_force_in(tmp_path, seed=seed) as jobs:
+        taken = jobs.take(ended + 1)  # the last one is under way when the command is killed
+        for job in taken:
+            overrides = [hydra_setup.closed(one) for one in job.overrides]
+            begun = record.started(job.number, overrides)
+            if job.number < ended:
+                record.ended(job.number, begun, overrides, 0, objective=1.0)
+                visited.append(leaf(jobs, job))
+    known = record.states()
+    for _ in range(2):
+        (tmp_path / study_files.JOURNAL).unlink()
+        with brute_force_in(tmp_path, seed=seed) as jobs:
+            assert jobs.rebuild(known, None) == sorted(known)
+            assert jobs.rebuild(known, None) == []
+            assert {trial.state for trial in jobs.study.trials} <= {
+                *(TrialState.COMPLETE, TrialState.RUNNING)
+            }
+    with brute_force_in(tmp_path, seed=seed) as jobs:
+        visited += rest_of(jobs, at_once)
+        assert jobs.exhausted
+    assert (len(visited), len(set(visited))) == (6, 6)
+
+
+def test_the_last_leaf_ends_a_search_that_goes_on(tmp_path: Path) -> None:
+    with brute_force_in(tmp_path) as jobs:
+        for job in jobs.take(6)[:-1]:
+            jobs.complete(job, [1.0])
+    with brute_force_in(tmp_path) as jobs:
+        assert len(rest_of(jobs, 1)) == 1
+        assert jobs.exhausted
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+def test_a_leaf_that_was_being_asked_for_is_visited(tmp_path: Path, drawn: int) -> None:
+    with brute_force_in(tmp_path) as jobs:
+        (first,) = jobs.take(1)
+        jobs.complete(first, [1.0])
+        trial = jobs.study.ask()
+        for one in jobs.space.parameters[:drawn]:
+            one.suggest(trial)
+    with brute_force_in(tmp_path) as jobs, brute_force_in(tmp_path) as other:
+        visited = [leaf(jobs, first), *rest_of(other, 1), *rest_of(jobs, 1)]
+    assert (len(visited), len(set(visited))) == (6, 6)
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+def test_a_leaf_that_was_being_rebuilt_is_visited(tmp_path: Path, drawn: int) -> None:
+    Journal(tmp_path).started(0, ["name=b", "seed=2"])
+    with brute_force_in(tmp_path) as jobs:
+        jobs.study.sampler = optuna.samplers.PartialFixedSampler(
+            {"name": "b", "seed": 2}, optuna.samplers.RandomSampler()
+        )
+        trial = jobs.study.ask()
+        for one in jobs.space.parameters[:drawn]:
+            one.suggest(trial)
+    with brute_force_in(tmp_path) as jobs:
+        assert jobs.rebuild(Journal(tmp_path).states(), None) == [0]
+        visited = rest_of(jobs, 2)
+    assert (len(visited), len(set(visited))) == (6, 6)
+
+
 TPE = {"name": "tpe", "n_startup_trials": 2}
 
 

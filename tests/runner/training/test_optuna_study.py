@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 import time
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.exceptions import StorageInternalError
 
 from accel.errors import ConfigError
 from runner.training import optuna_study
 from tests.helpers import python
+from tests.runner.sweep import databases
 
 HOLDER = """
 import os, signal, sys
@@ -62,6 +65,56 @@ def test_a_database_that_cannot_be_opened_is_an_error(
     (tmp_path / "s.db").write_bytes(b"no database" * 100)
     with pytest.raises(ConfigError, match="file is not a database"):
         optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path)
+
+
+def test_a_database_that_is_away_is_told_at_once_and_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = databases.url_in(tmp_path)
+    monkeypatch.setattr(databases.StandIn, "is_away", True)
+    monkeypatch.setattr(databases.StandIn, "tries", 0)
+    with pytest.raises(ConfigError) as caught:
+        optuna_study.storage_of(url, tmp_path)
+    assert databases.StandIn.tries == 1
+    said = r"storage=standin://user:\*\*\*@host/.*failed \(.*Connection refused\)\. Mend it"
+    assert re.match(said, str(caught.value))
+    assert databases.PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nodriver://u:s3cret@h/d", "failed .*nodriver"),
+        ("mysql://u:s3cret@h/d", "No module named 'MySQLdb'.*Install the Python package"),
+        ("sqlite://u:s3cret@h:port/d", "invalid literal.*'port'"),
+        ("://u:s3cret@h", "Could not parse"),
+    ],
+)
+def test_a_url_of_no_database_is_an_error(tmp_path: Path, url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        optuna_study.storage_of(url, tmp_path)
+    assert databases.PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_what_the_storage_refuses_as_it_is_opened_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    refusals = [StorageInternalError("while it commits")] * count
+
+    def opened(url: str) -> object:
+        if refusals:
+            raise refusals.pop()
+        return made
+
+    made = object()
+    monkeypatch.setattr(optuna_study, "PAUSES", (0.0,) * 5)
+    monkeypatch.setattr(optuna_study, "RDBStorage", opened)
+    if count == 1:
+        assert optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path) is made
+    else:
+        with pytest.raises(ConfigError, match="while it commits"):
+            optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path)
 
 
 def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
