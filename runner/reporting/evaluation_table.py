@@ -36,7 +36,8 @@ def show(rows: Sequence[tuple[Path, Fields | str]], console: Console) -> None:
     table.add_column("step", justify="right")
     for split, name in names:
         table.add_column(f"{split} {name}", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    if any(isinstance(found, str) or found["notes"] for _, found in rows):
+        table.add_column("", no_wrap=True)
     for run_dir, found in rows:
         table.add_row(*_cells(run_dir, found, names))
     console.print(table)
@@ -57,4 +58,4 @@ def _cells(run_dir: Path, found: Fields | str, names: Sequence[tuple[str, str]])
     for split, name in names:
         value = found["metrics"].get(split, {}).get(name)
         cells.append(Text("" if value is None else number(value)))
-    return [*cells, Text("see below" if found["notes"] else "", style="yellow")]
+    return [*cells, Text("see below", style="yellow")] if found["notes"] else cells

@@ -73,7 +73,7 @@ def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def require_unused(path: Path) -> None:
-    """Raise a UsedError if a directory that is to be a new run's holds anything.
+    """Raise a UsedError if a directory that is to be a new run's holds anything, or is in a run's.
 
     A lock, logs of the shell or the scheduler that runs the command, and what commands that were
     killed before they had a recipe have left, do not count.
@@ -85,10 +85,14 @@ def require_unused(path: Path) -> None:
     try:
         present = sorted(one.name for one in path.iterdir() if not _is_before_a_run(one))
     except (FileNotFoundError, NotADirectoryError):
-        return  # claiming it says what is wrong
+        present = []  # claiming it says what is wrong
     except OSError as error:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
         raise ConfigError.of(value, rule, "Name another folder.") from error
+    if (around := _run_around(path)) is not None:
+        rule = f"a run has a directory of its own, and that is inside of a run's ({around})"
+        remedy = f"Name one beside it, such as run_dir={shlex.quote(f'{around}-2')}."
+        raise UsedError.of(value, rule, remedy)
     if not present:
         return
     if holds_run(path):
@@ -109,6 +113,12 @@ def require_unused(path: Path) -> None:
     rule = f"a run has a directory of its own, and there is {', '.join(present[:MOST_NAMED])}{more}"
     remedy = f"Name a new or an empty directory, such as run_dir={shlex.quote(str(path / 'run'))}."
     raise UsedError.of(value, rule, remedy)
+
+
+def _run_around(path: Path) -> Path | None:
+    """Return the directory of a run that a path lies in, if any."""
+    of_a_run = (CONFIG, JOB)
+    return next((p for p in path.parents if all((p / name).is_file() for name in of_a_run)), None)
 
 
 def _is_before_a_run(path: Path) -> bool:

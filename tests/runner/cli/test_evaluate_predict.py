@@ -14,7 +14,8 @@ import pytest
 
 from runner import cli
 from runner.cli import evaluate_predict
-from runner.run_dir import data_files, evaluations
+from runner.inference.load import load
+from runner.run_dir import data_files, evaluations, provenance
 from tests.helpers import ROOT, about, python
 from tests.runner.runs import make_run
 from tests.runner.written_runs import write_run
@@ -95,6 +96,42 @@ def test_data_that_has_changed_since_is_said_and_kept_with_the_result(
     assert said in capsys.readouterr().out
     assert cli.main([*line, "data.num_variants=4", "data=digits"]) == 0
     assert "not as it was trained with" not in capsys.readouterr().out
+
+
+def test_code_that_has_changed_since_is_said_and_kept_with_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path)
+    (run_dir / "environment.json").write_text(json.dumps({"code": {"mypkg": "a"}}))
+    line = ["eval", str(run_dir), "--split", "test"]
+    said = "code: not as it was trained with: the Python files of the package mypkg differ"
+    for digest in ("a", "b"):
+        monkeypatch.setattr(provenance, "package_digests", lambda names, d=digest: {"mypkg": d})
+        assert cli.main(line) == 0
+        assert (said in capsys.readouterr().out) == (digest == "b")
+    same, other = evaluations.read(run_dir)
+    assert (same["code"], same.get("notes")) == ({"mypkg": "a"}, None)
+    assert (other["code"], other["notes"]) == ({"mypkg": "b"}, [said])
+    assert cli.main(["show", str(run_dir)]) == 0
+    assert said in capsys.readouterr().out
+    output = ["--output", str(tmp_path / "p.jsonl")]
+    assert cli.main(["predict", str(run_dir), "--split", "test", *output]) == 0
+    assert said in capsys.readouterr().out
+    load(run_dir)
+    assert f"runner.load: {said}" in capsys.readouterr().err
+
+
+def test_a_table_says_which_weights_stand_in_for_the_best(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path, checkpoints=2, best=0)
+    (run_dir / "checkpoints" / "checkpoint_0" / "model.safetensors").write_bytes(b"")
+    assert cli.main(["eval", str(runs[1]), str(run_dir), "--split", "test"]) == 0
+    note = "weights: the last state, as the best one is damaged"
+    shown = capsys.readouterr().out
+    assert shown.count("see below") == 1
+    assert note in " ".join(shown.partition("see below")[2].split())
+    assert evaluations.read(run_dir)[-1]["notes"] == [note]
 
 
 def test_samples_that_the_runs_own_limit_leaves_out_are_said(

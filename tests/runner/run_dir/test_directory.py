@@ -56,6 +56,16 @@ def test_a_taken_name_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names == ["20260101-000000-0000", "20260101-000000-1111"]
 
 
+@pytest.mark.parametrize("inside", ["logs/own", "checkpoints"])
+def test_no_run_is_made_inside_of_another(tmp_path: Path, inside: str) -> None:
+    run = new_run(tmp_path)
+    with pytest.raises(directory.UsedError, match=re.escape(f"inside of a run's ({run})")) as told:
+        directory.claim_chosen(run / inside)
+    assert f"run_dir={run}-2." in str(told.value)
+    assert not (run / inside).exists()
+    assert directory.claim_chosen(tmp_path / "mine").is_dir()
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
 def test_a_name_is_one_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="name of one folder"):

@@ -74,7 +74,7 @@ def test_who_looks_at_a_sweep_sees_what_its_command_sees(lines: list[dict[str, o
             del line["status"]
     with tempfile.TemporaryDirectory() as folder:
         last = write(Path(folder), lines)
-    states = journal.states(lines)
+        states = journal.Journal(Path(folder)).states()
     complete = {job for job, record in last.items() if record.get("status") in COMPLETE}
     assert complete == {job for job, state in states.items() if state.is_complete}
     for job, record in last.items():
