@@ -1,4 +1,8 @@
-"""Passwords in URLs are needed to connect, and neither shown nor recorded with a run."""
+"""Passwords in URLs are needed to connect, and not shown.
+
+What goes on with a search has to connect, too: the sweep's own `sweep.json` (as an override) and
+`optuna.json` hold them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from collections.abc import Iterable
 
 HIDDEN = "***"  # as SQLAlchemy renders them
 # A password may hold a slash and, as people write them, an @: the host begins after the last one.
-_IN_URL = re.compile(r"(?<=://)([^\s:/?#@'\"]*):([^\s'\"]+)@")
+# A number before a slash, a query or a comma is a port.
+_IN_URL = re.compile(r"(?<=://)([^\s:/]*):(?!\d+[/?,])([^\s'\"]+)@")
 _IN_QUERY = re.compile(r"([?&][^\s=&]*(?:password|passwd|pwd)=)[^\s&'\"]+", re.IGNORECASE)
 
 

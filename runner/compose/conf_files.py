@@ -19,7 +19,6 @@ from runner.config.schema import Recipe
 from runner.factories import static_checks
 from runner.factories.registry import register
 from runner.run_dir.atomic_update import CONFIG
-from runner.run_dir.directory import SWEEP
 from runner.run_dir.job import JOB
 
 PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.M)
@@ -60,13 +59,13 @@ def own_files() -> Iterator[tuple[Path, str]]:
 
 
 def _recipes_below(folder: Path) -> list[Path]:
-    """Return the files of a folder of recipes; runs and sweeps, which may be linked, have none."""
-    return sorted(paths.files_below(folder, ".yaml", is_left_out=_are_of_a_run))
+    """Return the files of a folder of recipes; of a run, which may be linked, those beside it."""
+    return sorted(paths.files_below(folder, ".yaml", is_last=_are_of_a_run))
 
 
 def _are_of_a_run(names: Set[str]) -> bool:
-    """Return whether a folder that has files of these names is that of a run or a sweep."""
-    return SWEEP in names or {CONFIG, JOB} <= names
+    """Return whether a folder that has files of these names is that of a run."""
+    return {CONFIG, JOB} <= names
 
 
 def file_of(name: str) -> Path | None:

@@ -48,12 +48,12 @@ def files_below(
     suffix: str = "",
     above: frozenset[str] = frozenset(),
     *,
-    is_left_out: Callable[[Set[str]], bool] = lambda names: False,
+    is_last: Callable[[Set[str]], bool] = lambda names: False,
 ) -> Iterator[Path]:
     """Yield the files of a folder, then those below it, in the order of names, through links too.
 
     A link back to a folder `above` it is not followed, and what cannot be read is passed over, as
-    is a folder below for whose names of files and folders `is_left_out` is true.
+    are the folders below one for whose names of files and folders `is_last` is true.
     """
     real = os.path.realpath(folder)
     if real in above:
@@ -62,16 +62,16 @@ def files_below(
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         return
-    if above and is_left_out({entry.name for entry in entries}):
-        return
     folders = []
     for entry in entries:
         if _is_folder(entry):
             folders.append(entry.path)
         elif entry.name.endswith(suffix):
             yield Path(entry.path)
+    if above and is_last({entry.name for entry in entries}):
+        return
     for below in folders:
-        yield from files_below(below, suffix, above | {real}, is_left_out=is_left_out)
+        yield from files_below(below, suffix, above | {real}, is_last=is_last)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

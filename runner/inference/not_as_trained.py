@@ -22,18 +22,17 @@ def code_now(run_dir: Path) -> dict[str, str]:
 def other_code(run_dir: Path) -> list[str]:
     """Return how the project's code differs from that which a run was trained with last.
 
-    By its packages' Python files; by git where these were too large to be recorded. A commit that
-    leaves them alone is no difference.
+    By its packages' Python files; by git, too, where some are too large. A commit that leaves them
+    alone is no difference.
     """
     then = reproduction.recorded(run_dir)
     recorded = then.get("code") or {}
-    lines = []
-    if recorded and not any(recorded.values()):
+    found = provenance.package_digests(recorded)
+    known = {name: one for name, one in found.items() if one and recorded[name]}
+    lines = provenance.code_differences({"code": recorded}, {"code": known})
+    if len(known) < len(recorded):
         state = provenance.git_state(os.getcwd())
-        lines = provenance.code_differences({"git": then.get("git")}, {"git": state})
-    else:
-        changed = provenance.changed_packages(then, {"code": _digests(recorded)})
-        lines = [f"the Python files of the package {name} differ" for name in changed]
+        lines += provenance.code_differences({"git": then.get("git")}, {"git": state})
     return [f"code: not as it was trained with: {line}" for line in lines]
 
 

@@ -97,7 +97,7 @@ class Evaluation:
         seconds: that loading and measuring took.
         num_processes: that measured.
         data: the states of the files that the data factory was given, by dotted key.
-        notes: what is not as it was in training, a sentence each.
+        notes: what is not as it was in training, a sentence each; on the main process.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -287,6 +287,7 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
         numerics.apply()
         with _watched(recipe, worker) as progress, _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
+            is_last = request.checkpoint is None and is_substitute(checkpoint, job.run_dir)
             step = restored_step(checkpoint, recipe, placement)
             if accelerator.is_main_process:
                 print(f"weights: {described(checkpoint, job.run_dir)}")
@@ -295,19 +296,22 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
                 for name, model in step.models.items()
             }
             files = data_files.find(recipe.data)
-            notes = _notes(request, run_dir, files, checkpoint)
             batches = _batches(accelerator, recipe, request.splits)
+            notes: list[str] = []
             if accelerator.is_main_process:
+                notes = _notes(request, run_dir, files, is_last)
                 for line in (*notes, *_limited(request, recipe, batches)):
                     print(line)
             collector.collect_usually()
             yield Session(accelerator, step, batches, checkpoint, progress, files, notes)
 
 
-def _notes(request: Request, run_dir: Path, files: Fields, checkpoint: Path) -> list[str]:
-    """Return what is not as it was in training, but for data that the request names."""
+def _notes(request: Request, run_dir: Path, files: Fields, is_last: bool) -> list[str]:
+    """Return what is not as it was in training, but for data that the request names.
+
+    `is_last`: the last state stands in for the best.
+    """
     given = [hydra_setup.key_of(override) for override in request.overrides]
-    is_last = request.checkpoint is None and is_substitute(checkpoint, run_dir)
     return [
         *(["weights: the last state, as the best one is damaged"] if is_last else []),
         *not_as_trained.other_code(run_dir),

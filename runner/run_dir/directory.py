@@ -116,9 +116,9 @@ def require_unused(path: Path) -> None:
 
 
 def _run_around(path: Path) -> Path | None:
-    """Return the directory of a run that a path lies in, if any."""
-    of_a_run = (CONFIG, JOB)
-    return next((p for p in path.parents if all((p / name).is_file() for name in of_a_run)), None)
+    """Return the directory of a run that a path lies in, if any; not merely foreign files' one."""
+    parents = Path(os.path.realpath(path)).parents
+    return next((p for p in parents if (p / JOB).is_file() and _has_recipe(p)), None)
 
 
 def _is_before_a_run(path: Path) -> bool:
@@ -141,6 +141,10 @@ def holds_run(path: Path) -> bool:
     """Return whether a directory holds a run, not merely a foreign file named ``config.yaml``."""
     if atomic_update.read(path, JOB) is not None:
         return True
+    return _has_recipe(path)
+
+
+def _has_recipe(path: Path) -> bool:
     lines = (atomic_update.read(path, CONFIG) or b"").splitlines()
     return {b"trainer:", b"checkpoint:", b"distributed:"} <= {line.rstrip() for line in lines}
 

@@ -13,7 +13,7 @@ from runner.run_dir.json_files import Fields, JsonObject, write_json
 EVAL = "eval.json"
 # What tells one evaluation from another, with the amount of its data: a later one of the same
 # replaces the earlier.
-IDENTITY = ("checkpoint", "step", "overrides", "code")
+IDENTITY = ("checkpoint", "step", "overrides", "code", "notes")
 
 
 def read(run_dir: Path) -> list[JsonObject]:
@@ -30,7 +30,7 @@ def add(run_dir: Path, evaluation: Fields) -> None:
     """Add an evaluation to a run's, in one piece.
 
     Splits that it has measured replace those of the same checkpoint under the same overrides,
-    by the same code on as much data (`data_files.identity`).
+    by the same code on as much data (`data_files.identity`), of which the same is to be known.
 
     Raises:
         OSError: if the run directory cannot be written.

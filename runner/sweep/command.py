@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accel import passwords
 from accel.errors import ConfigError, Problem
 from runner.compose import hydra_setup
 from runner.compose.composition import Examined
@@ -252,7 +253,7 @@ def _described(
         for number, (job, recipe) in enumerate(zip(examined, plain, strict=True))
     ]
     return Description(
-        command=list(sys.orig_argv),
+        command=passwords.shown(sys.orig_argv),
         cwd=os.getcwd(),
         config_name=request.config_name,
         overrides=list(request.given),

@@ -76,7 +76,6 @@ class Jobs:
         self._command = secrets.token_hex(4)
         self._stack = contextlib.ExitStack()
         self._failed_before: dict[int, int] = {}
-        self._unborn: list[int] = []
 
     def __enter__(self) -> Jobs:
         """Begin to run jobs: mark this command as alive."""
@@ -211,10 +210,14 @@ class Jobs:
         return self.settings.sampler["name"] in EXHAUSTIVE
 
     def _is_repeated(self, number: int) -> bool:
-        """Return whether another trial has the parameters of this one."""
+        """Return whether another trial has the parameters of this one.
+
+        Of two sweeps that share a study and draw the same at once, at least one keeps it.
+        """
         trials = self.study.get_trials(deepcopy=False)
+        others = (one for one in trials if one.number < number or JOB in one.user_attrs)
         drawn = trials[number].params
-        return any(one.params == drawn for one in trials if one.number != number)
+        return any(one.params == drawn for one in others if one.number != number)
 
     def _choose_sampler(self, number: int) -> None:
         # Sweeps that share a study must not draw the same.
@@ -312,16 +315,21 @@ class Jobs:
             raise _other_values(number, wanted)
         return job
 
+    def _unborn(self) -> list[FrozenTrial]:
+        """Return the trials that killed commands had begun to draw: none is drawn meanwhile.
+
+        In a study that sweeps share, these may be under way in another one, and none counts.
+        """
+        if self.settings.storage is not None:
+            return []
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return [trial for trial in running if JOB not in trial.user_attrs]
+
     def _unborn_with(self, values: Mapping[str, Any] | None = None) -> optuna.Trial | None:
         """Take a trial that a killed command had begun to draw; one of these values, if any."""
-        trials = self.study.get_trials(deepcopy=False)
-        for number in list(self._unborn):
-            found = trials[number]
-            if JOB in found.user_attrs or found.state.is_finished():  # another command has it
-                self._unborn.remove(number)
-            elif values is None or found.params.items() <= values.items():
-                self._unborn.remove(number)
-                return self._running(number)
+        for found in self._unborn():
+            if values is None or found.params.items() <= values.items():
+                return self._running(found.number)
         return None
 
     def _asked_if(
@@ -364,7 +372,8 @@ class Jobs:
         self._note_end(job.trial, values, state)
 
     def _note_end(self, trial: int, values: list[float] | None, state: TrialState | None) -> None:
-        if self._end(trial, values, state):
+        # What lies below a draw that was cut off is not seen before a job goes on with it.
+        if self._end(trial, values, state) and not self._unborn():
             self.study.set_user_attr(EXHAUSTED, True)
 
     def _give_up(self, trial: int) -> None:
@@ -388,15 +397,8 @@ class Jobs:
 
         For an exhaustive sampler the next new job goes on with it: else nobody would try it.
         """
-        if self.settings.storage is not None:  # those of other sweeps may be under way
-            return
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if JOB in trial.user_attrs:
-                continue
-            if self._is_exhaustive:
-                self._unborn.append(trial.number)
-            else:
-                self._give_up(trial.number)
+        for trial in () if self._is_exhaustive else self._unborn():
+            self._give_up(trial.number)
 
     # -- commands --------------------------------------------------------------------------
 

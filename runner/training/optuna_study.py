@@ -23,7 +23,6 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy import create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from accel.errors import ConfigError, Problem, nearest
@@ -31,6 +30,7 @@ from runner.run_dir import lock
 
 SAMPLER, PRUNER = "sampler", "pruner"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)  # seconds between tries to open a database
+LONGEST_TRY = 10.0  # seconds, after which none follows
 FAILURES = (SQLAlchemyError, StorageInternalError)  # of a database
 # Without arguments that YAML could give, or in no need of a search.
 _LEFT_OUT = {"base", "basega", "partialfixed", "grid", "nop"}
@@ -91,28 +91,21 @@ def _database(url: str) -> RDBStorage:
     """Return the storage of a URL; commands that begin one at once make its tables together.
 
     Each of them then meets tables that the other has made meanwhile, and finds them at its next
-    try. A database that is not there is not waited for.
+    try. A host that does not answer is not waited for again.
 
     Raises:
         ConfigError: if it cannot be opened.
     """
-    try:
-        _require_connection(url)
-        for seconds in PAUSES:
-            with contextlib.suppress(*FAILURES):  # the last try tells
-                return RDBStorage(url)
-            time.sleep(seconds)
-        return RDBStorage(url)
-    except (*FAILURES, ImportError, ValueError) as error:
-        raise failed_database(url, error) from error
-
-
-def _require_connection(url: str) -> None:
-    engine = create_engine(url)
-    try:
-        engine.connect().close()
-    finally:
-        engine.dispose()
+    for seconds in (*PAUSES, None):
+        began = time.monotonic()
+        try:
+            return RDBStorage(url)
+        except (*FAILURES, ImportError, ValueError) as error:
+            is_slow = time.monotonic() - began > LONGEST_TRY
+            if seconds is None or is_slow or not isinstance(error, FAILURES):
+                raise failed_database(url, error) from error
+        time.sleep(seconds)
+    raise AssertionError("the last try returns or raises")
 
 
 def failed_database(url: str, error: Exception) -> ConfigError:

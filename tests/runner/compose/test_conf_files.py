@@ -27,23 +27,23 @@ def test_a_projects_own_files_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert (found.name, found.model, found.seed) == ("mine", {"name": "cnn", "width": 2}, 3)
 
 
-def test_runs_and_sweeps_in_a_linked_folder_hold_no_recipes(
+def test_no_folder_of_a_run_that_is_linked_is_walked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "conf/experiment/mine.yaml", EXPERIMENT)
     write(tmp_path / "shared/runs/of_mine.yaml", EXPERIMENT)
     write(tmp_path / "shared/config.yaml", EXPERIMENT)
     for run_dir in ("runs/one", "runs/sweep-ab/0000"):
-        for name in ("config.yaml", "config.0001.yaml", "checkpoints/x.yaml"):
-            write(tmp_path / "shared" / run_dir / name, "seed: [")
-    write(tmp_path / "shared/runs/one/job.json", "{}")
-    write(tmp_path / "shared/runs/sweep-ab/sweep.json", "{}")
+        write(tmp_path / "shared" / run_dir / "config.yaml", EXPERIMENT)
+        write(tmp_path / "shared" / run_dir / "job.json", "{}")
+        write(tmp_path / "shared" / run_dir / "checkpoints/x.yaml", "seed: [")
     (tmp_path / "conf/team").symlink_to(tmp_path / "shared")
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
         names = [name for _, name in conf_files.own_files()]
         files = [path for folder, path in conf_files.files() if folder == tmp_path / "conf"]
-    assert names == ["experiment/mine", "team/config", "team/runs/of_mine"]
+    runs = ["team/runs/one/config", "team/runs/sweep-ab/0000/config"]  # recipes, as they were
+    assert sorted(names) == ["experiment/mine", "team/config", "team/runs/of_mine", *runs]
     assert len(files) == len(names)
 
 

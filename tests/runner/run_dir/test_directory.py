@@ -63,7 +63,13 @@ def test_no_run_is_made_inside_of_another(tmp_path: Path, inside: str) -> None:
         directory.claim_chosen(run / inside)
     assert f"run_dir={run}-2." in str(told.value)
     assert not (run / inside).exists()
-    assert directory.claim_chosen(tmp_path / "mine").is_dir()
+    assert directory.claim_chosen(run / ".." / "mine").is_dir()
+
+
+def test_a_project_with_files_of_such_names_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("image: x\n")
+    (tmp_path / "job.json").write_text('{"image": "x"}')
+    assert directory.claim_chosen(tmp_path / "runs" / "a").is_dir()
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 from pathlib import Path
@@ -246,6 +247,31 @@ def test_a_leaf_that_was_being_asked_for_is_visited(tmp_path: Path, drawn: int) 
             one.suggest(trial)
     with brute_force_in(tmp_path) as jobs, brute_force_in(tmp_path) as other:
         visited = [leaf(jobs, first), *rest_of(other, 1), *rest_of(jobs, 1)]
+    assert (len(visited), len(set(visited))) == (6, 6)
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_what_lies_below_a_draw_that_was_cut_off_is_visited(tmp_path: Path, at_once: int) -> None:
+    def draw(**values: object) -> optuna.Trial:
+        sampler = optuna.samplers.RandomSampler()
+        jobs.study.sampler = optuna.samplers.PartialFixedSampler(values, sampler)
+        trial = jobs.study.ask()
+        for one in jobs.space.parameters[: len(values)]:
+            one.suggest(trial)
+        return trial
+
+    with brute_force_in(tmp_path) as jobs:
+        begun = [draw(name="a", seed=seed) for seed in (1, 2, 3)]
+        taken = [
+            jobs._begun(trial, number, jobs.space.sample(trial))
+            for number, trial in enumerate(begun)
+        ]
+        for job in taken[:2]:
+            jobs.complete(job, [1.0])
+        draw(name="b")  # and the command is killed
+    with brute_force_in(tmp_path) as jobs:
+        visited = [*map(functools.partial(leaf, jobs), taken[:2]), *rest_of(jobs, at_once)]
     assert (len(visited), len(set(visited))) == (6, 6)
 
 

@@ -67,15 +67,18 @@ def test_a_database_that_cannot_be_opened_is_an_error(
         optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path)
 
 
-def test_a_database_that_is_away_is_told_at_once_and_without_its_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_database_that_is_away_is_told_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     url = databases.url_in(tmp_path)
     monkeypatch.setattr(databases.StandIn, "is_away", True)
     monkeypatch.setattr(databases.StandIn, "tries", 0)
+    monkeypatch.setattr(optuna_study, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(optuna_study, "LONGEST_TRY", 60.0 if answers else -1.0)
     with pytest.raises(ConfigError) as caught:
         optuna_study.storage_of(url, tmp_path)
-    assert databases.StandIn.tries == 1
+    assert databases.StandIn.tries == (3 if answers else 1)
     said = r"storage=standin://user:\*\*\*@host/.*failed \(.*Connection refused\)\. Mend it"
     assert re.match(said, str(caught.value))
     assert databases.PASSWORD not in str(caught.value)
