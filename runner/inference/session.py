@@ -290,7 +290,7 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
             is_last = request.checkpoint is None and is_substitute(checkpoint, job.run_dir)
             step = restored_step(checkpoint, recipe, placement)
             if accelerator.is_main_process:
-                print(f"weights: {described(checkpoint, job.run_dir)}")
+                print(f"weights: {described(checkpoint, job.run_dir)}", file=_told_to(request))
             step.models = {
                 name: accelerator.prepare_model(model, evaluation_mode=True)
                 for name, model in step.models.items()
@@ -301,9 +301,15 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
             if accelerator.is_main_process:
                 notes = _notes(request, run_dir, files, is_last)
                 for line in (*notes, *_limited(request, recipe, batches)):
-                    print(line)
+                    print(line, file=_told_to(request))
             collector.collect_usually()
             yield Session(accelerator, step, batches, checkpoint, progress, files, notes)
+
+
+def _told_to(request: Request) -> TextIO:
+    """Return where lines for a person go: standard output may be what predictions go to."""
+    is_piped = request.output is not None and is_stream(request.output)
+    return sys.stderr if is_piped else sys.stdout
 
 
 def _notes(request: Request, run_dir: Path, files: Fields, is_last: bool) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from accel.checkpoint import directory as checkpoints
 from accel.errors import CheckpointError, ConfigError
 from runner.config import paths
-from runner.run_dir import atomic_update, lock
+from runner.run_dir import atomic_update, lock, sweep_records
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB, Job
 
@@ -60,12 +60,16 @@ def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
     """Create the directory that a person has chosen for a new run, and return its absolute path.
 
     Raises:
-        ConfigError: if it holds anything, or cannot be written.
+        ConfigError: if it holds anything, is no directory, or cannot be written.
     """
     path = Path(run_dir).expanduser().absolute()
     require_unused(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        what = "a link to what is not there" if path.is_symlink() else "no directory"
+        rule = f"a run has a directory of its own, and that is {what}"
+        raise ConfigError.of(f"run_dir={str(run_dir)!r}", rule, "Name another folder.") from error
     except OSError as error:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
         raise ConfigError.of(f"run_dir={str(run_dir)!r}", rule, "Name another folder.") from error
@@ -89,8 +93,9 @@ def require_unused(path: Path) -> None:
     except OSError as error:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
         raise ConfigError.of(value, rule, "Name another folder.") from error
-    if (around := _run_around(path)) is not None:
-        rule = f"a run has a directory of its own, and that is inside of a run's ({around})"
+    if (around := _around(path)) is not None:
+        whose = "a sweep's" if (around / SWEEP).is_file() else "a run's"
+        rule = f"a run has a directory of its own, and that is inside of {whose} ({around})"
         remedy = f"Name one beside it, such as run_dir={shlex.quote(f'{around}-2')}."
         raise UsedError.of(value, rule, remedy)
     if not present:
@@ -115,10 +120,17 @@ def require_unused(path: Path) -> None:
     raise UsedError.of(value, rule, remedy)
 
 
-def _run_around(path: Path) -> Path | None:
-    """Return the directory of a run that a path lies in, if any; not merely foreign files' one."""
-    parents = Path(os.path.realpath(path)).parents
-    return next((p for p in parents if (p / JOB).is_file() and _has_recipe(p)), None)
+def _around(path: Path) -> Path | None:
+    """Return the directory of a run or a sweep that a path lies in, if any.
+
+    One with foreign files of such names is none.
+    """
+    for folder in Path(os.path.realpath(path)).parents:
+        if all((folder / name).is_file() for name in (SWEEP, sweep_records.FILE)):
+            return folder
+        if (folder / JOB).is_file() and _has_recipe(folder):
+            return folder
+    return None
 
 
 def _is_before_a_run(path: Path) -> bool:

@@ -28,7 +28,7 @@ class StudyFile:
     Attributes:
         storage: URL of a database, or path of a journal, from the sweep's folder.
         name: of the study in its storage.
-        sweep: name of the sweep's folder, by which its trials are marked in a shared storage.
+        sweep: the mark of its trials: the sweep's folder, as it was called first, and an id.
         metric: the validation metric that runs report at each evaluation; None: the monitored one.
         mode: whether its best is the "max" or the "min"; None: runs report nothing, since the
             objective is no such metric, or there are several.
@@ -45,14 +45,6 @@ class StudyFile:
     pruner: Mapping[str, object] = field(default_factory=dict)
     metrics: Sequence[str] = (BEST,)
     modes: Sequence[str] = ()
-
-    @property
-    def mark(self) -> str | None:
-        """What tells its trials from those of other sweeps; None: there are no others.
-
-        A journal in the sweep's folder is its own, whatever the folder was called before.
-        """
-        return None if self.storage == JOURNAL else self.sweep
 
     def write(self, sweep_dir: Path) -> None:
         """Write this to the sweep's folder, in one piece."""

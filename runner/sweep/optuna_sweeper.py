@@ -11,6 +11,7 @@ import importlib.util
 import io
 import itertools
 import math
+import secrets
 import sys
 import time
 import types
@@ -41,7 +42,7 @@ from runner.sweep.launcher import instantiate_launcher
 from runner.sweep.search_space import Space
 from runner.sweep.settings import AUTO
 from runner.sweep.study_settings import Settings
-from runner.sweep.trial_jobs import Jobs, TrialJob
+from runner.sweep.trial_jobs import Jobs, TrialJob, one_at_a_time
 from runner.training import optuna_study
 from runner.training.optuna_study import PRUNER
 
@@ -156,8 +157,9 @@ class Search:
     def run(self) -> None:
         """Run jobs until the study is complete, and print what was found."""
         self.sweep_dir.mkdir(parents=True, exist_ok=True)
-        study, storage = self._open()
-        with Jobs(study, storage, self.settings, self.space, self.sweep_dir) as found:
+        with one_at_a_time(self.sweep_dir):  # the first command chooses the mark of all
+            study, storage, mark = self._open()
+        with Jobs(study, storage, self.settings, self.space, self.sweep_dir, mark) as found:
             self._rebuild(found)
             self._note_continued(found)
             self._note_random_keys()
@@ -174,25 +176,27 @@ class Search:
 
     # -- the study -------------------------------------------------------------------------
 
-    def _open(self) -> tuple[optuna.Study, optuna.storages.BaseStorage]:
-        """Create the study, or open that of an earlier command."""
+    def _open(self) -> tuple[optuna.Study, optuna.storages.BaseStorage, str]:
+        """Create the study, or open that of an earlier command; return the mark of trials, too."""
         settings = self.settings
         modes, objectives = self._objectives()
         earlier = study_files.of_sweep(self.sweep_dir)
         reported = settings.reported
+        place = settings.storage or study_files.JOURNAL
+        if settings.storage and "://" not in settings.storage:
+            place = str(Path.cwd() / settings.storage)
+        mark = f"{self.sweep_dir.name}-{secrets.token_hex(4)}" if earlier is None else earlier.sweep
+        own_name = mark if earlier is None or earlier.storage != place else earlier.name
         file = StudyFile(
-            storage=settings.storage or study_files.JOURNAL,
-            name=settings.study_name or (self.sweep_dir.name if settings.storage else STUDY),
-            sweep=self.sweep_dir.name,
+            storage=place,
+            name=settings.study_name or (own_name if settings.storage else STUDY),
+            sweep=mark,
             metric=None if reported == BEST else reported,
             mode=None if reported is None else modes[0],
             pruner=settings.pruner or {},
             metrics=settings.metrics,
             modes=modes,
         )
-        here = Path.cwd() if settings.storage else self.sweep_dir
-        if settings.storage and "://" not in settings.storage:
-            file = StudyFile(**{**vars(file), "storage": str(here / settings.storage)})
         storage = optuna_study.storage_of(file.storage, self.sweep_dir)
         study = optuna.create_study(
             study_name=file.name,
@@ -203,8 +207,10 @@ class Search:
         )
         self._require_same(study, modes)
         self._require_same_objectives(study, objectives, earlier)
+        if earlier is None and not settings.storage:  # the file was lost, not the journal
+            file = replace(file, sweep=optuna_study.last_mark(study) or mark)
         file.write(self.sweep_dir)
-        return study, storage
+        return study, storage, file.sweep
 
     def _rebuild(self, found: Jobs) -> None:
         """Rebuild trials that the study has lost, and say so."""

@@ -60,7 +60,10 @@ class TrialJob:
 
 
 class Jobs:
-    """The jobs of one sweep in a study, as one command sees them; use it in a `with` statement."""
+    """The jobs of one sweep in a study, as one command sees them; use it in a `with` statement.
+
+    `mark` tells the sweep's trials from those of others in a shared study.
+    """
 
     def __init__(
         self,
@@ -69,9 +72,10 @@ class Jobs:
         settings: Settings,
         space: Space,
         sweep_dir: Path,
+        mark: str,
     ) -> None:
         self.study, self.settings, self.space = study, settings, space
-        self.sweep_dir = sweep_dir
+        self.sweep_dir, self.mark = sweep_dir, mark
         self.storage = storage
         self._command = secrets.token_hex(4)
         self._stack = contextlib.ExitStack()
@@ -97,11 +101,6 @@ class Jobs:
     def newest(self) -> dict[int, FrozenTrial]:
         """Return the newest trial of each job."""
         return optuna_study.trials_of(self.study, self.mark)
-
-    @property
-    def mark(self) -> str | None:
-        """What tells trials of this sweep from those of others; None: the study is its own."""
-        return None if self.settings.storage is None else self.sweep_dir.name
 
     def take(self, most: int) -> list[TrialJob]:
         """Return up to `most` jobs to run now, in the order of their numbers.
@@ -240,7 +239,7 @@ class Jobs:
     def _begun(self, trial: optuna.Trial, number: int, overrides: Sequence[str]) -> TrialJob:
         """Mark a trial as that of a job which this command runs."""
         job = {
-            **{"number": number, "sweep": self.sweep_dir.name, "command": self._command},
+            **{"number": number, "sweep": self.mark, "command": self._command},
             "overrides": list(overrides),
         }
         trial.set_user_attr(JOB, job)
@@ -403,7 +402,7 @@ class Jobs:
     # -- commands --------------------------------------------------------------------------
 
     def _exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return _unless_not_offered(self.sweep_dir / LOCK)
+        return one_at_a_time(self.sweep_dir)
 
     def _file_of(self, command: str) -> Path:
         return self.sweep_dir / f"{COMMANDS}{command}"
@@ -431,6 +430,11 @@ def _other_values(number: int, values: Mapping[str, str]) -> ConfigError:
     rule = "this search draws no such values, and its study has lost the trial of this job"
     remedy = "Search the values that the sweep began with, or start another sweep."
     return ConfigError.of(f"job {number:04}: {shown}", rule, remedy)
+
+
+def one_at_a_time(sweep_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Let no other command of a sweep begin or take jobs in the context."""
+    return _unless_not_offered(sweep_dir / LOCK)
 
 
 @contextlib.contextmanager

@@ -214,21 +214,24 @@ def make(kind: str, spec: Mapping[str, object] | None, **own: object) -> Any:
 JOB = "job"
 
 
-def trials_of(study: optuna.Study, sweep: str | None) -> dict[int, FrozenTrial]:
-    """Return the newest trial of each job of a sweep, by the number of the job.
-
-    `sweep` is the name by which its trials are marked; None: the study has those of no other sweep.
-    """
+def trials_of(study: optuna.Study, sweep: str) -> dict[int, FrozenTrial]:
+    """Return the newest trial of each job of a sweep, which marks its own, by the job's number."""
     found = {}
     for trial in study.get_trials(deepcopy=False):
         job = trial.user_attrs.get(JOB)
-        if job is not None and sweep in (None, job["sweep"]):
+        if job is not None and job["sweep"] == sweep:
             found[int(job["number"])] = trial
     return found
 
 
+def last_mark(study: optuna.Study) -> str | None:
+    """Return the mark of the newest trial that is a job's; None: there is none."""
+    jobs = (trial.user_attrs.get(JOB) for trial in reversed(study.get_trials(deepcopy=False)))
+    return next((str(job["sweep"]) for job in jobs if job is not None), None)
+
+
 def running_trial(
-    study: optuna.Study, storage: BaseStorage, sweep: str | None, number: int
+    study: optuna.Study, storage: BaseStorage, sweep: str, number: int
 ) -> optuna.Trial | None:
     """Return the trial of a job, to report to; None if it is not running."""
     found = trials_of(study, sweep).get(number)

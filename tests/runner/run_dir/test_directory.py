@@ -66,6 +66,21 @@ def test_no_run_is_made_inside_of_another(tmp_path: Path, inside: str) -> None:
     assert directory.claim_chosen(run / ".." / "mine").is_dir()
 
 
+def test_no_run_is_made_inside_of_a_sweep(tmp_path: Path) -> None:
+    for name in ("sweep.json", "journal.jsonl"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(directory.UsedError, match="inside of a sweep's"):
+        directory.claim_chosen(tmp_path / "mine")
+
+
+def test_what_is_no_directory_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    for name, words in (("file", "that is no directory"), ("link", "a link to what is not there")):
+        with pytest.raises(ConfigError, match=words):
+            directory.claim_chosen(tmp_path / name)
+
+
 def test_a_project_with_files_of_such_names_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("image: x\n")
     (tmp_path / "job.json").write_text('{"image": "x"}')

@@ -7,12 +7,14 @@ import subprocess
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 from optuna.trial import TrialState
 
 from runner.run_dir import study as study_files
 from runner.sweep.job_errors import JobStopped
 from runner.sweep.journal import Journal
+from runner.training import optuna_study
 from tests.helpers import python
 from tests.runner.sweep.kills import ROOT, START_SECONDS, descendants, require_ended
 from tests.runner.sweep.test_optuna_sweeper import QUICK, journaled, search, study_of
@@ -78,3 +80,31 @@ def test_a_run_of_a_sweep_that_was_moved_reports_to_its_trial(tmp_path: Path) ->
     assert trials[0].params == before[0].params
     assert len(trials[0].intermediate_values) == 80
     assert before[0].intermediate_values.items() <= trials[0].intermediate_values.items()
+
+
+def test_a_search_that_was_moved_goes_on_in_a_shared_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, name, count in (("a", None, 3), ("b", "s", 3), ("c", "s", 2)):
+        (tmp_path / folder).mkdir()
+        shared = {"storage": "shared.journal", "study_name": name, "n_trials": count}
+        here, there = tmp_path / folder / "opt", tmp_path / folder / "moved"
+        assert search(here, journaled(here), **shared).batches == [[n] for n in range(count)]
+        here.rename(there)
+        more = {**shared, "n_trials": count + 1}
+        assert search(there, journaled(there), **more).batches == [[count]]
+    assert "rebuilt" not in capsys.readouterr().out
+    storage = optuna_study.storage_of("shared.journal", tmp_path)
+    trials = {one.study_name: one.n_trials for one in optuna.get_all_study_summaries(storage)}
+    assert (trials.pop("s"), list(trials.values())) == (7, [4])  # "a" has a study of its own
+
+
+def test_a_search_whose_file_was_lost_keeps_its_trials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert search(tmp_path, journaled(tmp_path)).batches == [[n] for n in range(6)]
+    (tmp_path / study_files.FILE).unlink()
+    assert search(tmp_path, journaled(tmp_path)).batches == []
+    assert "rebuilt" not in capsys.readouterr().out
+    assert len(study_of(tmp_path).trials) == 6

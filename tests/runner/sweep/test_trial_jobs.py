@@ -40,7 +40,7 @@ def jobs_in(folder: Path, **changes: object) -> Jobs:
     settings = Settings.read({**sweepers.DEFAULTS, "n_trials": 6, **changes})
     storage = optuna_study.storage_of(study_files.JOURNAL, folder)
     study = optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True)
-    return Jobs(study, storage, settings, space, folder)
+    return Jobs(study, storage, settings, space, folder, folder.name)
 
 
 def numbers(taken: list[TrialJob]) -> list[int]:
