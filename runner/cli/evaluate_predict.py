@@ -108,11 +108,11 @@ def _evaluated(request: Request) -> Fields:
 
 
 def _record(request: Request, found: Fields) -> None:
-    from runner.inference import not_as_trained
     from runner.run_dir import environment, evaluations
 
     checkpoint = os.path.relpath(found["checkpoint"], os.path.realpath(request.run_dir))
     inside = not checkpoint.startswith("..")
+    code = {name: digest for name, digest in found["code"].items() if digest}
     try:
         evaluations.add(
             request.run_dir,
@@ -126,7 +126,7 @@ def _record(request: Request, found: Fields) -> None:
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
                 "versions": environment.versions(),
                 **{name: found[name] for name in ("data", "notes") if found[name]},
-                **({"code": code} if (code := not_as_trained.code_now(request.run_dir)) else {}),
+                **({"code": code} if code else {}),
             },
         )
     except OSError as error:

@@ -15,7 +15,7 @@ sampler: name of a sampler of Optuna's (tpe, random, cmaes, gp, …), or a mappi
     arguments.
 pruner: likewise (median, successivehalving, hyperband, …); null: no run is pruned.
 seed: of the sampler; null: another one each time.
-study_name: null: the name of the sweep's folder in a shared storage.
+study_name: null: a name of the sweep's own in a shared storage.
 storage: path of a journal, or URL of a database; null: a journal in the sweep's folder.
 max_failure_rate: the sweep ends early where more than this part of its jobs fail, 0 to 1.
 timeout: seconds, or HH:MM:SS, after which this command starts no further job.

@@ -14,7 +14,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.errors import CheckpointError, ConfigError, Problem
 from runner.config.schema import Recipe
 from runner.inference import not_as_trained
-from runner.run_dir import directory
+from runner.run_dir import directory, reproduction
 from runner.run_dir.job import Job
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def load(
     path = find_checkpoint(job.run_dir, checkpoint)
     step = restored_step(path, recipe)
     print(f"runner.load: the weights of {described(path, job.run_dir)}", file=sys.stderr)
-    for line in not_as_trained.other_code(job.run_dir):
+    recorded = reproduction.recorded(job.run_dir)
+    for line in not_as_trained.other_code(recorded, not_as_trained.code_now(recorded)):
         print(f"runner.load: {line}", file=sys.stderr)
     models = dict(step.models)
     return (next(iter(models.values())) if len(models) == 1 else models), recipe

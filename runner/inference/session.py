@@ -37,9 +37,9 @@ from runner.inference.load import (
 )
 from runner.inference.placement import Placement
 from runner.reporting import log_levels, startup
-from runner.run_dir import data_files, directory, json_files
+from runner.run_dir import data_files, directory, json_files, reproduction
 from runner.run_dir.job import Job
-from runner.run_dir.json_files import Fields, JsonObject
+from runner.run_dir.json_files import JsonObject
 from runner.run_dir.numerics import Numerics, choose
 from runner.training.heartbeat import Progress
 
@@ -98,6 +98,7 @@ class Evaluation:
         num_processes: that measured.
         data: the states of the files that the data factory was given, by dotted key.
         notes: what is not as it was in training, a sentence each; on the main process.
+        code: `not_as_trained.code_now`; on the main process.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -107,6 +108,7 @@ class Evaluation:
     num_processes: int
     data: dict[str, JsonObject]
     notes: list[str]
+    code: dict[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Session:
     progress: Progress
     data: dict[str, JsonObject]
     notes: list[str]
+    code: dict[str, str | None]
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return the context of computing, in which a rank that hangs is named."""
@@ -166,8 +169,16 @@ def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
                 )
         step = step_of(session.checkpoint)
         number, seconds = session.accelerator.num_processes, time.monotonic() - began
-        checkpoint, data, notes = session.checkpoint, session.data, session.notes
-        return Evaluation(metrics, checkpoint, step, seconds, number, data, notes)
+        return Evaluation(
+            metrics,
+            session.checkpoint,
+            step,
+            seconds,
+            number,
+            session.data,
+            session.notes,
+            session.code,
+        )
 
 
 def predictions_dropped(request: Request, worker: Worker | None = None) -> int:
@@ -298,31 +309,24 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
             files = data_files.find(recipe.data)
             batches = _batches(accelerator, recipe, request.splits)
             notes: list[str] = []
+            code: dict[str, str | None] = {}
             if accelerator.is_main_process:
-                notes = _notes(request, run_dir, files, is_last)
+                recorded = reproduction.recorded(run_dir)
+                code = not_as_trained.code_now(recorded)
+                notes = ["weights: the last state, as the best one is damaged"] if is_last else []
+                notes += not_as_trained.other_code(recorded, code)
+                given = map(hydra_setup.key_of, request.overrides)
+                notes += not_as_trained.other_data(recorded, files, given)
                 for line in (*notes, *_limited(request, recipe, batches)):
                     print(line, file=_told_to(request))
             collector.collect_usually()
-            yield Session(accelerator, step, batches, checkpoint, progress, files, notes)
+            yield Session(accelerator, step, batches, checkpoint, progress, files, notes, code)
 
 
 def _told_to(request: Request) -> TextIO:
     """Return where lines for a person go: standard output may be what predictions go to."""
     is_piped = request.output is not None and is_stream(request.output)
     return sys.stderr if is_piped else sys.stdout
-
-
-def _notes(request: Request, run_dir: Path, files: Fields, is_last: bool) -> list[str]:
-    """Return what is not as it was in training, but for data that the request names.
-
-    `is_last`: the last state stands in for the best.
-    """
-    given = [hydra_setup.key_of(override) for override in request.overrides]
-    return [
-        *(["weights: the last state, as the best one is damaged"] if is_last else []),
-        *not_as_trained.other_code(run_dir),
-        *not_as_trained.other_data(run_dir, files, given),
-    ]
 
 
 def _limited(request: Request, recipe: Recipe, batches: Mapping[str, EvalBatches]) -> Iterator[str]:

@@ -30,7 +30,7 @@ def add(run_dir: Path, evaluation: Fields) -> None:
     """Add an evaluation to a run's, in one piece.
 
     Splits that it has measured replace those of the same checkpoint under the same overrides,
-    by the same code on as much data (`data_files.identity`), of which the same is to be known.
+    by the same code on as much data (`data_files.identity`), with the same notes.
 
     Raises:
         OSError: if the run directory cannot be written.

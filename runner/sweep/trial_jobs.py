@@ -396,7 +396,9 @@ class Jobs:
 
         For an exhaustive sampler the next new job goes on with it: else nobody would try it.
         """
-        for trial in () if self._is_exhaustive else self._unborn():
+        if self._is_exhaustive:
+            return
+        for trial in self._unborn():
             self._give_up(trial.number)
 
     # -- commands --------------------------------------------------------------------------
