@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 HIDDEN = "***"  # as SQLAlchemy renders them
 # A password may hold a slash and, as people write them, an @: the host begins after the last one.
-# A number before a slash, a query or a comma is a port.
-_IN_URL = re.compile(r"(?<=://)([^\s:/]*):(?!\d+[/?,])([^\s'\"]+)@")
+# A number of a port's size before a slash, a query or a comma is a port.
+_IN_URL = re.compile(r"(?<=://)([^\s:/]*):(?!\d{1,5}[/?,])([^\s'\"]+)@")
 _IN_QUERY = re.compile(r"([?&][^\s=&]*(?:password|passwd|pwd)=)[^\s&'\"]+", re.IGNORECASE)
 
 

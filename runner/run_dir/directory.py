@@ -123,13 +123,18 @@ def require_unused(path: Path) -> None:
 def _around(path: Path) -> Path | None:
     """Return the directory of a run or a sweep that a path lies in, if any.
 
-    One with foreign files of such names is none.
+    One with foreign files of such names is none. Of a sweep's folder, which may be one with other
+    runs, only those of jobs count, and hidden ones.
     """
-    for folder in Path(os.path.realpath(path)).parents:
-        if all((folder / name).is_file() for name in (SWEEP, sweep_records.FILE)):
+    real = Path(os.path.realpath(path))
+    for folder in real.parents:
+        first = real.relative_to(folder).parts[0]
+        is_sweep = all((folder / name).is_file() for name in (SWEEP, sweep_records.FILE))
+        if is_sweep and (first.isdigit() or first.startswith(".")):
             return folder
-        if (folder / JOB).is_file() and _has_recipe(folder):
-            return folder
+        with contextlib.suppress(OSError):  # what cannot be read is foreign
+            if (folder / JOB).is_file() and _has_recipe(folder):
+                return folder
     return None
 
 

@@ -35,6 +35,8 @@ class StudyFile:
         pruner: name and arguments of the pruner; empty: none.
         metrics: the objectives of the search, as `values_of` reads them.
         modes: "min" or "max" of each.
+        folder: absolute path of the sweep's folder when this was written; None: by an early
+            version.
     """
 
     storage: str
@@ -45,6 +47,16 @@ class StudyFile:
     pruner: Mapping[str, object] = field(default_factory=dict)
     metrics: Sequence[str] = (BEST,)
     modes: Sequence[str] = ()
+    folder: str | None = None
+
+    def original_of(self, sweep_dir: Path) -> Path | None:
+        """Return the folder that the one where this was read is a copy of; None: it was moved."""
+        if self.folder is None or not (original := Path(self.folder)).is_dir():
+            return None
+        if original.samefile(sweep_dir):  # another path, as of a mount
+            return None
+        there = of_sweep(original)
+        return original if there is not None and there.sweep == self.sweep else None
 
     def write(self, sweep_dir: Path) -> None:
         """Write this to the sweep's folder, in one piece."""

@@ -185,6 +185,8 @@ class Search:
         place = settings.storage or study_files.JOURNAL
         if settings.storage and "://" not in settings.storage:
             place = str(Path.cwd() / settings.storage)
+        if settings.storage:
+            self._require_original(earlier)
         mark = f"{self.sweep_dir.name}-{secrets.token_hex(4)}" if earlier is None else earlier.sweep
         own_name = mark if earlier is None or earlier.storage != place else earlier.name
         file = StudyFile(
@@ -196,6 +198,7 @@ class Search:
             pruner=settings.pruner or {},
             metrics=settings.metrics,
             modes=modes,
+            folder=str(self.sweep_dir.absolute()),
         )
         storage = optuna_study.storage_of(file.storage, self.sweep_dir)
         study = optuna.create_study(
@@ -211,6 +214,16 @@ class Search:
             file = replace(file, sweep=optuna_study.last_mark(study) or mark)
         file.write(self.sweep_dir)
         return study, storage, file.sweep
+
+    def _require_original(self, earlier: StudyFile | None) -> None:
+        """Raise if the folder is a copy of a search's: both would go on with the same trials."""
+        original = None if earlier is None else earlier.original_of(self.sweep_dir)
+        if original is not None:
+            rule = f"it is a copy of {original}, whose trials are in a study outside of both"
+            remedy = (
+                f"Go on in {original}, rename it if this one replaces it, or begin another sweep."
+            )
+            raise ConfigError.of(f"sweep.dir={self.sweep_dir}", rule, remedy)
 
     def _rebuild(self, found: Jobs) -> None:
         """Rebuild trials that the study has lost, and say so."""

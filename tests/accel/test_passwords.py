@@ -17,6 +17,7 @@ from accel.passwords import shown, without_passwords
         ("postgresql:///db?host=h&password=pw&x=1", "postgresql:///db?host=h&password=***&x=1"),
         ("postgresql://user@corp:p'w@h/d", "postgresql://user@corp:p'w@h/d"),
         ("postgresql://user@corp:12@h/d", "postgresql://user@corp:***@h/d"),
+        ("postgresql://user:123456/7@h/d", "postgresql://user:***@h/d"),
         ("http://host:80/metrics?user=me@b.org", "http://host:80/metrics?user=me@b.org"),
         ("https://proxy:3128,https://user@host", "https://proxy:3128,https://user@host"),
         ("https://host:80/user", "https://host:80/user"),

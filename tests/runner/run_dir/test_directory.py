@@ -66,11 +66,13 @@ def test_no_run_is_made_inside_of_another(tmp_path: Path, inside: str) -> None:
     assert directory.claim_chosen(run / ".." / "mine").is_dir()
 
 
-def test_no_run_is_made_inside_of_a_sweep(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["0003", "0003/mine", ".mine"])
+def test_no_run_is_made_among_the_jobs_of_a_sweep(tmp_path: Path, folder: str) -> None:
     for name in ("sweep.json", "journal.jsonl"):
         (tmp_path / name).write_text("")
     with pytest.raises(directory.UsedError, match="inside of a sweep's"):
-        directory.claim_chosen(tmp_path / "mine")
+        directory.claim_chosen(tmp_path / folder)
+    assert directory.claim_chosen(tmp_path / "mine").is_dir()  # as with sweep.dir=.
 
 
 def test_what_is_no_directory_is_refused_in_words(tmp_path: Path) -> None:
@@ -85,6 +87,9 @@ def test_a_project_with_files_of_such_names_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("image: x\n")
     (tmp_path / "job.json").write_text('{"image": "x"}')
     assert directory.claim_chosen(tmp_path / "runs" / "a").is_dir()
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "config.yaml").mkdir()
+    assert directory.claim_chosen(tmp_path / "runs" / "b").is_dir()
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])

@@ -332,6 +332,19 @@ def test_sweeps_may_share_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len({trial.params["optimizer.lr"] for trial in shared.trials}) == 12
 
 
+def test_a_copy_of_a_search_takes_no_trials_of_a_shared_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    search(tmp_path / "one", distance, storage="shared.journal")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    with pytest.raises(ConfigError, match=rf"two: it is a copy of {tmp_path / 'one'}, .*Go on in"):
+        search(tmp_path / "two", distance, storage="shared.journal", n_trials=8)
+    assert search(tmp_path / "one", distance, storage="shared.journal", n_trials=7).batches
+    (tmp_path / "one").rename(tmp_path / "old")  # the copy replaces it
+    assert search(tmp_path / "two", distance, storage="shared.journal", n_trials=8).batches
+
+
 def journaled(folder: Path) -> Objective:
     """Return an objective whose jobs are recorded in the sweep's own journal."""
 
