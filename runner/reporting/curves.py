@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,17 +42,16 @@ class Group:
     label: str
     runs: list[RunRecord]
 
-    @property
-    def num_seeds(self) -> int:
-        """How many different seeds have a run that counts."""
-        return len(once_per_seed(self.runs))
-
 
 @dataclass(frozen=True)
 class Band:
     """A curve of a group [points]: the mean over its seeds, and the lowest and highest value.
 
-    `num_runs` is how many runs it is of; with one, all three are equal.
+    Where a run has measured NaN or infinity, all three are NaN: a gap. With one run they are equal.
+
+    Attributes:
+        num_runs: how many runs it is of.
+        num_diverged: how many of them have measured what is no finite number.
     """
 
     steps: Array
@@ -59,6 +59,22 @@ class Band:
     low: Array
     high: Array
     num_runs: int
+    num_diverged: int = 0
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it has a point to draw."""
+        return bool(np.isfinite(self.mean).any())
+
+    @property
+    def seeds(self) -> str:
+        """How many seeds it is of, in words that follow a number: "3 (1 not finite)"."""
+        return counted(self.num_runs, self.num_diverged)
+
+
+def counted(num_seeds: int, num_diverged: int) -> str:
+    """Return how many seeds there are, and of how many the values are no finite numbers."""
+    return f"{num_seeds}{f' ({num_diverged} not finite)' if num_diverged else ''}"
 
 
 def read_curves(run: RunRecord) -> dict[str, Curve]:
@@ -78,7 +94,10 @@ def read_curves(run: RunRecord) -> dict[str, Curve]:
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """Return a curve of at most `most` points: means over equal ranges of its points."""
+    """Return a curve of at most `most` points: means over equal ranges of its points.
+
+    Of a range only what is finite counts: a single NaN among many points is no gap.
+    """
     if len(curve.steps) <= most:
         return curve
     parts = np.array_split(np.arange(len(curve.steps)), most)
@@ -97,34 +116,44 @@ def band(curves: Sequence[Curve], most: int = MOST_POINTS) -> Band:
     """Return mean and range of curves, on the steps of the longest, as far as each has been."""
     longest = max(curves, key=lambda curve: len(curve.steps))
     steps = thinned(longest, most).steps
-    rows = [_at(thinned(curve, most), steps) for curve in curves]
-    stacked = np.vstack(rows)
-    known = np.isfinite(stacked).any(axis=0)
-    stacked, steps = stacked[:, known], steps[known]
-    if not len(steps):
-        empty = np.array([])
-        return Band(empty, empty, empty, empty, len(curves))
-    mean, low, high = (f(stacked, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
-    return Band(steps, mean, low, high, len(curves))
+    thin = [thinned(curve, most) for curve in curves]
+    been = np.vstack([(one.steps[0] <= steps) & (steps <= one.steps[-1]) for one in thin])
+    values = np.vstack([np.interp(steps, one.steps, _finite(one.values)) for one in thin])
+    mean = np.where(been, values, 0.0).sum(axis=0) / been.sum(axis=0)
+    low = np.where(been, values, math.inf).min(axis=0)
+    high = np.where(been, values, -math.inf).max(axis=0)
+    diverged = sum(not np.isfinite(curve.values).all() for curve in curves)
+    return Band(steps, mean, low, high, len(curves), diverged)
 
 
-def _at(curve: Curve, steps: Array) -> Array:
-    finite = np.isfinite(curve.values)
-    if not finite.any():
-        return np.full(len(steps), math.nan)
-    inside = curve.steps[finite], curve.values[finite]
-    return np.interp(steps, *inside, left=math.nan, right=math.nan)
+def _finite(values: Array) -> Array:
+    """Return values with NaN in place of infinity."""
+    return np.where(np.isfinite(values), values, math.nan)
 
 
 # -- groups --------------------------------------------------------------------------------
 
 
 def group_by_seed(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]:
-    """Return runs in groups that are equal but for the seed, in the order of the runs."""
+    """Return runs in groups that are equal but for the seed, in the order of the runs.
+
+    No two have the same label: it has as many digits as that needs.
+    """
     found: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in runs:
         found.setdefault(tuple(swept_keys.as_text(run, key) for key in keys), []).append(run)
-    return [Group(_label(members[0], keys), members) for members in found.values()]
+    groups = list(found.values())
+    short = [settings(members[0], keys) for members in groups]
+    used = Counter(short)
+    labels: dict[str, int] = {}
+    for members, label in zip(groups, short, strict=True):
+        text = label if used[label] == 1 else settings(members[0], keys, exact=True)
+        text = text or members[0].name
+        while text in labels:
+            labels[text] += 1
+            text = f"{text} ({labels[text]})"
+        labels[text] = 1
+    return [Group(label, members) for label, members in zip(labels, groups, strict=True)]
 
 
 def once_per_seed(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -141,16 +170,19 @@ def once_per_seed(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [run for run in runs if any(run is one for one in found.values())]
 
 
-def _label(run: RunRecord, keys: Sequence[str]) -> str:
-    return settings(run, keys) or run.name
+def settings(run: RunRecord, keys: Sequence[str], *, exact: bool = False) -> str:
+    """Return the values of a run, as "optimizer=sgd optimizer.lr=0.1"; those it lacks left out.
 
-
-def settings(run: RunRecord, keys: Sequence[str]) -> str:
-    """Return the values of a run, as "optimizer=sgd optimizer.lr=0.1"; those it lacks left out."""
+    Numbers have six digits, or, if `exact`, all.
+    """
     from runner.reporting.run_table import cell
 
     values = {key: swept_keys.value(run, key) for key in keys}
-    return " ".join(f"{key}={cell(one)}" for key, one in values.items() if one is not MISSING)
+    return " ".join(
+        f"{key}={repr(one) if exact and isinstance(one, float) else cell(one)}"
+        for key, one in values.items()
+        if one is not MISSING
+    )
 
 
 def metric_names(curves: Iterable[Mapping[str, Curve]], objective: str | None) -> list[str]:

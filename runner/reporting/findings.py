@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from accel.errors import ConfigError
 from runner.reporting import console, curves, swept_keys
-from runner.reporting.curves import Band, Curve, Group
+from runner.reporting.curves import MOST_POINTS, Band, Curve, Group
 from runner.reporting.importance import Importance, importance
 from runner.reporting.run_table import damage, newest_first
 from runner.run_dir import record as records
@@ -23,7 +23,7 @@ NO_CURVE = ("lr", "samples_per_second", "skipped_steps")
 SEEDS_NOTE = (
     "Mean and standard deviation are over seeds: of several runs of a seed, the newest counts that "
     "is finished. Runs that are not finished count where no run of the group is. Runs of different "
-    "code or data are different groups."
+    "code or data are different groups. A seed whose value is NaN or infinite is in no mean."
 )
 MOST_METRICS = 8
 MOST_KEYS = 12
@@ -75,7 +75,7 @@ class Findings:
             parts += [f"the search judged by {searched}: see its results.csv"] if searched else []
         return "; ".join(parts)
 
-    def bands(self, metric: str) -> dict[str, Band]:
+    def bands(self, metric: str, most: int = MOST_POINTS) -> dict[str, Band]:
         """Return a metric's band by the label of each group that has measured it."""
         found = {}
         for group in self.groups:
@@ -83,8 +83,8 @@ class Findings:
             chosen = curves.once_per_seed(measured)
             present = [self.curves[str(run.path)][metric] for run in chosen]
             if present:
-                found[group.label] = curves.band(present)
-        return {label: one for label, one in found.items() if len(one.steps)}
+                found[group.label] = curves.band(present, most)
+        return found
 
 
 def is_judged(run: RunRecord) -> bool:
@@ -170,16 +170,31 @@ def counted_statuses(runs: Sequence[RunRecord]) -> str:
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'}: {', '.join(parts)}"
 
 
-def spread(runs: Sequence[RunRecord]) -> tuple[float, float | None] | None:
-    """Return mean and standard deviation of the objective over seeds; None: no run has one.
+@dataclass(frozen=True)
+class Spread:
+    """The objective over seeds; which runs count: `curves.once_per_seed`.
 
-    A single seed has no deviation: None. Which runs count: `curves.once_per_seed`.
+    Attributes:
+        mean: of those that are finite numbers; None: there is none.
+        deviation: their standard deviation; None: there are no two.
+        seeds: how many seeds there are, and of how many the objective is no finite number.
     """
-    judged = (run.objective for run in curves.once_per_seed(runs) if is_judged(run))
-    values = [objective.value for objective in judged if objective is not None]
-    if not values:
-        return None
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+    mean: float | None
+    deviation: float | None
+    seeds: str
+
+
+def spread(runs: Sequence[RunRecord]) -> Spread:
+    """Return the objective over the seeds of a group."""
+    counted = curves.once_per_seed(runs)
+    measured = [run.objective.value for run in counted if run.objective is not None]
+    values = [value for value in measured if math.isfinite(value)]
+    return Spread(
+        statistics.fmean(values) if values else None,
+        statistics.stdev(values) if len(values) > 1 else None,
+        curves.counted(len(counted), len(measured) - len(values)),
+    )
 
 
 def throughput(run: RunRecord) -> float | None:

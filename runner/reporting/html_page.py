@@ -87,7 +87,7 @@ def pictures(found: Findings) -> dict[str, list[Picture]]:
         "Learning curves": [
             plots.learning_curves(metric, bands)
             for metric in found.metrics
-            if (bands := found.bands(metric))
+            if (bands := found.bands(metric)) and any(one.is_drawn for one in bands.values())
         ],
         "Objective": [],
         "Timing and memory": _cost(found),
@@ -190,8 +190,8 @@ def _groups(found: Findings) -> Iterable[str]:
         return
     rows = []
     for group in found.groups:
-        measured = spread(group.runs) or (None, None)
-        values = [group.label, len(group.runs), group.num_seeds, *measured]
+        one = spread(group.runs)
+        values = [group.label, len(group.runs), one.seeds, one.mean, one.deviation]
         rows.append([_cell(value) for value in values])
     yield "<h2>Groups of seeds</h2>"
     yield _table(["group", "runs", "seeds", "mean objective", "standard deviation"], rows)

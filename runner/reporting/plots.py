@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from accel.errors import MissingPackageError
 from runner.reporting import swept_keys
 from runner.reporting.curves import Band
@@ -138,7 +140,7 @@ def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
         for number, found in reversed(list(enumerate(bands.values()))):
             best = number < MOST_COLOURED
             colour = COLOURS[number] if best else INK
-            marker = "o" if len(found.steps) < 3 else None
+            marker = "o" if np.isfinite(found.mean).sum() < 3 else None
             line = {"color": colour, "linewidth": 1.5 if best else 0.7, "marker": marker}
             drawn += axes.plot(found.steps, found.mean, alpha=1.0 if best else 0.25, **line)
             if found.num_runs > 1 and best:
@@ -162,6 +164,9 @@ def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
 def _legend_entry(label: str, found: Band) -> str:
     """Return the name of a group in at most `MOST_LINES` lines that fit below the axes."""
     more = f" ({found.num_runs} seeds)" if found.num_runs > 1 else ""
+    if found.num_diverged:
+        more = f" ({found.num_runs} seeds, {found.num_diverged} not finite)"
+        more = more if found.num_runs > 1 else " (not finite)"
     words = " ".join(_shortened(word) for word in label.split())
     width = LINE_LENGTH - len(more)
     lines = textwrap.wrap(words, width, max_lines=MOST_LINES, placeholder=" …")

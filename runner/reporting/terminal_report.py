@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
 
 from rich import box
 from rich.console import Console
@@ -16,6 +16,7 @@ from runner.reporting.console import clock, number
 from runner.reporting.findings import (
     SEEDS_NOTE,
     Findings,
+    Spread,
     peak_memory,
     shown_objective,
     spread,
@@ -56,11 +57,11 @@ def _table(title: str, *heads: str) -> Table:
 
 def _curves(metric: str, found: Findings, console: Console) -> None:
     table = _table(metric, "group", "seeds", "curve", "first", "last")
-    bands = found.bands(metric)
+    bands = found.bands(metric, sys.maxsize)  # of each its first and last value
     for label, band in list(bands.items())[:MOST_GROUPS]:
         line = Text(curves.sparkline(band.mean), style="cyan")
         ends = [Text(number(float(band.mean[at]))) for at in (0, -1)]
-        table.add_row(Text(label), str(band.num_runs), line, *ends)
+        table.add_row(Text(label), band.seeds, line, *ends)
     if bands:
         console.print(table)
     if len(bands) > MOST_GROUPS:
@@ -70,17 +71,18 @@ def _curves(metric: str, found: Findings, console: Console) -> None:
 def _groups(found: Findings, console: Console) -> None:
     table = _table("groups of seeds", "group", "runs", "seeds", "objective")
     for group in found.groups[:MOST_ROWS]:
-        row = (Text(group.label), str(len(group.runs)), str(group.num_seeds))
-        table.add_row(*row, _mean_and_deviation(group.runs))
+        measured = spread(group.runs)
+        row = (Text(group.label), str(len(group.runs)), measured.seeds)
+        table.add_row(*row, _mean_and_deviation(measured))
     console.print(table)
     console.print(Text(SEEDS_NOTE, style="dim"))
 
 
-def _mean_and_deviation(runs: Sequence[RunRecord]) -> str:
-    mean, deviation = spread(runs) or (None, None)
-    if mean is None:
+def _mean_and_deviation(measured: Spread) -> str:
+    if measured.mean is None:
         return ""
-    return number(mean) if deviation is None else f"{number(mean)} ± {number(deviation)}"
+    more = "" if measured.deviation is None else f" ± {number(measured.deviation)}"
+    return f"{number(measured.mean)}{more}"
 
 
 def _importance(found: Findings, console: Console) -> None:

@@ -40,10 +40,35 @@ def test_a_long_curve_is_thinned_to_means() -> None:
 
 
 def test_a_band_is_mean_and_range_as_far_as_each_run_has_been() -> None:
-    found = curves.band([curve(1, 2, 3, 4), curve(3, 4), curve(math.nan, math.nan)])
+    found = curves.band([curve(1, 2, 3, 4), curve(3, 4)])
     assert found.mean.tolist() == [2, 3, 3, 4]
-    assert (found.low[0], found.high[0], found.num_runs) == (1, 3, 3)
-    assert len(curves.band([curve(math.nan)]).steps) == 0
+    assert (found.low[0], found.high[0], found.seeds) == (1, 3, "2")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_where_a_run_has_diverged_its_group_has_a_gap(value: float) -> None:
+    found = curves.band([curve(1, 2, 3, 4), curve(1, value, 5, value)])
+    for line in (found.mean, found.low, found.high):
+        assert np.isnan(line).tolist() == [False, True, False, True]
+    assert found.mean[2] == 4
+    assert found.seeds == "2 (1 not finite)"
+    assert found.is_drawn
+    assert not curves.band([curve(value, value)]).is_drawn
+
+
+def test_labels_tell_groups_apart(tmp_path: Path) -> None:
+    values = [0.01, 0.010000002, "null", None, "null"]
+    runs = [
+        RunRecord(write_run(tmp_path / f"{n}", {"optimizer.lr": value, "seed": n}))
+        for n, value in enumerate(values)
+    ]
+    groups = curves.group_by_seed(runs, ["optimizer.lr"])
+    assert {group.label: len(group.runs) for group in groups} == {
+        "optimizer.lr=0.01": 1,
+        "optimizer.lr=0.010000002": 1,
+        "optimizer.lr=null": 2,
+        "optimizer.lr=null (2)": 1,
+    }
 
 
 def test_runs_that_are_equal_but_for_the_seed_are_a_group(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from runner.reporting import findings, run_table
 from runner.run_dir import discovery, study
 from runner.run_dir.record import RunRecord
@@ -36,12 +38,22 @@ def test_mean_and_deviation_of_a_group(tmp_path: Path) -> None:
         for n, best in enumerate(values)
     ]
     both = findings.spread(runs)
-    assert both is not None
-    assert abs(both[0] - 0.2) < 1e-9
-    assert both[1] is not None
-    assert abs(both[1] - math.sqrt(0.02)) < 1e-9
-    assert findings.spread(runs[2:]) is None
-    assert findings.spread(runs[:1]) == (0.1, None)
+    assert (both.mean, both.deviation) == (pytest.approx(0.2), pytest.approx(math.sqrt(0.02)))
+    assert both.seeds == "3 (1 not finite)"
+    assert findings.spread(runs[2:]) == findings.Spread(None, None, "1 (1 not finite)")
+    assert findings.spread(runs[:1]) == findings.Spread(0.1, None, "1")
+
+
+def test_values_that_agree_in_six_digits_have_curves_of_their_own(tmp_path: Path) -> None:
+    for number, (lr, seed) in enumerate([(0.01, 0), (0.01, 1), (0.010000002, 0), (0.003, 0)]):
+        write_run(tmp_path / f"{number}", {"optimizer.lr": lr, "seed": seed}, best=number / 10)
+    found = findings.find(discovery.find_runs([tmp_path]))
+    labels = ["optimizer.lr=0.01", "optimizer.lr=0.010000002", "optimizer.lr=0.003"]
+    assert [group.label for group in found.groups] == labels
+    bands = found.bands("validation/loss")
+    assert [(label, band.num_runs) for label, band in bands.items()] == [
+        *zip(labels, (2, 1, 1), strict=True)
+    ]
 
 
 def test_a_seed_counts_once_with_its_newest_run(tmp_path: Path) -> None:
@@ -53,15 +65,15 @@ def test_a_seed_counts_once_with_its_newest_run(tmp_path: Path) -> None:
     write(alone / "checkpoints" / "best.json", {"metric": "loss", "mode": "min", "value": 9.0})
     found = findings.find(discovery.find_runs([tmp_path]))
     (group,) = found.groups
-    assert (len(group.runs), group.num_seeds) == (5, 2)
-    both = findings.spread(group.runs)
-    assert both is not None
-    assert abs(both[0] - 0.3) < 1e-9
+    assert (len(group.runs), findings.spread(group.runs).seeds) == (5, "2")
+    assert findings.spread(group.runs).mean == pytest.approx(0.3)
     (band,) = found.bands("train/loss").values()
     assert band.num_runs == 2
     assert len(band.steps) == 4  # of the finished run of seed 1, not of that in `unfinished`
     assert unfinished.is_dir()
-    assert findings.spread([RunRecord(alone)]) == (9.0, None)  # none of the group is finished
+    assert findings.spread([RunRecord(alone)]) == findings.Spread(
+        9.0, None, "1"
+    )  # none of the group is finished
 
 
 def test_runs_of_different_code_are_not_averaged(tmp_path: Path) -> None:
