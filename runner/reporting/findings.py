@@ -12,7 +12,7 @@ from accel.errors import ConfigError
 from runner.reporting import console, curves, swept_keys
 from runner.reporting.curves import MOST_POINTS, Band, Curve, Group
 from runner.reporting.importance import Importance, importance
-from runner.reporting.run_table import damage, newest_first
+from runner.reporting.run_table import damage, judge_of, newest_first
 from runner.run_dir import record as records
 from runner.run_dir import study
 from runner.run_dir.field_types import number
@@ -66,10 +66,12 @@ class Findings:
     def summary(self) -> str:
         """How many runs there are by status, and what they are compared by, where that differs."""
         parts = [counted_statuses(self.runs)]
-        others = [run for run in self.runs if is_judged(run) and _judge(run) != self.judged_by]
+        others = [run for run in self.runs if is_judged(run) and judge_of(run) != self.judged_by]
         if self.judged_by is not None and (others or self.searched_by):
             parts.append(f"the objective is {_named(self.judged_by)} of the validation")
-            names = ", ".join(dict.fromkeys(_named(one) for run in others if (one := _judge(run))))
+            names = ", ".join(
+                dict.fromkeys(_named(one) for run in others if (one := judge_of(run)))
+            )
             parts += [f"not compared with it: {len(others)} by {names}"] if others else []
             searched = ", ".join(self.searched_by)
             parts += [f"the search judged by {searched}: see its results.csv"] if searched else []
@@ -95,7 +97,7 @@ def is_judged(run: RunRecord) -> bool:
 def find(runs: Sequence[RunRecord]) -> Findings:
     """Read runs for a report."""
     newest = newest_first(runs)
-    judges = Counter(one for run in newest if is_judged(run) and (one := _judge(run)))
+    judges = Counter(one for run in newest if is_judged(run) and (one := judge_of(run)))
     judge = judges.most_common(1)[0][0] if judges else None
     ordered = sorted(in_name_order(newest), key=lambda run: _rank(run, judge))
     readable = [run for run in ordered if run.status != records.BROKEN]
@@ -129,16 +131,12 @@ def _searched_by(runs: Sequence[RunRecord], judge: Judge | None) -> Iterator[str
             yield ", ".join(map(_named, zip(search.metrics, search.modes, strict=False)))
 
 
-def _judge(run: RunRecord) -> Judge | None:
-    return None if run.objective is None else (run.objective.metric, run.objective.mode)
-
-
 def _named(judge: Judge) -> str:
     return f"{judge[0]} ({judge[1]})"
 
 
 def _judged(runs: Sequence[RunRecord], judge: Judge | None) -> list[RunRecord]:
-    return [run for run in runs if is_judged(run) and _judge(run) == judge]
+    return [run for run in runs if is_judged(run) and judge_of(run) == judge]
 
 
 def in_name_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -151,15 +149,15 @@ def _rank(run: RunRecord, judge: Judge | None) -> tuple[int, float]:
     if not is_judged(run) or run.objective is None:
         return 2, 0.0
     value = -run.objective.value if run.objective.mode == "max" else run.objective.value
-    return int(_judge(run) != judge), value
+    return int(judge_of(run) != judge), value
 
 
 def shown_objective(run: RunRecord, judge: Judge | None) -> str:
     """Return the objective for a table, with its metric where that is not the one compared."""
-    if run.objective is None or not is_judged(run):
+    if run.objective is None:
         return ""
     value = console.number(run.objective.value)
-    return value if _judge(run) == judge else f"{run.objective.metric} {value}"
+    return value if judge_of(run) == judge else f"{run.objective.metric} {value}"
 
 
 def counted_statuses(runs: Sequence[RunRecord]) -> str:

@@ -16,7 +16,6 @@ from runner.reporting.console import clock, number
 from runner.reporting.findings import (
     SEEDS_NOTE,
     Findings,
-    is_judged,
     peak_memory,
     shown_objective,
     spread,
@@ -225,7 +224,7 @@ def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Findings) 
     reason = run.reason if run.status in (records.FAILED, records.BROKEN) else ""
     mark = f'<span class="broken">{damage(run)}</span>' if damage(run) else ""
     status = f'<td class="{run.status}" title="{_text(run.reason)}">{_text(run.status)}{mark}</td>'
-    objective = run.objective.value if is_judged(run) and run.objective is not None else None
+    objective = None if run.objective is None else run.objective.value
     return [
         f'<td title="{_text(str(run.path))}">{_text(name)}'
         + (f'<br><span class="quiet">{_text(reason)}</span></td>' if reason else "</td>"),
@@ -240,9 +239,11 @@ def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Findings) 
 
 
 def _cell(value: Any, form: Any = None) -> str:
-    if value is MISSING or value is None or (isinstance(value, float) and math.isnan(value)):
-        text = "" if value is not None or form is None else "–"
-        return f'<td class="number" data-value="">{text}</td>'
+    is_nan = isinstance(value, float) and math.isnan(value)
+    if value is MISSING or value is None or is_nan:
+        text = "" if value is MISSING or form is None else "–"
+        text = form(value) if is_nan and form else text
+        return f'<td class="number" data-value="">{_text(text)}</td>'
     if isinstance(value, int | float) and not isinstance(value, bool):
         text = form(value) if form else cell(value) if isinstance(value, int) else number(value)
         if form is None and isinstance(value, float) and 0 < abs(value) < 1e-3:

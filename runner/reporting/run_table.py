@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ def newest_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def in_order(runs: Sequence[RunRecord], key: str, reverse: bool = False) -> list[RunRecord]:
     """Return runs by the values of a key, those without one last; by objective, the best first.
 
-    An infinite objective is never the best: it stands behind the finite ones.
+    An infinite objective is never the best: it stands behind the finite ones. Those of other
+    metrics than most runs have stand behind these, by metric: they compare with none of them.
 
     Raises:
         ConfigError: if neither a run nor a recipe has such a key.
@@ -61,7 +63,15 @@ def in_order(runs: Sequence[RunRecord], key: str, reverse: bool = False) -> list
     if key == "objective":
         rest.sort(key=lambda run: str(run.path))  # the lowest job of a sweep wins a tie
     ordered = sorted(rest, key=lambda run: _sort_key(run, key, one.of(run)), reverse=reverse)
+    if key == "objective":
+        metrics = [name for name, _ in Counter(map(judge_of, ordered)).most_common()]
+        ordered.sort(key=lambda run: metrics.index(judge_of(run)))
     return [*ordered, *known_last]
+
+
+def judge_of(run: RunRecord) -> tuple[str, str] | None:
+    """Return metric and mode of a run's objective; None: it has none."""
+    return None if run.objective is None else (run.objective.metric, run.objective.mode)
 
 
 def _missing(value: Any) -> bool:

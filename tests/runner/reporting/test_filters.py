@@ -58,6 +58,8 @@ def test_runs_are_filtered(words: list[str], expected: str, runs: list[RunRecord
         ("since=yesterday", "an age such as 30m"),
         ("since>2d", "Write since=2d"),
         ("step>many", "compares numbers"),
+        ("objective=>0.9", "Did you mean 'objective>=0.9'"),
+        ("status==failed,running", "Did you mean 'status=failed,running'"),
     ],
 )
 def test_a_word_that_is_no_filter_is_refused(word: str, message: str) -> None:

@@ -59,6 +59,21 @@ def test_an_infinite_objective_is_never_the_best(mode: str, tmp_path: Path) -> N
     assert names == (["4", "1", "0", "3", "2"] if mode == "min" else ["1", "4", "0", "3", "2"])
 
 
+def test_objectives_of_other_metrics_stand_behind(tmp_path: Path) -> None:
+    found = []
+    for number, (metric, best) in enumerate(
+        [("accuracy", 0.1), ("loss", 0.3), ("accuracy", 0.9), ("loss", 0.2), ("loss", 0.4)]
+    ):
+        path = write_run(tmp_path / str(number), best=best)
+        summary = json.loads((path / "summary.json").read_text())
+        summary["best"] |= {"metric": metric, "mode": "max" if metric == "accuracy" else "min"}
+        write(path / "summary.json", summary)
+        found.append(RunRecord(path))
+    shown = ["".join(r.path.name for r in run_table.in_order(found, "objective", reverse=reverse))
+             for reverse in (False, True)]  # fmt: skip
+    assert shown == ["31420", "41302"]
+
+
 def test_a_key_to_sort_by_has_to_be_there(runs: list[RunRecord]) -> None:
     for key in ("nothing", "since"):
         with pytest.raises(ConfigError):
