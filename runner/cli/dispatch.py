@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit code; errors go to standard error."""
     code = _run(arguments)
     if failures.stdout_is_closed():  # flushing the buffer would fail at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        failures.drop_stdout()
     return code
 
 
@@ -370,7 +370,7 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:
         # With this variable Hydra raises an error instead of printing it and exiting.
         with env.patched(HYDRA_FULL_ERROR="1"):
             main()
-    except ConfigError:  # of a sweeper of ours
+    except (ConfigError, BrokenPipeError):  # of a sweeper of ours; of one who reads the output
         raise
     except diagnose.MISTAKES as error:
         raise ConfigError(*diagnose.translate(error, hydra_setup.PRIMARY)) from error

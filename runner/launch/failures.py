@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import shlex
@@ -32,6 +33,11 @@ def stdout_is_closed() -> bool:
     except (OSError, ValueError, AttributeError):  # it is no file, or closed; Windows has no poll
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def drop_stdout() -> None:
+    """Let what is written to standard output from now on, or still buffered, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(error: BaseException) -> int:

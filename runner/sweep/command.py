@@ -351,7 +351,7 @@ def _run(
         except KeyboardInterrupt:
             code = INTERRUPTED
         except Exception as error:  # of the launcher or the sweeper
-            code = failures.report(error)
+            code = _ended_early(error)
         stack.close()
         if code == REFUSED:
             if len(sweep.journal.records()) == num_records:
@@ -366,7 +366,18 @@ def _run(
             ended = DONE if choice.known or choice.is_search else FAILED
         if code in (STOPPED, INTERRUPTED):
             return code
-        return STOPPED if stopped else max(code, ended)
+        if stopped:
+            return STOPPED
+        return FAILED if FAILED in (code, ended) else max(code, ended)
+
+
+def _ended_early(error: Exception) -> int:
+    if isinstance(error, BrokenPipeError) and failures.stdout_is_closed():
+        failures.drop_stdout()
+        told = f"The sweep has ended early: {failures.UNREAD}. The same command goes on with it."
+        print(told, file=sys.stderr)
+        return FAILED
+    return failures.report(error)
 
 
 def _end_idle_workers() -> None:

@@ -13,7 +13,7 @@ from runner.run_dir.sweep_records import FINISHED, PRUNED
 from runner.sweep import changes, hparams, table, task
 from runner.sweep.directory import Sweep
 from runner.sweep.journal import FAILED as FAILURE
-from runner.sweep.journal import INTERRUPT, STOP, JobState
+from runner.sweep.journal import INTERRUPT, PENDING, STOP, JobState
 from runner.sweep.table import Results
 
 _GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)
@@ -60,6 +60,7 @@ def conclude(
 ) -> int | None:
     """Write and show the results; print which jobs failed, and return the code of the sweep.
 
+    It is that of a failure as soon as one job has failed, however others have ended.
     None: no job was to be run, and all has been written. `numbers` are the jobs that were to be
     run, `before` the states before the command. Of a search all failed jobs count: it does not try
     those again whose objective is no number.
@@ -74,12 +75,17 @@ def conclude(
     table.show(found, config_name, Console(highlight=False))
     changes.say({number: states[number] for number in begun})  # of earlier jobs it was said
     written = max(written, _without_a_number(found))
-    codes = [_code_of(states.get(number, JobState())) for number in mine]
-    failed = [number for number in mine if states.get(number, JobState()).status not in _GOOD]
-    if failed:
-        names = ", ".join(f"{number:04}" for number in failed)
-        print(f"{len(failed)} of {len(found.rows)} jobs failed: {names}", file=sys.stderr)
-    return max([*codes, *([written] if written != DONE else [])], default=None)
+    ended = {number: states.get(number, JobState()) for number in mine}
+    bad = {number: state for number, state in ended.items() if state.status not in _GOOD}
+    unstarted = [number for number, state in bad.items() if state.status == PENDING]
+    failed = [number for number in bad if number not in unstarted]
+    for some, what in ((failed, "failed"), (unstarted, "were not started")):
+        if some:
+            names = ", ".join(f"{number:04}" for number in some)
+            print(f"{len(some)} of {len(found.rows)} jobs {what}: {names}", file=sys.stderr)
+    if bad or written != DONE:
+        return FAILED
+    return max(map(_code_of, ended.values()), default=None)
 
 
 def _without_a_number(found: Results) -> int:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from runner.config.schema import Recipe
 from runner.exit_codes import DONE
-from runner.reporting.console import UNLIMITED_COLUMNS, clock, number
+from runner.reporting.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 from runner.run_dir.json_files import METRICS
 from runner.run_dir.outcomes import describe_exit
 from runner.sweep.journal import FAILED, JobState, Journal, status_of
@@ -89,7 +89,7 @@ class Live:
         console: Console | None = None,
     ) -> None:
         self._folder, self._total, self._done, self._alone = folder, total, done, alone
-        self._console = console or Console(highlight=False)
+        self._console = console or PipedConsole(highlight=False)
         self._common = frozenset(common)
         self._jobs: dict[int, _Job] = {}
         self._next = 0.0

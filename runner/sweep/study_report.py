@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.compose import hydra_setup
+from runner.reporting.console import PipedConsole
 from runner.run_dir.study import BEST
 from runner.training.optuna_study import JOB
 
@@ -36,7 +37,7 @@ def show(
         config_name: of the recipes.
         console: where to; None: standard output.
     """
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or PipedConsole(highlight=False, soft_wrap=True)
     states = Counter(trial.state for trial in newest.values())
     counts = ", ".join(
         f"{states[state]} {word}"

@@ -47,13 +47,23 @@ def test_results_that_cannot_be_written_hide_no_table_and_no_failures(
 ) -> None:
     without_room(monkeypatch)
     server.codes = {1: 2} if failed else {}
-    assert cli.main(LINE) == (2 if failed else 1)
+    assert cli.main(LINE) == 1
     shown = capsys.readouterr()
     assert "best: job 0000" in shown.out
     assert "Warning: results.csv is not written: the disk is full: [Errno 28]" in shown.err
     assert "Warning: tensorboard/ (HParams) is not written: [Errno 30]" in shown.err
     assert ("1 of 2 jobs failed: 0001" in shown.err) is failed
     assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [({0: 75}, 75), ({0: 75, 1: 2}, 1), ({0: 130, 1: 1}, 1)]
+)
+def test_a_failed_job_is_hidden_by_no_other(
+    codes: dict[int, int], expected: int, server: StandIn
+) -> None:
+    server.codes = codes
+    assert cli.main(LINE) == expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -138,7 +138,7 @@ def test_a_sample_that_is_no_recipe_is_refused_where_it_runs(three: Path, tmp_pa
         PATHS=str(three),
         WORTH=str(tmp_path / "worth.json"),
     )
-    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "trainer.clip_grad_norm=-1" in ended.stderr
     assert not (tmp_path / "worth.json").exists()
 
