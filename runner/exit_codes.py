@@ -13,7 +13,7 @@ CLEAN = (DONE, STOPPED)
 # As `runner --help` and the README list them.
 MEANINGS = {
     DONE: "done",
-    FAILED: "failed; of a sweep: at least one job failed, all others have run",
+    FAILED: "failed; of a sweep: at least one job failed, or was not started",
     REFUSED: "the configuration was refused, nothing was started",
     STOPPED: "stopped by SIGTERM or SIGUSR1 with the state saved, resume= (-m: the same) continues",
     INTERRUPTED: "interrupted by Ctrl-C",

@@ -35,6 +35,11 @@ def stdout_is_closed() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+def is_unread(error: BaseException) -> bool:
+    """Return whether an error says that the reader of standard output has closed it."""
+    return isinstance(error, BrokenPipeError) and stdout_is_closed()
+
+
 def drop_stdout() -> None:
     """Let what is written to standard output from now on, or still buffered, go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,7 +68,7 @@ def outcome_of(error: BaseException, rank: int) -> Outcome:
         return Outcome(rank, time.time(), REFUSED, str(error))
     if isinstance(error, DiskFullError):
         return Outcome(rank, time.time(), FAILED, str(error))
-    if isinstance(error, BrokenPipeError) and stdout_is_closed():
+    if is_unread(error):
         return Outcome(rank, time.time(), FAILED, UNREAD)
     texts = user_frames.one_line(error), "".join(user_frames.formatted(error))
     full = "".join(traceback.format_exception(error))

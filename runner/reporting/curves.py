@@ -72,9 +72,11 @@ class Band:
         return counted(self.num_runs, self.num_diverged)
 
 
-def counted(num_seeds: int, num_diverged: int) -> str:
-    """Return how many seeds there are, and of how many the values are no finite numbers."""
-    return f"{num_seeds}{f' ({num_diverged} not finite)' if num_diverged else ''}"
+def counted(num_seeds: int, num_diverged: int, num_unmeasured: int = 0) -> str:
+    """Return how many seeds there are, and of how many there is no value, or no finite one."""
+    parts = [f"{num_diverged} not finite"] if num_diverged else []
+    parts += [f"{num_unmeasured} not measured"] if num_unmeasured else []
+    return f"{num_seeds} ({', '.join(parts)})" if parts else f"{num_seeds}"
 
 
 def read_curves(run: RunRecord) -> dict[str, Curve]:

@@ -17,6 +17,10 @@ from runner.config import keys
 from runner.run_dir.record import MISSING, STATUSES, RunRecord
 
 _FILTER = re.compile(r"(?P<key>[A-Za-z_][\w.]*)(?P<sign>!=|>=|<=|=|<|>)(?P<text>.*)", re.DOTALL)
+MISTAKEN = {
+    **{"==": "=", "===": "=", "!==": "!=", "=!": "!=", "<>": "!="},
+    **{"=>": ">=", "=<": "<=", "=>=": ">=", "=<=": "<="},
+}
 SIGNS = ("=", "!=", "<", "<=", ">", ">=")
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     **{">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le},
@@ -87,10 +91,12 @@ def parse(words: Sequence[str]) -> list[Filter]:
 
 
 def _problems(one: Filter, word: str) -> list[Problem]:
-    if one.sign == "=" and one.values[0][:1] in ("=", "<", ">"):
-        second, value = one.values[0][:1], ",".join(one.values)[1:]
-        right = f"{one.key}{second.removesuffix('=')}={value}"
-        return [Problem(word, f"a sign is one of {', '.join(SIGNS)}", did_you_mean(right))]
+    text = ",".join(one.values)
+    value = text.lstrip("=<>!")
+    sign = MISTAKEN.get(one.sign + text[: len(text) - len(value)])
+    if sign is not None and (sign not in ORDERS or _number(value) is not None):
+        rule = f"a sign is one of {', '.join(SIGNS)}"
+        return [Problem(word, rule, did_you_mean(f"{one.key}{sign}{value}"))]
     if one.key in TIMES:
         try:
             _moment(one.values[0])

@@ -175,7 +175,7 @@ class Spread:
     Attributes:
         mean: of those that are finite numbers; None: there is none.
         deviation: their standard deviation; None: there are no two.
-        seeds: how many seeds there are, and of how many the objective is no finite number.
+        seeds: how many seeds there are, and of how many there is no objective, or no finite one.
     """
 
     mean: float | None
@@ -191,7 +191,7 @@ def spread(runs: Sequence[RunRecord]) -> Spread:
     return Spread(
         statistics.fmean(values) if values else None,
         statistics.stdev(values) if len(values) > 1 else None,
-        curves.counted(len(counted), len(measured) - len(values)),
+        curves.counted(len(counted), len(measured) - len(values), len(counted) - len(measured)),
     )
 
 

@@ -164,8 +164,8 @@ def _figures(figures: dict[str, list[Picture]], found: Findings) -> Iterable[str
             yield (
                 '<p class="quiet">A line is the mean over runs whose recipe, code and data are '
                 "equal but for the seed (of several runs of a seed, the newest), its band the "
-                "range from the lowest to the highest. Groups beyond the best "
-                f"{plots.MOST_COLOURED} are thin.</p>"
+                "range from the lowest to the highest; a gap is where one of them is NaN or "
+                f"infinite. Groups beyond the best {plots.MOST_COLOURED} are thin.</p>"
             )
         if title == "Objective":
             yield f'<p class="quiet">{_text(importance_note(found))}</p>'

@@ -46,8 +46,8 @@ def newest_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def in_order(runs: Sequence[RunRecord], key: str, reverse: bool = False) -> list[RunRecord]:
     """Return runs by the values of a key, those without one last; by objective, the best first.
 
-    An infinite objective is never the best: it stands behind the finite ones. Those of other
-    metrics than most runs have stand behind these, by metric: they compare with none of them.
+    An infinite objective is never the best: it stands behind the finite ones of its metric. Those
+    of other metrics than most runs have stand behind these, by metric: they do not compare.
 
     Raises:
         ConfigError: if neither a run nor a recipe has such a key.
@@ -64,8 +64,10 @@ def in_order(runs: Sequence[RunRecord], key: str, reverse: bool = False) -> list
         rest.sort(key=lambda run: str(run.path))  # the lowest job of a sweep wins a tie
     ordered = sorted(rest, key=lambda run: _sort_key(run, key, one.of(run)), reverse=reverse)
     if key == "objective":
-        metrics = [name for name, _ in Counter(map(judge_of, ordered)).most_common()]
-        ordered.sort(key=lambda run: metrics.index(judge_of(run)))
+        finite = [run for run in newest_first(ordered) if math.isfinite(one.of(run))]
+        metrics = [name for name, _ in Counter(map(judge_of, finite)).most_common()]
+        places = {name: place for place, name in enumerate(metrics)}
+        ordered.sort(key=lambda run: places.get(judge_of(run), len(places)))
     return [*ordered, *known_last]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from accel.checkpoint import directory as checkpoints
 from accel.errors import CheckpointError, ConfigError
 from runner.config import paths
-from runner.run_dir import atomic_update, lock, sweep_records
+from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB, Job
 
@@ -94,7 +94,7 @@ def require_unused(path: Path) -> None:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
         raise ConfigError.of(value, rule, "Name another folder.") from error
     if (around := _around(path)) is not None:
-        whose = "a sweep's" if (around / SWEEP).is_file() else "a run's"
+        whose = "a sweep's" if _is_sweep(around) else "a run's"
         rule = f"a run has a directory of its own, and that is inside of {whose} ({around})"
         remedy = f"Name one beside it, such as run_dir={shlex.quote(f'{around}-2')}."
         raise UsedError.of(value, rule, remedy)
@@ -129,13 +129,21 @@ def _around(path: Path) -> Path | None:
     real = Path(os.path.realpath(path))
     for folder in real.parents:
         first = real.relative_to(folder).parts[0]
-        is_sweep = all((folder / name).is_file() for name in (SWEEP, sweep_records.FILE))
-        if is_sweep and (first.isdigit() or first.startswith(".")):
+        if (first.isdigit() or first.startswith(".")) and _is_sweep(folder):
             return folder
         with contextlib.suppress(OSError):  # what cannot be read is foreign
             if (folder / JOB).is_file() and _has_recipe(folder):
                 return folder
     return None
+
+
+def _is_sweep(path: Path) -> bool:
+    """Return whether a folder is a sweep's, also before its first job: a journal or not."""
+    try:
+        described = json.loads((path / SWEEP).read_bytes())
+    except (OSError, ValueError):  # without it, it is none of ours
+        return False
+    return isinstance(described, dict) and {"digest", "config_name", "jobs"} <= described.keys()
 
 
 def _is_before_a_run(path: Path) -> bool:

@@ -35,8 +35,6 @@ class StudyFile:
         pruner: name and arguments of the pruner; empty: none.
         metrics: the objectives of the search, as `values_of` reads them.
         modes: "min" or "max" of each.
-        folder: absolute path of the sweep's folder when this was written; None: by an early
-            version.
     """
 
     storage: str
@@ -47,16 +45,6 @@ class StudyFile:
     pruner: Mapping[str, object] = field(default_factory=dict)
     metrics: Sequence[str] = (BEST,)
     modes: Sequence[str] = ()
-    folder: str | None = None
-
-    def original_of(self, sweep_dir: Path) -> Path | None:
-        """Return the folder that the one where this was read is a copy of; None: it was moved."""
-        if self.folder is None or not (original := Path(self.folder)).is_dir():
-            return None
-        if original.samefile(sweep_dir):  # another path, as of a mount
-            return None
-        there = of_sweep(original)
-        return original if there is not None and there.sweep == self.sweep else None
 
     def write(self, sweep_dir: Path) -> None:
         """Write this to the sweep's folder, in one piece."""
@@ -93,6 +81,14 @@ def of_sweep(sweep_dir: Path) -> StudyFile | None:
         rule = f"it describes the study of a sweep, and is damaged ({error})"
         remedy = "Restore it from a copy, or begin a new search with sweep.dir=DIR."
         raise ConfigError.of(str(path), rule, remedy) from error
+
+
+def goes_on_in(folder: Path, sweep: str, here: Path) -> bool:
+    """Return whether the search with a mark goes on in a folder that is another than `here`."""
+    if not folder.is_dir() or folder.samefile(here):  # another path, as of a mount
+        return False
+    there = of_sweep(folder)
+    return there is not None and there.sweep == sweep
 
 
 def values_of(summary: Mapping[str, object], metrics: Sequence[str], run_dir: Path) -> list[float]:

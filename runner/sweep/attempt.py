@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 from accel.errors import ConfigError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
-from runner.run_dir import atomic_update, data_files, lock, measurements, reproduction, study
+from runner.run_dir import (
+    atomic_update,
+    data_files,
+    lock,
+    measurements,
+    reproduction,
+    resumable,
+    study,
+)
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
 from runner.run_dir.sweep_records import FINISHED, PRUNED
@@ -81,7 +89,8 @@ def _locked(
     if before.is_complete:
         return DONE
     summary = summary_of(run_dir)
-    if is_finished(summary):  # its process was killed before it could say so
+    # Its process was killed before it could say so. What no command has begun may be another run.
+    if is_finished(summary) and (before.attempt or _is_of(run_dir, recipe)):
         journal.ended(number, before.attempt, overrides, DONE, **_values(summary, run_dir))
         return DONE
     files, earlier = data_files.find(recipe.data), reproduction.recorded(run_dir)
@@ -93,6 +102,15 @@ def _locked(
         values = {} if reproduction.recorded(run_dir) == earlier else _data(run_dir)
     journal.ended(number, attempt, overrides, code, **values)
     return code
+
+
+def _is_of(run_dir: Path, recipe: Recipe) -> bool:
+    """Return whether a directory holds a run of a recipe."""
+    try:
+        resumable.require_same(run_dir, recipe)
+    except ConfigError:
+        return False
+    return True
 
 
 def _train(

@@ -372,7 +372,7 @@ def _run(
 
 
 def _ended_early(error: Exception) -> int:
-    if isinstance(error, BrokenPipeError) and failures.stdout_is_closed():
+    if failures.is_unread(error):
         failures.drop_stdout()
         told = f"The sweep has ended early: {failures.UNREAD}. The same command goes on with it."
         print(told, file=sys.stderr)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from rich.console import Console
-
 from runner.config import paths
 from runner.exit_codes import DONE, FAILED
+from runner.launch import failures
+from runner.reporting.console import PipedConsole
 from runner.run_dir.sweep_records import FINISHED, PRUNED
 from runner.sweep import changes, hparams, table, task
 from runner.sweep.directory import Sweep
@@ -23,11 +23,19 @@ def nothing_left(sweep: Sweep, config_name: str, states: Mapping[int, JobState])
     """Show a sweep in which nothing is left to do, and return the exit code."""
     found = table.results(sweep, states)
     code = _written(sweep, found, ())
-    table.show(found, config_name, Console(highlight=False))
+    _show(found, config_name)
     changes.say(states)
     code = max(code, _without_a_number(found))
     print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
     return code
+
+
+def _show(found: Results, config_name: str) -> None:
+    """Print the table; where nobody reads it any more, what follows on standard error counts."""
+    try:
+        table.show(found, config_name, PipedConsole(highlight=False))
+    except BrokenPipeError:
+        failures.drop_stdout()
 
 
 def _written(sweep: Sweep, found: Results, begun: Sequence[int]) -> int:
@@ -60,7 +68,7 @@ def conclude(
 ) -> int | None:
     """Write and show the results; print which jobs failed, and return the code of the sweep.
 
-    It is that of a failure as soon as one job has failed, however others have ended.
+    It is that of a failure as soon as one job has failed, however other jobs have ended.
     None: no job was to be run, and all has been written. `numbers` are the jobs that were to be
     run, `before` the states before the command. Of a search all failed jobs count: it does not try
     those again whose objective is no number.
@@ -72,7 +80,7 @@ def conclude(
     others = [n for n, state in states.items() if is_search and state.status == FAILURE]
     mine = sorted({*numbers, *begun, *others})
     written = _written(sweep, found, begun)
-    table.show(found, config_name, Console(highlight=False))
+    _show(found, config_name)
     changes.say({number: states[number] for number in begun})  # of earlier jobs it was said
     written = max(written, _without_a_number(found))
     ended = {number: states.get(number, JobState()) for number in mine}

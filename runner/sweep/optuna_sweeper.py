@@ -48,6 +48,7 @@ from runner.training.optuna_study import PRUNER
 
 STUDY = "sweep"
 OBJECTIVES = "objectives"  # attribute of a study
+FOLDER = "folder of"  # and the mark of a sweep: attribute of a study that it may share
 OBJECTIVE_KEYS = {"metrics": f"{sweepers.NODE}.metrics", "monitor": "checkpoint.monitor"}
 DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
 
@@ -185,8 +186,6 @@ class Search:
         place = settings.storage or study_files.JOURNAL
         if settings.storage and "://" not in settings.storage:
             place = str(Path.cwd() / settings.storage)
-        if settings.storage:
-            self._require_original(earlier)
         mark = f"{self.sweep_dir.name}-{secrets.token_hex(4)}" if earlier is None else earlier.sweep
         own_name = mark if earlier is None or earlier.storage != place else earlier.name
         file = StudyFile(
@@ -198,7 +197,6 @@ class Search:
             pruner=settings.pruner or {},
             metrics=settings.metrics,
             modes=modes,
-            folder=str(self.sweep_dir.absolute()),
         )
         storage = optuna_study.storage_of(file.storage, self.sweep_dir)
         study = optuna.create_study(
@@ -210,20 +208,23 @@ class Search:
         )
         self._require_same(study, modes)
         self._require_same_objectives(study, objectives, earlier)
+        if settings.storage:
+            self._require_own(study, mark)
         if earlier is None and not settings.storage:  # the file was lost, not the journal
             file = replace(file, sweep=optuna_study.last_mark(study) or mark)
         file.write(self.sweep_dir)
         return study, storage, file.sweep
 
-    def _require_original(self, earlier: StudyFile | None) -> None:
-        """Raise if the folder is a copy of a search's: both would go on with the same trials."""
-        original = None if earlier is None else earlier.original_of(self.sweep_dir)
-        if original is not None:
-            rule = f"it is a copy of {original}, whose trials are in a study outside of both"
-            remedy = (
-                f"Go on in {original}, rename it if this one replaces it, or begin another sweep."
-            )
+    def _require_own(self, study: optuna.Study, mark: str) -> None:
+        """Raise if another folder goes on with the trials of this one, of which one is a copy."""
+        key, here = f"{FOLDER} {mark}", str(self.sweep_dir.absolute())
+        there = study.user_attrs.get(key)
+        if there is not None and study_files.goes_on_in(Path(there), mark, self.sweep_dir):
+            rule = f"its search goes on in {there}, and one of these folders is a copy of the other"
+            remedy = f"Go on in {there}, or begin another sweep."
             raise ConfigError.of(f"sweep.dir={self.sweep_dir}", rule, remedy)
+        if there != here:
+            study.set_user_attr(key, here)
 
     def _rebuild(self, found: Jobs) -> None:
         """Rebuild trials that the study has lost, and say so."""

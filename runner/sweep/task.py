@@ -132,6 +132,8 @@ class Task:
             except ConfigError:  # the launcher's own, before any job
                 raise
             except Exception as error:  # whatever a launcher raises
+                if failures.is_unread(error):
+                    raise
                 print(f"hydra/launcher={self.launcher}: {error}", file=sys.stderr)
                 begun = {
                     number

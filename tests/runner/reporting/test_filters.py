@@ -59,6 +59,9 @@ def test_runs_are_filtered(words: list[str], expected: str, runs: list[RunRecord
         ("since>2d", "Write since=2d"),
         ("step>many", "compares numbers"),
         ("objective=>0.9", "Did you mean 'objective>=0.9'"),
+        ("step<>3", "Did you mean 'step!=3'"),
+        ("step!==3", "Did you mean 'step!=3'"),
+        ("since=>2d", "Write since=2d"),
         ("status==failed,running", "Did you mean 'status=failed,running'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -68,8 +69,8 @@ def test_no_run_is_made_inside_of_another(tmp_path: Path, inside: str) -> None:
 
 @pytest.mark.parametrize("folder", ["0003", "0003/mine", ".mine"])
 def test_no_run_is_made_among_the_jobs_of_a_sweep(tmp_path: Path, folder: str) -> None:
-    for name in ("sweep.json", "journal.jsonl"):
-        (tmp_path / name).write_text("")
+    described = {"digest": "0", "config_name": "config", "jobs": []}
+    (tmp_path / "sweep.json").write_text(json.dumps(described))  # before its first job
     with pytest.raises(directory.UsedError, match="inside of a sweep's"):
         directory.claim_chosen(tmp_path / folder)
     assert directory.claim_chosen(tmp_path / "mine").is_dir()  # as with sweep.dir=.

@@ -173,6 +173,18 @@ def test_a_run_of_another_recipe_is_left_alone(
     assert len(trains) == 1
 
 
+def test_a_finished_run_of_another_recipe_is_no_result(
+    trains: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ENDS.append(die)
+    assert run(tmp_path) == 1
+    Journal(tmp_path).path.unlink()
+    assert run(tmp_path, replace(RECIPE, seed=3)) == 2
+    assert "seed=3: the run in" in capsys.readouterr().err
+    assert Journal(tmp_path).state(0).status == "failed"
+    assert len(trains) == 1
+
+
 def test_a_job_that_another_command_trains_is_busy(trains: list[Job], tmp_path: Path) -> None:
     (tmp_path / "0000").mkdir()
     with lock.held(tmp_path / "0000"):
