@@ -55,7 +55,7 @@ class _Running:
     share: Share
     ordered: float = field(default_factory=time.time)
     pid: int = 0
-    lingers: bool = False
+    looked: float = field(default_factory=time.time)  # at a summary as new as this
 
 
 def train(
@@ -250,10 +250,10 @@ class Pool:
                 ended = (run_dir / SUMMARY).stat().st_mtime
             except OSError:
                 continue
-            if running.lingers or ended < running.ordered or time.time() - ended < LINGER_SECONDS:
+            if ended <= running.looked or time.time() - ended < LINGER_SECONDS:
                 continue
+            running.looked = ended
             if attempt.is_finished(attempt.summary_of(run_dir)):
-                running.lingers = True
                 pid = f" {running.pid}" if running.pid else ""
                 self._live.note(
                     f"job {number:04}: its run has ended, but its process{pid} has not, for "
