@@ -86,7 +86,8 @@ def _both_nan(one: object, other: object) -> bool:
 
 
 def _recipe(run: RunRecord) -> Fields:
-    return {".".join(key): value for key, value in leaves(run.recipe)}
+    found: JsonObject = {".".join(key): value for key, value in leaves(run.recipe)}
+    return found | {_earlier(name): text for name, text in run.earlier_recipes.items()}
 
 
 def _code(run: RunRecord) -> Fields:

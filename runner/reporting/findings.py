@@ -23,7 +23,8 @@ NO_CURVE = ("lr", "samples_per_second", "skipped_steps")
 SEEDS_NOTE = (
     "Mean and standard deviation are over seeds: of several runs of a seed, the newest counts that "
     "is finished. Runs that are not finished count where no run of the group is. Runs of different "
-    "code or data are different groups. A seed whose value is NaN or infinite is in no mean."
+    "code, data or earlier recipes are different groups. A seed whose value is NaN or infinite is "
+    "in no mean."
 )
 MOST_METRICS = 8
 MOST_KEYS = 12

@@ -22,6 +22,7 @@ from runner.exit_codes import CLEAN, INTERRUPTED
 from runner.run_dir import (
     atomic_update,
     data_files,
+    earlier_recipes,
     evaluations,
     field_types,
     lock,
@@ -42,7 +43,8 @@ FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
 SUBMITTED = "submitted"  # to Slurm, and not begun
 STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
 NODES = ("name", "model", "data", "trainer")  # of every recipe
-CODE, DATA_FILES = "code", "data files"  # keys beside those of recipes
+# Keys beside those of recipes.
+CODE, DATA_FILES, EARLIER_RECIPE = "code", "data files", "earlier recipe"
 BEST = "best.json"
 TAIL_BYTES = 8192
 MISSING = object()
@@ -152,12 +154,15 @@ class RunRecord:
     def value(self, key: str) -> Any:
         """Return the value at a dotted key of the recipe; `MISSING` where it has no such key.
 
-        The keys `CODE` and `DATA_FILES`, which no recipe has, are those of `code` and `data_files`.
+        The keys `CODE`, `DATA_FILES` and `EARLIER_RECIPE`, which no recipe has, are those of
+        `code`, `data_files` and `earlier_recipe`.
         """
         if key == CODE:
             return self.code
         if key == DATA_FILES:
             return self.data_files
+        if key == EARLIER_RECIPE:
+            return self.earlier_recipe
         name, *rest = key.split(".")
         found = self.node(name)
         for part in rest:
@@ -210,6 +215,17 @@ class RunRecord:
     def data_files(self) -> str:
         """A short name of how the files stood that its data factory was given, in all its steps."""
         return self._of_sessions(data_files.identity)
+
+    @cached_property
+    def earlier_recipe(self) -> str:
+        """What other recipes had with which it made steps before it was resumed."""
+        found = dict.fromkeys(self.earlier_recipes.values())
+        return "; ".join(found) or "none"
+
+    @cached_property
+    def earlier_recipes(self) -> Mapping[str, str]:
+        """What each kept recipe had instead, by file, as `earlier_recipes.changes` has it."""
+        return earlier_recipes.changes(self.path, self.recipe) if self.has_recipe else {}
 
     def _of_sessions(self, named: Callable[[Fields], str]) -> str:
         """Return the name of the newest session, and those of earlier ones that are others."""

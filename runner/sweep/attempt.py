@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import ConfigError
+from accel.errors import ConfigError, Problem
+from runner.config import serialization
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
 from runner.run_dir import (
     atomic_update,
     data_files,
+    earlier_recipes,
     lock,
     measurements,
     reproduction,
@@ -89,8 +91,8 @@ def _locked(
     if before.is_complete:
         return DONE
     summary = summary_of(run_dir)
-    # Its process was killed before it could say so. What no command has begun may be another run.
-    if is_finished(summary) and (before.attempt or _is_of(run_dir, recipe)):
+    # Its process was killed before it could say so, or somebody has finished it by hand.
+    if is_finished(summary) and _is_of(run_dir, recipe):
         journal.ended(number, before.attempt, overrides, DONE, **_values(summary, run_dir))
         return DONE
     files, earlier = data_files.find(recipe.data), reproduction.recorded(run_dir)
@@ -105,12 +107,29 @@ def _locked(
 
 
 def _is_of(run_dir: Path, recipe: Recipe) -> bool:
-    """Return whether a directory holds a run of a recipe."""
+    """Return whether a directory holds a run of a recipe, and of no other."""
     try:
         resumable.require_same(run_dir, recipe)
+        _require_one_recipe(run_dir, recipe)
     except ConfigError:
         return False
     return True
+
+
+def _require_one_recipe(run_dir: Path, recipe: Recipe) -> None:
+    """Raise a ConfigError if a run had another recipe before it was resumed with the job's."""
+    earlier = earlier_recipes.changes(run_dir, serialization.frozen_plain(recipe))
+    ConfigError.raise_if(
+        [
+            Problem(
+                f"{text} in {run_dir / name}",
+                "steps of the run were made with it, and the sweep's job has one recipe",
+                "Remove the run directory: the job is trained anew.",
+            )
+            for name, text in earlier.items()
+            if text != earlier_recipes.UNKNOWN
+        ]
+    )
 
 
 def _train(
@@ -123,6 +142,7 @@ def _train(
     log_levels: Mapping[str, str] | None,
 ) -> int:
     try:
+        _require_one_recipe(run_dir, recipe)
         return start_run.continue_in(
             run_dir, recipe, overrides, config_name, fresh=fresh, log_levels=log_levels
         )

@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 
-from runner.reporting import findings, run_table
+from runner.reporting import compare_runs, findings, run_table
 from runner.run_dir import discovery, study
 from runner.run_dir.record import RunRecord
 from tests.runner.written_runs import write, write_failure, write_run, write_sweep
@@ -90,6 +91,23 @@ def test_runs_of_different_code_are_not_averaged(tmp_path: Path) -> None:
     assert {group.label[:13] for group in found.groups} == {"code=aaaaaaaa"}
     assert len({group.label for group in found.groups}) == 3
     assert any(" after bbbbbbbb-" in group.label for group in found.groups)
+
+
+def test_runs_that_had_another_recipe_are_not_averaged(tmp_path: Path) -> None:
+    for number in range(3):
+        write_run(tmp_path / f"{number}", {"seed": number}, best=0.1 * number)
+    for number, node, values in ((1, "optimizer", {"lr": 0.5}), (2, "trainer", {"log_every": 7})):
+        earlier = yaml.safe_load((tmp_path / f"{number}" / "config.yaml").read_text())
+        earlier[node] |= values
+        (tmp_path / f"{number}" / "config.0001.yaml").write_text(yaml.safe_dump(earlier))
+    found = findings.find(discovery.find_runs([tmp_path]))
+    assert found.keys == ["earlier recipe"]
+    labels = {group.label: len(group.runs) for group in found.groups}
+    assert labels == {"earlier recipe=none": 2, "earlier recipe=optimizer.lr=0.5": 1}
+    rows = compare_runs.compare(discovery.find_runs([tmp_path])[:2]).rows["recipe"]
+    assert ("an earlier session (config.0001.yaml)", 1) in [
+        (key, values.count("optimizer.lr=0.5")) for key, values in rows
+    ]
 
 
 def test_objectives_of_different_metrics_are_not_compared(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from runner.config.schema import Recipe, Trainer
 from runner.launch import launcher
-from runner.run_dir import data_files, environment, lock
+from runner.run_dir import atomic_update, data_files, environment, lock
 from runner.run_dir.job import Job
 from runner.run_dir.study import StudyFile
 from runner.sweep import attempt
@@ -182,6 +183,34 @@ def test_a_finished_run_of_another_recipe_is_no_result(
     assert run(tmp_path, replace(RECIPE, seed=3)) == 2
     assert "seed=3: the run in" in capsys.readouterr().err
     assert Journal(tmp_path).state(0).status == "failed"
+    assert len(trains) == 1
+
+
+@pytest.mark.parametrize("given", [("seed=3",), ("seed=3", "seed=0"), ("tags=[mine]", "tags=[]")])
+def test_a_job_that_somebody_finishes_counts_if_it_had_the_recipe(
+    given: tuple[str, ...],
+    trains: list[Job],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Steps that were made with another recipe are no result of the job's."""
+    ENDS.append(stop)
+    assert run(tmp_path) == 75
+    run_dir = tmp_path / "0000"
+    for override in given:  # resumed by hand
+        key, _, value = override.partition("=")
+        new = replace(RECIPE, **{key: yaml.safe_load(value)})
+        atomic_update.commit(Job.read(run_dir)[0].stage(new).place)
+    finish(run_dir)
+    is_of = given[0].startswith("tags")
+    assert run(tmp_path) == (0 if is_of else 2)
+    assert Journal(tmp_path).state(0).status == ("finished" if is_of else "failed")
+    told = capsys.readouterr().err
+    if given == ("seed=3",):
+        assert "seed=0: the run in" in told
+    elif not is_of:
+        assert f"seed=3 in {run_dir / 'config.0002.yaml'}" in told
+        assert "Remove the run directory" in told
     assert len(trains) == 1
 
 
