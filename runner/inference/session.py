@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 MEASURED = ("validation", "test")
 LIMIT = "trainer.limit_eval_batches"
+FIRST_BYTES = b'{"index":'  # of predictions
 # Keys that change nothing of an evaluation or a prediction: what only training reads. A strategy is
 # switched off: checkpoints hold full tensors.
 ONLY_TRAINING = (
@@ -228,7 +229,20 @@ def _require_output(output: Path | None) -> Path:
     if output is None or not output.parent.is_dir() or output.is_dir():
         rule = "predictions are written to a file in a folder that exists"
         raise ConfigError.of(f"--output {output}", rule, "Give --output predictions.jsonl.")
+    whose = directory.owner_of_file(output) if output.is_file() else None
+    if whose is not None and not _are_predictions(output):
+        rule = f"it is a file of {whose}, which predictions would replace"
+        raise ConfigError.of(f"--output {output}", rule, "Give --output a new file.")
     return output
+
+
+def _are_predictions(path: Path) -> bool:
+    """Return whether a file begins as predictions do, or is empty."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(FIRST_BYTES)) in (b"", FIRST_BYTES)
+    except OSError:  # opening it for writing says why
+        return True
 
 
 def _opened(partial: Path, output: Path) -> TextIO:

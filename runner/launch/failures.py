@@ -95,8 +95,10 @@ def _is_communication_error(error: BaseException) -> bool:
 def print_failure(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
     """Print on standard error how a run ended."""
     if outcome.message == UNREAD:
-        return
-    if outcome.code == REFUSED:
+        if directory.is_request(run_dir):  # as `head` ends any other command
+            return
+        lines = [f"The run has ended early: {UNREAD}.", *_resumed(run_dir)]
+    elif outcome.code == REFUSED:
         lines = [outcome.message]
     else:
         who = f"rank {outcome.rank} failed first" if num_processes > 1 else "the run failed"
@@ -111,9 +113,16 @@ def print_interrupted(run_dir: Path) -> None:
     """Print on standard error that Ctrl-C interrupted a run, and the command that resumes it."""
     if directory.is_request(run_dir):
         line = "Interrupted."
-    elif directory.own_checkpoints(run_dir):
-        command = f"runner resume={shlex.quote(str(run_dir))}"
-        line = f"Interrupted. Resume from the last checkpoint with: {command}"
     else:
-        line = f"Interrupted before the first checkpoint of {run_dir}."
+        resumed = _resumed(run_dir)
+        before = f"Interrupted before the first checkpoint of {run_dir}."
+        line = f"Interrupted. {resumed[0]}" if resumed else before
     print(line, file=sys.stderr, flush=True)
+
+
+def _resumed(run_dir: Path) -> list[str]:
+    """Return how to resume a run that has a checkpoint, in a line; none: it has none."""
+    if not directory.own_checkpoints(run_dir):
+        return []
+    command = f"runner resume={shlex.quote(str(run_dir))}"
+    return [f"Resume from the last checkpoint with: {command}"]

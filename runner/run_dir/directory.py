@@ -120,6 +120,12 @@ def require_unused(path: Path) -> None:
     raise UsedError.of(value, rule, remedy)
 
 
+def owner_of_file(path: Path) -> Path | None:
+    """Return the directory of the run or the sweep that a file lies in; None: it lies in none."""
+    real = Path(os.path.realpath(path))
+    return real.parent if _is_sweep(real.parent) else _around(real)
+
+
 def _around(path: Path) -> Path | None:
     """Return the directory of a run or a sweep that a path lies in, if any.
 

@@ -326,6 +326,22 @@ def test_a_link_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert predictions(target) == [{"index": 0, "prediction": 3}]
 
 
+def test_predictions_replace_no_file_of_a_run(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = run_dir / "predictions.jsonl"
+    for _ in range(2):  # its own it does
+        assert written(tmp_path, inside, monkeypatch) == 1
+    inside.unlink()
+    (tmp_path / "link").symlink_to(run_dir / "config.yaml")
+    weights = next(run_dir.glob("checkpoints/*/*.safetensors"))
+    for path in (run_dir / "config.yaml", tmp_path / "link", weights):
+        before = path.read_bytes()
+        with pytest.raises(ConfigError, match=f"it is a file of {run_dir}, which predictions"):
+            written(tmp_path, path, monkeypatch)
+        assert path.read_bytes() == before
+
+
 def test_what_is_neither_file_nor_pipe_is_no_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from accel.errors import ConfigError, MissingPackageError, Problem
 from runner.launch import failures, launcher, worker
 from runner.run_dir.outcomes import Outcome
 from runner.training.stopping import StopFlag
+from tests.runner.run_dir.test_directory import add_checkpoint
 
 REFUSAL = ConfigError(Problem("optimizer.lr=-1", "it is above 0", "Set optimizer.lr=0.1."))
 
@@ -88,3 +89,19 @@ def test_the_folder_of_an_evaluation_is_not_named_as_a_run(
     failures.print_interrupted(tmp_path)
     failures.print_failure(Outcome(0, 0.0, 1, "no"), tmp_path, 2)
     assert capsys.readouterr().err == "Interrupted.\nrank 0 failed first: no\n"
+
+
+@pytest.mark.parametrize("is_resumable", [True, False])
+def test_a_run_without_a_reader_says_so(
+    is_resumable: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if is_resumable:
+        add_checkpoint(tmp_path / "checkpoints", 0)
+    failures.print_failure(Outcome(0, 0.0, 1, failures.UNREAD), tmp_path)
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "The run has ended early: nobody reads standard output any more."
+    command = f"runner resume={tmp_path}"
+    assert rest == [f"Resume from the last checkpoint with: {command}"] * is_resumable
+    (tmp_path / "request.json").write_text("{}")
+    failures.print_failure(Outcome(0, 0.0, 1, failures.UNREAD), tmp_path)
+    assert capsys.readouterr().err == ""
