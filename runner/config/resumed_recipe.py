@@ -29,6 +29,8 @@ ELSEWHERE = (
     *(("dataloader", "num_workers"), ("dataloader", "pin_memory")),
     *(("dataloader", "prefetch_factor"), ("dataloader", "persistent_workers")),
 )
+# What changes nothing of what a run computes: of which session, where, and with which folders.
+NO_CHANGE = (*PER_INVOCATION, *ELSEWHERE, ("checkpoint", "project"))
 # What makes no other run of it for `resume=auto`: that, and how far it goes.
 SAME_RUN = (*LIMITS, *ELSEWHERE)
 

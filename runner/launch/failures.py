@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 from accel.errors import AccelError, ConfigError, DiskFullError, MissingPackageError, text_of
 from runner.config import user_frames
@@ -27,9 +28,13 @@ UNREAD = "nobody reads standard output any more"
 
 def stdout_is_closed() -> bool:
     """Return whether the reader of standard output has closed it, as `head` does."""
+    return _is_closed(sys.stdout)
+
+
+def _is_closed(stream: TextIO) -> bool:
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
+        poll.register(stream.fileno(), 0)
     except (OSError, ValueError, AttributeError):  # it is no file, or closed; Windows has no poll
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -95,7 +100,8 @@ def _is_communication_error(error: BaseException) -> bool:
 def print_failure(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
     """Print on standard error how a run ended."""
     if outcome.message == UNREAD:
-        if directory.is_request(run_dir):  # as `head` ends any other command
+        # As `head` ends any other command; writing would be an error of its own.
+        if directory.is_request(run_dir) or _is_closed(sys.stderr):
             return
         lines = [f"The run has ended early: {UNREAD}.", *_resumed(run_dir)]
     elif outcome.code == REFUSED:

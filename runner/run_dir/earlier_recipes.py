@@ -10,15 +10,13 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from runner.config import resumed_recipe
-from runner.run_dir import atomic_update
+from runner.config import keys, resumed_recipe
+from runner.config.schema import PLUGINS
+from runner.run_dir import atomic_update, json_files
 
-# What says where a run is computed, how it is watched, and when one session of it stops.
-NO_CHANGE = (
-    *resumed_recipe.PER_INVOCATION,
-    *resumed_recipe.ELSEWHERE,
-    ("checkpoint", "project"),
-)
+# Nodes whose keys are those of a person's functions: one that has come since is no newer version's.
+OPEN = (*keys.FACTORY_NODES, "callbacks")
+MOST_CHARACTERS = 60  # of a value
 UNKNOWN = "unknown"
 _MISSING = object()
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -28,7 +26,7 @@ def changes(run_dir: Path, recipe: Mapping[str, object]) -> dict[str, str]:
     """Return by the name of each kept recipe what it had instead, e.g. "optimizer.lr=0.1 step=x".
 
     One that computes the same as the present `recipe`, in plain containers, is not among them; of
-    one that is damaged it is `UNKNOWN`. Keys that only the present one has are of a newer version.
+    one that is damaged it is `UNKNOWN`.
     """
     try:
         kept = atomic_update.kept_recipes(run_dir)
@@ -41,7 +39,7 @@ def changes(run_dir: Path, recipe: Mapping[str, object]) -> dict[str, str]:
 def _described(path: Path, recipe: Mapping[str, object]) -> str:
     try:
         then = yaml.load(path.read_bytes(), _LOADER)
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return UNKNOWN
     if not isinstance(then, Mapping):
         return UNKNOWN
@@ -49,10 +47,22 @@ def _described(path: Path, recipe: Mapping[str, object]) -> str:
 
 
 def _differing(then: object, now: object, key: tuple[str, ...] = ()) -> Iterator[str]:
-    if key in NO_CHANGE or then == now or repr(then) == repr(now):  # NaN is no other NaN
+    if key in resumed_recipe.NO_CHANGE or then == now or repr(then) == repr(now):  # NaN is NaN
         return
     if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for name, value in then.items():
-            yield from _differing(value, now.get(name, _MISSING), (*key, str(name)))
-    else:
-        yield f"{'.'.join(key)}={'{…}' if isinstance(then, Mapping) else then}"
+        for name in [*then, *(name for name in now if name not in then)]:
+            below = then.get(name, _MISSING), now.get(name, _MISSING)
+            yield from _differing(*below, (*key, str(name)))
+    elif then is _MISSING:
+        if key[0] in OPEN or (len(key) == 1 and key[0] in PLUGINS and now is not None):
+            yield f"no {'.'.join(key)}"
+    elif then is not None or now is not _MISSING:  # else an older version had it
+        yield f"{'.'.join(key)}={_shown(then)}"
+
+
+def _shown(value: object) -> str:
+    """Return a value as text; a long one as a digest, different for different ones."""
+    text = str(value)
+    if isinstance(value, Mapping) or len(text) > MOST_CHARACTERS:
+        return f"{{{json_files.digest(value)[:8]}}}"
+    return text

@@ -119,7 +119,7 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
         if wanted_by is not None and isinstance(reached, int) and reached >= wanted_by:
             past = f" and passed: the run is at {at}, epoch {epoch}"
             return f"{limit} at {at}" if reached == wanted_by else limit + past
-    if summary.get("stopped") in ("callback", "pruned") and not _changed(run_dir, wanted):
+    if summary.get("stopped") in ("callback", "pruned") and not is_changed(run_dir, wanted):
         return f"{summary.get('reason')} (step {step})"
     return None
 
@@ -179,11 +179,13 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
     problems.raise_if()
 
 
-def _changed(run_dir: Path, wanted: Recipe) -> bool:
-    """Return whether a run would be resumed with a recipe that computes something else."""
-    return bool(
-        _differences(run_dir, wanted, (*resumed_recipe.PER_INVOCATION, *resumed_recipe.ELSEWHERE))
-    )
+def is_changed(run_dir: Path, wanted: Recipe) -> bool:
+    """Return whether a recipe computes something else than that of a run.
+
+    Raises:
+        ConfigError: if the run has none that can be read.
+    """
+    return bool(_differences(run_dir, wanted, resumed_recipe.NO_CHANGE))
 
 
 def _differences(

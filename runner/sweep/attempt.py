@@ -21,6 +21,7 @@ from runner.launch import failures, start_run
 from runner.run_dir import (
     atomic_update,
     data_files,
+    directory,
     earlier_recipes,
     lock,
     measurements,
@@ -109,11 +110,10 @@ def _locked(
 def _is_of(run_dir: Path, recipe: Recipe) -> bool:
     """Return whether a directory holds a run of a recipe, and of no other."""
     try:
-        resumable.require_same(run_dir, recipe)
         _require_one_recipe(run_dir, recipe)
+        return not resumable.is_changed(run_dir, recipe)
     except ConfigError:
         return False
-    return True
 
 
 def _require_one_recipe(run_dir: Path, recipe: Recipe) -> None:
@@ -142,7 +142,8 @@ def _train(
     log_levels: Mapping[str, str] | None,
 ) -> int:
     try:
-        _require_one_recipe(run_dir, recipe)
+        if is_finished(summary_of(run_dir)) or directory.own_checkpoints(run_dir):
+            _require_one_recipe(run_dir, recipe)  # else it begins anew
         return start_run.continue_in(
             run_dir, recipe, overrides, config_name, fresh=fresh, log_levels=log_levels
         )

@@ -16,6 +16,7 @@ NOW = {
     "trainer": {"epochs": 8, "max_time": None, "log_every": 5},
     "distributed": {"num_processes": 2},
     "model": {"limit": math.nan},
+    "precision": {"mode": "no"},
 }
 
 
@@ -28,7 +29,9 @@ NOW = {
         ({"trainer": {"epochs": 8, "max_time": None}}, ""),  # a key of a newer version
         ({"optimizer": {"name": "adamw", "lr": 0.2}}, "optimizer.lr=0.2"),
         ({"optimizer": {"name": "adamw", "lr": 0.1, "eps": 1.0}}, "optimizer.eps=1.0"),
-        ({"trainer": {"epochs": 4}, "fsdp": {"name": "x"}}, "fsdp={…} trainer.epochs=4"),
+        ({"trainer": {"epochs": 4}, "fsdp": {"name": "x"}}, "fsdp={edb9eed7} trainer.epochs=4"),
+        ({"model": {}}, "no model.limit"),  # given as the run was resumed
+        ({"precision": {"mode": "no", "fp8": None}}, ""),  # a key of an older version
     ],
 )
 def test_what_another_recipe_had(tmp_path: Path, then: dict[str, object], text: str) -> None:
