@@ -64,5 +64,5 @@ def _shown(value: object) -> str:
     """Return a value as text; a long one as a digest, different for different ones."""
     text = str(value)
     if isinstance(value, Mapping) or len(text) > MOST_CHARACTERS:
-        return f"{{{json_files.digest(value)[:8]}}}"
+        return f"{{{json_files.digest(text)[:8]}}}"
     return text

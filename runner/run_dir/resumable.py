@@ -179,13 +179,16 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
     problems.raise_if()
 
 
-def is_changed(run_dir: Path, wanted: Recipe) -> bool:
+def is_changed(run_dir: Path, wanted: Recipe, also: Sequence[tuple[str, ...]] = ()) -> bool:
     """Return whether a recipe computes something else than that of a run.
+
+    The keys of `also` count, too, such as limits of a session.
 
     Raises:
         ConfigError: if the run has none that can be read.
     """
-    return bool(_differences(run_dir, wanted, resumed_recipe.NO_CHANGE))
+    but_for = [key for key in resumed_recipe.NO_CHANGE if key not in also]
+    return bool(_differences(run_dir, wanted, but_for))
 
 
 def _differences(

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 # Of a process in which another command's lock kept the job from being started.
 BUSY = 76
 # Limits that end a run before its schedule: it has come as far as its recipe says.
-EARLY_LIMITS = ("max_time", "stop_after")
+STOP_AFTER = ("stop_after",)
+EARLY_LIMITS = ("max_time", *STOP_AFTER)
 
 
 def run(
@@ -93,7 +94,7 @@ def _locked(
         return DONE
     summary = summary_of(run_dir)
     # Its process was killed before it could say so, or somebody has finished it by hand.
-    if is_finished(summary) and _is_of(run_dir, recipe):
+    if is_finished(summary) and _is_of(run_dir, recipe, summary):
         journal.ended(number, before.attempt, overrides, DONE, **_values(summary, run_dir))
         return DONE
     files, earlier = data_files.find(recipe.data), reproduction.recorded(run_dir)
@@ -107,11 +108,16 @@ def _locked(
     return code
 
 
-def _is_of(run_dir: Path, recipe: Recipe) -> bool:
-    """Return whether a directory holds a run of a recipe, and of no other."""
+def _is_of(run_dir: Path, recipe: Recipe, summary: Mapping[str, Any]) -> bool:
+    """Return whether a directory holds a run of a recipe, and of no other, ended as it says.
+
+    Without its `max_time` a complete run has the same end, without `stop_after` a later one.
+    """
+    limits = STOP_AFTER if summary.get("complete") is True else EARLY_LIMITS
     try:
         _require_one_recipe(run_dir, recipe)
-        return not resumable.is_changed(run_dir, recipe)
+        also = [("trainer", name) for name in limits]
+        return not resumable.is_changed(run_dir, recipe, also)
     except ConfigError:
         return False
 

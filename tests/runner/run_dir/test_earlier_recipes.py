@@ -29,7 +29,7 @@ NOW = {
         ({"trainer": {"epochs": 8, "max_time": None}}, ""),  # a key of a newer version
         ({"optimizer": {"name": "adamw", "lr": 0.2}}, "optimizer.lr=0.2"),
         ({"optimizer": {"name": "adamw", "lr": 0.1, "eps": 1.0}}, "optimizer.eps=1.0"),
-        ({"trainer": {"epochs": 4}, "fsdp": {"name": "x"}}, "fsdp={edb9eed7} trainer.epochs=4"),
+        ({"trainer": {"epochs": 4}, "fsdp": {"name": "x"}}, "fsdp={725f14b0} trainer.epochs=4"),
         ({"model": {}}, "no model.limit"),  # given as the run was resumed
         ({"precision": {"mode": "no", "fp8": None}}, ""),  # a key of an older version
     ],

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -212,6 +213,37 @@ def test_a_job_that_somebody_finishes_counts_if_it_had_the_recipe(
         assert f"seed=3 in {run_dir / 'config.0002.yaml'}" in told
         assert "Remove the run directory" in told
     assert len(trains) == 1
+
+
+@pytest.mark.parametrize(
+    ("of_job", "by_hand", "stopped", "counts"),
+    [
+        ({}, {"max_time": 60.0}, "max_time", False),  # ended before its end
+        ({}, {"stop_after": 3}, "stop_after", False),
+        ({"max_time": 60.0}, {"max_time": 60.0}, "max_time", True),
+        ({"max_time": 60.0}, {}, "max_steps", True),
+        ({"stop_after": 3}, {}, "max_steps", False),  # ended behind its end
+        ({"stop_after": 3}, {"stop_after": 3}, "stop_after", True),
+    ],
+)
+def test_a_job_ends_at_its_own_limit_also_where_somebody_finishes_it(
+    of_job: dict[str, Any],
+    by_hand: dict[str, Any],
+    stopped: str,
+    counts: bool,
+    trains: list[Job],
+    tmp_path: Path,
+) -> None:
+    recipe = replace(RECIPE, trainer=Trainer(max_steps=5, **of_job))
+    ENDS.append(stop)
+    assert run(tmp_path, recipe) == 75
+    run_dir = tmp_path / "0000"
+    resumed = replace(RECIPE, trainer=Trainer(max_steps=5, **by_hand))
+    atomic_update.commit(Job.read(run_dir)[0].stage(resumed).place)
+    summary = {**SUMMARY, "stopped": stopped, "complete": stopped == "max_steps"}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    assert run(tmp_path, recipe) == (0 if counts else 2)
+    assert Journal(tmp_path).state(0).status == ("finished" if counts else "failed")
 
 
 def test_a_job_that_another_command_trains_is_busy(trains: list[Job], tmp_path: Path) -> None:
