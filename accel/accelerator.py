@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from accel import profiling
 from accel._delegate import connect, delegate
-from accel.accumulation import Accumulation
 from accel.checkpoint.contents import RunObjects
 from accel.checkpoint.session import CheckpointSession
-from accel.collectives import Collectives
+from accel.comm.processes import ProcessControl
 from accel.config.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs, check_handler
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import (
@@ -23,19 +21,21 @@ from accel.config.training import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel.enums import DynamoBackend, PrecisionType, RNGType
 from accel.logging import get_logger
+from accel.machine.enums import DynamoBackend, PrecisionType, RNGType
 from accel.optimizer import AcceleratedOptimizer
-from accel.planning.arguments import ONE_BY_DEFAULT, Arguments
-from accel.planning.plan import Plan, resolve
+from accel.plan.arguments import ONE_BY_DEFAULT, Arguments
+from accel.plan.plan import Plan, resolve
 from accel.precision.build import build_precision
-from accel.preparation import Preparation
-from accel.prepared import Objects
-from accel.processes import ProcessControl
-from accel.run_settings import RunSettings
+from accel.run import profiling
+from accel.run.accumulation import Accumulation
+from accel.run.collectives import Collectives
+from accel.run.preparation import Preparation
+from accel.run.settings import RunSettings
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
 from accel.strategies.base import strategy_class
+from accel.strategies.objects import Objects
 from accel.trackers.base import GeneralTracker
 from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers
@@ -145,7 +145,7 @@ class Accelerator(ProcessControl, RunSettings):
         for note in plan.notes:
             logger.warning(note)
         if any(name.startswith("ACCELERATE_") for name in plan.environment.variables):
-            from accel.planning import misspelt_variables
+            from accel.plan import misspelt_variables
 
             for note in misspelt_variables.notes(plan.environment.variables):
                 logger.warning_once("%s", note)

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from accel.checkpoint.load_weights import (
-    load_checkpoint_in_model,
-)
-from accel.checkpoint.offload_folder import (
-    OffloadedWeightsLoader,
-    extract_submodules_state_dict,
-    offload_state_dict,
-)
-from accel.large.device_hooks import (
+from accel.weights.device_hooks import (
     attach_layerwise_casting_hooks,
 )
-from accel.large.device_map import (
+from accel.weights.device_map import (
     check_device_map,
     infer_auto_device_map,
 )
-from accel.large.device_memory import (
+from accel.weights.device_memory import (
     get_balanced_memory,
     get_max_memory,
 )
-from accel.large.dispatch import (
+from accel.weights.dispatch import (
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
 )
-from accel.large.empty_weights import (
+from accel.weights.empty_weights import (
     init_empty_weights,
     init_on_device,
 )
-from accel.large.load import (
+from accel.weights.load import (
     load_checkpoint_and_dispatch,
     load_state_dict,
 )
-from accel.large.tensors import (
+from accel.weights.load_weights import (
+    load_checkpoint_in_model,
+)
+from accel.weights.offload_folder import (
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    offload_state_dict,
+)
+from accel.weights.tensors import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     find_tied_parameters,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from accel.large.align import AlignDevicesHook
-from accel.large.attach import (
+from accel.weights.align import AlignDevicesHook
+from accel.weights.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
-from accel.large.device_hooks import CpuOffload, LayerwiseCastingHook, UserCpuOffloadHook
-from accel.large.hooks import (
+from accel.weights.device_hooks import CpuOffload, LayerwiseCastingHook, UserCpuOffloadHook
+from accel.weights.hooks import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,

@@ -11,11 +11,12 @@ import torch
 from torch import fx, nn
 
 from accel.comm.flat import exchange_flat
-from accel.errors import ConfigError, Problem, Problems
-from accel.large import split_points as points
-from accel.large.batch_outputs import Batched, BatchOutputs
-from accel.large.device_memory import as_classes
-from accel.large.pipeline_stages import (
+from accel.machine.errors import ConfigError, Problem, Problems
+from accel.state import PartialState
+from accel.weights import split_points as points
+from accel.weights.batch_outputs import Batched, BatchOutputs
+from accel.weights.device_memory import as_classes
+from accel.weights.pipeline_stages import (
     FlatModel,
     Layout,
     Structure,
@@ -27,7 +28,6 @@ from accel.large.pipeline_stages import (
     move,
     take_buffers,
 )
-from accel.state import PartialState
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel import env, parent_watch
-from accel.device import default_device_type, device_count
-from accel.enums import DistributedType, PrecisionType
-from accel.errors import ConfigError, Problems, StateError, unknown_choice
-from accel.launcher_variables import OWN_STORE
+from accel.machine import env, parent_watch
+from accel.machine.device import default_device_type, device_count
+from accel.machine.enums import DistributedType, PrecisionType
+from accel.machine.errors import ConfigError, Problems, StateError, unknown_choice
+from accel.machine.launcher_variables import OWN_STORE
 from accel.state import AcceleratorState, PartialState, is_initialized
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from accel.errors import ConfigError, Problems
-from accel.ops import reduce
+from accel.comm.ops import reduce
+from accel.machine.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
     from types import TracebackType

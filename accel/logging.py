@@ -7,8 +7,8 @@ from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accel import env
-from accel.errors import ConfigError, unknown_choice
+from accel.machine import env
+from accel.machine.errors import ConfigError, unknown_choice
 from accel.state import PartialState
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.precision.amp import StepScaler, step_unless_overflow
 from accel.state import AcceleratorState, GradientState
 

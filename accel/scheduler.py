@@ -12,7 +12,7 @@ from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.state import GradientState, PartialState
 
 if TYPE_CHECKING:
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
 
 
 class AcceleratedScheduler:

@@ -10,6 +10,7 @@ import weakref
 from typing import Any, ClassVar, NoReturn
 
 from accel.comm.connect import connect
+from accel.comm.processes import SharedState
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_active import active, named
 from accel.config.fsdp import FullyShardedDataParallelPlugin
@@ -17,14 +18,13 @@ from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
-from accel.device import default_device_type, use_device
-from accel.enums import DistributedType
-from accel.env import Environment
-from accel.errors import ConfigError, Problem, Problems, ResetError, nearest
-from accel.planning.arguments import Arguments
-from accel.planning.plan import Plan, resolve
-from accel.processes import SharedState
-from accel.window_ends import Reader
+from accel.data.window_ends import Reader
+from accel.machine.device import default_device_type, use_device
+from accel.machine.enums import DistributedType
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, Problem, Problems, ResetError, nearest
+from accel.plan.arguments import Arguments
+from accel.plan.plan import Plan, resolve
 
 # What of the environment is settled once a process has joined the others.
 WORLD = (
@@ -113,11 +113,11 @@ class PartialState(SharedState):
             _plan = resolve(arguments, Environment.read())
         use_device(_plan.device)
         if _plan.environment.launcher is not None:
-            from accel import parent_watch
+            from accel.machine import parent_watch
 
             parent_watch.die_with(_plan.environment.launcher)
         if _plan.environment.cpu_affinity:
-            from accel.numa import set_numa_affinity
+            from accel.machine.numa import set_numa_affinity
 
             set_numa_affinity(_plan.local_rank)
         comm = connect(_plan)

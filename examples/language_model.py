@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.loss_normalization import global_weight, normalize_loss
+from accel.run.loss_normalization import global_weight, normalize_loss
 from accel.utils import set_seed
 
 NUM_BYTES = 256

@@ -1,6 +1,6 @@
 """A declarative training runner. Importing it imports no torch: names are looked up when used.
 
-Nor does it import `accel`: the command first reorders `sys.path` (`runner.config.paths`).
+Nor does it import `accel`: the command first reorders `sys.path` (`runner.recipe.paths`).
 """
 
 from __future__ import annotations

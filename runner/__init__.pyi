@@ -1,12 +1,12 @@
 # The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
 # No module may have one of these names: importing it would replace the name.
-from accel.loss_normalization import global_weight as global_weight
-from accel.loss_normalization import normalize_loss as normalize_loss
+from accel.run.loss_normalization import global_weight as global_weight
+from accel.run.loss_normalization import normalize_loss as normalize_loss
 from runner.data.datasets import Data as Data
 from runner.data.micro_batch_window import MicroBatch as MicroBatch
 from runner.data.micro_batch_window import Window as Window
-from runner.factories.registry import register as register
 from runner.inference.load import load as load
+from runner.recipe.registry import register as register
 from runner.training.callback import Callback as Callback
 from runner.training.objective import Objective as Objective
 from runner.training.optimizer_step import clip_gradients as clip_gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from runner.config import paths
+from runner.recipe import paths
 
 if __name__ == "__main__":
     paths.move_project_last()

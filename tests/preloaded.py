@@ -17,7 +17,7 @@ import torch.distributed.tensor.parallel
 import torch.utils.data
 
 import accel.accelerator
-from accel.imports import is_available
+from accel.machine.imports import is_available
 from accel.strategies.deepspeed.initialize import import_deepspeed
 
 assert accel.accelerator

@@ -14,7 +14,7 @@ PLUGIN = """
 from dataclasses import dataclass
 
 from accel.config.checks import check_choice
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 
 @dataclass
@@ -37,9 +37,9 @@ class AveragingPlugin:
         ConfigError.raise_if(problems)
 """
 SPEC = """
-from accel.errors import Problem
-from accel.parallel import ParallelDims
-from accel.planning.spec import PluginSpec, StrategySpec
+from accel.machine.errors import Problem
+from accel.plan.dims import ParallelDims
+from accel.strategies.spec import PluginSpec, StrategySpec
 from averaging.plugin import AveragingPlugin
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from accel import rng
 from accel.checkpoint import directory
 from accel.checkpoint.directory import Manifest, broken, numbered
 from accel.checkpoint.serialization import load_plain
+from accel.comm import rng
 
 # By kind of object: the names of the file of its `index`-th.
 _NAMES: dict[str, Callable[[int], tuple[str, ...]]] = {
@@ -72,7 +72,7 @@ def _count(present: Mapping[str, object], kind: str) -> int:
 
 def complete(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict with the names of tied weights that were stored only once."""
-    from accel.checkpoint.load_weights import ties
+    from accel.weights.load_weights import ties
 
     stored = dict(state)
     for group in ties(model):
@@ -88,7 +88,7 @@ def is_by_position(state: object) -> bool:
 
 
 def random_states(saved: Any) -> Any:
-    """Return random states in the form of `accel.rng.capture`, whichever form they have."""
+    """Return random states in the form of `accel.comm.rng.capture`, whichever form they have."""
     if not isinstance(saved, dict) or "random_state" not in saved:
         return saved
     host = rng.as_plain(

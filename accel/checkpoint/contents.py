@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from accel.checkpoint.optimizer_state import ParameterNames
-from accel.errors import CheckpointError, Problem
+from accel.machine.errors import CheckpointError, Problem
 
 if TYPE_CHECKING:
-    from accel.accumulation import Accumulation
     from accel.comm.base import Communicator
-    from accel.planning.plan import Plan
-    from accel.prepared import Objects
+    from accel.plan.plan import Plan
+    from accel.run.accumulation import Accumulation
     from accel.strategies.base import Strategy
+    from accel.strategies.objects import Objects
     from accel.trackers.group import TrackerGroup
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel.comm.base import Communicator
-from accel.errors import CheckpointError, Problem
+from accel.machine.errors import CheckpointError, Problem
 
 _BEGUN = ("under way", "left")
 

@@ -28,7 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from accel.errors import CheckpointError, Problem
+from accel.machine.errors import CheckpointError, Problem
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from accel.errors import DiskFullError, Problem, text_of
+from accel.machine.errors import DiskFullError, Problem, text_of
 
 CODES = (errno.ENOSPC, errno.EDQUOT)
 # How safetensors and tensorboard pass such an error on.

@@ -15,7 +15,7 @@ from safetensors.torch import save as to_safetensors
 
 from accel.checkpoint import directory
 from accel.checkpoint.serialization import refuse_unwritable, split_shared, write_tensors
-from accel.errors import CheckpointError, ConfigError, Problem
+from accel.machine.errors import CheckpointError, ConfigError, Problem
 from accel.state import PartialState
 
 DAY = 86_400.0  # seconds
@@ -50,7 +50,7 @@ def save(
         CheckpointError: if safetensors cannot hold it.
         StateError: for offloaded weights, which have no values outside their model.
     """
-    from accel.large.offloaded_tensors import refuse_without_values
+    from accel.weights.offloaded_tensors import refuse_without_values
 
     refuse_without_values(obj)
     state = PartialState()

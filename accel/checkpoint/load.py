@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from accel import rng
 from accel.checkpoint import accelerate_format, directory
 from accel.checkpoint.contents import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.dataloader_matching import match
 from accel.checkpoint.dataloader_state import load_positions
 from accel.checkpoint.directory import Manifest, numbered
 from accel.checkpoint.serialization import load_plain
+from accel.comm import rng
 from accel.comm.all_or_none import decided, together
-from accel.errors import StateError
 from accel.logging import get_logger
+from accel.machine.errors import StateError
 
 logger = get_logger(__name__)
 

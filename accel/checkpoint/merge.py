@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from accel.checkpoint import directory, export, full_or_sharded, sharded_state, weight_files
+from accel.checkpoint import directory, export, full_or_sharded, sharded_state
 from accel.checkpoint.sharded import Shards
+from accel.weights import weight_files
 
 
 def merge_weights(

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from accel.checkpoint.file_mode import usual_mode
-from accel.errors import CheckpointError, Problem
+from accel.machine.errors import CheckpointError, Problem
 
 SUFFIX = ".arrays.safetensors"
 # What stands in the container for an array: its name in the file, its dtype and its shape.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import CheckpointError, Problem
+from accel.machine.errors import CheckpointError, Problem
 
 FORMAT_VERSION = 1
 SCALARS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers, in fp32 for any weight

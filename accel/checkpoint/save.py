@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from accel import rng
 from accel.checkpoint import directory, disk_full
 from accel.checkpoint.contents import AnyPath, Hook, RunObjects, hooked, require_path
 from accel.checkpoint.dataloader_matching import describe
 from accel.checkpoint.dataloader_state import positions
 from accel.checkpoint.directory import numbered
 from accel.checkpoint.serialization import save_plain, write_model
+from accel.comm import rng
 from accel.comm.all_or_none import decided, together
-from accel.errors import CheckpointError, Problem
 from accel.logging import get_logger
+from accel.machine.errors import CheckpointError, Problem
 
 logger = get_logger(__name__)
 

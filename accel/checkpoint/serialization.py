@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from accel.checkpoint import directory, numpy_arrays
 from accel.checkpoint.file_mode import usual_mode
-from accel.errors import CheckpointError, Problem
+from accel.machine.errors import CheckpointError, Problem
 
 T = TypeVar("T")
 _EXTRA = "model_extra"

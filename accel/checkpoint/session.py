@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoint.contents import RunObjects
 from accel.comm.all_or_none import together
-from accel.errors import CheckpointError, ConfigError, Problem, nearest
+from accel.machine.errors import CheckpointError, ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
     from accel.strategies.base import NativeFormat

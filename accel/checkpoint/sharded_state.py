@@ -18,7 +18,7 @@ from accel.checkpoint import serialization
 from accel.checkpoint.directory import METADATA, broken, numbered
 from accel.checkpoint.optimizer_state import FORMAT_VERSION
 from accel.checkpoint.sharded import Allocate, Place, Shards, empty, is_shard
-from accel.errors import CheckpointError, Problem
+from accel.machine.errors import CheckpointError, Problem
 
 _MODEL = "model."
 _PREFIX = "optimizer.accel.prefix"

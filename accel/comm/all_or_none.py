@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from accel.comm.base import Communicator
-from accel.errors import CheckpointError, DiskFullError
+from accel.machine.errors import CheckpointError, DiskFullError
 
 
 @contextlib.contextmanager

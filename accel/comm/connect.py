@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from accel.comm.base import Communicator
 from accel.comm.local import LocalCommunicator
-from accel.errors import StateError
+from accel.machine.errors import StateError
 
 if TYPE_CHECKING:
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
 
 
 def connect(plan: Plan) -> Communicator:

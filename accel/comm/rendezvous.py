@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from accel.env import Environment
+from accel.machine.env import Environment
 
 
 def connect_store(

@@ -25,11 +25,11 @@ from torch.distributed.constants import default_pg_timeout
 from accel.comm.base import Communicator, ReduceOp
 from accel.comm.local import scaled
 from accel.comm.rendezvous import connect_store
-from accel.device import synchronize
-from accel.errors import StateError
+from accel.machine.device import synchronize
+from accel.machine.errors import StateError
 
 if TYPE_CHECKING:
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
 
 T = TypeVar("T")
 OPS = {

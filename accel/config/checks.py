@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from accel.enums import BaseEnum
-from accel.errors import ConfigError, Problem, Problems, unknown_choice
+from accel.machine.enums import BaseEnum
+from accel.machine.errors import ConfigError, Problem, Problems, unknown_choice
 
 # By annotation: the types that such a field takes, the rule, and an example.
 _KINDS: dict[str, tuple[type, str, str]] = {

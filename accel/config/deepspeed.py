@@ -39,8 +39,8 @@ from accel.config.deepspeed_json import (
     value_at,
 )
 from accel.config.field_defaults import FieldDefaults
-from accel.env import parse_bool
-from accel.errors import ConfigError, Problem, Problems, nearest, unknown_choice
+from accel.machine.env import parse_bool
+from accel.machine.errors import ConfigError, Problem, Problems, nearest, unknown_choice
 
 if TYPE_CHECKING:
     import torch

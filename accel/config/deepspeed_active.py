@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.errors import ConfigError, unknown_choice
+from accel.machine.errors import ConfigError, unknown_choice
 
 
 class HasPlugins(Protocol):

@@ -7,7 +7,7 @@ import math
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_defaults import KEYS
 from accel.config.deepspeed_json import AUTO, set_at, value_at
-from accel.errors import Problems
+from accel.machine.errors import Problems
 
 
 class Claims:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel.config.deepspeed_json import AUTO, Config, set_at, value_at
-from accel.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem
 
 
 class FilledConfig(ABC):

@@ -12,7 +12,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accel.errors import ConfigError, Problem, closest, unknown_choice
+from accel.machine.errors import ConfigError, Problem, closest, unknown_choice
 
 Config: TypeAlias = dict[str, Any]  # a nested dictionary, as JSON holds it
 AUTO = "auto"  # the value is resolved from the run

@@ -14,7 +14,7 @@ from typing import Any
 
 from accel.config.checks import check_choice, check_minimum, check_types, import_callable
 from accel.config.handlers import KwargsHandler
-from accel.errors import Problems
+from accel.machine.errors import Problems
 
 DELAYED_SCALING: dict[str, object] = {
     "use_autocast_during_eval": False,

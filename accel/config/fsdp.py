@@ -20,8 +20,8 @@ from accel.config.fsdp_state_dicts import (
     is_translatable,
     says_what_holds,
 )
-from accel.env import parse_bool
-from accel.errors import NotBuiltError, Problem, Problems, nearest, not_built
+from accel.machine.env import parse_bool
+from accel.machine.errors import NotBuiltError, Problem, Problems, nearest, not_built
 
 # The older wrapper's strategies in the order of their numbers, from 1:
 # (reshard_after_forward, dp_replicate_size).

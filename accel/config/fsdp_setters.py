@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel.config.fsdp_state_dicts import SHARDED
-from accel.errors import ConfigError, unknown_choice
+from accel.machine.errors import ConfigError, unknown_choice
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from accel.config.checks import as_enum, check_choice, check_minimum, check_types, import_callable
-from accel.enums import DDPCommunicationHookType
-from accel.errors import ConfigError, Problem, Problems, nearest
-from accel.imports import load_attribute
+from accel.machine.enums import DDPCommunicationHookType
+from accel.machine.errors import ConfigError, Problem, Problems, nearest
+from accel.machine.imports import load_attribute
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from accel.config.checks import check_choice, check_minimum, check_types
-from accel.errors import Problems
+from accel.machine.errors import Problems
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

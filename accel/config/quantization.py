@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.config.checks import check_choice, check_minimum
-from accel.errors import Problems, unknown_choice
+from accel.machine.errors import Problems, unknown_choice
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 

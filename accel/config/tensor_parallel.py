@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.config.checks import check_minimum, check_types
-from accel.errors import Problem, Problems, nearest
+from accel.machine.errors import Problem, Problems, nearest
 
 # Replicated parameters among sharded activations: each rank computes a part of their gradient.
 SUMMED = "replicated_with_grad_allreduce"

@@ -9,8 +9,8 @@ from typing import Any
 
 from accel.config.checks import as_enum, check_choice, check_minimum, check_types
 from accel.config.handlers import KwargsHandler
-from accel.enums import DynamoBackend
-from accel.errors import Problem, Problems
+from accel.machine.enums import DynamoBackend
+from accel.machine.errors import Problem, Problems
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from accel.errors import ConfigError, Problem
-from accel.tree import honor_type, is_namedtuple, like_mapping
+from accel.machine.errors import ConfigError, Problem
+from accel.machine.tree import honor_type, is_namedtuple, like_mapping
 
 # Keys and indices that lead to a part of nested data; () is all of it.
 Path = tuple[Any, ...]

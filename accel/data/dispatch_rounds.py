@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from accel import rng
+from accel.comm import rng
 from accel.data.batch_layout import Path, SampleLayout, Samples
 from accel.data.loader_arguments import index_sampler
 from accel.data.samplers import SkipBatchSampler, samplers
-from accel.errors import Problem
+from accel.machine.errors import Problem
 
 
 class RoundReader:

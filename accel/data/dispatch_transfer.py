@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 
 from accel.comm.base import Communicator
+from accel.comm.ops import broadcast, send_to_device
 from accel.data.batch_layout import Path
-from accel.errors import StateError
-from accel.ops import broadcast, send_to_device
-from accel.tree import flatten, iterate, recursively_apply
+from accel.machine.errors import StateError
+from accel.machine.tree import flatten, iterate, recursively_apply
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from accel.data.samplers import cycle_to
 from accel.data.split_batches import split_problems
 from accel.data.stream_digests import FirstRound
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 
 class Rest:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from accel.comm.ops import send_to_device
 from accel.data import stream_checks
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
 from accel.data.completed_batches import CompletedBatchSampler, added_indices
@@ -25,12 +26,11 @@ from accel.data.samplers import (
     samplers,
     total_batch_size,
 )
-from accel.enums import RNGType
-from accel.imports import require
-from accel.ops import send_to_device
-from accel.parallel import data_rank_of
+from accel.machine.enums import RNGType
+from accel.machine.imports import require
+from accel.machine.tree import iterate
+from accel.plan.dims import data_rank_of
 from accel.state import GradientState, PartialState
-from accel.tree import iterate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

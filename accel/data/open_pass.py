@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.window_ends import Reading
+from accel.data.window_ends import Reading
 
 if TYPE_CHECKING:
     from accel.data.independent_draws import Drawn, PassDraws

@@ -20,7 +20,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from accel import rng
+from accel.comm import rng
 from accel.comm.base import Communicator
 from accel.data.loader_arguments import index_sampler
 from accel.data.order_source import (
@@ -34,7 +34,7 @@ from accel.data.order_source import (
     torchdata_iterations,
 )
 from accel.data.samplers import SameBatchSize, SeedableRandomSampler, drawing_sampler
-from accel.errors import ConfigError, Problem, StateError
+from accel.machine.errors import ConfigError, Problem, StateError
 from accel.state import PartialState
 
 _CHUNK = 1 << 12  # entries that are agreed at a time, where a sampler has no length

@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel import rng
+from accel.comm import rng
 from accel.data.completed_batches import CompletedBatchSampler
 from accel.data.open_pass import Pass, Start
 from accel.data.samplers import (
@@ -32,7 +32,7 @@ from accel.data.samplers import (
     samplers,
     total_batch_size,
 )
-from accel.errors import Problem
+from accel.machine.errors import Problem
 from accel.state import PartialState
 
 _RANDOM = {kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)}

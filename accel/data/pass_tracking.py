@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from accel import rng
+from accel.comm import rng
 from accel.data.iterable import Rest
 from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
 from accel.data.open_pass import Pass, begun_after
 from accel.data.resumable_loader import OrderedLoader
 from accel.data.samplers import SkipBatchSampler, last_batch_processes
-from accel.errors import ConfigError
+from accel.data.window_ends import Reading
+from accel.machine.errors import ConfigError
 from accel.state import GradientState
-from accel.window_ends import Reading
 
 T = TypeVar("T")
 

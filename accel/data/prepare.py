@@ -37,14 +37,14 @@ from accel.data.samplers import (
     drawing_sampler,
 )
 from accel.data.split_batches import split_problems, unknown_size
-from accel.enums import RNGType
-from accel.errors import ConfigError, Problems
+from accel.machine.enums import RNGType
+from accel.machine.errors import ConfigError, Problems
 from accel.state import PartialState
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
 
 
 def prepare_data_loader(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from accel.comm.rng import preserved, synchronize_rng_states
 from accel.data import epochs, worker_signals
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader_arguments import index_sampler
@@ -29,9 +30,8 @@ from accel.data.samplers import (
     samplers,
     set_sampler_epoch,
 )
-from accel.enums import RNGType
-from accel.errors import CheckpointError, Problem
-from accel.rng import preserved, synchronize_rng_states
+from accel.machine.enums import RNGType
+from accel.machine.errors import CheckpointError, Problem
 
 _PASSES_BEFORE_WARNING = 2
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
+from accel.comm.rng import mix_seeds
 from accel.data.split_batches import split_problems, unknown_size
-from accel.errors import ConfigError, Problems
-from accel.rng import mix_seeds
+from accel.machine.errors import ConfigError, Problems
 
 T = TypeVar("T")
 

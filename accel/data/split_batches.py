@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.errors import Problem
+from accel.machine.errors import Problem
 
 
 def split_problems(batch_size: int, num_processes: int) -> list[Problem]:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from accel.comm.base import Communicator
 from accel.data.iterable import IterableDatasetShard
 from accel.data.stream_digests import FirstRound, digest, is_floating
-from accel.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem
 
 _ENTRIES = 1 << 17  # of a list that a data set holds
 _DEPTH = 4  # data sets and stages around each other

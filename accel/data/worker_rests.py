@@ -22,9 +22,9 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from accel import rng
+from accel.comm import rng
 from accel.data.iterable import IterableDatasetShard, Rest
-from accel.errors import Problem
+from accel.machine.errors import Problem
 
 
 @contextlib.contextmanager

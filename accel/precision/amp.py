@@ -13,11 +13,11 @@ from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.handlers import AutocastKwargs, check_handler
-from accel.errors import StateError
+from accel.machine.errors import StateError
 from accel.precision.autocast import autocast
 from accel.precision.base import COMPUTE_DTYPES, Precision
+from accel.precision.wrapping import wrap_forward
 from accel.state import AcceleratorState
-from accel.wrapping import wrap_forward
 
 
 class StepScaler(torch.amp.GradScaler):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel.config.handlers import AutocastKwargs

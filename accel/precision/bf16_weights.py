@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel import rng
-from accel.errors import CheckpointError, Problem
+from accel.comm import rng
 from accel.logging import get_logger
+from accel.machine.errors import CheckpointError, Problem
 from accel.precision.amp import parameters_of
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel.enums import FP8BackendType
-from accel.errors import ConfigError, unknown_choice
+from accel.machine.enums import FP8BackendType
+from accel.machine.errors import ConfigError, unknown_choice
 from accel.precision.amp import AmpPrecision
 from accel.precision.base import COMPUTE_DTYPES, Precision
 
 if TYPE_CHECKING:
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
 
 
 def build_precision(plan: Plan) -> Precision:

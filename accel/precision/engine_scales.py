@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from accel.errors import CheckpointError, Problem
 from accel.logging import get_logger
+from accel.machine.errors import CheckpointError, Problem
 
 logger = get_logger(__name__)
 

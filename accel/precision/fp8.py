@@ -19,9 +19,9 @@ import torch
 
 from accel.config.fp8 import AORecipeKwargs
 from accel.config.handlers import AutocastKwargs
-from accel.errors import ConfigError
-from accel.imports import require
 from accel.logging import get_logger, silenced
+from accel.machine.errors import ConfigError
+from accel.machine.imports import require
 from accel.precision.amp import AmpPrecision
 from accel.precision.base import Precision
 from accel.precision.fp8_filters import choose_layers, has_own_weight

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from accel.errors import ConfigError
 from accel.logging import get_logger
-from accel.wrapping import is_dispatched
+from accel.machine.errors import ConfigError
+from accel.precision.wrapping import is_dispatched
 
 logger = get_logger(__name__)
 

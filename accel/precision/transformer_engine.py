@@ -20,14 +20,14 @@ import torch
 
 from accel.config.fp8 import DELAYED_SCALING, FP8RecipeKwargs, TERecipeKwargs
 from accel.config.handlers import AutocastKwargs
-from accel.errors import ConfigError, Problems
-from accel.imports import require
 from accel.logging import get_logger
+from accel.machine.errors import ConfigError, Problems
+from accel.machine.imports import require
 from accel.precision import engine_scales
 from accel.precision.amp import AmpPrecision
 from accel.precision.base import Precision
 from accel.precision.fp8_filters import choose_layers, is_plain
-from accel.wrapping import wrap_forward
+from accel.precision.wrapping import wrap_forward
 
 logger = get_logger(__name__)
 

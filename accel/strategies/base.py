@@ -17,30 +17,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, final
 import torch
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
-from accel.device import copies_in_order
-from accel.errors import AccelError, ConfigError
-from accel.imports import load_attribute
+from accel.comm.ops import send_to_device
 from accel.logging import get_logger
-from accel.ops import send_to_device
+from accel.machine.device import copies_in_order
+from accel.machine.errors import AccelError, ConfigError
+from accel.machine.imports import load_attribute
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision import bf16_weights, gradient_sums
 from accel.precision.amp import StepScaler
-from accel.prepared import Objects
+from accel.precision.wrapping import is_dispatched, own_module
 from accel.scheduler import wrap_scheduler
 from accel.strategies import update_in_backward
 from accel.strategies.compile import compile_model
+from accel.strategies.objects import Objects
 from accel.strategies.table import packages_of
-from accel.wrapping import is_dispatched, own_module
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel.checkpoint.sharded import Allocate
     from accel.comm.base import Communicator
-    from accel.memory_estimate import Footprint
-    from accel.planning.plan import Plan
-    from accel.planning.spec import StrategySpec
+    from accel.machine.memory_estimate import Footprint
+    from accel.plan.plan import Plan
     from accel.precision.base import Precision
+    from accel.strategies.spec import StrategySpec
 
 logger = get_logger(__name__)
 
@@ -123,14 +123,16 @@ class StateIO:
     def __init_subclass__(cls) -> None:
         if "unwrap" in vars(cls):
             rule = "unwrap_model and load_checkpoint_in_model would not follow it"
-            remedy = "Name the strategy's wrapper by accel.wrapping.register_wrapper instead."
+            remedy = (
+                "Name the strategy's wrapper by accel.precision.wrapping.register_wrapper instead."
+            )
             raise ConfigError.of(f"{cls.__name__}.unwrap", rule, remedy)
 
     @final
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's own module; its names are those of a portable state dict.
 
-        What `accel.wrapping.register_wrapper` was called with is taken off, as by `unwrap_model`.
+        Wrappers that were registered are taken off, as by `unwrap_model`.
         """
         own = own_module(model)
         self.expose(own)
@@ -148,7 +150,7 @@ class StateIO:
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:
         """Return the bytes that this rank holds once a step is made. No collectives."""
-        from accel import memory_estimate
+        from accel.machine import memory_estimate
 
         held = [parameter for model in models for parameter in model.parameters()]
         states = [
@@ -165,7 +167,7 @@ class StateIO:
         own = self.unwrap(model)
         if not is_dispatched(own):
             return own.state_dict()
-        from accel.large.offloaded_state import get_state_dict_offloaded_model
+        from accel.weights.offloaded_state import get_state_dict_offloaded_model
 
         return get_state_dict_offloaded_model(own)
 
@@ -201,12 +203,12 @@ class StateIO:
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
     ) -> None:
         """Load what `model_state` returned, from any strategy and world size, or shards of it."""
-        from accel.large.quantized_state import load_quantized
+        from accel.weights.quantized_state import load_quantized
 
         own = self.unwrap(model)
         own.load_state_dict(load_quantized(own, state), strict=strict)
         if is_dispatched(own):
-            from accel.large.offloaded_state import offloaded_names
+            from accel.weights.offloaded_state import offloaded_names
 
             if names := offloaded_names(own):
                 logger.info(
@@ -240,7 +242,7 @@ class Strategy(ABC):
     """One way to distribute a model over processes.
 
     A module that `wrap_model` puts around a model has it as its `module`, and its class is
-    decorated with `accel.wrapping.register_wrapper`: all that takes wrappers off then knows it.
+    decorated with `precision.wrapping.register_wrapper`: all that takes wrappers off then knows it.
 
     Args:
         plan: the resolved configuration of the run.

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 
 from accel.config.training import TorchDynamoPlugin
-from accel.enums import DynamoBackend
-from accel.errors import ConfigError, unknown_choice
 from accel.logging import get_logger
-from accel.wrapping import is_compiled_module
+from accel.machine.enums import DynamoBackend
+from accel.machine.errors import ConfigError, unknown_choice
+from accel.precision.wrapping import is_compiled_module
 
 logger = get_logger(__name__)
 

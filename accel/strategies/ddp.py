@@ -24,10 +24,9 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.config.handlers import DistributedDataParallelKwargs
-from accel.enums import DDPCommunicationHookType as Hook
-from accel.errors import ConfigError, Problem, nearest
+from accel.machine.enums import DDPCommunicationHookType as Hook
+from accel.machine.errors import ConfigError, Problem, nearest
 from accel.optimizer import unwrap_optimizer
-from accel.prepared import Objects
 from accel.strategies.base import Gradients, Strategy, Sync
 from accel.strategies.ddp_rebuild import (
     FollowTrainable,
@@ -36,10 +35,11 @@ from accel.strategies.ddp_rebuild import (
     WarnOfBypassed,
     unreduced,
 )
+from accel.strategies.objects import Objects
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
     from accel.precision.base import Precision
 
 

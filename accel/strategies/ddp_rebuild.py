@@ -23,7 +23,7 @@ from torch.distributed.utils import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem
 from accel.precision.amp import parameters_of
 from accel.strategies.trainable_changes import Trainable, requires_grad
 

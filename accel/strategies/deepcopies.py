@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 
-from accel.errors import Problem, StateError
+from accel.machine.errors import Problem, StateError
 
 
 class RefusedCopy:

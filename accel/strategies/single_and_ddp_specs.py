@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.config.handlers import DistributedDataParallelKwargs
-from accel.planning.spec import MemoryLayout, StrategySpec
+from accel.strategies.spec import MemoryLayout, StrategySpec
 
 SINGLE = StrategySpec(
     name="single",

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
-from accel.errors import ConfigError, Problem, unknown_choice
-from accel.imports import load_attribute
-from accel.planning.spec import PluginSpec, StrategySpec
+from accel.machine.errors import ConfigError, Problem, unknown_choice
+from accel.machine.imports import load_attribute
+from accel.strategies.spec import PluginSpec, StrategySpec
 
 GROUP = "accel.strategies"
 STRATEGIES = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 STATE = "updated_in_backward"  # key in an optimizer's state dict
 # AdaLOMO's moments, each by the name of a weight, and its count of updates: attributes, which its

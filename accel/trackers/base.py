@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 import numpy as np
 import torch
 
-from accel.errors import StateError
 from accel.logging import get_logger
+from accel.machine.errors import StateError
 from accel.state import PartialState
 
 logger = get_logger(__name__)

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from accel import env
 from accel.logging import get_logger
+from accel.machine import env
 from accel.trackers.base import (
     LibraryTracker,
     images_of,

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.trackers.base import (
     LibraryTracker,
     images_of,

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel.errors import ConfigError, Problem, StateError, nearest
 from accel.logging import get_logger
+from accel.machine.errors import ConfigError, Problem, StateError, nearest
 from accel.trackers.base import GeneralTracker
 from accel.trackers.table import OWN, REGISTERED, TRACKERS
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel import env
-from accel.errors import ConfigError
 from accel.logging import get_logger
+from accel.machine import env
+from accel.machine.errors import ConfigError
 from accel.trackers.base import (
     LibraryTracker,
     RecordedSteps,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from accel import imports
-from accel.enums import LoggerType
-from accel.errors import ConfigError, MissingPackageError, Problem, nearest
+from accel.machine import imports
+from accel.machine.enums import LoggerType
+from accel.machine.errors import ConfigError, MissingPackageError, Problem, nearest
 from accel.trackers.base import GeneralTracker, require_attributes
 
 EXTRA = "trackers"

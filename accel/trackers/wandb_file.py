@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel import env
 from accel.logging import get_logger
+from accel.machine import env
 
 logger = get_logger(__name__)
 INTERVAL = "x_transaction_log_flush_interval"

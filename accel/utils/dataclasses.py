@@ -28,7 +28,7 @@ from accel.config.training import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel.enums import (
+from accel.machine.enums import (
     BaseEnum,
     ComputeEnvironment,
     CustomDtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.env import (
+from accel.machine.env import (
     clear_environment,
     get_int_from_env,
     parse_choice_from_env,
@@ -11,7 +11,7 @@ from accel.env import (
     purge_accelerate_environment,
     str_to_bool,
 )
-from accel.numa import override_numa_affinity, set_numa_affinity
+from accel.machine.numa import override_numa_affinity, set_numa_affinity
 
 __all__ = [
     "clear_environment",

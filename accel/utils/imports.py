@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.imports import (
+from accel.machine.imports import (
     is_4bit_bnb_available,
     is_8bit_bnb_available,
     is_aim_available,
@@ -62,7 +62,7 @@ from accel.imports import (
     is_xccl_available,
     is_xpu_available,
 )
-from accel.wrapping import is_peft_model
+from accel.precision.wrapping import is_peft_model
 
 __all__ = [
     "is_4bit_bnb_available",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.memory import (
+from accel.machine.memory import (
     clear_device_cache,
     find_executable_batch_size,
     release_memory,

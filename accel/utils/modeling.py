@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from accel.checkpoint.load_weights import (
-    load_checkpoint_in_model,
+from accel.precision.amp import (
+    get_mixed_precision_context_manager,
 )
-from accel.large.device_map import (
+from accel.precision.wrapping import (
+    is_peft_model,
+)
+from accel.strategies.mesh.grad_scaler import (
+    get_grad_scaler,
+)
+from accel.weights.device_map import (
     check_device_map,
     clean_device_map,
     infer_auto_device_map,
 )
-from accel.large.device_memory import (
+from accel.weights.device_memory import (
     get_balanced_memory,
     get_max_memory,
 )
-from accel.large.load import (
+from accel.weights.load import (
     load_state_dict,
 )
-from accel.large.offloaded_state import (
+from accel.weights.load_weights import (
+    load_checkpoint_in_model,
+)
+from accel.weights.offloaded_state import (
     align_module_device,
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,
     has_offloaded_params,
     load_offloaded_weights,
 )
-from accel.large.sizes import (
+from accel.weights.sizes import (
     calculate_maximum_sizes,
     compute_module_sizes,
     compute_module_total_buffer_size,
@@ -33,7 +42,7 @@ from accel.large.sizes import (
     get_max_layer_size,
     get_module_leaves,
 )
-from accel.large.tensors import (
+from accel.weights.tensors import (
     check_device_same,
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -43,15 +52,6 @@ from accel.large.tensors import (
     named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
-)
-from accel.precision.amp import (
-    get_mixed_precision_context_manager,
-)
-from accel.strategies.mesh.grad_scaler import (
-    get_grad_scaler,
-)
-from accel.wrapping import (
-    is_peft_model,
 )
 
 __all__ = [

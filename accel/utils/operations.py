@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.ops import (
+from accel.comm.ops import (
     ConvertOutputsToFp32,
     broadcast,
     broadcast_object_list,
@@ -18,12 +18,12 @@ from accel.ops import (
     send_to_device,
     slice_tensors,
 )
-from accel.tree import (
+from accel.machine.tree import (
     honor_type,
     is_namedtuple,
     recursively_apply,
 )
-from accel.tree import is_tensor as is_torch_tensor
+from accel.machine.tree import is_tensor as is_torch_tensor
 
 __all__ = [
     "ConvertOutputsToFp32",

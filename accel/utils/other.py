@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from accel.checkpoint.export import save
 from accel.checkpoint.serialization import load
-from accel.large.sizes import convert_bytes
-from accel.launch_config import write_basic_config
+from accel.comm.ops import wait_for_everyone
+from accel.commands.launch_config import write_basic_config
 from accel.launchers import is_port_in_use
-from accel.ops import wait_for_everyone
-from accel.tree import merge_dicts
-from accel.wrapping import (
+from accel.machine.tree import merge_dicts
+from accel.precision.wrapping import (
     extract_model_from_parallel,
     get_module_children_bottom_up,
     is_compiled_module,
 )
+from accel.weights.sizes import convert_bytes
 
 __all__ = [
     "convert_bytes",

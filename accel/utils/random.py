@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.rng import (
+from accel.comm.rng import (
     set_seed,
     synchronize_rng_state,
     synchronize_rng_states,

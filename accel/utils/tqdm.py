@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel.progress import tqdm
+from accel.run.progress import tqdm
 
 __all__ = ["tqdm"]

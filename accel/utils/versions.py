@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.imports import (
+from accel.machine.imports import (
     compare_versions,
     is_torch_version,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from accel.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem
 
 
 def check(node: str, **limits: tuple[float, float, float]) -> None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accel.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError, StateError
 from runner.builtin import argument_ranges
 from runner.data.datasets import Data
 from runner.training.objective import Objective

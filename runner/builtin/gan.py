@@ -23,7 +23,7 @@ from runner.training.step import Step
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.config.schema import Trainer
+    from runner.recipe.schema import Trainer
 
 
 class Generator(nn.Module):

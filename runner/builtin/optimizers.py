@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel.errors import ConfigError, Problem, Problems, unknown_choice
+from accel.machine.errors import ConfigError, Problem, Problems, unknown_choice
 from accel.precision.rounding_adamw import RoundingAdamW
 from runner.builtin import argument_ranges
 

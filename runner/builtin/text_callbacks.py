@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.errors import Problems
+from accel.machine.errors import Problems
 from runner.builtin.bytes_gpt import ByteWindows, bigram_bits_per_byte, generate, gzip_bits_per_byte
-from runner.reporting.console import number
 from runner.training.callback import Callback
+from runner.training.console import number
 
 if TYPE_CHECKING:
     from runner.training.current_run import Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import ConfigError, Problems, nearest
+from accel.machine.errors import ConfigError, Problems, nearest
 from runner.training.callback import Callback
 from runner.training.evaluation import monitored_value
 from runner.training.state import is_better

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from runner.config import paths
 from runner.exit_codes import REFUSED
+from runner.recipe import paths
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     paths.move_project_last()
-    from accel.errors import ConfigError
+    from accel.machine.errors import ConfigError
 
     try:
         from runner.cli import dispatch

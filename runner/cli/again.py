@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.cli.arguments import CommandParser
-from runner.config import processes, trust
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
+from runner.recipe import processes, trust
 
 if TYPE_CHECKING:
-    from runner.compose.composition import Examined
+    from runner.recipe.composition import Examined
     from runner.run_dir.record import RunRecord
 
 
@@ -99,7 +99,7 @@ def _all_made(runs: Sequence[tuple[RunRecord, Examined]], found: argparse.Namesp
 
 
 def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
-    from runner.compose import composition, diagnose, hydra_setup
+    from runner.recipe import composition, diagnose, hydra_setup
     from runner.run_dir.job import Job
 
     refused = [o for o in overrides if hydra_setup.key_of(o) == "resume"]
@@ -115,8 +115,8 @@ def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
 
 
 def _require(prepared: Sequence[Examined]) -> None:
-    from runner.build import parts
-    from runner.reporting import startup
+    from runner.recipe import parts
+    from runner.training import startup
 
     startup.announce(prepared[0].recipe.name)
     parts.require(prepared, trust.missing_packages())

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from accel.errors import ConfigError, Problem, closest, did_you_mean, nearest
-from runner.config import override_mistakes
-from runner.config.override_mistakes import COMMANDS
+from accel.machine.errors import ConfigError, Problem, closest, did_you_mean, nearest
+from runner.recipe import override_mistakes
+from runner.recipe.override_mistakes import COMMANDS
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 

@@ -11,16 +11,23 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from accel.imports import is_available
+from accel.machine.imports import is_available
 from runner.cli.arguments import INFO, long_flags
-from runner.compose import diagnose, hydra_setup, launchers, sweepers
-from runner.config import keys, ray_placement, trust
-from runner.config.override_mistakes import COMMANDS
-from runner.config.schema import SPLITS
-from runner.config.serialization import examine
-from runner.factories import static_checks
-from runner.factories.nodes import nodes_of, num_given
-from runner.factories.registry import register
+from runner.recipe import (
+    diagnose,
+    hydra_setup,
+    keys,
+    launchers,
+    ray_placement,
+    static_checks,
+    sweepers,
+    trust,
+)
+from runner.recipe.factory_nodes import nodes_of, num_given
+from runner.recipe.override_mistakes import COMMANDS
+from runner.recipe.registry import register
+from runner.recipe.schema import SPLITS
+from runner.recipe.serialization import examine
 from runner.run_dir.record import STATUSES
 from runner.sweep import settings
 

@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accel import env, parent_watch
-from accel.errors import ConfigError, Problem
-from accel.imports import load_attribute
+from accel.machine import env, parent_watch
+from accel.machine.errors import ConfigError, Problem
+from accel.machine.imports import load_attribute
 from runner.cli import arguments as command_line
-from runner.config import paths, trust
 from runner.exit_codes import DONE, FAILED, INTERRUPTED
 from runner.launch import exit_guards, failures
-from runner.reporting import startup
+from runner.recipe import paths, trust
 from runner.run_dir import numerics
+from runner.training import startup
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from runner.compose.composition import Examined
-    from runner.config.schema import Recipe
+    from runner.recipe.composition import Examined
+    from runner.recipe.schema import Recipe
 
 DISTRIBUTION = "accel-runner"
 TOOLS = {
@@ -119,7 +119,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _last_of_each(overrides: Sequence[str]) -> list[str]:
-    from runner.compose import diagnose
+    from runner.recipe import diagnose
 
     for line in diagnose.overridden(overrides):
         print(line, file=sys.stderr)
@@ -153,8 +153,7 @@ def _version() -> int:
 def _show(overrides: Sequence[str], config_name: str, package: str | None) -> int:
     from omegaconf import OmegaConf
 
-    from runner.compose import composition, hydra_setup
-    from runner.config import keys
+    from runner.recipe import composition, hydra_setup, keys
 
     with hydra_setup.session(overrides):
         examined = _examine(overrides, config_name)
@@ -174,7 +173,7 @@ def _show(overrides: Sequence[str], config_name: str, package: str | None) -> in
 
 def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
     """Train one job, or those of a sweep; all are composed and checked before the first starts."""
-    from runner.config import processes
+    from runner.recipe import processes
 
     place = processes.adopted()
     if place is not None:
@@ -195,9 +194,8 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
 
 
 def _train_alone(overrides: Sequence[str], config_name: str) -> int:
-    from runner.build import parts
-    from runner.compose import hydra_setup
     from runner.launch import member, rendezvous, warm_workers
+    from runner.recipe import hydra_setup, parts
     from runner.sweep import jobs, settings
 
     ConfigError.raise_if(settings.misplaced(overrides))
@@ -227,9 +225,8 @@ def _train_alone(overrides: Sequence[str], config_name: str) -> int:
 
 def _examine(overrides: Sequence[str], config_name: str) -> Examined:
     """Compose one job; the run that it resumes, if any, is then `recipe.resume`."""
-    from runner.compose import composition, hydra_setup
-    from runner.config import processes
     from runner.launch import rendezvous
+    from runner.recipe import composition, hydra_setup, processes
     from runner.run_dir import directory, resumable
 
     new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
@@ -264,14 +261,14 @@ def _resumed(examined: Examined, run_dir: str) -> Examined:
 
 def _import_packages_named(recipe: Recipe) -> list[Problem]:
     """Import the user's packages where a recipe names factories that are not built in."""
-    from runner.factories import static_checks
+    from runner.recipe import static_checks
 
     return trust.missing_packages() if static_checks.unknown(recipe) else []
 
 
 def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> None:
     """Raise the problems of all jobs that can be found without loading torch."""
-    from runner.factories import static_checks
+    from runner.recipe import static_checks
 
     problems = dict.fromkeys(missing)
     for examined in checked:
@@ -297,8 +294,8 @@ def _train_one(examined: Examined) -> int:
 
 def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
     """Train the jobs of a sweep, each in processes of its own, where the launcher puts them."""
-    from runner.build import parts
     from runner.launch import rendezvous
+    from runner.recipe import parts
     from runner.sweep import command
 
     request = command.Request.of(overrides, config_name)
@@ -316,8 +313,7 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
 
 def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     """Print the jobs of a sweep, or one recipe's check, and start nothing."""
-    from runner.build import parts
-    from runner.compose import hydra_setup
+    from runner.recipe import hydra_setup, parts
     from runner.sweep import command, jobs
 
     if not flags.multirun:
@@ -347,7 +343,7 @@ def _no_task(config: DictConfig) -> None:
 
 
 def _for_hydra(overrides: Sequence[str]) -> list[str]:
-    from runner.compose import hydra_setup
+    from runner.recipe import hydra_setup
 
     with hydra_setup.session():
         return [*hydra_setup.opened(overrides), *hydra_setup.FIXED]
@@ -357,7 +353,7 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:
     """Run Hydra's own main, which calls `task` with each job; return the code it ends with."""
     import hydra
 
-    from runner.compose import diagnose, hydra_setup
+    from runner.recipe import diagnose, hydra_setup
 
     hydra_setup.prepare()
     main = hydra.main(

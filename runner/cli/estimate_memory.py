@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 
 import yaml  # type: ignore[import-untyped]
 
-from accel.errors import ConfigError, text_of
-from accel.imports import require
 from accel.logging import silenced
+from accel.machine.errors import ConfigError, text_of
+from accel.machine.imports import require
 from runner.cli.arguments import CommandParser
-from runner.config import trust
+from runner.recipe import trust
 from runner.run_dir.json_files import JsonObject
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel.model_memory import Estimate
+    from accel.commands.model_memory import Estimate
 
 CONFIG = "config.json"
 COLUMNS = ("format", "strategy", "weights", "gradients", "optimizer", "total", "largest")
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--json", action="store_true", help="print JSON, with bytes")
     found = parser.parse_intermixed_args(list(arguments))
     model = _model(found.model, found.arguments)
-    from accel import model_memory
+    from accel.commands import model_memory
 
     estimates = model_memory.estimates(
         model,
@@ -77,8 +77,8 @@ def _show(
     from rich import box
     from rich.table import Table
 
-    from runner.config.format_counts import counted, size
-    from runner.reporting.console import PipedConsole
+    from runner.recipe.format_counts import counted, size
+    from runner.training.console import PipedConsole
 
     def shown(num_bytes: int | None) -> str:
         return "?" if num_bytes is None else "–" if num_bytes == 0 else size(num_bytes)
@@ -118,9 +118,9 @@ def _model(name: str, arguments: Sequence[str]) -> nn.Module:
             raise ConfigError.of(" ".join(arguments), rule, remedy)
         return _of_transformers(path.parent if path.name == CONFIG else path)
     trust.import_packages()
-    from accel.large.empty_weights import init_empty_weights
-    from runner.build.factory import factory_of
-    from runner.factories.registry import register
+    from accel.weights.empty_weights import init_empty_weights
+    from runner.recipe.factory import factory_of
+    from runner.recipe.registry import register
 
     dotted = "." in name and os.sep not in name
     if not dotted and name not in register.model.names():
@@ -155,8 +155,8 @@ def _of_transformers(folder: Path) -> nn.Module:
         remedy = f"Name a folder that a model was saved in, with its {CONFIG}."
         raise ConfigError.of(str(folder), f"it holds no {CONFIG}", remedy)
     transformers = require("transformers", f"runner estimate-memory {folder}", extra="examples")
-    from accel.large.empty_weights import init_empty_weights
     from accel.precision.fp8 import CHATTY
+    from accel.weights.empty_weights import init_empty_weights
 
     try:
         with silenced(CHATTY, logging.ERROR):  # transformers imports torchao

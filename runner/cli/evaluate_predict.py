@@ -14,15 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from accel.env import Environment
-from accel.errors import AccelError, ConfigError
+from accel.machine.env import Environment
+from accel.machine.errors import AccelError, ConfigError
 from runner.cli.arguments import CommandParser
-from runner.config import processes
-from runner.config.schema import SPLITS, Recipe
 from runner.exit_codes import DONE, FAILED, OF_SIGNAL
 from runner.inference import worker
 from runner.inference.placement import WORDS, Placement, parse_limits
 from runner.inference.session import Request, Worker, evaluate, is_stream, write_predictions
+from runner.recipe import processes
+from runner.recipe.schema import SPLITS, Recipe
 from runner.run_dir.json_files import Fields, JsonObject
 from runner.training.stopping import StopFlag
 
@@ -138,7 +138,7 @@ def _record(request: Request, found: Fields) -> None:
 
 
 def _show_one(request: Request, found: Fields) -> None:
-    from runner.reporting.console import Display, number
+    from runner.training.console import Display, number
 
     for split, metrics in found["metrics"].items():
         rows = [(name, number(value)) for name, value in metrics.items()]
@@ -190,7 +190,7 @@ def _by_processes(request: Request) -> JsonObject:
         ConfigError: if the request is refused.
     """
     from runner.launch import launcher
-    from runner.reporting import startup
+    from runner.training import startup
 
     startup.announce(request.run_dir.name)
     with _folder() as folder:

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from runner import exit_codes
-from runner.config import keys, paths
-from runner.config.schema import PLUGINS, Checkpoint, Distributed, Precision, Recipe, Trainer
+from runner.recipe import keys, paths
+from runner.recipe.schema import PLUGINS, Checkpoint, Distributed, Precision, Recipe, Trainer
 
 WIDTH = 100
 MAIN_KEYS: tuple[tuple[str, type, tuple[str, ...]], ...] = (

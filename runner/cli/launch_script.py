@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel import launch_config
-from accel.errors import ConfigError
-from accel.launch_config import strategies
-from accel.planning.fp8 import LAUNCHED
+from accel.commands import launch_config
+from accel.commands.launch_config import strategies
+from accel.machine.errors import ConfigError
+from accel.plan.fp8 import LAUNCHED
 from runner.cli.arguments import CommandParser
 from runner.launch import script
 

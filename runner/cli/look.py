@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE
 from runner.run_dir import discovery
@@ -116,8 +116,7 @@ def _defaults(run: RunRecord) -> dict[str, object] | None:
     """Return the recipe that the run's file gives without overrides; None: it does not compose."""
     name = str(run.job.get("config_name") or "config")
     if name not in _DEFAULTS:
-        from runner.compose import composition, hydra_setup
-        from runner.config import serialization
+        from runner.recipe import composition, hydra_setup, serialization
 
         try:
             with hydra_setup.session():

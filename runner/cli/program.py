@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from runner.config import paths
+from runner.recipe import paths
 
 
 def main() -> int:
@@ -16,7 +16,7 @@ def main() -> int:
     """
     paths.move_project_last()
     open_missing_streams()
-    from accel.errors import ConfigError
+    from accel.machine.errors import ConfigError
     from runner import cli, collector
 
     collector.collect_rarely()

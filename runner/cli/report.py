@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.cli.arguments import CommandParser
-from runner.config import paths
 from runner.exit_codes import DONE
+from runner.recipe import paths
 from runner.run_dir import discovery
 
 PAGE = "report.html"

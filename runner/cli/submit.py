@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.cli import arguments as command_line
-from runner.config import trust
 from runner.exit_codes import DONE
+from runner.recipe import trust
 
 if TYPE_CHECKING:
-    from runner.compose.composition import Examined
+    from runner.recipe.composition import Examined
 
 USAGE = """\
 usage: runner submit [submit.KEY=VALUE ...] [KEY=VALUE ...] [--dry-run]
@@ -35,11 +35,10 @@ def main(arguments: Sequence[str], examine: Callable[[Sequence[str], str], Exami
     Raises:
         ConfigError: if the recipe is refused, there is no Slurm, or it refuses the job.
     """
-    from runner.build import parts
-    from runner.compose import diagnose, hydra_setup
     from runner.launch import batch_script, submit
-    from runner.reporting import startup
+    from runner.recipe import diagnose, hydra_setup, parts
     from runner.sweep import jobs
+    from runner.training import startup
 
     flags = command_line.parse(arguments)
     if flags.help:
@@ -92,6 +91,6 @@ def _require_single(multirun: bool, cfg: str | None) -> None:
 def _keys() -> list[str]:
     """Return a line or more for each key of the node `submit`."""
     from runner.cli import help
-    from runner.config.submit import Submit
+    from runner.recipe.submit import Submit
 
     return ["Keys", *help.entries("submit", Submit)]

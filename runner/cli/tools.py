@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel import launch_config
-from accel.enums import PrecisionType
-from accel.errors import ConfigError
+from accel.commands import launch_config
+from accel.machine.enums import PrecisionType
+from accel.machine.errors import ConfigError
 from accel.strategies.table import specs
 from runner.cli.arguments import CommandParser
 
@@ -163,7 +163,7 @@ def _ask(question: str, default: object, parse: Callable[[str], object]) -> obje
 
 
 def _boolean(text: str) -> bool:
-    from accel.env import parse_bool
+    from accel.machine.env import parse_bool
 
     value = parse_bool(text)
     if value is None:

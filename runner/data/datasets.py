@@ -23,10 +23,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from accel.comm.rng import mix_seeds, preserved
 from accel.data.samplers import SeedableRandomSampler, cycle_to
-from accel.rng import mix_seeds, preserved
-from runner.config import schema
 from runner.data import user_code
+from runner.recipe import schema
 
 # NumPy's global generator takes seeds of 32 bits.
 _NUMPY_SEEDS = 1 << 32

@@ -8,8 +8,8 @@ from typing import Any, overload
 
 import torch
 
-from accel.device import copies_in_order
-from accel.ops import send_to_device
+from accel.comm.ops import send_to_device
+from accel.machine.device import copies_in_order
 
 
 @dataclass(frozen=True)

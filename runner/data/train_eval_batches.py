@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
+from accel.comm.rng import mix_seeds
 from accel.data.batch_layout import batch_length, num_samples
 from accel.data.prepare import prepare_data_loader, prepare_for
-from accel.errors import ConfigError, Problem, Problems
-from accel.rng import mix_seeds
-from runner.config.batch_plan import BatchPlan, limited, plan_batches
-from runner.config.schema import SPLITS
+from accel.machine.errors import ConfigError, Problem, Problems
 from runner.data.datasets import (
     Data,
     SeededDataset,
@@ -25,10 +23,12 @@ from runner.data.datasets import (
     make_order,
 )
 from runner.data.micro_batch_window import MicroBatch, OnDevice, Window
+from runner.recipe.batch_plan import BatchPlan, limited, plan_batches
+from runner.recipe.schema import SPLITS
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.config.schema import Recipe
+    from runner.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
 

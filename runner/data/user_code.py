@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.utils.data import default_collate, get_worker_info
 
-from accel.errors import AccelError
-from runner.config.user_frames import one_line
+from accel.machine.errors import AccelError
+from runner.recipe.user_frames import one_line
 
 
 class DataError(AccelError, RuntimeError):

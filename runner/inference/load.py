@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import CheckpointError, ConfigError, Problem
-from runner.config.schema import Recipe
+from accel.machine.errors import CheckpointError, ConfigError, Problem
 from runner.inference import not_as_trained
+from runner.recipe.schema import Recipe
 from runner.run_dir import directory, reproduction
 from runner.run_dir.job import Job
 
@@ -76,8 +76,8 @@ def restored_step(path: Path, recipe: Recipe, placement: Placement | None = None
     """
     from accel import init_empty_weights
     from accel.checkpoint.full_or_sharded import read_model
-    from accel.rng import preserved
-    from runner.build import parts
+    from accel.comm.rng import preserved
+    from runner.recipe import parts
 
     with preserved():
         step = parts.build_step(recipe, None if placement is None else init_empty_weights())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel.checkpoint import directory
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch

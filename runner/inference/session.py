@@ -20,13 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem
 from runner import collector
-from runner.build import parts
-from runner.compose import composition, diagnose, hydra_setup
-from runner.config import processes
-from runner.config.batch_plan import plan_batches
-from runner.config.schema import PLUGINS, Distributed, Recipe, Trainer
 from runner.inference import not_as_trained
 from runner.inference.load import (
     described,
@@ -36,11 +31,14 @@ from runner.inference.load import (
     step_of,
 )
 from runner.inference.placement import Placement
-from runner.reporting import log_levels, startup
+from runner.recipe import composition, diagnose, hydra_setup, parts, processes
+from runner.recipe.batch_plan import plan_batches
+from runner.recipe.schema import PLUGINS, Distributed, Recipe, Trainer
 from runner.run_dir import data_files, directory, json_files, reproduction
 from runner.run_dir.job import Job
 from runner.run_dir.json_files import JsonObject
 from runner.run_dir.numerics import Numerics, choose
+from runner.training import log_levels, startup
 from runner.training.heartbeat import Progress
 
 if TYPE_CHECKING:
@@ -456,8 +454,8 @@ def _same_batches(recipe: Recipe, number: int) -> Trainer:
 
 @contextlib.contextmanager
 def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
-    from accel.rng import set_seed
-    from runner.build.accelerator import running
+    from accel.comm.rng import set_seed
+    from runner.recipe.accelerator import running
 
     # Nothing is logged, and no state is saved.
     recipe.tracker = replace(recipe.tracker, log_with=[])

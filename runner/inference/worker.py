@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from accel.env import Environment
+from accel.machine.env import Environment
 from runner.exit_codes import DONE
 from runner.inference.session import (
     Evaluation,

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from accel import env
+from accel.machine import env
 from runner.exit_codes import OF_SIGNAL
 
 

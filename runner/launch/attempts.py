@@ -10,18 +10,18 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from accel import passwords
-from accel.errors import AccelError
+from accel.machine import passwords
+from accel.machine.errors import AccelError
 from runner.exit_codes import FAILED, INTERRUPTED
 from runner.launch import failures, staging
 from runner.launch.attempt import Ended, Machines, report
 from runner.launch.worker_group import StopSignals
-from runner.reporting import run_log
 from runner.run_dir import atomic_update, directory, numerics, restarts
 from runner.run_dir.outcomes import Outcome
+from runner.training import run_log
 
 if TYPE_CHECKING:
-    from runner.config.schema import Recipe
+    from runner.recipe.schema import Recipe
     from runner.run_dir.job import Job
 
 

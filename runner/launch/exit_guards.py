@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from accel.errors import AccelError
+from accel.machine.errors import AccelError
 from runner.exit_codes import FAILED
 from runner.run_dir.outcomes import describe_exit
 from runner.training.stopping import StopFlag

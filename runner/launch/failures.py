@@ -12,9 +12,15 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
-from accel.errors import AccelError, ConfigError, DiskFullError, MissingPackageError, text_of
-from runner.config import user_frames
+from accel.machine.errors import (
+    AccelError,
+    ConfigError,
+    DiskFullError,
+    MissingPackageError,
+    text_of,
+)
 from runner.exit_codes import FAILED, REFUSED
+from runner.recipe import user_frames
 from runner.run_dir import abandoned, directory
 from runner.run_dir.outcomes import Outcome
 

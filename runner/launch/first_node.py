@@ -13,11 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel.errors import ConfigError, StateError
-from runner.config import nodes, processes
-from runner.config.batch_plan import plan_batches
-from runner.config.format_counts import counted
-from runner.config.schema import Recipe
+from accel.machine.errors import ConfigError, StateError
 from runner.exit_codes import FAILED
 from runner.launch import attempt, hangs, staging
 from runner.launch.attempt import Ended
@@ -31,6 +27,10 @@ from runner.launch.worker_group import (
     StopSignals,
     WorkerGroup,
 )
+from runner.recipe import nodes, processes
+from runner.recipe.batch_plan import plan_batches
+from runner.recipe.format_counts import counted
+from runner.recipe.schema import Recipe
 from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job

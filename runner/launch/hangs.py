@@ -9,12 +9,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.durations import parse_duration
 from runner.launch.stacks import BUSY, IN_TORCH, WAITING, Stack
+from runner.recipe.durations import parse_duration
 from runner.training.heartbeat import START_UP
 
 if TYPE_CHECKING:
-    from runner.config.schema import Recipe
+    from runner.recipe.schema import Recipe
 
 # A start-up in which nothing changes for that many time limits is ended.
 START_UP_LIMITS = 6

@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel.errors import ConfigError, Problems
-from runner.config import nodes, resumed_recipe, serialization
-from runner.config.schema import Recipe
+from accel.machine.errors import ConfigError, Problems
 from runner.exit_codes import OF_SIGNAL
 from runner.launch.messages import PROTOCOL, Connection, Lost
 from runner.launch.worker_group import Failure, StopSignals
+from runner.recipe import nodes, resumed_recipe, serialization
+from runner.recipe.schema import Recipe
 from runner.run_dir.job import Job
 from runner.run_dir.outcomes import Outcome
 from runner.run_dir.resumable import AUTO

@@ -13,17 +13,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel import passwords
-from runner.config import processes, ray_placement
-from runner.config.processes import Adopted
-from runner.config.schema import Recipe
+from accel.machine import passwords
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL
 from runner.launch import attempt, attempts, exit_guards, failures, hangs, rank_logs, rendezvous
 from runner.launch.first_node import FirstNode
 from runner.launch.worker_group import StopSignals, Terminated
-from runner.reporting import run_log
+from runner.recipe import processes, ray_placement
+from runner.recipe.processes import Adopted
+from runner.recipe.schema import Recipe
 from runner.run_dir import abandoned, numerics, outcomes
 from runner.run_dir.atomic_update import run_dir_of
+from runner.training import run_log
 from runner.training.stopping import StopFlag
 
 if TYPE_CHECKING:

@@ -14,14 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel.errors import StateError
-from runner.config import nodes, processes, serialization
-from runner.config.nodes import Endpoint
-from runner.config.schema import Recipe
+from accel.machine.errors import StateError
 from runner.exit_codes import INTERRUPTED, REFUSED, STOPPED
 from runner.launch import attempt, hangs, messages, staging, start_run
 from runner.launch.messages import PROTOCOL, Connection, Lost
 from runner.launch.worker_group import MONITOR_SECONDS, Place, StopSignals
+from runner.recipe import nodes, processes, serialization
+from runner.recipe.nodes import Endpoint
+from runner.recipe.schema import Recipe
 from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
 

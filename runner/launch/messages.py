@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accel import env
-from runner.config.nodes import Endpoint
-from runner.config.processes import INTERFACE
+from accel.machine import env
+from runner.recipe.nodes import Endpoint
+from runner.recipe.processes import INTERFACE
 
 PROTOCOL = 1
 ALIVE = "alive"

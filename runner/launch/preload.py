@@ -12,15 +12,15 @@ import random
 import sys
 from collections.abc import Sequence
 
-from accel.imports import is_available
+from accel.machine.imports import is_available
 
 # What a run imports whatever its recipe. None of it starts a thread or asks for devices.
 RUN = (
     *("torch", "torch._dynamo", "torch.utils.data", "torch.utils.tensorboard"),
     *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.single"),
-    *("runner.build.parts", "runner.build.accelerator", "runner.training.loop"),
-    *("runner.launch.worker", "runner.launch.watchdog", "runner.compose.hydra_setup"),
-    *("runner.builtin.optimizers", "runner.build.deferred_init_check"),
+    *("runner.recipe.parts", "runner.recipe.accelerator", "runner.training.loop"),
+    *("runner.launch.worker", "runner.launch.watchdog", "runner.recipe.hydra_setup"),
+    *("runner.builtin.optimizers", "runner.recipe.deferred_init_check"),
     *("runner.data.train_eval_batches", "rich.progress"),
     *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
 )

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from runner.config import user_frames
+from runner.recipe import user_frames
 from runner.run_dir.outcomes import log_folder
 
 TAIL_BYTES = 64 * 1024

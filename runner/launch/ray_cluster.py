@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel import env, imports
-from accel.errors import ConfigError
-from runner.config import ray_placement, trust
+from accel.machine import env, imports
+from accel.machine.errors import ConfigError
 from runner.launch import heartbeats, remote_process
 from runner.launch.remote_process import State
+from runner.recipe import ray_placement, trust
 from runner.run_dir import numerics
 from runner.training.stopping import HEARD_SIGNALS, handlers_restored
 

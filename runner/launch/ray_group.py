@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from accel.errors import ConfigError, StateError
-from runner.config import processes
-from runner.config.schema import Distributed
+from accel.machine.errors import ConfigError, StateError
 from runner.exit_codes import DONE, FAILED
 from runner.launch import attempt, bootstrap, ray_cluster, remote_process
 from runner.launch.attempt import Ended
@@ -30,6 +28,8 @@ from runner.launch.ray_cluster import Event, Watch
 from runner.launch.remote_process import Place
 from runner.launch.stopped_workers import StoppedWorkers, look_seconds
 from runner.launch.worker_group import GRACE_SECONDS, Failure, StopSignals
+from runner.recipe import processes
+from runner.recipe.schema import Distributed
 from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.outcomes import Outcome

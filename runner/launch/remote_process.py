@@ -2,8 +2,8 @@
 
 The class goes to the node by value, with `heartbeats`, and needs nothing but Python there, so that
 neither a folder of the user's nor another installation is taken for it. The process is a child of
-the actor: it ends itself when the actor ends (`accel.parent_watch`), as Ray lets actors do when the
-command ends, is killed or loses the node.
+the actor: it ends itself when the actor ends (`accel.machine.parent_watch`), as Ray lets actors
+do when the command ends, is killed or loses the node.
 """
 
 from __future__ import annotations

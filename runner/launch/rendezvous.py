@@ -10,13 +10,13 @@ import select
 import socket
 from collections.abc import Callable, Iterator
 
-from accel.errors import AccelError, ConfigError
-from runner.config import nodes, processes
-from runner.config.nodes import Endpoint
-from runner.config.schema import Distributed
+from accel.machine.errors import AccelError, ConfigError
 from runner.exit_codes import INTERRUPTED
 from runner.launch import failures, messages
 from runner.launch.messages import Connection
+from runner.recipe import nodes, processes
+from runner.recipe.nodes import Endpoint
+from runner.recipe.schema import Distributed
 
 # The socket of the first node, by address: bound once, so that a second command on the same machine
 # finds it taken, and kept for all runs of this process.

@@ -1,7 +1,7 @@
 """A script of the user's on all GPUs, or on processes of the CPU, under torchelastic.
 
-Settings come from `accel.launch_config` and the command line. They become one command and its
-variables; the process then becomes that command, so signals and the exit code are the script's.
+Settings come from `accel.commands.launch_config` and the command line. They become one command
+and its variables; the process becomes that command: signals and the exit code are the script's.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import accel
-from accel import env, launcher_variables
-from accel.enums import PrecisionType
-from accel.errors import ConfigError, Problems, unknown_choice
-from accel.launch_config import EMPTY, VARIABLES, strategies
-from accel.planning.fp8 import check_launched
-from runner.config import processes
+from accel.commands.launch_config import EMPTY, VARIABLES, strategies
+from accel.machine import env, launcher_variables
+from accel.machine.enums import PrecisionType
+from accel.machine.errors import ConfigError, Problems, unknown_choice
+from accel.plan.fp8 import check_launched
+from runner.recipe import processes
 
 PORT = 29500
 
@@ -98,7 +98,7 @@ def plan(
     """Return how a script is started.
 
     Args:
-        settings: as `accel.launch_config.read` gives them.
+        settings: as `accel.commands.launch_config.read` gives them.
         script: what each process runs.
         torchrun: further flags of torchrun.
         flags: names of the settings that were given on the command line.

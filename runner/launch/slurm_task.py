@@ -14,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-from accel import env
-from runner.config import processes
+from accel.machine import env
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import exit_guards, failures, launcher, start_run, worker
+from runner.recipe import processes
 from runner.run_dir import atomic_update, directory, lock, numerics, outcomes
 from runner.run_dir.job import Job
 from runner.run_dir.json_files import SUMMARY

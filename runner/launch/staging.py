@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError
-from runner.config import paths
+from accel.machine.errors import ConfigError
+from runner.recipe import paths
 from runner.run_dir import atomic_update, directory, environment, previous_attempts, resumable
 from runner.run_dir.job import JOB, Job
 
 if TYPE_CHECKING:
-    from runner.config.schema import Recipe
+    from runner.recipe.schema import Recipe
 
 
 def staged(requested: Job, recipe: Recipe) -> Job:

@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.errors import AccelError, ConfigError
-from runner.config import processes, resumed_recipe, trust
+from accel.machine.errors import AccelError, ConfigError
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher, staging
-from runner.reporting import run_log
+from runner.recipe import processes, resumed_recipe, trust
 from runner.run_dir import (
     abandoned,
     atomic_update,
@@ -26,9 +25,10 @@ from runner.run_dir import (
 )
 from runner.run_dir.job import Job
 from runner.run_dir.resumable import AUTO
+from runner.training import run_log
 
 if TYPE_CHECKING:
-    from runner.config.schema import Recipe
+    from runner.recipe.schema import Recipe
 
 OnClaimed = Callable[[Path], object]
 

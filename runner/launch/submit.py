@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel import env
-from accel.errors import ConfigError
-from runner.config import processes
-from runner.config.schema import Recipe
+from accel.machine import env
+from accel.machine.errors import ConfigError
 from runner.launch import batch_script, start_run
+from runner.recipe import processes
+from runner.recipe.schema import Recipe
 from runner.run_dir import outcomes, slurm_job
 
 SBATCH = "sbatch"

@@ -9,8 +9,8 @@ from torch._C import _DistError
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from accel.comm.rendezvous import connect_store
-from accel.env import Environment
-from accel.errors import StateError
+from accel.machine.env import Environment
+from accel.machine.errors import StateError
 
 KEY = "run_dir"
 # Composing a recipe may import large packages of the user's.

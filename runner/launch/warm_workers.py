@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from runner.config import processes
-from runner.config.schema import Recipe
 from runner.launch import preload
+from runner.recipe import processes
+from runner.recipe.schema import Recipe
 from runner.run_dir import numerics
 from runner.training.stopping import HEARD_SIGNALS
 
@@ -171,7 +171,7 @@ def _number(recipe: Recipe) -> int:
 
 def _modules(recipe: Recipe) -> list[str]:
     """Return what the built-in factories of a recipe import."""
-    from runner.factories import nodes
+    from runner.recipe import factory_nodes as nodes
 
     found: list[str] = []
     for place in nodes.builtin_places(recipe):

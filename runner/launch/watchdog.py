@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
 
-from runner.config import processes, user_frames
 from runner.exit_codes import FAILED
 from runner.launch import failures, hangs, rank_logs, torchrun
 from runner.launch.hangs import Report, Verdict
 from runner.launch.heartbeats import Heartbeat
 from runner.launch.stacks import Stack
 from runner.launch.stopped_workers import process_state
+from runner.recipe import processes, user_frames
 from runner.run_dir import outcomes
 from runner.run_dir.outcomes import Outcome
 from runner.training.heartbeat import Progress
@@ -47,7 +47,7 @@ from runner.training.stopping import StopFlag
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from runner.config.schema import Recipe
+    from runner.recipe.schema import Recipe
 
 MAX_POLL_SECONDS = 5.0
 # Below the process group's own time-out, which would end the run without naming anyone.

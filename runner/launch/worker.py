@@ -16,20 +16,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accel import env, parent_watch
-from accel.env import Environment
-from accel.imports import load_attribute
+from accel.machine import env, parent_watch
+from accel.machine.env import Environment
+from accel.machine.imports import load_attribute
 from runner import collector
-from runner.config.error_keys import of_the_recipe
-from runner.config.schema import Recipe
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.launch import exit_guards, failures, rank_logs
-from runner.reporting import log_levels, run_log
+from runner.recipe.error_keys import of_the_recipe
+from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update, environment, lock
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job
 from runner.run_dir.numerics import read as read_numerics
 from runner.run_dir.outcomes import Outcome
+from runner.training import log_levels, run_log
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, StopFlag
 
 if TYPE_CHECKING:
@@ -137,13 +137,12 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
 
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     from accel.checkpoint import disk_full
-    from accel.rng import set_seed
-    from runner.build import deferred_init_check
-    from runner.build.accelerator import running
-    from runner.build.parts import build_parts
-    from runner.config import processes
-    from runner.config.batch_plan import plan_batches
+    from accel.comm.rng import set_seed
     from runner.launch import watchdog
+    from runner.recipe import deferred_init_check, processes
+    from runner.recipe.accelerator import running
+    from runner.recipe.batch_plan import plan_batches
+    from runner.recipe.parts import build_parts
     from runner.training import pruning
     from runner.training.loop import Loop
 

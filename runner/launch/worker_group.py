@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from accel import env
+from accel.machine import env
 from runner.launch.heartbeats import Heartbeat
 from runner.launch.stopped_workers import StoppedWorkers
 from runner.launch.warm_workers import ForkedWorker

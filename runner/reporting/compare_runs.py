@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runner.reporting.console import clock, number
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import STYLES, cell, damage
 from runner.run_dir import data_files, earlier_sessions, provenance
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
+from runner.training.console import clock, number
 
 # With more runs than these, a run is a row.
 MOST_SIDE_BY_SIDE = 5

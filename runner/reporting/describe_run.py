@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import AccelError
-from runner.config import resumed_recipe
-from runner.config.format_counts import size
-from runner.reporting.console import clock, number
+from accel.machine.errors import AccelError
+from runner.recipe import resumed_recipe
+from runner.recipe.format_counts import size
 from runner.reporting.run_table import STYLES, cell, described, relative
 from runner.run_dir import (
     atomic_update,
@@ -30,6 +29,7 @@ from runner.run_dir import (
 from runner.run_dir import record as records
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import RunRecord
+from runner.training.console import clock, number
 
 CODE = ("git", "runner_git", "code")  # keys of environment.json
 MOST_LINES = 12  # of a traceback

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runner.reporting.console import number
 from runner.reporting.run_table import relative
 from runner.run_dir.json_files import Fields
+from runner.training.console import number
 
 
 def show(rows: Sequence[tuple[Path, Fields | str]], console: Console) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from accel.errors import ConfigError, Problem, Problems, closest, did_you_mean, nearest
-from runner.config import keys
+from accel.machine.errors import ConfigError, Problem, Problems, closest, did_you_mean, nearest
+from runner.recipe import keys
 from runner.run_dir.record import MISSING, STATUSES, RunRecord
 
 _FILTER = re.compile(r"(?P<key>[A-Za-z_][\w.]*)(?P<sign>!=|>=|<=|=|<|>)(?P<text>.*)", re.DOTALL)

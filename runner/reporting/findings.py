@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from accel.errors import ConfigError
-from runner.reporting import console, curves, swept_keys
+from accel.machine.errors import ConfigError
+from runner.reporting import curves, swept_keys
 from runner.reporting.curves import MOST_POINTS, Band, Curve, Group
 from runner.reporting.importance import Importance, importance
 from runner.reporting.run_table import damage, judge_of, newest_first
@@ -17,6 +17,7 @@ from runner.run_dir import record as records
 from runner.run_dir import study
 from runner.run_dir.field_types import number
 from runner.run_dir.record import RunRecord
+from runner.training import console
 
 # Values of training that are no learning curve.
 NO_CURVE = ("lr", "samples_per_second", "skipped_steps")

@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from runner.config.format_counts import size
+from runner.recipe.format_counts import size
 from runner.reporting import curves, plots, swept_keys
 from runner.reporting.compare_runs import short_names
-from runner.reporting.console import clock, number
 from runner.reporting.findings import (
     SEEDS_NOTE,
     Findings,
@@ -26,6 +25,7 @@ from runner.reporting.plots import Picture
 from runner.reporting.run_table import MOST_DAMAGES, cell, damage, relative
 from runner.run_dir import record as records
 from runner.run_dir.record import MISSING, RunRecord
+from runner.training.console import clock, number
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --quiet: #667; --line: #d8dce2;

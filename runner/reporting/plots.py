@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel.errors import MissingPackageError
+from accel.machine.errors import MissingPackageError
 from runner.reporting import swept_keys
 from runner.reporting.curves import Band
 from runner.reporting.run_table import cell

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from accel.errors import ConfigError, nearest
+from accel.machine.errors import ConfigError, nearest
 from runner.reporting import filters
-from runner.reporting.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 from runner.run_dir import record as records
 from runner.run_dir.json_files import JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
+from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 
 STYLES = {
     records.RUNNING: "bold cyan",

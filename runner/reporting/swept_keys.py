@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from runner.config import resumed_recipe
+from runner.recipe import resumed_recipe
 from runner.reporting.filters import leaves
 from runner.run_dir.json_files import JsonObject, finite
 from runner.run_dir.record import CODE, DATA_FILES, EARLIER_RECIPE, MISSING, RunRecord

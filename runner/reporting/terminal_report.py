@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runner.config.format_counts import size
+from runner.recipe.format_counts import size
 from runner.reporting import curves, swept_keys
 from runner.reporting.compare_runs import short_names
-from runner.reporting.console import clock, number
 from runner.reporting.findings import (
     SEEDS_NOTE,
     Findings,
@@ -25,6 +24,7 @@ from runner.reporting.findings import (
 from runner.reporting.html_page import importance_note
 from runner.reporting.run_table import cell, show_problems, status_text
 from runner.run_dir.record import RunRecord
+from runner.training.console import clock, number
 
 MOST_ROWS, MOST_GROUPS = 30, 12
 BAR = 30

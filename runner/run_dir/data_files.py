@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from runner.config import paths
+from runner.recipe import paths
 from runner.run_dir import json_files
 from runner.run_dir.json_files import Fields, JsonObject
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import CheckpointError, ConfigError
-from runner.config import paths
+from accel.machine.errors import CheckpointError, ConfigError
+from runner.recipe import paths
 from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB, Job

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from accel.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem
 from runner.run_dir import atomic_update, field_types, sweep_records
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from runner.config import keys, resumed_recipe
-from runner.config.schema import PLUGINS
+from runner.recipe import keys, resumed_recipe
+from runner.recipe.schema import PLUGINS
 from runner.run_dir import atomic_update, json_files
 
 # Nodes whose keys are those of a person's functions: one that has come since is no newer version's.

@@ -12,10 +12,10 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from accel import passwords
-from accel.env import read
+from accel.machine import passwords
+from accel.machine.env import read
 from accel.strategies.table import specs
-from runner.config import trust
+from runner.recipe import trust
 from runner.run_dir import data_files, provenance
 from runner.run_dir.json_files import write_json
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import ConfigError, Problem
-from runner.config import paths, serialization, trust
-from runner.config.schema import Recipe
+from accel.machine.errors import ConfigError, Problem
+from runner.recipe import paths, serialization, trust
+from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.provenance import ENVIRONMENT

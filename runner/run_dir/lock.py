@@ -38,9 +38,9 @@ from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 
-from accel import passwords
-from accel.errors import ConfigError, Problem
-from runner.config import paths
+from accel.machine import passwords
+from accel.machine.errors import ConfigError, Problem
+from runner.recipe import paths
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from accel import env
-from runner.config import ray_placement
-from runner.config.schema import Recipe
+from accel.machine import env
+from runner.recipe import ray_placement
+from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update
 from runner.run_dir.json_files import write_json
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runner.config import paths
+from runner.recipe import paths
 from runner.run_dir.json_files import write_json
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import AccelError
+from accel.machine.errors import AccelError
 from runner.run_dir import (
     atomic_update,
     data_files,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import ConfigError, Problem, Problems
-from runner.config import resumed_recipe, serialization
-from runner.config.schema import Recipe
+from accel.machine.errors import ConfigError, Problem, Problems
+from runner.recipe import resumed_recipe, serialization
+from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update, directory, json_files, lock
 from runner.run_dir.job import Job
 

@@ -11,8 +11,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from accel import env
-from accel.errors import StateError
+from accel.machine import env
+from accel.machine.errors import StateError
 from runner.run_dir.json_files import Fields, write_json
 
 FILE = "slurm.json"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from accel.errors import ConfigError, nearest
+from accel.machine.errors import ConfigError, nearest
 from runner.run_dir import measurements
 from runner.run_dir.json_files import WEIGHTS_STEP, write_json
 

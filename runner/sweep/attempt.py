@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import ConfigError, Problem
-from runner.config import serialization
+from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
+from runner.recipe import serialization
 from runner.run_dir import (
     atomic_update,
     data_files,
@@ -38,7 +38,7 @@ from runner.sweep.journal import Journal
 from runner.training import state
 
 if TYPE_CHECKING:
-    from runner.config.schema import Recipe
+    from runner.recipe.schema import Recipe
 
 # Of a process in which another command's lock kept the job from being started.
 BUSY = 76

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from runner.config import trust
+from runner.recipe import trust
 from runner.run_dir import data_files, provenance
 from runner.run_dir.json_files import Fields
 from runner.sweep.journal import JobState

@@ -12,14 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel import passwords
-from accel.errors import ConfigError, Problem
-from runner.compose import hydra_setup
-from runner.compose.composition import Examined
-from runner.config import serialization
-from runner.config.schema import Recipe
+from accel.machine import passwords
+from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.launch import failures
+from runner.recipe import hydra_setup, serialization
+from runner.recipe.composition import Examined
+from runner.recipe.schema import Recipe
 from runner.sweep import (
     changes,
     conclusion,
@@ -442,7 +441,7 @@ def _in_order(examined: Sequence[Examined], common: set[str]) -> list[str]:
 
 def recipe_lines(examined: Sequence[Examined]) -> Iterator[str]:
     """Yield the first job's recipe, and for each other job the keys whose values differ."""
-    from runner.config import resumed_recipe
+    from runner.recipe import resumed_recipe
 
     first = serialization.to_plain(_recipe(examined[0]))
     for number, job in enumerate(examined):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from runner.config import paths
 from runner.exit_codes import DONE, FAILED
 from runner.launch import failures
-from runner.reporting.console import PipedConsole
+from runner.recipe import paths
 from runner.run_dir.sweep_records import FINISHED, PRUNED
 from runner.sweep import changes, hparams, table, task
 from runner.sweep.directory import Sweep
 from runner.sweep.journal import FAILED as FAILURE
 from runner.sweep.journal import INTERRUPT, PENDING, STOP, JobState
 from runner.sweep.table import Results
+from runner.training.console import PipedConsole
 
 _GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)
 

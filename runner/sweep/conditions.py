@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from accel.errors import ConfigError, Problems, nearest
+from accel.machine.errors import ConfigError, Problems, nearest
 
 WHEN = "hydra.sweeper.when"
 

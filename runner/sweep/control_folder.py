@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from accel.errors import ConfigError
-from runner.config import paths
+from accel.machine.errors import ConfigError
+from runner.recipe import paths
 from runner.run_dir import lock
 
 NAME, UNFINISHED, LOCK = ".command-", ".new-command-", "lock"

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from accel import env
-from runner.config import processes
-from runner.config.schema import Recipe
+from accel.machine import env
+from runner.recipe import processes
+from runner.recipe.schema import Recipe
 from runner.run_dir import numerics
 from runner.sweep.settings import AUTO, Jobs
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import ConfigError, Problem
-from runner.compose import hydra_setup, sweepers
-from runner.config import paths, resumed_recipe, serialization
-from runner.config.schema import Recipe
+from accel.machine.errors import ConfigError, Problem
+from runner.recipe import hydra_setup, paths, resumed_recipe, serialization, sweepers
+from runner.recipe.schema import Recipe
 from runner.run_dir import directory as run_directory
 from runner.run_dir import lock
 from runner.run_dir.directory import SWEEP, SWEEPS

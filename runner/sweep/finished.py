@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.compose import hydra_setup
-from runner.config.schema import Recipe
+from runner.recipe import hydra_setup
+from runner.recipe.schema import Recipe
 from runner.run_dir.directory import SWEEP
 from runner.sweep import directory, missing_runs, sources
 from runner.sweep.directory import Sweep

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from accel import env, parent_watch
+from accel.machine import env, parent_watch
 from runner import collector
 from runner.launch import bootstrap, preload, rank_logs
 from runner.run_dir import numerics
@@ -245,9 +245,9 @@ def be(pickled: bytes, parent: int) -> None:
     env.set_values(order.environment)
     preload.forget_random_state()
     sys.orig_argv[:] = order.command
-    from accel.imports import load_attribute
-    from runner.config import paths, trust
+    from accel.machine.imports import load_attribute
     from runner.launch import worker
+    from runner.recipe import paths, trust
 
     paths.move_project_last()
     trust.import_packages()

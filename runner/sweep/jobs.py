@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError, Problem, Problems, nearest
-from runner.compose import (
+from accel.machine.errors import ConfigError, Problem, Problems, nearest
+from runner.recipe import (
     composition,
     diagnose,
+    foreign_names,
     hydra_setup,
     launchers,
     plugin_nodes,
     sweepers,
 )
-from runner.compose.plugin_nodes import KINDS
-from runner.config import foreign_names
+from runner.recipe.plugin_nodes import KINDS
 from runner.sweep import directory, settings
 from runner.sweep.plugins import LOCAL, SLURM
 from runner.sweep.settings import Settings
 
 if TYPE_CHECKING:
-    from runner.compose.composition import Examined
+    from runner.recipe.composition import Examined
 
 BASIC = "basic"
 # Launchers that the runner's jobs are tested under; basic stands for our own, on this machine.

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel.errors import ConfigError
-from runner.config import paths
+from accel.machine.errors import ConfigError
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
+from runner.recipe import paths
 from runner.run_dir import slurm_job
 from runner.run_dir.json_files import Fields, finite
 from runner.run_dir.sweep_records import (

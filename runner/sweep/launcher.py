@@ -9,7 +9,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from accel import parent_watch
+from accel.machine import parent_watch
 
 
 def instantiate_launcher(

@@ -20,12 +20,12 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from runner.config.schema import Recipe
 from runner.exit_codes import DONE
-from runner.reporting.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
+from runner.recipe.schema import Recipe
 from runner.run_dir.json_files import METRICS
 from runner.run_dir.outcomes import describe_exit
 from runner.sweep.journal import FAILED, JobState, Journal, status_of
+from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 
 REFRESH_SECONDS = 1.0
 TAIL_BYTES = 8192

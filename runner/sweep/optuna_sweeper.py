@@ -28,9 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import check_distribution_compatibility
 from optuna.study import StudyDirection
 
-from accel.errors import ConfigError
-from runner.compose import composition, hydra_setup, sweepers
-from runner.config import processes
+from accel.machine.errors import ConfigError
+from runner.recipe import composition, hydra_setup, processes, sweepers
 from runner.run_dir import numerics
 from runner.run_dir import study as study_files
 from runner.run_dir.study import BEST, StudyFile

@@ -20,7 +20,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from runner.compose import launchers
+from runner.recipe import launchers
 from runner.sweep.launcher import instantiate_launcher
 from runner.sweep.task_launcher import TaskLauncher
 

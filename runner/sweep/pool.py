@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from runner.config.schema import Recipe
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from runner.recipe.schema import Recipe
 from runner.run_dir import lock
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.outcomes import describe_exit

@@ -22,8 +22,8 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from accel.errors import ConfigError, Problems
-from runner.compose import hydra_setup
+from accel.machine.errors import ConfigError, Problems
+from runner.recipe import hydra_setup
 
 LOG = "log"
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from accel.errors import Problem
-from runner.config import processes, ray_placement
-from runner.config.schema import Recipe
+from accel.machine.errors import Problem
 from runner.exit_codes import REFUSED
 from runner.launch import bootstrap, ray_cluster, remote_process
+from runner.recipe import processes, ray_placement
+from runner.recipe.schema import Recipe
 from runner.sweep import fork_server
 from runner.sweep.devices import THREADS, Share
 from runner.sweep.fork_server import Event, Order

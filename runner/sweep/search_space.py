@@ -14,9 +14,8 @@ from optuna.distributions import (
 )
 from optuna.trial import Trial
 
-from accel.errors import ConfigError, Problems
-from runner.compose import hydra_setup
-from runner.config import keys
+from accel.machine.errors import ConfigError, Problems
+from runner.recipe import hydra_setup, keys
 from runner.sweep import conditions, ranges
 from runner.sweep.conditions import Condition
 

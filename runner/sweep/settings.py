@@ -21,7 +21,7 @@ from typing import Literal
 
 from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
-from accel.errors import Problem, Problems, nearest
+from accel.machine.errors import Problem, Problems, nearest
 
 PREFIX = "sweep"
 KEYS = ("dir", "jobs", "list")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.utils import JobReturn
 from omegaconf import OmegaConf
 
-from accel.errors import StateError
+from accel.machine.errors import StateError
 from runner.exit_codes import DONE, FAILED, STOPPED
 from runner.run_dir import slurm_job
 from runner.sweep.journal import JobState, Journal

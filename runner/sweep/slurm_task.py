@@ -23,11 +23,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from accel import env
-from accel.errors import StateError
-from runner.config import processes
+from accel.machine import env
+from accel.machine.errors import StateError
 from runner.exit_codes import DONE, STOPPED
 from runner.launch import launcher, worker
+from runner.recipe import processes
 from runner.run_dir import slurm_job
 from runner.sweep.task import Task
 

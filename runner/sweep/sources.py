@@ -6,8 +6,7 @@ import hashlib
 import importlib.metadata
 import re
 
-from runner.compose import conf_files
-from runner.config import paths
+from runner.recipe import conf_files, paths
 from runner.sweep.directory import Description
 
 # Interpolations whose values are not in the files of a recipe.

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from accel.errors import ConfigError, Problem, Problems, nearest
-from accel.imports import is_available
-from runner.compose import diagnose, hydra_setup, plugin_nodes, sweepers
-from runner.config.schema import Recipe
+from accel.machine.errors import ConfigError, Problem, Problems, nearest
+from accel.machine.imports import is_available
+from runner.recipe import diagnose, hydra_setup, plugin_nodes, sweepers
+from runner.recipe.schema import Recipe
 from runner.run_dir.study import BEST
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ def monitored(recipe: Recipe) -> tuple[str | None, str | None]:
 
     None: it is known only once the run has been built.
     """
-    from runner.build.factory import factory_of
-    from runner.factories.registry import register
+    from runner.recipe.factory import factory_of
+    from runner.recipe.registry import register
     from runner.training.objective import Objective
     from runner.training.step import SupervisedStep
 

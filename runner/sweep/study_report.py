@@ -12,9 +12,9 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 from rich.table import Table
 
-from runner.compose import hydra_setup
-from runner.reporting.console import PipedConsole
+from runner.recipe import hydra_setup
 from runner.run_dir.study import BEST
+from runner.training.console import PipedConsole
 from runner.training.optuna_study import JOB
 
 # Importances of fewer trials say nothing.

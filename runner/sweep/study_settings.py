@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel.errors import ConfigError, Problems, nearest
-from accel.imports import is_available
-from runner.compose.sweepers import NODE
-from runner.config.durations import parse_duration
+from accel.machine.errors import ConfigError, Problems, nearest
+from accel.machine.imports import is_available
+from runner.recipe.durations import parse_duration
+from runner.recipe.sweepers import NODE
 from runner.run_dir.study import BEST, SPLITS
 from runner.training import optuna_study
 from runner.training.optuna_study import PRUNER, SAMPLER

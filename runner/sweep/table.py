@@ -21,12 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
-from runner.compose import hydra_setup
-from runner.reporting.console import UNLIMITED_COLUMNS, clock, number
+from runner.recipe import hydra_setup
 from runner.run_dir.sweep_records import FINISHED
 from runner.sweep.directory import Sweep
 from runner.sweep.journal import JobState, Objective
 from runner.sweep.settings import is_setting
+from runner.training.console import UNLIMITED_COLUMNS, clock, number
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9]\d*(_\d+)*)", re.ASCII)
 _LIST = re.compile(r"\[[\w\s.+,-]+\]", re.ASCII)  # of plain values

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from accel import parent_watch
-from accel.errors import ConfigError, MissingPackageError, Problem
-from runner.compose import composition, hydra_setup
+from accel.machine import parent_watch
+from accel.machine.errors import ConfigError, MissingPackageError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
+from runner.recipe import composition, hydra_setup
 from runner.run_dir import lock, study
 from runner.sweep import attempt, directory, pool
 from runner.sweep.devices import Machine
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hydra.plugins.launcher import Launcher
     from omegaconf import DictConfig
 
-    from runner.config.schema import Recipe
+    from runner.recipe.schema import Recipe
     from runner.sweep.fork_server import ForkServer
     from runner.sweep.live import Live
 
@@ -302,8 +302,7 @@ class Task:
 
     def _recipe(self, number: int, overrides: Sequence[str]) -> Recipe:
         """Return the recipe of a job; raises what is wrong with one that a sweeper has chosen."""
-        from runner.build import parts
-        from runner.config import trust
+        from runner.recipe import parts, trust
 
         sweep = directory.read(Path(self.folder))
         known = sweep.recipe(number) if self.numbers is not None else None

@@ -29,7 +29,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.run_dir import lock, measurements
 from runner.run_dir import study as study_files
 from runner.run_dir.sweep_records import PRUNED as PRUNED_JOB

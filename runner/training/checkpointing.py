@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accel.checkpoint import directory as checkpoints
 from accel.checkpoint.full_or_sharded import read_model
-from accel.errors import CheckpointError, Problem
-from accel.ops import broadcast_object_list
+from accel.comm.ops import broadcast_object_list
+from accel.machine.errors import CheckpointError, Problem
 from runner.run_dir import directory
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.config.schema import Checkpoint
+    from runner.recipe.schema import Checkpoint
     from runner.training.state import TrainState
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from accel import Accelerator
-    from runner.config.batch_plan import BatchPlan
-    from runner.config.schema import Recipe
     from runner.data.datasets import Data
-    from runner.reporting.console import Display
+    from runner.recipe.batch_plan import BatchPlan
+    from runner.recipe.schema import Recipe
     from runner.training.checkpointing import Saver
+    from runner.training.console import Display
     from runner.training.metrics import Stopwatch
     from runner.training.state import Stop, TrainState
     from runner.training.step import Step

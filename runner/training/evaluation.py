@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.errors import ConfigError, nearest
-from accel.ops import broadcast_object_list
-from accel.rng import preserved
+from accel.comm.ops import broadcast_object_list
+from accel.comm.rng import preserved
+from accel.machine.errors import ConfigError, nearest
 from runner.training import return_checks
 
 if TYPE_CHECKING:

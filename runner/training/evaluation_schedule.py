@@ -11,8 +11,8 @@ from runner.training.state import Stop
 from runner.training.stopping import TIME_IS_UP, StopFlag
 
 if TYPE_CHECKING:
-    from runner.reporting.recorder import Recorder
     from runner.training.current_run import Run
+    from runner.training.recorder import Recorder
     from runner.training.setup import Prepared
 
 

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel.checkpoint import directory
-from accel.errors import ConfigError
-from accel.rng import preserved, set_seed
-from runner.config.batch_plan import Position, plan_batches
-from runner.config.durations import parse_duration
+from accel.comm.rng import preserved, set_seed
+from accel.machine.errors import ConfigError
 from runner.data.micro_batch_window import with_last
-from runner.reporting.console import Display
-from runner.reporting.recorder import Recorder
+from runner.recipe.batch_plan import Position, plan_batches
+from runner.recipe.durations import parse_duration
 from runner.run_dir.json_files import SUMMARY, write_json
 from runner.training import profiling, return_checks, torch_errors
 from runner.training import summary as summaries
 from runner.training.callback import Callback
 from runner.training.checkpointing import Saver
+from runner.training.console import Display
 from runner.training.evaluation_schedule import Evaluations
 from runner.training.metrics import StepMeter, Stopwatch
 from runner.training.micro_batch_check import check as check_gradients
+from runner.training.recorder import Recorder
 from runner.training.setup import prepare
 from runner.training.state import Stop, TrainState
 from runner.training.stopping import TIME_IS_UP, StopFlag
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
     from accel import Accelerator
-    from runner.config.batch_plan import BatchPlan
-    from runner.config.schema import Recipe
     from runner.data.datasets import Data
     from runner.data.micro_batch_window import Window
+    from runner.recipe.batch_plan import BatchPlan
+    from runner.recipe.schema import Recipe
     from runner.training.step import Step
 
 

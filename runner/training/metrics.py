@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.errors import AccelError, CheckpointError, Problem
+from accel.machine.errors import AccelError, CheckpointError, Problem
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.errors import ConfigError
+from accel.comm.rng import preserved, set_seed
+from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
-from accel.rng import preserved, set_seed
 from runner.data import user_code
 from runner.data.micro_batch_window import MicroBatch, OnDevice, Window
 from runner.training.evaluation import evaluation_mode

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 
 class Objective:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.loss_normalization import global_weight, normalize_loss
+from accel.run.loss_normalization import global_weight, normalize_loss
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.config.schema import Trainer
     from runner.data.micro_batch_window import MicroBatch, Window
+    from runner.recipe.schema import Trainer
 
 
 def optimizer_step(

@@ -25,7 +25,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from accel.errors import ConfigError, Problem, nearest
+from accel.machine.errors import ConfigError, Problem, nearest
 from runner.run_dir import lock
 
 SAMPLER, PRUNER = "sampler", "pruner"

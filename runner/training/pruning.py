@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel.errors import ConfigError
-from accel.imports import require
-from accel.ops import broadcast_object_list
+from accel.comm.ops import broadcast_object_list
+from accel.machine.errors import ConfigError
+from accel.machine.imports import require
 from runner.run_dir import study
 from runner.run_dir.study import StudyFile
 from runner.training.callback import Callback

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from accel.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem
 
 
 def shown(value: object) -> str:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from accel.errors import ConfigError, Problem
-from runner.config.schema import SPLITS
-from runner.config.serialization import to_plain
+from accel.machine.errors import ConfigError, Problem
+from runner.recipe.schema import SPLITS
+from runner.recipe.serialization import to_plain
 from runner.training.schedule_state import ScheduleState, is_replayed, state_of
 from runner.training.summary import num_samples
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from accel.config.handlers import GradScalerKwargs
-    from runner.config.schema import Recipe
     from runner.data.datasets import Data
+    from runner.recipe.schema import Recipe
     from runner.training.current_run import Run
     from runner.training.step import Step
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.data.train_eval_batches import EvalBatches, TrainBatches
 from runner.training.checkpointing import OWN, RunState, Stateful
 from runner.training.saved_hyperparameters import Hyperparameters

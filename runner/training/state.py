@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from accel.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
 
 PRUNED = "pruned"  # why a trial of a study ended before its time
 FORMERLY = "best_checkpoint"  # in checkpoints of earlier versions, and never set

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.training import return_checks
 from runner.training.optimizer_step import optimizer_step
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.config.schema import Trainer
     from runner.data.micro_batch_window import Window
+    from runner.recipe.schema import Trainer
     from runner.training.objective import Objective
 
 

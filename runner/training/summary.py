@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.config.format_counts import counted, size
-from runner.reporting.console import clock, number, short
+from runner.recipe.format_counts import counted, size
 from runner.run_dir.json_files import WEIGHTS_STEP
+from runner.training.console import clock, number, short
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.config.batch_plan import BatchPlan
     from runner.data.datasets import Data
+    from runner.recipe.batch_plan import BatchPlan
     from runner.training.current_run import Run
 
 Row = tuple[str, str]

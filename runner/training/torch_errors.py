@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from accel.errors import ConfigError, Problem, text_of
-from runner.config import user_frames
+from accel.machine.errors import ConfigError, Problem, text_of
+from runner.recipe import user_frames
 from runner.training.metrics import NonFiniteError
 
 ANOMALY = re.compile(r"Function '(\w+)' returned nan values in its (\d+)th output")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runner.reporting.recorder import learning_rates
+from runner.training.recorder import learning_rates
 
 if TYPE_CHECKING:
     import torch
 
-    from runner.reporting.recorder import Recorder
     from runner.training.current_run import Run
     from runner.training.metrics import StepMeter
+    from runner.training.recorder import Recorder
 
 
 class TrainLog:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, imports
+from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from accel.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import ProjectConfiguration, TorchDynamoPlugin
-from accel.enums import PrecisionType
-from accel.errors import ConfigError
-from accel.planning.plan import Plan
+from accel.machine import imports
+from accel.machine.enums import PrecisionType
+from accel.machine.errors import ConfigError
+from accel.plan.plan import Plan
 from accel.state import AcceleratorState, GradientState, PartialState
 
 
@@ -307,7 +308,7 @@ def test_models_are_compiled_with_the_backend_of_the_run() -> None:
 
 
 def test_the_machines_accelerator_is_left_alone_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.device.default_device_type", lambda: "xpu")
+    monkeypatch.setattr("accel.machine.device.default_device_type", lambda: "xpu")
     assert Accelerator(cpu=True).device == torch.device("cpu")
     AcceleratorState._reset_state(reset_partial_state=True)
     assert Accelerator(device="cpu").device == torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.errors import StateError
+from accel.machine.errors import StateError
 from tests.accel.strategies.training import BATCH, Model, data, difference, loss_of
 from tests.helpers import run_distributed
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel import Accelerator, env
-from accel.errors import DistributedOperationException
+from accel import Accelerator
+from accel.machine import env
+from accel.machine.errors import DistributedOperationException
 from accel.utils import (
     broadcast,
     broadcast_object_list,

@@ -10,9 +10,9 @@ from torch import nn
 
 import accel
 from accel import PartialState
-from accel.errors import ConfigError
 from accel.inference import prepare_pippy
-from tests.accel.large.test_pipeline_stages import Net, Step
+from accel.machine.errors import ConfigError
+from tests.accel.weights.test_pipeline_stages import Net, Step
 from tests.helpers import run_distributed
 
 X = torch.linspace(-2, 2, 28).reshape(7, 4)

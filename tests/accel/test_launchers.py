@@ -17,8 +17,8 @@ import torch
 from torch.multiprocessing import start_processes
 
 from accel import Accelerator, PartialState, debug_launcher, launchers, notebook_launcher
-from accel import env as environment
-from accel.errors import ConfigError, StateError
+from accel.machine import env as environment
+from accel.machine.errors import ConfigError, StateError
 from accel.utils import DistributedType, PrepareForLaunch, is_port_in_use
 from tests.helpers import ROOT, alive, free_port, python
 from tests.signals.cells import wait_until

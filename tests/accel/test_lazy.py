@@ -122,17 +122,17 @@ def test_a_package_has_no_other_modules(name: str) -> None:
 def test_a_name_keeps_its_value_where_a_module_is_called_alike() -> None:
     importlib.import_module("accel.utils.tqdm")
     alike = importlib.import_module("accel.utils")
-    assert alike.tqdm is importlib.import_module("accel.progress").tqdm
+    assert alike.tqdm is importlib.import_module("accel.run.progress").tqdm
     assert sys.modules["accel.utils.tqdm"].tqdm is alike.tqdm
 
 
 @pytest.mark.parametrize(
     ("path", "name", "home"),
     [
-        ("accel.memory_utils", "find_executable_batch_size", "accel.memory"),
+        ("accel.memory_utils", "find_executable_batch_size", "accel.machine.memory"),
         ("accel.utils", "is_torch_tensor", "accel.utils.operations"),
-        ("accel.utils.operations", "ConvertOutputsToFp32", "accel.ops"),
-        ("accel.utils.other", "write_basic_config", "accel.launch_config"),
+        ("accel.utils.operations", "ConvertOutputsToFp32", "accel.comm.ops"),
+        ("accel.utils.other", "write_basic_config", "accel.commands.launch_config"),
     ],
 )
 def test_a_documented_path_leads_to_the_working_module(path: str, name: str, home: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel import Accelerator, FullyShardedDataParallelPlugin, LocalSGD
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from tests.helpers import run_distributed
 
 STEPS, RATE = 5, 0.1

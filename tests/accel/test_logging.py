@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from accel import env
-from accel.errors import ConfigError
 from accel.logging import MultiProcessAdapter, get_logger, silenced
+from accel.machine import env
+from accel.machine.errors import ConfigError
 from accel.state import PartialState
 from tests.helpers import run_distributed
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
 from accel import Accelerator
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.scheduler import AcceleratedScheduler
 from accel.state import GradientState

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 import accel
-from accel import Accelerator, env
+from accel import Accelerator
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
-from accel.enums import DistributedType
-from accel.env import Environment
-from accel.errors import ConfigError, StateError
-from accel.planning.arguments import Arguments
-from accel.planning.plan import resolve
+from accel.machine import env
+from accel.machine.enums import DistributedType
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, StateError
+from accel.plan.arguments import Arguments
+from accel.plan.plan import resolve
 from accel.state import AcceleratorState, GradientState, PartialState, current_environment
 from tests.helpers import run_distributed
 
@@ -167,7 +168,7 @@ def test_plugins_of_another_kind_are_refused(name: str) -> None:
 def test_cpu_ignores_the_accelerator_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, kind: type[PartialState | AcceleratorState]
 ) -> None:
-    monkeypatch.setattr("accel.device.default_device_type", lambda: "cuda")
+    monkeypatch.setattr("accel.machine.device.default_device_type", lambda: "cuda")
     assert kind(cpu=True).device == torch.device("cpu")
 
 

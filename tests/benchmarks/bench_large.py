@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from accel.imports import is_available
+from accel.machine.imports import is_available
 from tests.helpers import python
 
 WIDTH = 4096

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.imports import is_available
+from accel.machine.imports import is_available
 
 STEPS = 400  # of an epoch
 TURN = 20  # steps that a loop makes before the other's turn

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from tests.documentation import objects
 from tests.documentation.player import shown
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel import launch_config
+from accel.commands import launch_config
 from tests.helpers import ROOT, python
 from tests.libraries.commands.config import load_config_from_file
 from tests.libraries.commands.launch import launch_command_parser

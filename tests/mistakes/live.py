@@ -10,9 +10,9 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from runner.config import keys, paths
-from runner.config.schema import Recipe
-from runner.factories.registry import Registry, register
+from runner.recipe import keys, paths
+from runner.recipe.registry import Registry, register
+from runner.recipe.schema import Recipe
 from tests.mistakes.cases import Mistake
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -192,7 +192,7 @@ def factory_name(rng: random.Random) -> Mistake:
 
 def _chosen() -> Iterator[tuple[str, Callable[..., Any], int]]:
     """Yield (node, factory, how many arguments are given) of the default recipe."""
-    from runner.factories.nodes import NUM_GIVEN
+    from runner.recipe.factory_nodes import NUM_GIVEN
 
     chosen = {**defaults(), "step": "supervised"}
     for node, registry in registries().items():

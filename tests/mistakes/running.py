@@ -26,13 +26,13 @@ IMPORTED = (
     *("sklearn.datasets", "torch", "torch._dynamo", "torch.utils.tensorboard"),
     *(
         "runner.cli.dispatch",
-        "runner.build.parts",
+        "runner.recipe.parts",
         "runner.callbacks.early_stopping",
         "runner.builtin.text_callbacks",
     ),
     *(
-        "runner.compose.composition",
-        "runner.build.accelerator",
+        "runner.recipe.composition",
+        "runner.recipe.accelerator",
         "runner.builtin.bytes_gpt",
         "runner.builtin.digits",
     ),

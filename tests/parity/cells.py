@@ -15,7 +15,7 @@ from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
-from accel.imports import is_torchao_available
+from accel.machine.imports import is_torchao_available
 from tests.parity.task import Task
 
 PRECISIONS = ("no", "bf16", "fp16")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from tests.parity import reference
 from tests.parity.__main__ import main
 from tests.parity.cells import BACKENDS, FLOAT8, Cell, matrix, reason_not_to_run

@@ -16,8 +16,8 @@ from accel import Accelerator
 from accel.config.fp8 import AORecipeKwargs
 from accel.config.handlers import GradScalerKwargs, KwargsHandler
 from accel.config.training import DataLoaderConfiguration
-from accel.loss_normalization import global_weight, normalize_loss
 from accel.precision.fp8 import TorchaoPrecision, import_torchao
+from accel.run.loss_normalization import global_weight, normalize_loss
 from tests.parity import fp8_layers
 from tests.parity.cells import BACKENDS, Cell
 from tests.parity.memory import Walk

@@ -59,11 +59,10 @@ def import_everything() -> None:
 
     import runner
     from runner import cli
-    from runner.build import parts
     from runner.cli import dispatch
-    from runner.compose import composition
     from runner.inference import session
     from runner.launch import launcher, start_run, worker
+    from runner.recipe import composition, parts
     from runner.training import loop
 
     warm = (dispatch, parts, cli, session, composition, launcher, loop, start_run, worker, runner)
@@ -109,7 +108,7 @@ def _run(arguments: list[str]) -> int:
     from safetensors.torch import load_file
 
     import runner
-    from accel.errors import AccelError
+    from accel.machine.errors import AccelError
     from runner import cli
 
     torch.set_num_threads(1)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.compose import hydra_setup
-from runner.factories.registry import register
+from runner.recipe import hydra_setup
+from runner.recipe.registry import register
 from tests import ray_nodes, slurm
 
 

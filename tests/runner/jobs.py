@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from accel.env import Environment
-from accel.errors import ConfigError, Problem
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, Problem
 from runner.training.stopping import StopFlag
 
 LONG = 300.0

@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from accel.checkpoint.directory import checkpoints
-from runner.build.accelerator import make_accelerator
-from runner.config.batch_plan import plan_batches
-from runner.config.processes import dp_size
-from runner.config.schema import Checkpoint, DataLoader, Precision, Recipe, Tracker, Trainer
 from runner.data.datasets import Data
-from runner.reporting.console import Display
+from runner.recipe.accelerator import make_accelerator
+from runner.recipe.batch_plan import plan_batches
+from runner.recipe.processes import dp_size
+from runner.recipe.schema import Checkpoint, DataLoader, Precision, Recipe, Tracker, Trainer
 from runner.training.callback import Callback
+from runner.training.console import Display
 from runner.training.loop import Loop
 from runner.training.objective import Objective
 from runner.training.step import SupervisedStep

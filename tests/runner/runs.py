@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from accel.accelerator import Accelerator
-from runner.build import parts
-from runner.compose import composition, hydra_setup
+from runner.recipe import composition, hydra_setup, parts
 from runner.run_dir import directory
 from runner.run_dir.job import Job
 from runner.training.checkpointing import Best

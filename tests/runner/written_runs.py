@@ -9,8 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from runner.compose import composition, hydra_setup
-from runner.config import serialization
+from runner.recipe import composition, hydra_setup, serialization
 from runner.run_dir.json_files import finite
 
 STARTED = 1_790_000_000.0

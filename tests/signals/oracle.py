@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accel.checkpoint import directory
-from accel.errors import AccelError
-from runner.config import serialization
+from accel.machine.errors import AccelError
+from runner.recipe import serialization
 from runner.run_dir.job import Job
 from tests.helpers import alive
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from accel.env import Environment
+from accel.machine.env import Environment
 from runner import Callback, Data, Objective, register
 
 LIMIT_SECONDS = 600.0

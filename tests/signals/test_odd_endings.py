@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.imports import is_available
+from accel.machine.imports import is_available
 from tests.helpers import alive, python, run_distributed
 from tests.signals.cells import COMMAND, PATIENCE_SECONDS, RECIPE, ROOT, children, wait_until
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from accel.checkpoint import directory
-from runner.config import serialization
+from runner.recipe import serialization
 from runner.run_dir.job import Job
 from tests.helpers import python
 from tests.signals import oracle

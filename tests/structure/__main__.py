@@ -1,14 +1,13 @@
-"""Measure a checkout: ``python -m tests.structure [ROOT] [--json] [--names]``."""
+"""Measure a checkout: ``python -m tests.structure [ROOT] [--names]``."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from tests.structure.naming import naming_lines
-from tests.structure.report import measures, table
+from tests.structure.sizes import sizes, table
 from tests.structure.source import PACKAGES, read
 
 HERE = Path(__file__).resolve().parent.parent.parent
@@ -17,15 +16,13 @@ HERE = Path(__file__).resolve().parent.parent.parent
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.structure", description=__doc__)
     parser.add_argument("root", nargs="?", type=Path, default=HERE, help="of a checkout; this one")
-    parser.add_argument("--json", action="store_true", help="print the measures as JSON")
     parser.add_argument("--names", action="store_true", help="list the lines that name a strategy")
     given = parser.parse_args()
     if given.names:
         for one in naming_lines(read(given.root, *PACKAGES)):
             print(f"{one.place}:{one.line} {one.kind}: {one.text}")
         return 0
-    rows = measures(given.root)
-    print(json.dumps(rows, indent=1, ensure_ascii=False) if given.json else table(rows))
+    print(table(sizes(given.root)))
     return 0
 
 

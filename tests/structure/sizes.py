@@ -1,126 +1,98 @@
-"""Sizes: lines, functions, files, `Any`, and the width of the interface of a strategy."""
+"""Sizes of a checkout: code lines, syntax nodes and files of each part, against their budgets."""
 
 from __future__ import annotations
 
 import ast
-import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from tests.structure.source import Source
+from tests.structure.source import Source, read
 
-FACTS = ("Traits", "StrategySpec")
+# Folders of each part. `hydra_plugins` is the runner's; Hydra demands the name at the top level.
+PARTS = {
+    "accel": ("accel",),
+    "runner": ("runner", "hydra_plugins"),
+    "tests": ("tests",),
+    "examples": ("examples",),
+}
+# Code lines that a part may have, and files of `accel` and `runner` together.
+BUDGETS = {"accel": 26_400, "runner": 23_900, "tests": 68_700}
+MAX_FILES = 469
+# Helpers are what no test runner collects.
+HELPERS = "    of it helpers"
 
 
 @dataclass(frozen=True)
-class Function:
-    """A function or method, nested ones included.
+class Size:
+    """How much code a part of the checkout has.
 
     Attributes:
-        name: the file, and the name of the function.
-        num_lines: from ``def`` to the last line, docstring included.
+        lines: code lines: neither blank nor comments nor docstrings.
+        nodes: nodes of the syntax trees, docstrings left out.
+        files: Python files.
     """
 
-    name: str
-    num_lines: int
+    lines: int
+    nodes: int
+    files: int
 
 
-def functions(sources: Iterable[Source]) -> list[Function]:
-    """Return all functions of `sources`, the longest first."""
-    found = [
-        Function(f"{source.place}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
-        for source in sources
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    return sorted(found, key=lambda one: (-one.num_lines, one.name))
-
-
-def median_and_p90(lengths: list[int]) -> tuple[float, int]:
-    """Return the median of `lengths`, and the length that 90 % do not exceed."""
-    ordered = sorted(lengths)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
-
-
-def longer(sources: Iterable[Source], limit: int) -> dict[str, int]:
-    """Return the files of more than `limit` lines."""
-    return {one.place: one.num_lines for one in sources if one.num_lines > limit}
-
-
-def num_any(source: Source) -> int:
-    """Return how often the name `Any` is used, imports apart."""
-    return sum(
-        getattr(node, "id", getattr(node, "attr", "")) == "Any" for node in ast.walk(source.tree)
+def size(sources: Iterable[Source]) -> Size:
+    """Return the size of some files."""
+    sources = list(sources)
+    return Size(
+        sum(len(one.code_lines) for one in sources),
+        sum(num_nodes(one) for one in sources),
+        len(sources),
     )
 
 
-def any_per_thousand_lines(sources: Iterable[Source]) -> float:
-    """Return uses of `Any` per 1,000 lines of `sources`."""
-    sources = list(sources)
-    return 1000 * sum(map(num_any, sources)) / sum(one.num_lines for one in sources)
-
-
-def classes(sources: Iterable[Source]) -> dict[str, ast.ClassDef]:
-    """Return the classes of `sources` by name."""
-    return {
-        node.name: node
-        for source in sources
+def num_nodes(source: Source) -> int:
+    """Return the number of nodes of a file's syntax tree, docstrings left out."""
+    return sum(1 for _ in ast.walk(source.tree)) - 2 * sum(
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         for node in ast.walk(source.tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    )
 
 
-def declared(body: ast.ClassDef) -> list[str]:
-    """Return the members of a class: methods, properties, attributes of it and of instances."""
-    names = dict.fromkeys(_in_class(body))
-    for method in body.body:
-        if isinstance(method, ast.FunctionDef) and method.name == "__init__":
-            names.update(dict.fromkeys(_set_on_self(method)))
-    return list(names)
+def sizes(root: Path) -> dict[str, Size]:
+    """Return the size of each part of the checkout at `root`, and of `conf/` (lines, files)."""
+    found = {}
+    for part, folders in PARTS.items():
+        sources = read(root, *folders)
+        found[part] = size(sources)
+        if part == "tests":
+            found[HELPERS] = size(one for one in sources if "/test_" not in one.place)
+    texts = [path.read_text(encoding="utf-8") for path in (root / "conf").rglob("*.yaml")]
+    lines = [line for text in texts for line in text.splitlines()]
+    found["conf"] = Size(
+        sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines),
+        0,
+        len(texts),
+    )
+    return found
 
 
-def _in_class(body: ast.ClassDef) -> Iterator[str]:
-    for node in body.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
-        elif isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+def over_budget(found: Mapping[str, Size]) -> list[str]:
+    """Return a sentence for each budget that is exceeded."""
+    said = [
+        f"{part} has {found[part].lines} code lines; its budget is {most}"
+        for part, most in BUDGETS.items()
+        if found[part].lines > most
+    ]
+    files = found["accel"].files + found["runner"].files
+    if files > MAX_FILES:
+        said.append(f"accel and runner have {files} files; their budget is {MAX_FILES}")
+    return said
 
 
-def _set_on_self(method: ast.FunctionDef) -> Iterator[str]:
-    for node in ast.walk(method):
-        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if is_set and isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            yield node.attr
-
-
-def public_members(sources: Iterable[Source], name: str) -> list[str]:
-    """Return the public members of the class `name`; none where there is no such class."""
-    body = classes(sources).get(name)
-    return [] if body is None else [one for one in declared(body) if not one.startswith("_")]
-
-
-def subclasses(known: dict[str, ast.ClassDef], base: str) -> list[str]:
-    """Return the classes that derive from `base`, also by way of others."""
-    found = [base]
-    for above in found:
-        found += [
-            name
-            for name, body in known.items()
-            if above in [ast.unparse(one).split(".")[-1] for one in body.bases]
-            and name not in found
-        ]
-    return found[1:]
-
-
-def overriders(sources: Iterable[Source], name: str) -> dict[str, list[str]]:
-    """Return, for each public member of the class `name`, the subclasses that declare it too."""
-    sources = list(sources)
-    known = classes(sources)
-    below = {one: set(_in_class(known[one])) for one in subclasses(known, name)}
-    return {
-        member: [one for one, members in below.items() if member in members]
-        for member in public_members(sources, name)
-    }
+def table(found: Mapping[str, Size]) -> str:
+    """Return `found` as aligned text, with the budgets."""
+    rows = [("", "code lines", "budget", "AST nodes", "files")]
+    for part, one in found.items():
+        most = BUDGETS.get(part)
+        rows.append((part, str(one.lines), str(most or ""), str(one.nodes), str(one.files)))
+    both = found["accel"].files + found["runner"].files
+    rows.append(("accel and runner", "", "", "", f"{both} (budget {MAX_FILES})"))
+    return "\n".join(f"{a:<18} {b:>10} {c:>7} {d:>10}  {e}".rstrip() for a, b, c, d, e in rows)

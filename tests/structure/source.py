@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,11 +41,6 @@ class Source:
         """The dotted name; a package's ``__init__`` has the name of the package."""
         return self.place.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
-    @property
-    def num_lines(self) -> int:
-        """The number of lines, empty ones and comments included."""
-        return len(self.text.splitlines())
-
     @cached_property
     def tree(self) -> ast.Module:
         """The syntax tree."""
@@ -82,12 +76,6 @@ class Source:
         return {
             line for token in self.code_tokens for line in range(token.start[0], token.end[0] + 1)
         }
-
-    def prose(self) -> Iterator[str]:
-        """Yield comments, docstrings and strings."""
-        for token in self.tokens:
-            if token.type == tokenize.COMMENT or token.type in STRINGS:
-                yield token.string
 
 
 def is_text(node: ast.AST) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accel.imports import is_available
+from accel.machine.imports import is_available
 from tests.zoo import gates
 from tests.zoo.cells import STRATEGIES, Cell, matrix, reason_not_to_run
 from tests.zoo.gates import Difference, Verdict, judge

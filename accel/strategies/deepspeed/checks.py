@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel.config.deepspeed_json import value_at
-from accel.errors import Problem, Problems
 from accel.logging import get_logger
-from accel.prepared import Objects
+from accel.machine.errors import Problem, Problems
 from accel.strategies.deepspeed.initialize import can_build_op
 from accel.strategies.deepspeed.settings import ZERO, Settings
 from accel.strategies.deepspeed.wrappers import DummyOptim
@@ -20,9 +19,10 @@ from accel.strategies.non_elementwise_optimizers import (
     quantized_kind,
     whole_tensor_kind,
 )
+from accel.strategies.objects import Objects
 
 if TYPE_CHECKING:
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
 
 logger = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from accel.errors import CheckpointError, Problem
+from accel.machine.errors import CheckpointError, Problem
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.errors import ConfigError, Problem, Problems
+from accel.machine.errors import ConfigError, Problem, Problems
 from accel.strategies.base import Gradients, Sync
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizerWrapper, TrainedEngine
 

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from accel import env, tree
-from accel.errors import ConfigError
-from accel.imports import require
-from accel.planning.plan import Plan
+from accel.machine import env, tree
+from accel.machine.errors import ConfigError
+from accel.machine.imports import require
+from accel.plan.plan import Plan
+from accel.precision.wrapping import MakeContext, register_wrapper, wrap_forward
 from accel.strategies.deepspeed.settings import Settings
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
-from accel.wrapping import MakeContext, register_wrapper, wrap_forward
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -18,12 +18,12 @@ from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_conflicts import Claims, is_equal
 from accel.config.deepspeed_defaults import KEYS
 from accel.config.deepspeed_json import AUTO, Config, autos, set_at, value_at
-from accel.errors import nearest
+from accel.machine.errors import nearest
+from accel.precision.wrapping import MakeContext
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
-from accel.wrapping import MakeContext
 
 if TYPE_CHECKING:
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
     from accel.precision.base import Precision
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"

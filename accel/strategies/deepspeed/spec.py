@@ -10,9 +10,9 @@ from accel.config.deepspeed import VARIABLES, DeepSpeedPlugin, share_selection
 from accel.config.deepspeed_active import active
 from accel.config.deepspeed_conflicts import Claims
 from accel.config.deepspeed_json import Config, value_at
-from accel.enums import DistributedType
-from accel.errors import ConfigError, Problem, Problems
-from accel.planning.spec import (
+from accel.machine.enums import DistributedType
+from accel.machine.errors import ConfigError, Problem, Problems
+from accel.strategies.spec import (
     Decided,
     MemoryLayout,
     Plugins,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 
 from accel.checkpoint.optimizer_state import FORMAT_VERSION, ParameterNames, misfit
-from accel.errors import StateError
-from accel.memory_estimate import Footprint, num_bytes, state_bytes
+from accel.machine.errors import StateError
+from accel.machine.memory_estimate import Footprint, num_bytes, state_bytes
 from accel.strategies.base import StateIO
 from accel.strategies.deepspeed.fragments import (
     Fragments,

@@ -16,9 +16,8 @@ import torch
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_json import Config
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.precision.base import COMPUTE_DTYPES
-from accel.prepared import Objects
 from accel.scheduler import wrap_scheduler
 from accel.state import GradientState
 from accel.strategies.base import Strategy
@@ -42,12 +41,13 @@ from accel.strategies.deepspeed.wrappers import (
     TrainedEngine,
     scaled,
 )
+from accel.strategies.objects import Objects
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
     from accel.comm.base import Communicator
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
     from accel.precision.base import Precision
 
 # The strategy of each engine of this process, for as long as both live.

@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
-from accel import env
 from accel.config.deepspeed_json import Config
-from accel.imports import is_available, require
+from accel.machine import env
+from accel.machine.imports import is_available, require
 
 
 @final

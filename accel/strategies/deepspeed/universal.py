@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NoReturn, final
 
 import torch
 
-from accel.errors import CheckpointError, Problem
-from accel.imports import require
+from accel.machine.errors import CheckpointError, Problem
+from accel.machine.imports import require
 from accel.strategies.deepspeed.wrappers import TrainedEngine
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_active import active
-from accel.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError, StateError
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.deepspeed.fragments import ManualChanges
@@ -25,7 +25,7 @@ from accel.strategies.trainable_changes import Trainable
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
 
 # Attributes of torch's schedulers that hold a value for each group of the optimizer.
 BY_GROUP = (

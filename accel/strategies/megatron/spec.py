@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.planning.spec import PluginSpec, StrategySpec
+from accel.strategies.spec import PluginSpec, StrategySpec
 
 SPEC = StrategySpec(
     name="megatron_lm",

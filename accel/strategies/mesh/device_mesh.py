@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accel.errors import ConfigError, StateError
-from accel.parallel import DP_SHARD, TP, ParallelDims, gradient_axes
+from accel.machine.errors import ConfigError, StateError
+from accel.plan.dims import DP_SHARD, TP, ParallelDims, gradient_axes
 from accel.strategies.mesh.torch_internals import (
     clear_mesh_caches,
     clear_process_groups,

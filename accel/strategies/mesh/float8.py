@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from accel.enums import FP8BackendType
-from accel.planning.plan import Plan
+from accel.machine.enums import FP8BackendType
+from accel.plan.plan import Plan
 from accel.precision.fp8 import import_torchao, linear_config
 from accel.strategies.mesh.torch_internals import Models, forget_scale, outside_graphs
 

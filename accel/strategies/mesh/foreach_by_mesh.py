@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 MISSING = object()
 Group = dict[str, Any]

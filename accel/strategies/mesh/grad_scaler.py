@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.comm.flat import by_dtype
-from accel.enums import DistributedType
-from accel.errors import ConfigError, unknown_choice
-from accel.memory_estimate import local
+from accel.machine.enums import DistributedType
+from accel.machine.errors import ConfigError, unknown_choice
+from accel.machine.memory_estimate import local
 from accel.precision.amp import StepScaler, parameters_of
 from accel.state import PartialState
 from accel.strategies.mesh.torch_internals import (

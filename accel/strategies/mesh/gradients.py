@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.comm.flat import by_dtype, exchange_flat
-from accel.errors import ConfigError
-from accel.memory_estimate import local
-from accel.parallel import gradient_axes
+from accel.machine.errors import ConfigError
+from accel.machine.memory_estimate import local
+from accel.plan.dims import gradient_axes
 from accel.precision.amp import parameters_of
 from accel.strategies.base import Gradients
 from accel.strategies.mesh.grad_scaler import ShardedStepScaler
@@ -28,7 +28,7 @@ from accel.strategies.mesh.torch_internals import Models, any_unsharded, unshard
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
 
 
 # A mesh and the axes of it that gradients are sharded over, or the device of plain tensors.

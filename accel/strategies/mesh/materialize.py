@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.comm.flat import exchange_flat
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.strategies.mesh.torch_internals import buffer_table, parameter_table
 
 if TYPE_CHECKING:

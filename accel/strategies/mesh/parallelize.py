@@ -18,9 +18,9 @@ from accel.config.checks import import_callable
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
-from accel.errors import ConfigError
 from accel.logging import get_logger
-from accel.parallel import TP, ParallelDims
+from accel.machine.errors import ConfigError
+from accel.plan.dims import TP, ParallelDims
 from accel.strategies.compile import compile_model, is_on
 from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.mesh.device_mesh import gradient_mesh
@@ -48,7 +48,7 @@ from accel.strategies.mesh.units import (
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
     from accel.precision.base import Precision
 
 logger = get_logger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.mesh.state import shard_like
 

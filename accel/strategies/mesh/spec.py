@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from accel.config.fsdp import VARIABLES, FullyShardedDataParallelPlugin, from_variables
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
-from accel.enums import DistributedType
-from accel.env import Environment
-from accel.errors import ConfigError, Problem
-from accel.parallel import ParallelDims
-from accel.planning.spec import (
+from accel.machine.enums import DistributedType
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, Problem
+from accel.plan.dims import ParallelDims
+from accel.strategies.spec import (
     MemoryLayout,
     Plugins,
     PluginSpec,

@@ -11,9 +11,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, parameters
-from accel.memory_estimate import local
+from accel.machine.memory_estimate import local
 from accel.optimizer import unwrap_optimizer
-from accel.parallel import ParallelDims
+from accel.plan.dims import ParallelDims
 from accel.strategies.base import StateIO
 from accel.strategies.mesh.float8 import forget_scales
 from accel.strategies.mesh.reshard_schedule import reshard

@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from accel.device import synchronize
-from accel.errors import ConfigError
+from accel.comm.rng import synchronize_rng_states
+from accel.machine.device import synchronize
+from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import parameters_of
-from accel.prepared import Objects
-from accel.rng import synchronize_rng_states
 from accel.strategies.base import Strategy
 from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh
 from accel.strategies.mesh.float8 import forget_after_steps, gathers_in_fp8, scale_before_forwards
@@ -38,10 +37,11 @@ from accel.strategies.mesh.tensor_parallel import check_first_step
 from accel.strategies.mesh.torch_internals import unsharded_and_sharded
 from accel.strategies.mesh.units import check_classes
 from accel.strategies.non_elementwise_optimizers import fails_on_shards, quantized_kind
+from accel.strategies.objects import Objects
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.planning.plan import Plan
+    from accel.plan.plan import Plan
     from accel.precision.base import Precision
 
 

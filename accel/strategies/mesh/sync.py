@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.strategies.base import Sync
 from accel.strategies.mesh.torch_internals import Resharding, keep_unsharded, restore_resharding
 

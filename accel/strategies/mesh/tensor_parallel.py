@@ -26,13 +26,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel.config.tensor_parallel import ALIASES, SUMMED, plan_problems
-from accel.errors import ConfigError, Problem, Problems, nearest
-from accel.memory_estimate import local
-from accel.parallel import TP
+from accel.machine.errors import ConfigError, Problem, Problems, nearest
+from accel.machine.memory_estimate import local
+from accel.plan.dims import TP
 from accel.precision.amp import parameters_of
+from accel.precision.wrapping import own_module
 from accel.strategies.mesh.parameter_remap import Named, parameters_by_name
 from accel.strategies.mesh.torch_internals import Models, parameter_table
-from accel.wrapping import own_module
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator

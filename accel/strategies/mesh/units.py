@@ -19,8 +19,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from accel.config.checks import import_callable
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.errors import ConfigError, Problem, nearest
 from accel.logging import get_logger
+from accel.machine.errors import ConfigError, Problem, nearest
 from accel.strategies.mesh.torch_internals import is_wrap_policy, modules_of_policy
 
 logger = get_logger(__name__)

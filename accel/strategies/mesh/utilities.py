@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from accel import env
 from accel.checkpoint import directory, sharded, sharded_state
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.checkpoint.serialization import load_plain, save_plain
 from accel.comm.all_or_none import together
 from accel.comm.base import Communicator
-from accel.errors import ConfigError
+from accel.machine import env
+from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
+from accel.precision.wrapping import is_peft_model, own_module
 from accel.strategies.mesh.state import shard, shard_like, shard_weight
 from accel.strategies.mesh.units import ignored_modules, parameters_of
-from accel.wrapping import is_peft_model, own_module
 
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator

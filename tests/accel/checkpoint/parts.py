@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
+from accel.comm.rng import set_seed
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
-from accel.rng import set_seed
 
 
 @dataclass

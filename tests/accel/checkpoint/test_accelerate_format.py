@@ -14,11 +14,11 @@ from torch import nn
 
 from accel import Accelerator
 from accel.checkpoint import accelerate_format, directory
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from tests.accel.checkpoint.parts import Run, build, equal
-from tests.accel.checkpoint.test_load_weights import Tied
 from tests.accel.checkpoint.test_serialization import Evil
 from tests.accel.checkpoint.test_session import Counter
+from tests.accel.weights.test_load_weights import Tied
 from tests.helpers import run_distributed
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel.checkpoint.contents import hooked, require_path
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from tests.accel.checkpoint.parts import build
 from tests.accel.checkpoint.test_session import names
 

@@ -6,7 +6,7 @@ import pytest
 
 from accel.checkpoint.dataloader_state import load_positions, positions
 from accel.comm.local import LocalCommunicator
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 
 
 class Stateful:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from accel.checkpoint import directory
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from tests.helpers import python
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from accel.checkpoint import disk_full
-from accel.errors import DiskFullError
+from accel.machine.errors import DiskFullError
 from tests.helpers import on_small_disk, python, small_disks_work
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from accel import Accelerator
 from accel.checkpoint import directory
-from accel.errors import DiskFullError
+from accel.machine.errors import DiskFullError
 
 folder = Path(sys.argv[1])
 accelerator = Accelerator(cpu=True, project_dir=str(folder))

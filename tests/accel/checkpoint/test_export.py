@@ -16,9 +16,9 @@ from safetensors.torch import load, load_file
 from torch import nn
 
 from accel.checkpoint import export
-from accel.checkpoint.load_weights import load_checkpoint_in_model
 from accel.checkpoint.serialization import read_tensors
-from accel.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
+from accel.weights.load_weights import load_checkpoint_in_model
 
 
 def state() -> dict[str, torch.Tensor]:

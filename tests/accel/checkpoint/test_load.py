@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel.errors import CheckpointError, ConfigError, StateError
+from accel.machine.errors import CheckpointError, ConfigError, StateError
 from tests.accel.checkpoint.test_save import accelerator
 from tests.accel.checkpoint.test_session import Counter, names
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from accel import Accelerator, PartialState
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from accel.utils import merge_fsdp_weights
 from tests.helpers import run_distributed
 

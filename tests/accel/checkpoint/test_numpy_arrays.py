@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel.checkpoint import directory, serialization
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from tests.accel.checkpoint.parts import build
 from tests.accel.checkpoint.test_serialization import round_trip
 from tests.accel.checkpoint.test_session import Counter as Registered

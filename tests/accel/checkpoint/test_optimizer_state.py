@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from accel import imports
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
 from accel.checkpoint.serialization import load_plain, save_plain
-from accel.errors import CheckpointError
-from accel.imports import load_attribute
+from accel.machine import imports
+from accel.machine.errors import CheckpointError
+from accel.machine.imports import load_attribute
 from accel.precision.rounding_adamw import RoundingAdamW
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]

@@ -13,7 +13,7 @@ from accel import load_checkpoint_in_model, utils
 from accel.checkpoint import directory
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import ProjectConfiguration
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from tests.accel.checkpoint.parts import Run, automatic, build, equal
 from tests.accel.checkpoint.test_session import Counter
 from tests.helpers import run_distributed

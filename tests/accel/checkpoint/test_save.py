@@ -15,7 +15,7 @@ from torch import nn
 
 from accel import Accelerator, ProjectConfiguration, load_checkpoint_in_model
 from accel.checkpoint import directory
-from accel.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
 from accel.utils import save
 from tests.accel.checkpoint.parts import automatic, build, equal
 from tests.accel.checkpoint.test_session import Counter, names

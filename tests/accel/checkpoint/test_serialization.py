@@ -18,7 +18,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from accel.checkpoint import serialization
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 
 
 class Color(enum.Enum):

@@ -16,7 +16,7 @@ from torch import nn
 from accel import Accelerator
 from accel.checkpoint import directory
 from accel.data.loaders import DataLoaderShard
-from accel.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
 from tests.accel.checkpoint.parts import automatic, build, equal
 from tests.helpers import reset_accel
 

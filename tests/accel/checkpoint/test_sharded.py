@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from accel import Accelerator
 from accel.checkpoint import directory, sharded
 from accel.checkpoint.optimizer_state import ParameterNames
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from accel.utils import merge_fsdp_weights
 from tests.accel.strategies.training import BATCH, PLAN, Model, adamw, build, data, steps_of
 from tests.helpers import run_distributed

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from accel import Accelerator
 from accel.checkpoint import sharded_state
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from tests.helpers import run_distributed
 
 VALUES: dict[str, Any] = {

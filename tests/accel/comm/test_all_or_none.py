@@ -9,7 +9,7 @@ import pytest
 from accel.comm.all_or_none import decided, together
 from accel.comm.connect import connect
 from accel.comm.local import LocalCommunicator
-from accel.errors import CheckpointError, DiskFullError
+from accel.machine.errors import CheckpointError, DiskFullError
 from tests.accel.comm.test_torch import plan
 from tests.helpers import run_distributed
 

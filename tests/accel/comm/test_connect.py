@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accel.comm.connect import connect
 from accel.comm.torch import TorchCommunicator
-from accel.errors import StateError
+from accel.machine.errors import StateError
 from tests.accel.comm.test_torch import plan
 from tests.helpers import run_distributed
 

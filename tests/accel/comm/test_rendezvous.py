@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from accel.comm.rendezvous import connect_store
-from accel.env import Environment
+from accel.machine.env import Environment
 
 WAIT = timedelta(seconds=20)
 

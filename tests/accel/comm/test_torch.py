@@ -18,10 +18,10 @@ import torch.distributed as dist
 from accel.comm.connect import connect
 from accel.comm.torch import TorchCommunicator
 from accel.config.handlers import InitProcessGroupKwargs
-from accel.env import Environment
-from accel.errors import StateError
-from accel.planning.arguments import Arguments
-from accel.planning.plan import Plan, resolve
+from accel.machine.env import Environment
+from accel.machine.errors import StateError
+from accel.plan.arguments import Arguments
+from accel.plan.plan import Plan, resolve
 from tests.helpers import run_distributed
 
 WORLD_SIZES = [1, 2, 3]

@@ -22,7 +22,7 @@ from accel.config.training import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 SWITCH, WHOLE, NUMBER = "expected true or false", "it is a whole number", "it is a number"
 

@@ -17,10 +17,10 @@ from accel.config.deepspeed import DeepSpeedPlugin, share_selection
 from accel.config.deepspeed_active import active, get_active_deepspeed_plugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.config.training import GradientAccumulationPlugin
-from accel.env import Environment, patched
-from accel.errors import ConfigError, NotBuiltError
-from accel.planning.arguments import Arguments
-from accel.planning.plan import resolve
+from accel.machine.env import Environment, patched
+from accel.machine.errors import ConfigError, NotBuiltError
+from accel.plan.arguments import Arguments
+from accel.plan.plan import resolve
 from accel.state import AcceleratorState
 from tests.accel.strategies.deepspeed.helpers import completed, plan_of
 

@@ -6,7 +6,7 @@ import pytest
 
 from accel.config.deepspeed import DeepSpeedPlugin, share_selection
 from accel.config.deepspeed_active import active, get_active_deepspeed_plugin, named
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 
 class State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 AUTO_RATE = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}},

@@ -9,7 +9,7 @@ import pytest
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from tests.accel.strategies.deepspeed.helpers import completed, plan_of
 
 

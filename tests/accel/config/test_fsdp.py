@@ -23,11 +23,11 @@ from torch.distributed.fsdp import (
 )
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
-from accel.env import Environment, patched
-from accel.errors import ConfigError, NotBuiltError, Problems
-from accel.planning.arguments import Arguments
-from accel.planning.choose_strategy import choose
-from accel.planning.plan import resolve
+from accel.machine.env import Environment, patched
+from accel.machine.errors import ConfigError, NotBuiltError, Problems
+from accel.plan.arguments import Arguments
+from accel.plan.choose_strategy import choose
+from accel.plan.plan import resolve
 from accel.strategies.mesh.mixed_precision import build_formats
 from tests.accel.strategies.training import build
 from tests.helpers import reset_accel

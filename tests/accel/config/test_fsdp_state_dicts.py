@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 
 def test_the_kind_of_state_dict_is_set() -> None:

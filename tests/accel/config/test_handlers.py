@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accel import Accelerator, AutocastKwargs, GradScalerKwargs
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState
 from accel.utils import (
     AORecipeKwargs,

@@ -10,11 +10,11 @@ import torch.distributed.device_mesh
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.parallelism import ParallelismConfig, from_variables
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
-from accel.env import Environment
-from accel.errors import ConfigError, NotBuiltError
-from accel.parallel import AXES
-from accel.planning.arguments import Arguments
-from accel.planning.plan import Plan, resolve
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, NotBuiltError
+from accel.plan.arguments import Arguments
+from accel.plan.dims import AXES
+from accel.plan.plan import Plan, resolve
 
 
 def world(size: int, **variables: str) -> Environment:

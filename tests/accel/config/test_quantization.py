@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.utils import BnbQuantizationConfig
 from accel.utils.dataclasses import BnbQuantizationConfig as SameConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel.config.tensor_parallel import TorchTensorParallelPlugin, plan_problems
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 
 class Mesh:

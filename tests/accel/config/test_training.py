@@ -12,8 +12,8 @@ from accel.config.training import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel.enums import DynamoBackend
-from accel.errors import ConfigError
+from accel.machine.enums import DynamoBackend
+from accel.machine.errors import ConfigError
 
 
 def test_logs_go_to_the_project_unless_they_have_a_folder() -> None:

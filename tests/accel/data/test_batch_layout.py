@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.data.prepare import prepare_data_loader
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.state import PartialState
 from tests.accel.data.test_distributed_loaders import Numbers
 from tests.helpers import run_distributed

@@ -18,7 +18,7 @@ from torch.utils.data import (
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import BatchSamplerShard, SeedableRandomSampler
-from accel.errors import MissingPackageError
+from accel.machine.errors import MissingPackageError
 from accel.state import GradientState, PartialState
 from tests.accel.data.parts import Counting, Stream, prepared, values
 from tests.helpers import run_distributed
@@ -106,7 +106,7 @@ def test_a_shard_hands_on_the_epoch() -> None:
 
 @pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher, SkipDataLoader])
 def test_a_stateful_one_wants_torchdata(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.imports.is_available", lambda package: False)
+    monkeypatch.setattr("accel.machine.imports.is_available", lambda package: False)
     with pytest.raises(MissingPackageError, match="torchdata"):
         kind(range(4), use_stateful_dataloader=True)
     places = {DataLoaderShard: (None, None, None, 0), DataLoaderDispatcher: (False, 0)}

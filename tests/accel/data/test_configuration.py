@@ -12,7 +12,7 @@ from accel import Accelerator, DataLoaderConfiguration
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import SeedableRandomSampler
-from accel.errors import MissingPackageError
+from accel.machine.errors import MissingPackageError
 from tests.accel.data.parts import Counting, prepared, values
 from tests.helpers import run_distributed
 
@@ -91,7 +91,7 @@ def test_copies_do_not_block() -> None:
 
 
 def test_loaders_of_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.imports.is_available", lambda package: False)
+    monkeypatch.setattr("accel.machine.imports.is_available", lambda package: False)
     accelerator = told(True, use_stateful_dataloader=True)
     with pytest.raises(MissingPackageError, match="torchdata"):
         accelerator.prepare(DataLoader(range(3)))

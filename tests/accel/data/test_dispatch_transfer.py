@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel.data.prepare import prepare_data_loader
-from accel.errors import StateError
+from accel.machine.errors import StateError
 from accel.state import PartialState
 from tests.helpers import run_distributed
 

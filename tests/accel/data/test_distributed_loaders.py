@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
+from accel.comm.ops import gather
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.ops import gather
 from accel.state import GradientState, PartialState
 from tests.helpers import run_distributed
 

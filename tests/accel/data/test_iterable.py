@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from accel.data.iterable import IterableDatasetShard
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 
 class Stream(IterableDataset[int]):

@@ -23,7 +23,7 @@ from accel import GradientAccumulationPlugin
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import SeedableRandomSampler
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.state import GradientState
 from tests.accel.data.parts import Counting, Pair, Stream, prepared, values
 

@@ -18,7 +18,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from accel import Accelerator, rng
+from accel import Accelerator
+from accel.comm import rng
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.utils import DataLoaderConfiguration, TorchTensorParallelPlugin, set_seed
 from tests.helpers import run_distributed

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState, PartialState
 from tests.accel.data.parts import flat, seedable, values
 from tests.helpers import run_distributed

@@ -20,7 +20,7 @@ from accel.data.loaders import (
     SkipDataLoader,
 )
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.errors import ConfigError, MissingPackageError
+from accel.machine.errors import ConfigError, MissingPackageError
 from tests.accel.data.parts import Counting, Stream, prepared, values
 
 # -- skipping ------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_batches_without_a_length_are_not_dispatched() -> None:
 
 
 def test_a_stateful_loader_wants_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.imports.is_available", lambda package: False)
+    monkeypatch.setattr("accel.machine.imports.is_available", lambda package: False)
     with pytest.raises(MissingPackageError, match="torchdata"):
         prepare_data_loader(DataLoader(range(4)), use_stateful_dataloader=True)
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
+from accel.comm.rng import mix_seeds
 from accel.data.order_across_ranks import AgreedSampler
 from accel.data.order_source import Order
 from accel.data.samplers import (
@@ -22,8 +23,7 @@ from accel.data.samplers import (
     set_sampler_epoch,
     total_batch_size,
 )
-from accel.errors import ConfigError
-from accel.rng import mix_seeds
+from accel.machine.errors import ConfigError
 
 
 def shards(n: int, size: int, count: int, drop_last: bool, **flags: bool) -> list[list[list[int]]]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 from accel import Accelerator, DataLoaderConfiguration
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from accel.state import AcceleratorState, GradientState
 from tests.helpers import run_distributed
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
+from accel.comm.ops import gather_object
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.stream_checks import shards_by_rank, shards_by_worker, worker_problems
-from accel.errors import ConfigError
-from accel.ops import gather_object
+from accel.machine.errors import ConfigError
 from accel.state import PartialState
 from tests.helpers import run_distributed
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel import Accelerator
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.state import GradientState
 from tests.accel.data.parts import values
 from tests.helpers import run_distributed

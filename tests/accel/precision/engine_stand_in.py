@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel import imports
+from accel.machine import imports
 
 # (enabled, recipe) of the contexts that are open, and of each forward pass of a layer.
 OPEN: list[tuple[bool, Any]] = []

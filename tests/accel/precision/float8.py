@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.imports import is_torchao_available
+from accel.machine.imports import is_torchao_available
 from accel.utils import AORecipeKwargs, FullyShardedDataParallelPlugin
 
 needs_torchao = pytest.mark.skipif(

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.config.handlers import AutocastKwargs, GradScalerKwargs
-from accel.env import Environment
-from accel.errors import ConfigError, StateError
-from accel.planning.arguments import Arguments
-from accel.planning.plan import resolve
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, StateError
+from accel.plan.arguments import Arguments
+from accel.plan.plan import resolve
 from accel.precision.amp import (
     AmpPrecision,
     StepScaler,
@@ -24,8 +24,8 @@ from accel.precision.amp import (
 )
 from accel.precision.base import Precision
 from accel.precision.build import build_precision
+from accel.precision.wrapping import unwrap_forward
 from accel.state import AcceleratorState
-from accel.wrapping import unwrap_forward
 from tests.helpers import run_distributed
 
 

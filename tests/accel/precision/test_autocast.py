@@ -11,7 +11,7 @@ from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import AutocastKwargs
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from tests.helpers import run_distributed
 
 WIDTH, CLASSES, SIZE = 8, 20, 4

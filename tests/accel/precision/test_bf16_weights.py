@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from accel.precision import bf16_weights
 from accel.precision.fp8 import import_torchao
 from accel.precision.rounding_adamw import RoundingAdamW

@@ -14,8 +14,8 @@ import torch
 
 from accel import Accelerator
 from accel.config.fp8 import AO_RECIPES
-from accel.enums import FP8BackendType
-from accel.errors import ConfigError
+from accel.machine.enums import FP8BackendType
+from accel.machine.errors import ConfigError
 from accel.precision import fp8 as module
 from accel.precision.fp8 import has_hardware, import_torchao, linear_config
 from accel.utils import AORecipeKwargs, FP8RecipeKwargs, TorchDynamoPlugin

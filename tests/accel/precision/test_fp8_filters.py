@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.precision.fp8_filters import choose_layers, heads, is_plain
 
 

@@ -16,7 +16,7 @@ import torch
 
 from accel import Accelerator
 from accel.config.handlers import GradScalerKwargs
-from accel.errors import StateError
+from accel.machine.errors import StateError
 from tests.accel.strategies.training import build
 from tests.helpers import run_distributed
 

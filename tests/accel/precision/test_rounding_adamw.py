@@ -12,8 +12,8 @@ import torch
 from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
-from accel.errors import StateError
-from accel.memory_estimate import local, state_bytes
+from accel.machine.errors import StateError
+from accel.machine.memory_estimate import local, state_bytes
 from accel.precision.rounding_adamw import RoundingAdamW, rounded
 from accel.utils import set_seed
 from tests.helpers import run_distributed

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.enums import FP8BackendType
-from accel.env import Environment
-from accel.errors import CheckpointError, ConfigError, MissingPackageError
-from accel.imports import is_transformer_engine_available
-from accel.planning.arguments import Arguments
-from accel.planning.fp8 import Float8
-from accel.planning.plan import Plan, resolve
+from accel.machine.enums import FP8BackendType
+from accel.machine.env import Environment
+from accel.machine.errors import CheckpointError, ConfigError, MissingPackageError
+from accel.machine.imports import is_transformer_engine_available
+from accel.plan.arguments import Arguments
+from accel.plan.fp8 import Float8
+from accel.plan.plan import Plan, resolve
 from accel.precision import engine_scales
 from accel.precision.build import build_precision
 from accel.precision.transformer_engine import TransformerEnginePrecision, engine_recipe

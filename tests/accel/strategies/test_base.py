@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from accel import Accelerator, load_checkpoint_in_model
-from accel.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
+from accel.precision.wrapping import register_wrapper
 from accel.strategies import single_and_ddp_specs, table
 from accel.strategies.base import StateIO, strategy_class
-from accel.wrapping import register_wrapper
 from tests.helpers import run_distributed
 
 NUM_MICRO_BATCHES = 3

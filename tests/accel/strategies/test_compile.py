@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel import Accelerator
 from accel.config.training import TorchDynamoPlugin
-from accel.env import Environment
-from accel.errors import ConfigError
-from accel.planning.arguments import Arguments
-from accel.planning.plan import resolve
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError
+from accel.plan.arguments import Arguments
+from accel.plan.plan import resolve
 from accel.strategies.compile import compile_arguments, compile_model, repeated_blocks
 from tests.accel.strategies import training
 from tests.helpers import run_distributed

@@ -19,7 +19,7 @@ from accel import (
     DistributedType,
 )
 from accel.config.handlers import GradScalerKwargs
-from accel.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError, StateError
 from accel.state import AcceleratorState
 from tests.helpers import gloo_threads, gloo_threads_left, run_distributed
 

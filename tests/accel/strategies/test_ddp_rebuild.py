@@ -12,7 +12,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from accel import Accelerator, DistributedDataParallelKwargs
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState
 from tests.helpers import run_distributed
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.precision.fp8 import import_torchao
 from accel.strategies.non_elementwise_optimizers import (
     is_elementwise,

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from accel.errors import ConfigError
-from accel.imports import load_attribute
-from accel.planning.spec import PluginSpec
+from accel.machine.errors import ConfigError
+from accel.machine.imports import load_attribute
 from accel.strategies import single_and_ddp_specs, table
 from accel.strategies.base import Strategy
+from accel.strategies.spec import PluginSpec
 from tests.helpers import python
 
 TORCH_FREE = """

@@ -12,7 +12,7 @@ import torch
 
 from accel import Accelerator, DistributedDataParallelKwargs
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.utils import TorchDynamoPlugin
 from tests.accel.strategies.training import build
 from tests.helpers import reset_accel, run_distributed

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.errors import ConfigError
-from accel.imports import is_lomo_available
+from accel.machine.errors import ConfigError
+from accel.machine.imports import is_lomo_available
 from tests.helpers import run_distributed
 
 

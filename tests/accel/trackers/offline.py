@@ -147,7 +147,7 @@ def first(case: Case) -> None:
 def second(case: Case) -> None:
     """Continue the run of the state, and read the files back."""
     from accel import Accelerator
-    from accel.errors import StateError
+    from accel.machine.errors import StateError
 
     accelerator = Accelerator(cpu=True, log_with=case.name, project_dir=".")
     accelerator.load_state("state")

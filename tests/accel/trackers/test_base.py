@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.enums import LoggerType
-from accel.errors import StateError
+from accel.machine.enums import LoggerType
+from accel.machine.errors import StateError
 from accel.trackers.base import (
     LibraryTracker,
     RecordedSteps,

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accel import Accelerator
-from accel.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError, StateError
 from accel.tracking import GeneralTracker, on_main_process
 from tests.helpers import ROOT, python, run_distributed
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.tracking import MLflowTracker
 from tests.accel.trackers.offline import logged, needs
 from tests.helpers import python
@@ -17,7 +17,7 @@ PLOTS = """
 import sys
 from pathlib import Path
 from accel.tracking import MLflowTracker
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 
 tracker = MLflowTracker(
     "plots", "store", tags='{"team": "a"}', run_name="mine", description="A run.", nested_run=False

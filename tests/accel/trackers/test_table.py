@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from accel import Accelerator, imports
-from accel.enums import LoggerType
-from accel.errors import ConfigError, MissingPackageError
+from accel import Accelerator
+from accel.machine import imports
+from accel.machine.enums import LoggerType
+from accel.machine.errors import ConfigError, MissingPackageError
 from accel.trackers import table
 from accel.trackers.table import TRACKERS, filter_trackers, get_available_trackers
 from accel.tracking import TensorBoardTracker, WandBTracker, register_tracker_class

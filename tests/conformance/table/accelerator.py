@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
 ACCELERATOR = "tests/accel/test_accelerator.py::"
-ACCUMULATION = "tests/accel/test_accumulation.py::"
+ACCUMULATION = "tests/accel/run/test_accumulation.py::"
 CONFIGURATION = "tests/accel/data/test_configuration.py::"
 DDP = "tests/accel/strategies/test_ddp.py::"
 HANDLERS = "tests/accel/config/test_handlers.py::"
 PRECISION = "tests/accel/precision/test_amp.py::"
-PREPARING = "tests/accel/test_preparation.py::"
-PROFILING = "tests/accel/test_profiling.py::"
+PREPARING = "tests/accel/run/test_preparation.py::"
+PROFILING = "tests/accel/run/test_profiling.py::"
 TENSORBOARD = "tests/accel/trackers/test_tensorboard.py::"
 TRACKERS = "tests/accel/trackers/test_group.py::"
 

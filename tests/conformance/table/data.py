@@ -9,7 +9,7 @@ ITERABLE = "tests/accel/data/test_iterable.py::"
 BEGINS = "tests/accel/data/test_loaders.py::test_a_loader_begins_at_an_iteration"
 BY_HAND = "tests/accel/data/test_by_hand.py::"
 CONFIGURATION = "tests/accel/data/test_configuration.py::"
-RNG = "tests/accel/test_rng.py::"
+RNG = "tests/accel/comm/test_rng.py::"
 
 SHARES = SAMPLERS + "test_the_documented_examples"
 STREAM = ITERABLE + "test_the_documented_example"

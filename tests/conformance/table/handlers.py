@@ -9,7 +9,7 @@ from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 HANDLERS = "tests/accel/config/test_handlers.py::"
 FP8 = "tests/accel/config/test_fp8.py::"
 HOOKS = "tests/accel/strategies/test_ddp_rebuild.py::"
-PROFILING = "tests/accel/test_profiling.py::"
+PROFILING = "tests/accel/run/test_profiling.py::"
 
 OFF = HANDLERS + "test_autocast_is_off_where_it_is_not_enabled"
 CACHE = HANDLERS + "test_autocast_keeps_casts_of_weights_unless_it_is_told_not_to"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
 LAUNCHERS = "tests/accel/test_launchers.py::"
-ENVIRONMENT = "tests/accel/test_env.py::"
-NUMA = "tests/accel/test_numa.py::"
-SETTINGS = "tests/accel/test_launch_config.py::"
+ENVIRONMENT = "tests/accel/machine/test_env.py::"
+NUMA = "tests/accel/machine/test_numa.py::"
+SETTINGS = "tests/accel/commands/test_launch_config.py::"
 MERGED = "tests/accel/checkpoint/test_merge.py::test_shards_of_two_processes_are_merged[model]"
 
 DEBUGGED = LAUNCHERS + "test_a_function_runs_on_processes_of_the_cpu"

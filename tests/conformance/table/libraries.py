@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-IMPORTS = "tests/accel/test_imports.py::"
+IMPORTS = "tests/accel/machine/test_imports.py::"
 SGD = "tests/accel/test_local_sgd.py::"
 AVERAGED = SGD + "test_two_processes_train_as_by_hand[2]"
 PLAIN = SGD + "test_without_it_gradients_are_averaged_at_every_step"
-BAR = "tests/accel/test_progress.py::"
+BAR = "tests/accel/run/test_progress.py::"
 SHOWN = BAR + "test_the_main_process_shows_it"
 MESH = "tests/accel/strategies/mesh/test_utilities.py::"
 SAVED = MESH + "test_a_sharded_model_and_its_optimizer_are_saved_and_loaded"
@@ -19,12 +19,12 @@ RESTS = MESH + "test_weights_rest_on_the_host_or_the_device[True-cpu]"
 FOLLOWS = MESH + "test_an_optimizer_follows_the_shards"
 IGNORED = MESH + "test_the_parameters_of_ignored_modules"
 SWITCHED = MESH + "test_loading_on_rank_0_is_switched_by_the_environment"
-NUMBERS = "tests/accel/test_ops.py::test_tensors_become_lists_of_numbers"
+NUMBERS = "tests/accel/comm/test_ops.py::test_tensors_become_lists_of_numbers"
 LOADED = (
     "tests/accel/checkpoint/test_serialization.py::"
     "test_a_file_of_torch_is_loaded_without_running_code"
 )
-WRAPPING = "tests/accel/test_wrapping.py::"
+WRAPPING = "tests/accel/precision/test_wrapping.py::"
 ORDER = WRAPPING + "test_modules_come_after_those_inside_them"
 PEFT = WRAPPING + "test_a_model_of_peft_is_recognized"
 AMP = "tests/accel/precision/test_amp.py::"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-MEMORY = "tests/accel/test_memory.py::test_"
-SIZES = "tests/accel/large/test_sizes.py::test_"
-DEVICES = "tests/accel/large/test_device_memory.py::test_"
+MEMORY = "tests/accel/machine/test_memory.py::test_"
+SIZES = "tests/accel/weights/test_sizes.py::test_"
+DEVICES = "tests/accel/weights/test_device_memory.py::test_"
 SHRINK = MEMORY + "batches_shrink_until_they_fit"
 RELEASED = MEMORY + "release_memory"
 COLLECTED = MEMORY + "clear_device_cache_collects_garbage_where_asked"

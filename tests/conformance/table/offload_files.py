@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
-FOLDER = "tests/accel/checkpoint/test_offload_folder.py::test_"
-TENSORS = "tests/accel/large/test_tensors.py::test_"
+FOLDER = "tests/accel/weights/test_offload_folder.py::test_"
+TENSORS = "tests/accel/weights/test_tensors.py::test_"
 BACK = FOLDER + "a_weight_comes_back_bit_for_bit"
 INDEX = FOLDER + "an_index_is_added_to_if_there_is_one"
 MEMORY_FIRST = FOLDER + "memory_comes_before_disk"
@@ -16,8 +16,8 @@ TIED = TENSORS + "tied_parameters_are_found"
 ONE_DEVICE = TENSORS + "tied_parameters_belong_on_one_device"
 CONFIGURED = TENSORS + "a_configuration_says_whether_embeddings_are_tied"
 IDENTITY = TENSORS + "memory_has_an_identity"
-MAPPED = "tests/accel/large/test_device_map.py::test_every_weight_needs_a_device"
-ON_DEVICE = "tests/accel/large/test_empty_weights.py::test_any_device_will_do"
+MAPPED = "tests/accel/weights/test_device_map.py::test_every_weight_needs_a_device"
+ON_DEVICE = "tests/accel/weights/test_empty_weights.py::test_any_device_will_do"
 UTILS = "accel.utils:"
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from accel.tree import is_tensor
+from accel.machine.tree import is_tensor
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-OPS = "tests/accel/test_ops.py::"
-GATHERING = "tests/accel/test_collectives.py::"
+OPS = "tests/accel/comm/test_ops.py::"
+GATHERING = "tests/accel/run/test_collectives.py::"
 COLLECTIVES = OPS + "test_collectives[2]"
 LAYOUTS = OPS + "test_tensors_of_any_layout_travel_in_one_collective[2]"
 PADDING = OPS + "test_padding[2]"
 SENT = OPS + "test_send_to_device"
 SLICED = OPS + "test_slices_and_sizes"
 JOINED = OPS + "test_concatenate"
-TREE = "tests/accel/test_tree.py::"
+TREE = "tests/accel/machine/test_tree.py::"
 TYPES = TREE + "test_structure_and_types_stay"
 HANDED_ON = TREE + "test_arguments_are_handed_on"
 MERGED = TREE + "test_dicts_are_merged_in_place"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.enums import DynamoBackend
+from accel.machine.enums import DynamoBackend
 from tests.conformance.rows import REQUIRED, Entry, P
 
 SETTERS = "tests/accel/config/test_fsdp_setters.py::"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
 STATE = "tests/accel/test_state.py::"
-CONTROL = "tests/accel/test_processes.py::"
+CONTROL = "tests/accel/comm/test_processes.py::"
 WHO = CONTROL + "test_who_a_process_is[2]"
 DECORATED = CONTROL + "test_decorators_in_both_forms[2]"
 ORDER = CONTROL + "test_the_main_process_goes_first"

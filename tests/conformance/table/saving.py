@@ -6,7 +6,7 @@ from tests.conformance.rows import REQUIRED, Entry, P, required
 
 LOADING = "tests/accel/checkpoint/test_load.py::test_"
 API = "tests/accel/checkpoint/test_save.py::test_"
-WEIGHTS = "tests/accel/checkpoint/test_load_weights.py::test_"
+WEIGHTS = "tests/accel/weights/test_load_weights.py::test_"
 PROCESSES = "tests/accel/checkpoint/test_processes.py::test_"
 
 SAVED = API + "an_object_is_saved"

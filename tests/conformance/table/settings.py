@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, P
 
-SETTINGS = "tests/accel/test_run_settings.py::"
+SETTINGS = "tests/accel/run/test_settings.py::"
 LOADERS = SETTINGS + "test_the_settings_of_loaders_are_read_and_set"
 GIVEN = SETTINGS + "test_handlers_are_those_that_were_given"
 RECIPES = SETTINGS + "test_the_recipe_of_fp8_is_that_of_its_library"

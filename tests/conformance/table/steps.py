@@ -6,7 +6,7 @@ from __future__ import annotations
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
 ACCELERATOR = "tests/accel/test_accelerator.py::"
-ACCUMULATION = "tests/accel/test_accumulation.py::"
+ACCUMULATION = "tests/accel/run/test_accumulation.py::"
 OPTIMIZER = "tests/accel/test_optimizer.py::"
 PRECISION = "tests/accel/precision/test_amp.py::"
 SCHEDULER = "tests/accel/test_scheduler.py::"
@@ -37,9 +37,9 @@ PLACED = OPTIMIZER + "test_state_goes_to_the_device_of_its_parameter"
 SCALER = OPTIMIZER + "test_the_scaler_unscales_gradients_and_skips_what_overflowed"
 SWITCHED = OPTIMIZER + "test_a_schedule_free_optimizer_is_switched_to_evaluation_and_back"
 
-NUMBER = "tests/accel/test_loss_normalization.py::test_a_plain_number_is_normalised_too"
+NUMBER = "tests/accel/run/test_loss_normalization.py::test_a_plain_number_is_normalised_too"
 EQUAL_STEPS = (
-    "tests/accel/test_loss_normalization.py"
+    "tests/accel/run/test_loss_normalization.py"
     "::test_any_number_of_processes_makes_the_exact_steps[2-own]"
 )
 
@@ -113,7 +113,7 @@ SETTINGS_OF_A_RUN = [
         },
     ),
     Entry(  # ACCELERATE_GRADIENT_ACCUMULATION_STEPS
-        "accel.env:Environment", call=False, attributes={"accumulation_steps": ENVIRONMENT}
+        "accel.machine.env:Environment", call=False, attributes={"accumulation_steps": ENVIRONMENT}
     ),
     Entry(
         "accel.utils:GradientAccumulationPlugin",
@@ -216,7 +216,7 @@ WRAPPERS = [
 
 NORMALISATION = [
     Entry(
-        "accel.loss_normalization:normalize_loss",
+        "accel.run.loss_normalization:normalize_loss",
         EQUAL_STEPS,
         NoOp.FIRST,
         {
@@ -227,7 +227,7 @@ NORMALISATION = [
         },
     ),
     Entry(
-        "accel.loss_normalization:global_weight",
+        "accel.run.loss_normalization:global_weight",
         EQUAL_STEPS,
         parameters={"weights": P(REQUIRED, EQUAL_STEPS), "accelerator": P(REQUIRED, EQUAL_STEPS)},
     ),

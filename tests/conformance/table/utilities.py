@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
-ENUMS = "tests/accel/test_enums.py::test_values"
-IMPORTS = "tests/accel/test_imports.py::"
+ENUMS = "tests/accel/machine/test_enums.py::test_values"
+IMPORTS = "tests/accel/machine/test_imports.py::"
 VERSIONS = IMPORTS + "test_compare_versions"
 XLA = IMPORTS + "test_torch_xla_and_the_device_it_computes_on"
 BF16 = IMPORTS + "test_bf16_is_a_matter_of_the_device"
-EXTRACTED = "tests/accel/test_wrapping.py::test_a_model_is_taken_out_of_its_containers"
-COMPILED = "tests/accel/test_wrapping.py::test_a_compiled_module_is_recognized"
+EXTRACTED = "tests/accel/precision/test_wrapping.py::test_a_model_is_taken_out_of_its_containers"
+COMPILED = "tests/accel/precision/test_wrapping.py::test_a_compiled_module_is_recognized"
 
 
 def values(name: str, *members: str) -> Entry:

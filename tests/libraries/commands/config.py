@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accel import launch_config
+from accel.commands import launch_config
 
 default_config_file = str(launch_config.default_config_file())
 

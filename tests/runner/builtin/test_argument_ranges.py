@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.builtin.argument_ranges import check
 
 

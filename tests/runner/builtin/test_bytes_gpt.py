@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError, StateError
 from runner.builtin.bytes_gpt import (
     IGNORED,
     Block,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.builtin.digits import Classification, RandomVariants, cnn, digits, warp
 
 

@@ -8,8 +8,8 @@ from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from runner.builtin.digits import digits
 from runner.builtin.gan import GANStep, frechet_distance, neighbour_accuracy
-from runner.config.schema import Trainer
 from runner.data.micro_batch_window import MicroBatch, Window
+from runner.recipe.schema import Trainer
 from tests.helpers import run_distributed
 
 

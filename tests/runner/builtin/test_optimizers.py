@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.builtin.optimizers import adamw, constant, cosine, linear
 from tests.accel.precision.float8 import needs_torchao
 

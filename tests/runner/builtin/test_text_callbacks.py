@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.builtin.bytes_gpt import NextByte, byte_gpt, stdlib_bytes
 from runner.builtin.text_callbacks import TextBaselines, TextSample, printable
 from runner.data.datasets import Data
-from runner.reporting.console import Display
+from runner.training.console import Display
 from tests.runner.loops import build, recipe_of
 
 

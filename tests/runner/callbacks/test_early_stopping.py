@@ -11,11 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.callbacks.early_stopping import EarlyStopping
-from runner.config.schema import Recipe
 from runner.data.datasets import Data
-from runner.reporting.console import Display
+from runner.recipe.schema import Recipe
+from runner.training.console import Display
 from tests.runner.loops import NUM_TRAIN, Fit, Points, newest, recipe_of, run
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-from accel import env
+from accel.machine import env
 from runner import cli
-from runner.config import processes
-from runner.config.processes import Adopted
 from runner.exit_codes import STOPPED
 from runner.launch import start_run
 from runner.launch.worker_group import StopSignals
+from runner.recipe import processes
+from runner.recipe.processes import Adopted
 from tests import commands
 from tests.runner.written_runs import write_run, write_sweep
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from runner import cli
-from runner.config.schema import Recipe
 from runner.launch import start_run
+from runner.recipe.schema import Recipe
 from runner.run_dir.job import Job
 from tests.helpers import python
 from tests.runner.sweep import stand_ins
@@ -256,7 +256,7 @@ def resumable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stopped(tmp_path: Path, *overrides: str, name: str = "digits") -> Path:
     """Freeze the recipe of a run that was stopped."""
-    from runner.compose import composition, hydra_setup
+    from runner.recipe import composition, hydra_setup
 
     run_dir = tmp_path / "runs" / name / "20260101-120000-aaaa"
     run_dir.mkdir(parents=True)
@@ -353,7 +353,7 @@ def project(folder: Path, package: str) -> None:
 def test_a_project_of_the_users_own(
     started: list[Started], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from runner.factories.registry import register
+    from runner.recipe.registry import register
 
     project(tmp_path, "own_project_a")
     try:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from accel import env, launch_config
-from accel.errors import ConfigError
+from accel.commands import launch_config
+from accel.machine import env
+from accel.machine.errors import ConfigError
 from runner.cli import launch_script
 from runner.cli.arguments import ParserExit
-from runner.config import processes
+from runner.recipe import processes
 from tests.helpers import ROOT, alive, python
 from tests.signals.cells import wait_until
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from accel import launch_config
-from accel.errors import ConfigError
+from accel.commands import launch_config
+from accel.machine.errors import ConfigError
 from runner.cli import tools
 from runner.cli.dispatch import run
 

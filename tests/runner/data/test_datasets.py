@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from accel.data.samplers import SeedableRandomSampler
-from runner.config.schema import DataLoader
 from runner.data.datasets import (
     ReplayedRandomSampler,
     SeededDataset,
@@ -20,6 +19,7 @@ from runner.data.datasets import (
     make_loader,
     make_order,
 )
+from runner.recipe.schema import DataLoader
 
 
 class Drawing(Dataset):

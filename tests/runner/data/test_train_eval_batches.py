@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
+from accel.comm.ops import gather
 from accel.config.training import GradientAccumulationPlugin
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
 from accel.data.samplers import SeedableRandomSampler
-from accel.errors import ConfigError
-from accel.ops import gather
-from accel.parallel import data_parallel
+from accel.machine.errors import ConfigError
+from accel.plan.dims import data_parallel
 from accel.state import GradientState, PartialState
-from runner.build.accelerator import make_accelerator
-from runner.config.batch_plan import plan_batches
-from runner.config.schema import DataLoader, Recipe, Trainer
 from runner.data.datasets import Data, make_order
 from runner.data.train_eval_batches import EvalBatches, TrainBatches
+from runner.recipe.accelerator import make_accelerator
+from runner.recipe.batch_plan import plan_batches
+from runner.recipe.schema import DataLoader, Recipe, Trainer
 from tests.helpers import run_distributed
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import runner
-from accel.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
 from runner.inference.load import find_checkpoint
 from tests.runner.runs import make_run
 

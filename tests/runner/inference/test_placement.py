@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel.checkpoint import directory, serialization
-from accel.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
 from accel.utils import has_offloaded_params
 from runner.cli import dispatch
 from runner.inference import session

@@ -17,15 +17,14 @@ import torch
 from torch.utils.data import default_collate
 
 import runner
-from accel.errors import CheckpointError, ConfigError
-from runner.build import parts
+from accel.machine.errors import CheckpointError, ConfigError
 from runner.builtin.digits import digits
 from runner.cli import dispatch
-from runner.config import keys
-from runner.config.batch_plan import plan_batches
-from runner.config.schema import Recipe
 from runner.data.datasets import Data
 from runner.inference import session
+from runner.recipe import keys, parts
+from runner.recipe.batch_plan import plan_batches
+from runner.recipe.schema import Recipe
 from runner.run_dir.job import Job
 from runner.training.step import SupervisedStep
 from tests.runner.loops import Points, Stream

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.config.schema import Distributed, Recipe
 from runner.launch import attempts
 from runner.launch.attempt import Ended
 from runner.launch.worker_group import StopSignals
+from runner.recipe.schema import Distributed, Recipe
 from runner.run_dir import restarts
 from runner.run_dir.job import Job
 from runner.run_dir.outcomes import Outcome

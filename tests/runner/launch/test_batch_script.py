@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from accel.errors import ConfigError
-from runner.config.schema import Distributed, Recipe
-from runner.config.submit import Submit
+from accel.machine.errors import ConfigError
 from runner.launch import batch_script
+from runner.recipe.schema import Distributed, Recipe
+from runner.recipe.submit import Submit
 
 
 def recipe(distributed: dict[str, Any] | None = None, **submit: Any) -> Recipe:

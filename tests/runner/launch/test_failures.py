@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError, MissingPackageError, Problem
+from accel.machine.errors import ConfigError, MissingPackageError, Problem
 from runner.launch import failures, launcher, worker
 from runner.run_dir.outcomes import Outcome
 from runner.training.stopping import StopFlag

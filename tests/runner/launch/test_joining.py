@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from runner.config import nodes
-from runner.config.schema import Distributed, Recipe
 from runner.launch import member, messages
 from runner.launch.joining import Joining, Node
 from runner.launch.worker_group import StopSignals
+from runner.recipe import nodes
+from runner.recipe.schema import Distributed, Recipe
 from runner.run_dir.job import Job
 from tests.helpers import free_port
 

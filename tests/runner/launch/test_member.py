@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from accel.errors import StateError
-from runner.config import nodes
-from runner.config.schema import Distributed, Recipe
+from accel.machine.errors import StateError
 from runner.launch import member, messages
 from runner.launch.messages import Connection
+from runner.recipe import nodes
+from runner.recipe.schema import Distributed, Recipe
 from tests.helpers import free_port
 
 

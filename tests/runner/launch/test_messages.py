@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from accel import env
-from runner.config.nodes import Endpoint
+from accel.machine import env
 from runner.launch import messages
 from runner.launch.messages import Connection, Lost
+from runner.recipe.nodes import Endpoint
 from tests.helpers import free_port
 
 

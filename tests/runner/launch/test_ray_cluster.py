@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from accel.errors import ConfigError, MissingPackageError
-from runner.config import trust
+from accel.machine.errors import ConfigError, MissingPackageError
 from runner.launch import ray_cluster
 from runner.launch.ray_cluster import States
+from runner.recipe import trust
 from tests.helpers import free_port
 
 LOST = """The actor died unexpectedly before finishing this task.
@@ -176,7 +176,7 @@ def test_packages_trusted_here_are_trusted_in_the_cluster(monkeypatch: pytest.Mo
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.imports.is_available", lambda name: False)
+    monkeypatch.setattr("accel.machine.imports.is_available", lambda name: False)
     with pytest.raises(MissingPackageError, match="accel-runner"):
         with ray_cluster.connected(None, "distributed.ray.address"):
             pass

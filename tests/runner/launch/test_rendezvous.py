@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from accel import env
-from accel.errors import ConfigError
-from runner.config import nodes
-from runner.config.schema import Distributed
+from accel.machine import env
+from accel.machine.errors import ConfigError
 from runner.launch import messages, rendezvous
 from runner.launch.messages import Connection
+from runner.recipe import nodes
+from runner.recipe.schema import Distributed
 from tests.helpers import free_port
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from accel import env
-from accel.errors import ConfigError
-from runner.config import processes
+from accel.machine import env
+from accel.machine.errors import ConfigError
 from runner.launch import script
 from runner.launch.script import Launch, Script, plan
+from runner.recipe import processes
 
 TRAIN = Script("train.py", ["--lr", "1"])
 

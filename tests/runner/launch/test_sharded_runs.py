@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.compose import composition, hydra_setup
-from runner.config.schema import Recipe
 from runner.launch import worker
+from runner.recipe import composition, hydra_setup
+from runner.recipe.schema import Recipe
 from runner.run_dir import directory
 from runner.run_dir.job import Job
 from tests.helpers import WorkerError, about, run_distributed

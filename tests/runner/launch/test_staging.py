@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from runner.config.schema import Recipe
 from runner.launch import staging
+from runner.recipe.schema import Recipe
 from runner.run_dir.job import Job
 
 RECIPE = Recipe()

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner import cli
-from runner.config.schema import Recipe
 from runner.launch import launcher, start_run
+from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update, environment, lock
 from runner.run_dir.job import Job
 from runner.run_dir.outcomes import Outcome

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.config.processes import Adopted
+from runner.recipe.processes import Adopted
 from tests import slurm
 from tests.helpers import ROOT, python, run_distributed
 
@@ -23,8 +23,8 @@ def adopt(folder: str) -> tuple[str, int]:
     """Hand the run directory from rank 0 to rank 1, then form a process group as usual."""
     import torch.distributed as dist
 
-    from runner.config import processes
     from runner.launch import torchrun
+    from runner.recipe import processes
 
     place = processes.adopted()
     assert isinstance(place, Adopted)

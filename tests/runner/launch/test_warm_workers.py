@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.config.schema import Distributed, Recipe
 from runner.launch import warm_workers
+from runner.recipe.schema import Distributed, Recipe
 from tests.helpers import alive, python
 
 TWO = Recipe(distributed=Distributed(kind="multi_cpu", num_processes=2))

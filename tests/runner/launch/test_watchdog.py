@@ -15,9 +15,9 @@ from unittest.mock import Mock, patch
 import pytest
 from torch.distributed import HashStore
 
-from accel.errors import ConfigError
-from runner.config.schema import Distributed, Recipe, Trainer
+from accel.machine.errors import ConfigError
 from runner.launch import hangs, watchdog
+from runner.recipe.schema import Distributed, Recipe, Trainer
 from runner.run_dir import outcomes
 from runner.training.heartbeat import Progress
 from runner.training.stopping import StopFlag
@@ -45,7 +45,7 @@ def test_the_watchdog_comes_before_the_time_out_of_the_group() -> None:
 
 def watched(folder: str, limit: float) -> list[tuple[int, str, bool]]:
     """Return this rank's verdicts: rank 1 sleeps until there is one, then both make a step."""
-    from accel.env import Environment
+    from accel.machine.env import Environment
     from runner.launch import torchrun
 
     rank, verdicts = Environment.read().rank or 0, []
@@ -169,7 +169,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
 HANGS = """
 import ctypes, sys, time
 from pathlib import Path
-from runner.config.schema import Recipe, Trainer
+from runner.recipe.schema import Recipe, Trainer
 from runner.launch import watchdog
 from runner.training.stopping import StopFlag
 stop = StopFlag()

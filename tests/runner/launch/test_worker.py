@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from accel import env
-from accel.imports import load_attribute
-from runner.config.processes import Adopted
-from runner.config.schema import Distributed, Recipe
+from accel.machine import env
+from accel.machine.imports import load_attribute
 from runner.exit_codes import FAILED
 from runner.launch import attempt, attempts, launcher, worker
+from runner.recipe.processes import Adopted
+from runner.recipe.schema import Distributed, Recipe
 from runner.run_dir.job import Job
 
 ALONE = {"RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": None, "OMP_NUM_THREADS": None}

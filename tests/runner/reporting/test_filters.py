@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.reporting import filters
 from runner.run_dir.record import RunRecord
 from tests.runner.written_runs import write_run

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel.errors import MissingPackageError
+from accel.machine.errors import MissingPackageError
 from runner.reporting import plots
 from runner.reporting.curves import Band
 from runner.run_dir import discovery

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.reporting import run_table
 from runner.run_dir.record import RunRecord
 from tests.runner.written_runs import STARTED, write, write_run

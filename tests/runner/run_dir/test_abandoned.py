@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.config.processes import Adopted
 from runner.exit_codes import REFUSED
 from runner.launch import failures, launcher, worker
+from runner.recipe.processes import Adopted
 from runner.run_dir import abandoned, outcomes
 from runner.run_dir.outcomes import Outcome
 from tests.runner.run_dir.test_directory import add_checkpoint, new_run

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError
-from runner.config.schema import Recipe, Trainer
+from accel.machine.errors import ConfigError
+from runner.recipe.schema import Recipe, Trainer
 from runner.run_dir import atomic_update, job, numerics
 from runner.run_dir.job import Job
 from runner.run_dir.numerics import Numerics

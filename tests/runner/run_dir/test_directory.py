@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import ConfigError
-from runner.config.schema import Recipe
+from accel.machine.errors import ConfigError
+from runner.recipe.schema import Recipe
 from runner.run_dir import directory
 from runner.run_dir.job import Job
 

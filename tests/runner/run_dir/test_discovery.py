@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.run_dir import discovery
 from tests.runner.written_runs import write_run, write_sweep
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError
-from runner.config import serialization
-from runner.config.schema import Recipe, Trainer
+from accel.machine.errors import ConfigError
+from runner.recipe import serialization
+from runner.recipe.schema import Recipe, Trainer
 from runner.run_dir.job import Job
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.run_dir import lock
 from tests.helpers import python
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel import env
-from runner.config.schema import Distributed, Recipe
+from accel.machine import env
+from runner.recipe.schema import Distributed, Recipe
 from runner.run_dir import numerics
 from runner.run_dir.numerics import Numerics
 

@@ -12,8 +12,8 @@ import pytest
 
 from accel.checkpoint import directory as checkpoints
 from accel.config.training import ProjectConfiguration
-from accel.errors import ConfigError
-from runner.config.schema import Checkpoint, DataLoader, Distributed, Recipe, Trainer
+from accel.machine.errors import ConfigError
+from runner.recipe.schema import Checkpoint, DataLoader, Distributed, Recipe, Trainer
 from runner.run_dir import atomic_update, lock, resumable
 from tests.runner.run_dir.test_directory import add_checkpoint, new_run
 

@@ -9,11 +9,11 @@ import pytest
 
 from accel.checkpoint import directory as checkpoints
 from accel.config.training import ProjectConfiguration
-from accel.errors import CheckpointError
-from runner.build import parts
+from accel.machine.errors import CheckpointError
 from runner.cli import dispatch
-from runner.config.schema import Checkpoint, Recipe
 from runner.inference.load import described, find_checkpoint
+from runner.recipe import parts
+from runner.recipe.schema import Checkpoint, Recipe
 from runner.run_dir import directory
 from runner.training.checkpointing import Best, read_best
 from tests.runner.loops import recipe_of, run

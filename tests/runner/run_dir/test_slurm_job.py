@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accel import env
-from accel.errors import StateError
+from accel.machine import env
+from accel.machine.errors import StateError
 from runner.run_dir import slurm_job
 from tests.slurm import Cluster, wait_until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.run_dir import study
 from runner.run_dir.study import StudyFile
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.checkpoint import directory as checkpoints
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from runner.training.callback import Callback
 from runner.training.checkpointing import Best, read_best
 from runner.training.loop import Loop

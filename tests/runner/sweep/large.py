@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from runner.compose import hydra_setup
+from runner.recipe import hydra_setup
 from runner.sweep import command, directory, hparams, jobs, sources
 from runner.sweep.directory import KnownJob, _sha256
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.config.schema import Recipe
+from runner.recipe.schema import Recipe
 from runner.run_dir import data_files
 from runner.sweep import changes, fork_server, pool
 from runner.sweep.devices import Machine

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.config.schema import Recipe, Trainer
 from runner.launch import launcher
+from runner.recipe.schema import Recipe, Trainer
 from runner.run_dir import atomic_update, data_files, environment, lock
 from runner.run_dir.job import Job
 from runner.run_dir.study import StudyFile

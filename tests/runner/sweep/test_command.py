@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from runner.compose import composition
+from runner.recipe import composition
 from runner.sweep import command, directory
 from tests.helpers import SECONDS, python
 from tests.runner.sweep import stand_ins

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from accel.errors import ConfigError, Problems
+from accel.machine.errors import ConfigError, Problems
 from runner.sweep import conditions
 from runner.sweep.conditions import Condition
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.run_dir import lock
 from runner.sweep import control_folder
 from tests.helpers import SECONDS, python

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from runner.config import processes
-from runner.config.schema import Distributed, Recipe
+from runner.recipe import processes
+from runner.recipe.schema import Distributed, Recipe
 from runner.sweep.devices import THREADS, VISIBLE, Machine, Need
 
 

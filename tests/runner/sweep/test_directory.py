@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError
-from runner.config import serialization
-from runner.config.schema import Recipe
+from accel.machine.errors import ConfigError
+from runner.recipe import serialization
+from runner.recipe.schema import Recipe
 from runner.sweep import directory
 from runner.sweep.directory import Description
 from tests.runner.runs import make_run

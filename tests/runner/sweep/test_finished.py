@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from runner.compose import hydra_setup
+from runner.recipe import hydra_setup
 from runner.run_dir.directory import SWEEP
 from runner.sweep import directory, finished, settings
 from tests.runner.sweep.large import make_large

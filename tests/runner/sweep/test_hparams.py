@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
 
-from runner.config.schema import Recipe
+from runner.recipe.schema import Recipe
 from runner.sweep import directory, hparams, table
 from tests.runner.sweep.test_directory import described
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner import cli
-from runner.compose import hydra_setup
+from runner.recipe import hydra_setup
 from runner.sweep import jobs, settings
 from tests.helpers import python
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.sweep import journal
 from runner.sweep.journal import Journal
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hydra.core.plugins import Plugins
 
-from accel import parent_watch
+from accel.machine import parent_watch
 from runner.sweep.launcher import instantiate_launcher
 from tests.helpers import SECONDS, python
 from tests.runner.sweep.kills import ROOT, descendants, require_ended

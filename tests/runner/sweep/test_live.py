@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from runner.config.schema import Checkpoint, Recipe, Trainer
+from runner.recipe.schema import Checkpoint, Recipe, Trainer
 from runner.sweep.journal import Journal
 from runner.sweep.live import Live
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from runner.config.schema import Recipe
+from runner.recipe.schema import Recipe
 from runner.sweep import directory, missing_runs
 from runner.sweep.directory import Sweep
 from tests.runner.sweep import stand_ins

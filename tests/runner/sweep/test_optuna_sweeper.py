@@ -18,8 +18,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from optuna.trial import TrialState
 
-from accel.errors import ConfigError
-from runner.compose import hydra_setup, sweepers
+from accel.machine.errors import ConfigError
+from runner.recipe import hydra_setup, sweepers
 from runner.run_dir import study as study_files
 from runner.run_dir.json_files import METRICS, SUMMARY
 from runner.sweep.job_errors import JobFailed, JobStopped

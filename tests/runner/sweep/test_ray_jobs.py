@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from runner.compose import launchers
-from runner.config.schema import Distributed, Recipe
+from runner.recipe import launchers
+from runner.recipe.schema import Distributed, Recipe
 from runner.sweep import ray_jobs
 from runner.sweep.fork_server import Event
 from runner.sweep.ray_jobs import Jobs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.sweep import changes, recorded_data
 from runner.sweep.journal import Journal
 

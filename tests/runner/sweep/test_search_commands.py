@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner import cli
 from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import study as study_files

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import optuna
 import pytest
 
-from accel.errors import ConfigError
-from runner.compose import hydra_setup
+from accel.machine.errors import ConfigError
+from runner.recipe import hydra_setup
 from runner.sweep.search_space import Space
 
 SGD = {"optimizer.momentum": "optimizer=sgd"}

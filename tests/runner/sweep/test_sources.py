@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.compose import hydra_setup
+from runner.recipe import hydra_setup
 from runner.sweep import directory, sources
 from tests.runner.sweep.large import make_large
 

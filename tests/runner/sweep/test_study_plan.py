@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from accel.errors import ConfigError
-from runner.compose import composition, hydra_setup
+from accel.machine.errors import ConfigError
+from runner.recipe import composition, hydra_setup
 from runner.sweep import study_plan
 
 LR = "optimizer.lr=tag(log, interval(1e-4, 1e-1))"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accel.errors import ConfigError
-from runner.compose import sweepers
+from accel.machine.errors import ConfigError
+from runner.recipe import sweepers
 from runner.sweep.study_settings import Settings
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runner.compose import hydra_setup
-from runner.config.schema import Recipe
+from runner.recipe import hydra_setup
+from runner.recipe.schema import Recipe
 from runner.sweep import directory, table
 from runner.sweep.directory import Sweep
 from tests.runner.sweep.test_directory import described

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runner.config.schema import Recipe
+from runner.recipe.schema import Recipe
 from runner.sweep import attempt, directory, pool, task
 from runner.sweep.journal import Journal
 from runner.sweep.live import Live

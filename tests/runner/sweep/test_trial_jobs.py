@@ -11,8 +11,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from accel.errors import ConfigError
-from runner.compose import hydra_setup, sweepers
+from accel.machine.errors import ConfigError
+from runner.recipe import hydra_setup, sweepers
 from runner.run_dir import study as study_files
 from runner.run_dir.json_files import METRICS
 from runner.sweep.journal import Journal

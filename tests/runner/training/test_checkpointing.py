@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from runner.training.checkpointing import Best, RunState, read_best
 from runner.training.state import TrainState
 

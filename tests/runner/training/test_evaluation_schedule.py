@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from accel.checkpoint.directory import read_manifest
-from runner.reporting.console import Display
 from runner.training.callback import Callback
+from runner.training.console import Display
 from runner.training.loop import Loop
 from runner.training.stopping import StopFlag
 from tests.runner.loops import (

@@ -236,12 +236,12 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from accel.rng import set_seed
-    from runner.build.accelerator import make_accelerator
-    from runner.build.parts import build_parts
-    from runner.compose import composition, hydra_setup
-    from runner.config.batch_plan import plan_batches
+    from accel.comm.rng import set_seed
     from runner.data.train_eval_batches import TrainBatches
+    from runner.recipe import composition, hydra_setup
+    from runner.recipe.accelerator import make_accelerator
+    from runner.recipe.batch_plan import plan_batches
+    from runner.recipe.parts import build_parts
 
     with hydra_setup.session():
         recipe = composition.require(composition.new_run(overrides, "config"))
@@ -284,7 +284,7 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
 
 
 def _world_size() -> int:
-    from accel.env import Environment
+    from accel.machine.env import Environment
 
     return Environment.read().world_size
 

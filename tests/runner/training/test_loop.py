@@ -16,11 +16,11 @@ from rich.console import Console
 from accel.accelerator import Accelerator
 from accel.checkpoint.directory import checkpoints, read_manifest
 from accel.config.training import ProjectConfiguration
-from accel.errors import ConfigError
-from runner.config.schema import Checkpoint
+from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
-from runner.reporting.console import Display
+from runner.recipe.schema import Checkpoint
 from runner.training.callback import Callback
+from runner.training.console import Display
 from runner.training.loop import Loop
 from runner.training.metrics import NonFiniteError
 from runner.training.stopping import StopFlag

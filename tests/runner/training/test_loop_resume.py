@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from accel.checkpoint.directory import checkpoints, read_manifest
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
-from runner.reporting.console import Display
+from runner.training.console import Display
 from tests.helpers import about, run_distributed
 from tests.runner.loops import (
     NUM_TRAIN,

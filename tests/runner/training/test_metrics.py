@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.comm.local import LocalCommunicator
-from accel.errors import CheckpointError
+from accel.machine.errors import CheckpointError
 from runner.training.metrics import NonFiniteError, StepMeter, Stopwatch
 
 

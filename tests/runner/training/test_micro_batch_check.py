@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.data.micro_batch_window import MicroBatch, Window
-from runner.reporting.console import Display
+from runner.training.console import Display
 from runner.training.loop import Loop
 from runner.training.step import SupervisedStep
 from tests.runner import loops

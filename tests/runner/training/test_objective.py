@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accel.accelerator import Accelerator
-from accel.errors import ConfigError
-from runner.config.schema import Trainer
+from accel.machine.errors import ConfigError
 from runner.data.micro_batch_window import MicroBatch, Window
+from runner.recipe.schema import Trainer
 from tests.runner.training.test_step import NUM_SAMPLES, Regression, make_step, samples
 
 

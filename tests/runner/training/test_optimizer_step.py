@@ -12,7 +12,7 @@ from torch import nn
 import runner
 from accel import Accelerator, TorchTensorParallelPlugin
 from runner import MicroBatch, Step, Window
-from runner.config.schema import Trainer
+from runner.recipe.schema import Trainer
 from tests.helpers import run_distributed
 
 Tensors = Mapping[str, torch.Tensor]

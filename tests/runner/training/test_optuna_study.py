@@ -13,7 +13,7 @@ import optuna
 import pytest
 from optuna.exceptions import StorageInternalError
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.training import optuna_study
 from tests.helpers import python
 from tests.runner.sweep import databases

@@ -11,7 +11,7 @@ import pytest
 import torch
 from optuna.trial import TrialState
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
 from runner.run_dir import study
 from runner.run_dir.study import StudyFile

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.training import return_checks
 from tests.runner.loops import Fit
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from accel.config.handlers import GradScalerKwargs
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.builtin.optimizers import cosine
 from runner.data.datasets import Data
-from runner.reporting.console import Display
+from runner.training.console import Display
 from runner.training.saved_hyperparameters import set_scaler
 from tests.runner import loops
 from tests.runner.loops import Points, newest, recipe_of, records

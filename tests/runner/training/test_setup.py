@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
 from runner.training.callback import Callback
 from runner.training.setup import prepare

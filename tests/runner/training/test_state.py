@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
 from runner.training.state import Stop, TrainState
 
 

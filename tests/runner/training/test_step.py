@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from accel.accelerator import Accelerator
-from runner.config.schema import Trainer
 from runner.data.micro_batch_window import MicroBatch, Window
+from runner.recipe.schema import Trainer
 from runner.training.objective import Objective
 from runner.training.step import SupervisedStep
 from tests.helpers import run_distributed

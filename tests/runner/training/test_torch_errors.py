@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.errors import ConfigError
-from runner.config import user_frames
+from accel.machine.errors import ConfigError
+from runner.recipe import user_frames
 from runner.training import torch_errors
 from runner.training.metrics import NonFiniteError
 from tests.helpers import run_distributed

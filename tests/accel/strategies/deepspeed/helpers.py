@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.env import Environment
-from accel.parallel import data_parallel
-from accel.planning.arguments import Arguments
-from accel.planning.plan import Plan, resolve
+from accel.machine.env import Environment
+from accel.plan.arguments import Arguments
+from accel.plan.dims import data_parallel
+from accel.plan.plan import Plan, resolve
 from accel.strategies.deepspeed.settings import Settings
 
 STEPS = 10

@@ -16,7 +16,7 @@ import torch
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.imports import is_available
+from accel.machine.imports import is_available
 from tests.helpers import run_distributed
 from tests.zoo.models import MODELS, Batch
 

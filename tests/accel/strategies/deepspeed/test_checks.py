@@ -14,7 +14,7 @@ from accel.config.handlers import (
     GradScalerKwargs,
 )
 from accel.config.training import GradientAccumulationPlugin
-from accel.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError, StateError
 from accel.strategies.deepspeed.checks import plan_problems
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,

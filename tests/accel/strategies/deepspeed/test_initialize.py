@@ -15,8 +15,8 @@ import torch
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.env import patched, read
-from accel.errors import ConfigError
+from accel.machine.env import patched, read
+from accel.machine.errors import ConfigError
 from accel.strategies.deepspeed import initialize
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,

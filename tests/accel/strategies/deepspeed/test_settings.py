@@ -16,8 +16,8 @@ from accel.config.handlers import (
     DistributedDataParallelKwargs,
 )
 from accel.config.training import GradientAccumulationPlugin
-from accel.errors import ConfigError
-from accel.parallel import data_parallel
+from accel.machine.errors import ConfigError
+from accel.plan.dims import data_parallel
 from accel.state import AcceleratorState
 from accel.strategies.deepspeed.settings import Settings, hidden_size
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler

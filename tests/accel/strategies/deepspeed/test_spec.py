@@ -8,10 +8,10 @@ import pytest
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.training import TorchDynamoPlugin
-from accel.env import Environment
-from accel.errors import ConfigError
-from accel.planning.spec import Request
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError
 from accel.strategies.deepspeed.spec import SPEC
+from accel.strategies.spec import Request
 
 (PLUGIN,) = SPEC.plugins
 ONE = Environment()

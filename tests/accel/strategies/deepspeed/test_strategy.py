@@ -11,7 +11,7 @@ import torch
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_active import get_active_deepspeed_plugin
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.imports import is_available
+from accel.machine.imports import is_available
 from accel.state import AcceleratorState
 from accel.utils import DeepSpeedPlugin, HfDeepSpeedConfig
 from tests.accel.strategies.deepspeed.helpers import largest

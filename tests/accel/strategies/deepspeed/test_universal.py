@@ -10,7 +10,7 @@ import torch
 
 from accel import Accelerator
 from accel.checkpoint.optimizer_state import ParameterNames
-from accel.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError
 from accel.utils import DeepSpeedPlugin, DummyScheduler
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,

@@ -10,7 +10,7 @@ import torch
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError, StateError
 from accel.strategies.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from accel.errors import StateError
+from accel.machine.errors import StateError
 from tests.accel.strategies.training import (
     BATCH,
     Model,

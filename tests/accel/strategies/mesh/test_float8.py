@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.strategies.mesh.reshard_schedule import reshard
 from accel.utils import (
     AORecipeKwargs,

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accel.config.handlers import GradScalerKwargs
-from accel.enums import DistributedType
-from accel.errors import ConfigError
+from accel.machine.enums import DistributedType
+from accel.machine.errors import ConfigError
 from accel.state import PartialState
 from accel.strategies.mesh.grad_scaler import ShardedStepScaler, get_grad_scaler
 from tests.accel.strategies.training import (

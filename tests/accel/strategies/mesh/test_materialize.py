@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from tests.accel.strategies.training import Model, build, difference, largest, plain, train
 from tests.helpers import run_distributed
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.strategies.mesh.grad_scaler import ShardedStepScaler
 from tests.accel.strategies.training import Model, build, largest, plain, train
 from tests.helpers import run_distributed

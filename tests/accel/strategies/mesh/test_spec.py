@@ -10,12 +10,12 @@ import pytest
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
-from accel.env import Environment
-from accel.errors import ConfigError, Problems
-from accel.planning.arguments import Arguments
-from accel.planning.choose_strategy import choose
-from accel.planning.spec import Request
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, Problems
+from accel.plan.arguments import Arguments
+from accel.plan.choose_strategy import choose
 from accel.strategies.mesh.spec import SPEC
+from accel.strategies.spec import Request
 
 FOUR = Environment(world_size=4, local_world_size=4)
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.checkpoint.optimizer_state import ParameterNames
+from accel.comm.rng import set_seed
 from accel.data.loaders import DataLoaderShard
-from accel.errors import CheckpointError
-from accel.rng import set_seed
+from accel.machine.errors import CheckpointError
 from tests.accel.strategies.training import (
     BATCH,
     Model,

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from accel.enums import DistributedType
-from accel.errors import ConfigError
+from accel.machine.enums import DistributedType
+from accel.machine.errors import ConfigError
 from tests.accel.strategies.training import (
     Model,
     adamw,

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader
 
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
-from accel.enums import DistributedType
-from accel.errors import ConfigError
+from accel.machine.enums import DistributedType
+from accel.machine.errors import ConfigError
 from tests.accel.strategies.training import (
     BATCH,
     PLAN,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from accel.config.tensor_parallel import SUMMED
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.strategies.mesh.tensor_parallel import resolve_plan
 from tests.accel.strategies.training import (
     PLAN,

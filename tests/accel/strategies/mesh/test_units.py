@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.errors import ConfigError
+from accel.machine.errors import ConfigError
 from accel.strategies.mesh.units import find_units, split_by_dtype
 from tests.accel.strategies.training import (
     WIDTH,

@@ -14,10 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from accel import Accelerator, env
+from accel import Accelerator
 from accel.checkpoint import sharded
 from accel.checkpoint.serialization import load_plain
-from accel.errors import CheckpointError, ConfigError
+from accel.machine import env
+from accel.machine.errors import CheckpointError, ConfigError
 from accel.strategies.mesh import utilities
 from accel.strategies.mesh.state import full_tensor
 from tests.accel.strategies.training import BATCH, Model, adamw, build, data, steps_of

@@ -1,1 +1,0 @@
-"""Models larger than the memory of one device: sizes, device maps, hooks, offloading."""

@@ -1,0 +1,180 @@
+"""Which strategy distributes the model, as plugins or the environment switch it on. Torch-free.
+
+None on means the default for the number of processes: one process, or DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from accel.config.parallelism import SWITCH, ParallelismConfig, from_variables
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, Problems, nearest
+from accel.plan.arguments import Arguments
+from accel.plan.dims import AXES, ParallelDims
+from accel.strategies.spec import Plugins, PluginSpec, StrategySpec
+from accel.strategies.table import plugins, specs
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The strategy of a run, and the plugins that are on; of several where a request is wrong."""
+
+    spec: StrategySpec
+    plugins: Plugins
+
+    @property
+    def label(self) -> str:
+        """What headers, manifests and messages call the run."""
+        return self.spec.label(self.plugins)
+
+    def dims(self, environment: Environment, found: Problems) -> ParallelDims:
+        """Return the parallel dimensions, seen from rank 0; note where there are none."""
+        try:
+            if environment.world_size >= 1:
+                return self.fitting_dims(environment)
+        except ConfigError as error:
+            found.take(error)
+        return ParallelDims()
+
+    def fitting_dims(self, environment: Environment) -> ParallelDims:
+        """Return the parallel dimensions, seen from rank 0; `ConfigError` where they do not fit."""
+        dims, world_size = self.spec.dims(self.plugins, environment), environment.world_size
+        if dims.world_size == world_size:
+            return dims
+        plugins = ", ".join(f"{name}={plugin!r}" for name, plugin in self.plugins.items())
+        sizes = " × ".join(f"{axis}={dims.size(axis)}" for axis in AXES if dims.size(axis) > 1)
+        raise ConfigError.of(
+            f"strategy {self.spec.name!r} with {plugins or 'no plugin'}",
+            f"its parallel dimensions ({sizes or 'all of size 1'}) need as many processes as their "
+            f"product, {dims.world_size}, and the world size is {world_size}",
+            f"Start {dims.world_size}, or choose sizes whose product is {world_size}.",
+        )
+
+
+def choose(arguments: Arguments, environment: Environment, found: Problems) -> Choice:
+    """Return the strategy that is switched on; an argument goes before the environment.
+
+    `found` takes what is wrong: two strategies on, a plugin of another class.
+    """
+    given = _given(arguments, found)
+    on: dict[str, object] = {}
+    requested: list[str] = []
+    for plugin in plugins():
+        try:
+            if plugin.name not in given and not _switched_on(plugin, environment):
+                continue
+            if plugin.kind is not None:
+                requested.append(plugin.name)
+            on[plugin.name] = plugin.resolved(given.get(plugin.name), environment)
+        except ConfigError as error:
+            found.take(error)
+    for first, second in conflicts(requested):
+        rule, remedy = "they cannot be combined", f"Switch {first} or {second} off."
+        found.add(f"{first} with {second}", rule, remedy)
+    _apply_sizes(on, parallelism(arguments, environment, found), found)
+    return selected(on, environment.world_size)
+
+
+def parallelism(
+    arguments: Arguments, environment: Environment, found: Problems
+) -> ParallelismConfig | None:
+    """Return the sizes of the axes that a run requests, as an argument or by the environment."""
+    if arguments.parallelism_config is not None or not environment.flag(SWITCH):
+        return arguments.parallelism_config
+    try:
+        return from_variables(environment.variables)
+    except ConfigError as error:
+        found.take(error)
+        return None
+
+
+def _apply_sizes(on: dict[str, object], sizes: ParallelismConfig | None, found: Problems) -> None:
+    """Give the sizes of the axes to the plugins of the strategy that is on, or switch some on."""
+    owner = next((spec for spec in specs() if spec.leading(on)), None)
+    for plugin in plugins() if owner is None else owner.plugins:
+        if sizes is None or plugin.sized is None:
+            continue
+        try:
+            sized = plugin.sized(on.get(plugin.name), sizes)
+        except ConfigError as error:
+            found.take(error)
+            continue
+        if sized is not None:
+            on[plugin.name] = sized
+
+
+def check_sizes(sizes: ParallelismConfig, dims: ParallelDims, found: Problems) -> None:
+    """Note the axes that have another size than requested."""
+    wrong = {
+        axis: (sizes.size(axis), dims.size(axis))
+        for axis in (axis for axis in AXES if hasattr(sizes, f"{axis}_size"))
+        if sizes.size(axis) != dims.size(axis)
+    }
+    if not wrong:
+        return
+    wanted = ", ".join(f"{axis}_size={size}" for axis, (size, _) in wrong.items())
+    got = ", ".join(f"{axis}={size}" for axis, (_, size) in wrong.items())
+    found.add(
+        f"ParallelismConfig({wanted})",
+        f"its sizes give {sizes.total_size} processes; {dims.world_size} processes and the "
+        f"strategy that is on give {got}",
+        f"Start {sizes.total_size} processes with that strategy, or change the sizes.",
+    )
+
+
+def selected(on: Plugins, world_size: int) -> Choice:
+    """Return the strategy of the plugins that are on, or the default of so many processes."""
+    spec = next((spec for spec in specs() if spec.leading(on)), None)
+    return Choice(spec or next(spec for spec in specs() if spec.is_default(world_size)), on)
+
+
+def conflicts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of plugins, of those that are on, that belong to different strategies."""
+    owners = {plugin.name: spec.name for spec in specs() for plugin in spec.plugins}
+    for first, second in itertools.combinations(names, 2):
+        if owners[first] != owners[second]:
+            yield first, second
+
+
+def _switched_on(plugin: PluginSpec, environment: Environment) -> bool:
+    return bool(plugin.switch) and environment.flag(plugin.switch)
+
+
+def _given(arguments: Arguments, found: Problems) -> Mapping[str, object]:
+    given: dict[str, object] = {}
+    sources: dict[str, str] = {}
+
+    def put(plugin: PluginSpec, value: object, source: str) -> None:
+        if plugin.name in given:
+            found.add(
+                f"{sources[plugin.name]} with {source}",
+                "they are two spellings of one argument",
+                f"Give {source} alone.",
+            )
+        given[plugin.name], sources[plugin.name] = value, source
+
+    for plugin in plugins():
+        for name in filter(None, (plugin.argument, *plugin.aliases)):
+            if arguments.plugins.get(name) is not None:
+                put(plugin, arguments.plugins[name], name)
+    several = arguments.strategy_plugins
+    if not isinstance(several, Iterable):
+        value, remedy = f"strategy_plugins={several!r}", "Give it in a list: strategy_plugins=[…]."
+        found.add(value, "it is a sequence of plugins", remedy)
+        several = ()
+    for value in several:
+        kinds = [plugin for plugin in plugins() if plugin.kind is not None]
+        # By the nearest class: a plugin may be derived from that of another strategy.
+        bases = type(value).__mro__
+        owner = next((p for base in bases for p in kinds if p.kind is base), None)
+        if owner is None:
+            known = [plugin.kind.__name__ for plugin in kinds if plugin.kind]
+            rule = f"each is one of {', '.join(known)}"
+            remedy = nearest(type(value).__name__, known)
+            found.add(f"strategy_plugins: {value!r}", rule, remedy)
+        else:
+            put(owner, value, "strategy_plugins")
+    return given

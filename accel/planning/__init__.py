@@ -1,1 +1,0 @@
-"""From arguments and environment to one frozen plan; every conflict in one error."""

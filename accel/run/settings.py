@@ -1,0 +1,383 @@
+"""What was decided for a run, as the `Accelerator` shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import torch
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.fp8 import AORecipeKwargs, TERecipeKwargs
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from accel.config.parallelism import ParallelismConfig
+from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
+from accel.machine.enums import FP8BackendType, RNGType
+from accel.machine.errors import ConfigError, NotBuiltError, Problems, not_built
+from accel.plan.arguments import Arguments
+from accel.plan.dims import CP, DP_REPLICATE, DP_SHARD, PP, TP, ParallelDims
+from accel.plan.plan import usable_rng_types
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel.plan.plan import Plan
+    from accel.state import AcceleratorState
+    from accel.strategies.base import Strategy
+
+Handler = TypeVar("Handler", bound=KwargsHandler)
+
+
+class RunSettings:
+    """Read the settings of a run; those of loaders can be set for the loaders prepared later.
+
+    Attributes:
+        plan: everything decided, frozen.
+        state: who this process is, and what the run was set up with.
+        strategy: how the model is distributed.
+    """
+
+    plan: Plan
+    state: AcceleratorState
+    strategy: Strategy
+
+    # -- precision -----------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """The number format of a step: no, fp16, bf16 or fp8; it cannot be set."""
+        return self.plan.mixed_precision
+
+    @mixed_precision.setter
+    def mixed_precision(self, mixed_precision: object) -> NoReturn:
+        raise ConfigError.of(
+            f"accelerator.mixed_precision={mixed_precision!r}",
+            f"this run was set up with {self.plan.mixed_precision!r}, which cannot change",
+            "Give it to the first Accelerator(mixed_precision=…), or compute a block in full "
+            "precision with accelerator.autocast(AutocastKwargs(enabled=False)).",
+        )
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether the run computes in fp8."""
+        return self.plan.mixed_precision == "fp8"
+
+    @property
+    def delayed_fp8_autocast(self) -> bool:
+        """Whether the context of fp8 is entered later than the forward pass; it never is."""
+        return False
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether models compute under torch's autocast; False switches it off."""
+        return self.plan.mixed_precision != "no" and self.plan.autocast.enabled
+
+    @native_amp.setter
+    def native_amp(self, native_amp: bool) -> None:
+        self.plan.autocast.enabled = native_amp
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8; NO where the run computes in another format."""
+        return self.plan.fp8.backend
+
+    @property
+    def fp8_recipe_handler(self) -> KwargsHandler | None:
+        """The recipe of fp8 training; None where the run computes in another format."""
+        return self.plan.fp8.recipe
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The recipe of TransformerEngine; None where it does not compute."""
+        recipe = self.plan.fp8.recipe
+        return recipe if isinstance(recipe, TERecipeKwargs) else None
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The recipe of torchao; None where it does not compute."""
+        recipe = self.plan.fp8.recipe
+        return recipe if isinstance(recipe, AORecipeKwargs) else None
+
+    # -- handlers: None where none was given -----------------------------------------------------
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """How the forward pass is cast; what is set holds from the next pass on."""
+        return self._given(self.plan.autocast)
+
+    @autocast_handler.setter
+    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
+        self._replace(self.plan.autocast, handler)
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """How models are replicated; what is set holds for models that are prepared later."""
+        return self._given(self.plan.ddp)
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
+        self._replace(self.plan.ddp, handler)
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """What `profile` records; what is set holds for its next call."""
+        return self._given(self.plan.profile)
+
+    @profile_handler.setter
+    def profile_handler(self, handler: ProfileKwargs | None) -> None:
+        self._replace(self.plan.profile, handler)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """How the gradient scaler of fp16 was created."""
+        return self._given(self.plan.scaler)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """How the process group was created."""
+        return self._given(self.plan.init)
+
+    def _given(self, handler: Handler) -> Handler | None:
+        return handler if type(handler) in self.plan.given_handlers else None
+
+    def _replace(self, current: Handler, handler: Handler | None) -> None:
+        """Let the run's handler, which others hold, have the values of another; None: defaults."""
+        kind = type(current)
+        values = kind() if handler is None else handler
+        if not isinstance(values, kind):
+            rule, remedy = f"a {kind.__name__} is required", f"Give {kind.__name__}(…) or None."
+            raise ConfigError.of(f"{type(handler).__name__} as a handler", rule, remedy)
+        for name, value in vars(values).items():
+            setattr(current, name, value)
+        if handler is None:
+            self.plan.given_handlers.discard(kind)
+        else:
+            self.plan.given_handlers.add(kind)
+
+    # -- parallelism ---------------------------------------------------------------------------
+
+    @property
+    def parallel_dims(self) -> ParallelDims:
+        """Sizes of the parallel axes, this process's rank on them, and what follows from them."""
+        return self.plan.parallel_dims
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the parallel axes that the run was asked for; None: it was not."""
+        return self.plan.parallelism
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The `DeviceMesh` of the run; None where its strategy has none, as DDP."""
+        return self.strategy.device_mesh
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The rank of this process among those that compute parts of the same matrices."""
+        return self.parallel_dims.coordinates[TP]
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The pipeline stage that this process computes."""
+        return self.parallel_dims.coordinates[PP]
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The rank of this process among those that compute parts of the same sequences."""
+        return self.parallel_dims.coordinates[CP]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The index of the replica of the model that this process is a part of."""
+        return self.parallel_dims.coordinates[DP_REPLICATE]
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The rank of this process among those that shard one replica of the model."""
+        return self.parallel_dims.coordinates[DP_SHARD]
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether the run has several processes, each on a device of its own."""
+        return self.plan.world_size > 1
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP2 shards the model; it is the only version there is."""
+        return self.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether FSDP2 is on, which other axes of a `ParallelismConfig` compose with."""
+        return self.state.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process holds a part of the model that a checkpoint takes from it.
+
+        True on the ranks of the first replica: of a model that is not sharded, on rank 0 alone.
+        """
+        at = self.parallel_dims.coordinates
+        return at[DP_REPLICATE] == at[CP] == 0
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return the context in which sequences are sharded over the context-parallel ranks.
+
+        There is one such rank today (`ParallelismConfig` refuses more), so the context changes
+        nothing.
+
+        Args:
+            buffers: tensors with a sequence dim.
+            buffer_seq_dims: the sequence dim of each.
+            no_restore_buffers: those of `buffers` that need not be restored afterwards.
+        """
+        return nullcontext()
+
+    def deepspeed_ulysses_dl_adapter(self, dl: object, model: object) -> NoReturn:
+        """Refuse: sequence parallelism is not built yet.
+
+        Args:
+            dl: a prepared loader.
+            model: the prepared model.
+
+        Raises:
+            NotBuiltError: always.
+        """
+        remedy = "Leave sp_size out."
+        raise NotBuiltError(
+            not_built("deepspeed_ulysses_dl_adapter (sequence parallelism)", remedy)
+        )
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """DeepSpeed's active plugin, which the next `prepare` follows; None where it is off."""
+        return self.state.deepspeed_plugin
+
+    # -- loaders -------------------------------------------------------------------------------
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders that are prepared from now on behave; its fields may be set."""
+        return self.plan.dataloader
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether loaders split their batches over processes."""
+        return self.plan.dataloader.split_batches
+
+    @split_batches.setter
+    def split_batches(self, split_batches: bool) -> None:
+        self._set_loading("split_batches", split_batches)
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads for all; None: for streams alone."""
+        return self.plan.dataloader.dispatch_batches
+
+    @dispatch_batches.setter
+    def dispatch_batches(self, dispatch_batches: bool | None) -> None:
+        self._set_loading("dispatch_batches", dispatch_batches)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether last batches are completed, so that each process has as many."""
+        return self.plan.dataloader.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self._set_loading("even_batches", even_batches)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether random samplers draw an order that depends on seed and epoch alone."""
+        return self.plan.dataloader.use_seedable_sampler
+
+    @use_seedable_sampler.setter
+    def use_seedable_sampler(self, use_seedable_sampler: bool) -> None:
+        self._set_loading("use_seedable_sampler", use_seedable_sampler)
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device overlap with computation."""
+        return self.plan.dataloader.non_blocking
+
+    @non_blocking.setter
+    def non_blocking(self, non_blocking: bool) -> None:
+        self._set_loading("non_blocking", non_blocking)
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders are torchdata's `StatefulDataLoader`."""
+        return self.plan.dataloader.use_stateful_dataloader
+
+    @use_stateful_dataloader.setter
+    def use_stateful_dataloader(self, use_stateful_dataloader: bool) -> None:
+        self._set_loading("use_stateful_dataloader", use_stateful_dataloader)
+
+    def _set_loading(self, name: str, value: object) -> None:
+        config = self.plan.dataloader
+        checked = dataclasses.replace(config, **{name: value})  # type: ignore[arg-type]
+        setattr(config, name, getattr(checked, name))
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers that are prepared from now on step when their optimizer does."""
+        return self.plan.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, step_scheduler_with_optimizer: bool) -> None:
+        found = Problems()
+        name = "step_scheduler_with_optimizer"
+        arguments = Arguments(step_scheduler_with_optimizer=step_scheduler_with_optimizer)
+        value = getattr(arguments.checked(found), name)
+        found.raise_if()
+        self.plan.assign(name, value)
+
+    @property
+    def rng_types(self) -> tuple[str, ...]:
+        """The generators that processes synchronise, for loaders that are prepared from now on."""
+        return self.plan.rng_types
+
+    @rng_types.setter
+    def rng_types(self, rng_types: Sequence[str | RNGType] | None) -> None:
+        found = Problems()
+        names = usable_rng_types(rng_types, self.plan.device_type, found)
+        found.raise_if()
+        self.plan.assign("rng_types", names)
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where states and logs go."""
+        return self.plan.project
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of the run."""
+        return self.plan.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of the trackers."""
+        return self.plan.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.plan.project.iteration

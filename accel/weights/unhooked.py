@@ -1,0 +1,139 @@
+"""Tensors of a dispatched model on the meta device that no hook has a value for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from accel.machine.errors import StateError, listed
+from accel.weights.hooks import hooks_of, may_have_value
+from accel.weights.offloaded_tensors import HELD
+
+
+class Place:
+    """Where a module lay in a model when its hook was attached.
+
+    An adapter around it, which peft puts in its place, runs without a forward pass of the model
+    where a part of the model is called. A copy of the model has its own place; one that was
+    pickled, or a part that is copied alone, has none.
+
+    Args:
+        model: that has the module, or None.
+        path: name of the module in the model.
+        whole: whether its hook loads the weights of its submodules, too.
+    """
+
+    def __init__(self, model: nn.Module | None, path: str, whole: bool = False) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self.path = path
+        self.whole = whole
+
+    def __reduce__(self) -> tuple[type[Place], tuple[None, str, bool]]:
+        return Place, (None, self.path, self.whole)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        model = None if self._model is None else self._model()
+        return Place(memo.get(id(model)), self.path, self.whole)
+
+    def to_check(self, module: nn.Module) -> nn.Module | None:
+        """Return what may have tensors that no hook has a value for, None where nothing changed.
+
+        Args:
+            module: what the hook is attached to.
+        """
+        found = None if self._model is None else self._model()
+        own = module if self.whole else None
+        if found is None:
+            return own
+        for key in self.path.split(".") if self.path else ():
+            child = found._modules.get(key)
+            if child is None:
+                return found
+            found = child
+        return own if found is module else found
+
+
+def check_hooked(model: nn.Module) -> None:
+    """Refuse tensors that were added on the meta device after hooks were attached.
+
+    As peft adds adapters, where the weight of their layer lies: a forward pass would compute from
+    whatever lies in memory.
+
+    Args:
+        model: its modules have the hooks of a dispatch.
+
+    Raises:
+        StateError: with the names of the tensors.
+    """
+    suspects = {one for one in _suspects(model) if not _has_value(*one, "")}
+    if not suspects:
+        return
+    names = [
+        _full(path, key)
+        for path, module in model.named_modules()
+        for key in (*module._parameters, *module._buffers)
+        if (module, key) in suspects and not _within(model, module, key)
+    ]
+    if names:
+        raise StateError(
+            f"{listed(names)} of {type(model).__name__}: on the meta device, and no hook has a "
+            "value for it. Add adapters before dispatch_model, or give values "
+            "(set_module_tensor_to_device(model, name, 'cpu', value)) and dispatch again."
+        )
+
+
+def refuse_assigned(module: nn.Module, names: Iterable[str]) -> None:
+    """Refuse what was assigned to offloaded tensors: the weights map has other values.
+
+    Args:
+        module: has the tensors.
+        names: of them, in the module; none: nothing was.
+
+    Raises:
+        StateError: with the names.
+    """
+    if given := list(names):
+        raise StateError(
+            f"{', '.join(given)} of {type(module).__name__}: offloaded tensors were assigned, or "
+            "are replaced by functional_call; their values come from the weights map. Set them by "
+            "accel.utils.set_module_tensor_to_device(module, name, device, value); tie weights "
+            "and swap layers after accel.hooks.remove_hook_from_submodules(model)."
+        )
+
+
+def _within(model: nn.Module, owner: nn.Module, key: str) -> bool:
+    """Return whether a hook of a module around `owner` has a value of a tensor."""
+    return any(
+        _has_value(module, key, path)
+        for module in model.modules()
+        for path, one in module.named_modules()
+        if one is owner
+    )
+
+
+def _has_value(module: nn.Module, key: str, path: str) -> bool:
+    """Return whether a hook of a module has a value of a tensor of its submodule at `path`."""
+    return any(may_have_value(hook, module, _full(path, key)) for hook in hooks_of(module))
+
+
+def _full(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _suspects(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield tensors on the meta device, as module and name, but for those of `HELD`."""
+    modules, seen = [model], {model}
+    while modules:
+        module = modules.pop()
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items() if held else ():
+                # The type first: a subclass's `is_meta` takes a hundred times as long.
+                if tensor is not None and type(tensor) not in HELD and tensor.is_meta:
+                    yield module, name
+        for child in module._modules.values() if module._modules else ():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)

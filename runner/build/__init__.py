@@ -1,1 +1,0 @@
-"""From a recipe to objects, and every check before the start."""

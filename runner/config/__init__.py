@@ -1,1 +1,0 @@
-"""The typed schema of a recipe, and torch-free arithmetic on it."""

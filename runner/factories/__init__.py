@@ -1,1 +1,0 @@
-"""Factories by name: the registry, the nodes that name them, and their signatures."""

@@ -1,0 +1,488 @@
+"""Composing recipes with Hydra: schema, search path, forbidden settings. Free of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from accel.machine.errors import ConfigError, Problem, Problems, nearest
+from runner.recipe import conf_files, keys, launchers, paths, sweepers, verbatim_text
+from runner.recipe.schema import PLUGINS, Recipe
+from runner.recipe.serialization import to_plain
+
+VERSION_BASE = "1.3"
+SCHEMA, TYPES = "recipe_schema", "recipe_types"
+PRIMARY = "config"
+# The run directory, the log and the working directory are the runner's own.
+FIXED = (
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra.job.chdir=false",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+LEVEL_OF_ROOT, LEVELS_OF_LOGGERS = "hydra.job_logging.root.level", "hydra.job_logging.loggers."
+SEARCHED = "hydra.searchpath"
+OPEN_TO_USERS = (
+    *(SEARCHED, "hydra.verbose", "hydra.sweeper", "hydra.launcher"),
+    *("hydra/sweeper", "hydra/launcher", LEVEL_OF_ROOT, LEVELS_OF_LOGGERS),
+)
+VERBOSE = "hydra.verbose"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class ProjectConf(SearchPathPlugin):
+    """Appends the `conf` folders of the user's project, behind the shipped one.
+
+    Attributes:
+        given: further folders, as `hydra.searchpath` names them: those of a session's overrides.
+    """
+
+    given: ClassVar[tuple[str, ...]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append them."""
+        for folder in paths.project_conf_folders():
+            search_path.append("project", f"file://{folder}")
+        for place in self.given:
+            search_path.append("command line", place)
+
+
+def prepare() -> None:
+    """Make the schema and the project's folders known to Hydra."""
+    store = ConfigStore.instance()
+    others = {name: p for name, p in PLUGINS.items() if not (paths.conf_folder() / name).is_dir()}
+    for name, plugin in others.items():  # of another package: its defaults are one choice
+        store.store(group=name, name="default", node=plugin.kind, provider="runner")
+    places = [TYPES, *({name: None} for name in others), "_self_"]
+    store.store(name=TYPES, node=schema(), provider="runner")
+    store.store(name=SCHEMA, node={"defaults": places}, provider="runner")
+    Plugins.instance().register(ProjectConf)
+    launchers.store()
+    sweepers.store()  # after the plugins, one of which may have such a name
+
+
+def schema() -> DictConfig:
+    """Return the typed schema, with enumerations as the words that YAML has for them."""
+    node: DictConfig = OmegaConf.structured(Recipe)
+    _spell_out(node)
+    return node
+
+
+def _spell_out(node: DictConfig) -> None:
+    for name in node:
+        value = None if OmegaConf.is_missing(node, name) else node[name]
+        if isinstance(value, DictConfig):
+            _spell_out(value)
+        elif isinstance(value, Enum):
+            node[name] = value.value
+
+
+@contextlib.contextmanager
+def session(overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Initialize Hydra in the context, which may be nested in another use of Hydra.
+
+    Groups and files are looked up in the folders of `hydra.searchpath`, too, if it is among the
+    overrides (`--config-dir`).
+    """
+    prepare()
+    outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    given, ProjectConf.given = ProjectConf.given, _searched(overrides)
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+    try:
+        with initialize_config_dir(
+            config_dir=str(paths.conf_folder()), job_name="runner", version_base=VERSION_BASE
+        ):
+            yield
+    finally:
+        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = outer, config
+        ProjectConf.given = given
+
+
+def _searched(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the places of `hydra.searchpath`; what cannot be read is reported by composing."""
+    given = [override for override in overrides if key_of(override) == SEARCHED]
+    try:
+        values = [one.value() for one in OverridesParser.create().parse_overrides(given)]
+    except HydraException:
+        return ()
+    places = [place for value in values if isinstance(value, list) for place in value]
+    return tuple(place for place in map(str, places) if "://" in place)
+
+
+def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 0) -> DictConfig:
+    """Compose a recipe from overrides without sweeps, inside a `session`.
+
+    It lacks Hydra's own node, with which `${hydra:…}` can still be resolved: `${hydra:job.num}` is
+    `number`.
+
+    Raises:
+        ConfigError: if a file of the project is shadowed, or Hydra's own node is tampered with.
+        Exception: Hydra's and OmegaConf's own for anything else; `diagnose` translates them.
+    """
+    config = composed_with_hydra(overrides, config_name)
+    misread = _misread_texts(config.hydra, config_name)
+    ConfigError.raise_if([*_shadowed(), *_forbidden_settings(config.hydra), *misread])
+    OmegaConf.set_struct(config, False)
+    for node in _nodes_of_other_factories(config):
+        others = [override for override in overrides if key_of(override) != node]
+        config[node] = composed_with_hydra([*others, f"{node}=null"], config_name)[node]
+    for node, name in _missing_values(config):
+        config[node][name] = MISSING
+    _merge_trackers(config, overrides, config_name)
+    config.hydra.job.num, config.hydra.job.id = number, str(number)
+    HydraConfig.instance().set_config(config)
+    del config["hydra"]
+    return config
+
+
+def composed_with_hydra(overrides: Sequence[str], config_name: str) -> DictConfig:
+    """Return what Hydra composes, its own node included, inside a `session`.
+
+    Raises:
+        Exception: Hydra's and OmegaConf's own.
+    """
+    return hydra_compose(
+        config_name, overrides=[*FIXED, *opened(overrides)], return_hydra_config=True
+    )
+
+
+def _merge_trackers(config: DictConfig, overrides: Sequence[str], config_name: str) -> None:
+    """Use the trackers of all files of ``tracker=[a,b]``: Hydra keeps the last file's list.
+
+    A list that is given elsewhere, as in an experiment or on the command line, stands.
+    """
+    if "tracker" in config.hydra.runtime.choices or "tracker" not in config:
+        return
+    names = chosen_files(overrides, config_name)
+    options = [name.removeprefix("tracker/") for name in names if name.startswith("tracker/")]
+    files = [_file_of("tracker", option) for option in options]
+    chosen = [list(file.get("log_with") or ()) for file in files if isinstance(file, DictConfig)]
+    given = any(key_of(override) == "tracker.log_with" for override in overrides)
+    if chosen and not given and config.tracker.log_with == chosen[-1]:
+        config.tracker.log_with = list(dict.fromkeys(name for names in chosen for name in names))
+    elif "tracker=[]" in overrides and not given:
+        config.tracker.log_with = []
+
+
+def chosen_files(overrides: Sequence[str], config_name: str) -> list[str]:
+    """Return the files that a recipe is composed from, as group/option; their values don't matter.
+
+    Raises:
+        Exception: Hydra's own, if there is no such file.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    found = loader.compute_defaults_list(config_name, [*FIXED, *opened(overrides)], RunMode.RUN)
+    return [str(default.config_path) for default in found.defaults]
+
+
+def _nodes_of_other_factories(config: DictConfig) -> list[str]:
+    """Return the nodes whose chosen file has arguments for another factory than they name."""
+    renamed = []
+    for node in keys.FACTORY_NODES:
+        chosen = config.hydra.runtime.choices.get(node)
+        own = _named(_file_of(node, chosen)) if chosen else (None, None)
+        if any(own) and own != _named(config[node]):
+            renamed.append(node)
+    return renamed
+
+
+def _missing_values(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield (node, key) of each mandatory value (``???``) of a chosen file that was not given.
+
+    The composed node has the schema's default there: OmegaConf merges no missing value over one.
+    """
+    for node, chosen in config.hydra.runtime.choices.items():
+        own = _file_of(node, chosen) if chosen and node in config else None
+        for name in own if isinstance(own, DictConfig) else ():
+            if OmegaConf.is_missing(own, name) and config[node][name] is None:
+                yield node, str(name)
+
+
+def _file_of(group: str, option: str) -> object:
+    path = conf_files.file_of(f"{group}/{option}")
+    return None if path is None else OmegaConf.load(path)
+
+
+def _named(node: object) -> tuple[object, object]:
+    return (
+        (node.get("name"), node.get("_target_")) if isinstance(node, DictConfig) else (None, None)
+    )
+
+
+def plain(config: DictConfig) -> dict[str, object]:
+    """Return a composed recipe as plain containers, interpolations resolved."""
+    content = to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    return dict(content)
+
+
+def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return `own` overrides and then `new` ones, which replace those of their keys and below."""
+    chosen = tuple(f"{key_of(override)}." for override in new)
+    out = {key_of(override) for override in new if takes_out(override)}
+    kept = [o for o in own if key_of(o) in out or not f"{key_of(o)}.".startswith(chosen)]
+    return [*kept, *new]
+
+
+def key_of(override: str) -> str:
+    """Return the dotted key, or the group, that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def takes_out(override: str) -> bool:
+    """Return whether an override takes out an argument of a factory, or another free key.
+
+    An earlier override of the key is kept with it, so that no file needs to have the key.
+    """
+    return override.startswith("~") and keys.is_free(key_of(override))
+
+
+def opened(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as Hydra wants them.
+
+    Open mappings take keys with or without a ``+``, present or not, and a group is switched off by
+    ``group=null``.
+    """
+    kept = [override for override in overrides if not _sets_level(override)]
+    return [_opened(override) for override in verbatim_text.quoted(kept)]
+
+
+def _opened(override: str) -> str:
+    key, _, value = override.partition("=")
+    of_plugin = sweepers.opened(key, value) or launchers.opened(key, value)
+    if of_plugin is not None:
+        return of_plugin
+    if value == "null" and key in groups():
+        return f"{key}=[]" if key == "callbacks" else f"~{key}"
+    mapping = value.startswith("{") and "." in key and keys.node_of(key) is None
+    if key[:1] == "+" and key[:2] != "++" and keys.is_free(key[1:]):
+        return f"+{override}"
+    known = key[:1] not in ("+", "~")
+    return f"++{override}" if known and (keys.is_free(key) or mapping) else override
+
+
+def log_levels(overrides: Sequence[str]) -> dict[str, str]:
+    """Return by logger ("": the root) the level that `hydra.verbose` and `hydra.job_logging` set.
+
+    Inside a session. Where the command line has no `hydra.verbose`, that of the recipe's files
+    holds, if one has been composed.
+    """
+    composed: Any = HydraConfig.instance().cfg
+    verbose: object = False if composed is None else composed.hydra.verbose
+    levels: dict[str, str] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == VERBOSE:
+            verbose = parse([override])[0].value()
+        elif key == LEVEL_OF_ROOT:
+            levels[""] = value.upper()
+        elif _sets_level(override):
+            levels[_logger_of(key)] = value.upper()
+    named = [verbose] if isinstance(verbose, str) else verbose
+    if isinstance(named, bool):
+        return {"": "DEBUG", **levels} if named else levels
+    names = [str(name) for name in named] if isinstance(named, Sequence) else []
+    return {**dict.fromkeys(names, "DEBUG"), **levels}
+
+
+def is_of_logging(override: str) -> bool:
+    """Return whether an override only says what is logged."""
+    return key_of(override) == VERBOSE or _sets_level(override)
+
+
+def without_levels(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides but for those of `log_levels`."""
+    return [override for override in overrides if not is_of_logging(override)]
+
+
+def _sets_level(override: str) -> bool:
+    key = key_of(override)
+    return key == LEVEL_OF_ROOT or key.startswith(LEVELS_OF_LOGGERS)
+
+
+def _logger_of(key: str) -> str:
+    return key.removeprefix(LEVELS_OF_LOGGERS).removesuffix(".level")
+
+
+def _level_problems(overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problems of levels that are none, and of other settings of a logger."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if not _sets_level(override):
+            continue
+        if not key.endswith(".level") or not _logger_of(key):
+            remedy = f"Write {LEVELS_OF_LOGGERS}<name>.level=DEBUG."
+            yield Problem(override, "of a logger only the level can be set", remedy)
+        elif value.upper() not in LEVELS:
+            rule = f"it is one of {', '.join(LEVELS)}"
+            yield Problem(override, rule, nearest(value.upper(), LEVELS))
+
+
+def closed(override: str) -> str:
+    """Return an override of `opened` as it is written on a command line."""
+    if override.startswith("~"):
+        return f"{key_of(override)}=null"
+    if override == "callbacks=[]":
+        return "callbacks=null"
+    return override.removeprefix("++")
+
+
+def not_swept(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that have one value in all jobs."""
+    return [o for o in overrides if not any(one.is_sweep_override() for one in parse([o]))]
+
+
+def probes(overrides: Sequence[str]) -> list[list[str]]:
+    """Return jobs to check before a sweeper that chooses its own samples begins.
+
+    Each value that the command line lists stands in one of them, beside the first value of every
+    other key; of a range or an interval that is its beginning.
+    """
+    values: list[list[str]] = []
+    for override in parse(verbatim_text.quoted(overrides)):
+        if not override.is_sweep_override():
+            values.append([str(override.input_line)])
+        elif override.is_discrete_sweep():
+            key = override.get_key_element()
+            values.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            start = getattr(override.value(), "start", None)
+            if isinstance(start, float) and start.is_integer():
+                start = int(start)
+            values.append([f"{override.get_key_element()}={start}"])
+    first = [found[0] for found in values]
+    others = [
+        [*first[:index], value, *first[index + 1 :]]
+        for index, found in enumerate(values)
+        for value in found[1:]
+    ]
+    return [first, *others]
+
+
+def groups() -> list[str]:
+    """Return the names of all groups of `conf/`, the project's own included."""
+    found: list[str] = GlobalHydra.instance().config_loader().list_groups("")
+    return [name for name in found if name != "hydra"]
+
+
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep, in the basic sweeper's order.
+
+    Raises:
+        ConfigError: if a value is a range without steps or values, or would switch a group off.
+    """
+    choices: list[list[str]] = []
+    problems = Problems()
+    for override in parse(verbatim_text.quoted(overrides)):
+        line, key = str(override.input_line), override.get_key_element()
+        if not override.is_sweep_override():
+            choices.append([line])
+        elif not override.is_discrete_sweep():
+            rule = "the basic sweeper goes through lists of values"
+            problems.add(line, rule, f"Give {key}=a,b,c.")
+        else:
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            if not choices[-1]:
+                problems.add(line, "it has no values", f"Give {key}=a,b,c.")
+            elif override.key_or_group in groups() and f"{key}=null" in choices[-1]:
+                rule = "a sweep goes through the files of a group"
+                problems.add(line, rule, f"Start the job with {key}=null by itself.")
+    problems.raise_if()
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides inside a `session`."""
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return parser.parse_overrides(list(overrides))
+
+
+def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
+    """Return the problems of overrides of Hydra's own configuration."""
+    refused = [
+        Problem(
+            override,
+            "the run directory, the log and the process are the runner's own",
+            "Set output_dir and name, or leave it out. Open are: " + ", ".join(OPEN_TO_USERS) + ".",
+        )
+        for override in overrides
+        if re.match(r"hydra([./@]|$)", key_of(override))
+        and not key_of(override).startswith(OPEN_TO_USERS)
+    ]
+    return [*refused, *_level_problems(overrides)]
+
+
+def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
+    """Yield settings of Hydra's node in files that would run code or change the process."""
+    node: Any = OmegaConf.to_container(hydra, resolve=False)
+    sweeper = node.get("sweeper") or {}
+    params = sweeper.get("params")
+    if params and not sweepers.is_own(sweeper):
+        yield Problem(
+            f"hydra.sweeper.params={params}",
+            "the values of a sweep are given on its command line, or belong to a search",
+            "Start with -m key=a,b; or write `- override /hydra/sweeper: optuna` in its defaults.",
+        )
+    found = {
+        "hydra.callbacks": node.get("callbacks"),
+        "hydra.job.env_set": node["job"].get("env_set"),
+        "hydra.job.env_copy": node["job"].get("env_copy"),
+        **{f"hydra.{name}": _log_settings(node[name]) for name in ("job_logging", "hydra_logging")},
+    }
+    for key, value in found.items():
+        if value:
+            yield Problem(
+                f"{key}={value}",
+                "a recipe does not change the process it runs in",
+                "Take it out of the file. Set variables in the shell that starts the runner.",
+            )
+    if str(node.get("mode") or "RUN").rpartition(".")[2] != "RUN":
+        yield Problem(f"hydra.mode={node['mode']}", "the command line decides", "Use -m.")
+
+
+def _log_settings(node: Mapping[str, object]) -> dict[str, object]:
+    harmless = ("version", "disable_existing_loggers")
+    return {name: value for name, value in node.items() if value and name not in harmless}
+
+
+def _misread_texts(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
+    chosen = [(group, str(option)) for group, option in hydra.runtime.choices.items() if option]
+    for group, option in [("", config_name), *chosen]:
+        path = conf_files.file_of(f"{group}/{option}" if group else option)
+        if path is not None and not path.is_relative_to(paths.conf_folder()):
+            is_global = "@package _global_" in path.read_text(encoding="utf-8") or not group
+            yield from verbatim_text.problems_of(path, "" if is_global else f"{group}.")
+
+
+def _shadowed() -> Iterator[Problem]:
+    """Yield files of the user's that would never be read, since an earlier folder has that name."""
+    seen: dict[str, Path] = {}
+    for folder, path in conf_files.files():
+        name = path.relative_to(folder).as_posix()
+        first = seen.setdefault(name, path)
+        if first != path and first.read_bytes() != path.read_bytes():
+            yield Problem(
+                str(path),
+                f"{first} has the same name and is read instead",
+                "Rename your file, and choose it by its new name.",
+            )

@@ -1,0 +1,212 @@
+"""A recipe as an object, as plain containers and as YAML. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accel.config.field_defaults import FieldDefaults
+from accel.machine.errors import ConfigError, Problem
+from runner.recipe import keys, trust
+from runner.recipe.schema import PLUGINS, Recipe
+
+Node = TypeVar("Node")
+
+# Keys whose dotted name a handler or plugin imports: checked for trust before that.
+CALLABLES = (
+    "profile.on_trace_ready",
+    "precision.fp8_torchao.module_filter_func",
+    *(f"{name}.{field}" for name, plugin in PLUGINS.items() for field in plugin.callables),
+)
+# Keys of earlier versions, which could only be null, as (node, key).
+RETIRED = (("precision", "fp8"),)
+
+
+def from_plain(plain: Mapping[str, object]) -> Recipe:
+    """Build a recipe from plain containers whose types are right; missing keys take the defaults.
+
+    Raises:
+        ConfigError: naming every unknown key and every value that is not allowed.
+    """
+    recipe, problems = examine(plain)
+    ConfigError.raise_if(problems)
+    return recipe
+
+
+def examine(plain: Mapping[str, object]) -> tuple[Recipe, list[Problem]]:
+    """Build a recipe, with defaults for nodes that have problems, and return those, too."""
+    distrusted = {key: wrong for key in CALLABLES if (wrong := _distrust(plain, key)) is not None}
+    problems = list(distrusted.values())
+    dropped = {key.partition(".")[0] for key in distrusted}
+    plain = {key: value for key, value in plain.items() if key not in dropped}
+    recipe = _node(Recipe, plain, "", problems, keys.known_keys(plain))
+    for name in {*keys.FACTORY_NODES, "callbacks"} & set(plain):
+        setattr(recipe, name, plain[name])
+    return recipe, problems
+
+
+def _distrust(plain: Mapping[str, object], key: str) -> Problem | None:
+    node: object = plain
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    try:
+        if isinstance(node, str) and "." in node:  # else a choice, or no dotted name at all
+            trust.resolve(node, key)
+    except ConfigError as error:
+        return error.problems[0]
+    return None
+
+
+def _node(
+    kind: type[Node],
+    values: Mapping[str, object],
+    prefix: str,
+    problems: list[Problem],
+    known: list[str],
+) -> Node:
+    """Build one node; on problems, add them to `problems` and return the default."""
+    arguments: dict[str, Any] = {}
+    inner = keys.nodes(kind)
+    for name, value in values.items():
+        nested = inner.get(name)
+        if name not in inner:
+            key = f"{prefix}{name}"
+            valid = [k for k in known if k != key and not k.startswith(f"{key}.")]
+            key, value = _first_leaf(key, value)
+            problems.append(keys.unknown_key(key, valid, f"={value}"))
+        elif nested is not None and isinstance(value, Mapping):
+            arguments[name] = _node(nested, value, f"{prefix}{name}.", problems, known)
+        else:
+            arguments[name] = value
+    try:
+        return kind(**arguments)
+    except ConfigError as error:
+        problems += [_with_recipe_key(problem, kind, prefix) for problem in error.problems]
+        fallback = kind()
+        for name in [name for name in arguments if inner[name] is not None]:
+            setattr(fallback, name, arguments[name])
+        return fallback
+
+
+def _first_leaf(key: str, value: object) -> tuple[str, object]:
+    while isinstance(value, Mapping) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    return key, value
+
+
+def _with_recipe_key(problem: Problem, kind: type, prefix: str) -> Problem:
+    return dataclasses.replace(problem, value=problem.value.replace(f"{kind.__name__}.", prefix))
+
+
+def to_plain(value: Any) -> Any:
+    """Return a recipe, or a part of one, as dicts, lists and scalars: what was given, no more."""
+    if isinstance(value, FieldDefaults):
+        return to_plain(value.given_fields())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Path):
+        return str(value)
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return value
+
+
+def frozen_plain(recipe: Recipe) -> dict[str, object]:
+    """Return a recipe as it is frozen with a run.
+
+    The content of a file that a plugin names goes into it: the file may change, and the run may
+    be resumed from another directory, where strategies that it does not use may not be installed.
+    """
+    off = PLUGINS.keys() - recipe.plugins.keys()
+    plain = {key: node for key, node in to_plain(recipe).items() if key not in off}
+    for name, plugin in recipe.plugins.items():
+        fields = PLUGINS[name].frozen_fields
+        if fields is not None:
+            plain[name] |= to_plain(fields(plugin))
+    return plain
+
+
+def yaml_text(plain: dict[str, object] | list[str]) -> str:
+    """Return plain containers as YAML that reads back as the same."""
+    from omegaconf import OmegaConf
+
+    return str(OmegaConf.to_yaml(OmegaConf.create(plain)))
+
+
+class UnknownStrategyError(ConfigError):
+    """A frozen recipe has a plugin on that no installed strategy has."""
+
+
+def parse_yaml(text: str, path: Path) -> dict[str, object]:
+    """Return a frozen recipe as plain containers, checked against the types of the schema.
+
+    Raises:
+        ConfigError: if it is no recipe.
+    """
+    return dict(_parsed(text, path, as_recipe=True))
+
+
+def parse_list(text: str, path: Path) -> list[str]:
+    """Return a list of words that a file holds; else raise a ConfigError."""
+    found = _parsed(text, path)
+    return [str(item) for item in found] if isinstance(found, list) else []
+
+
+def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        found = _created(text)
+        if as_recipe:
+            if not found:  # `null` or {}: with the defaults it would be a user's recipe
+                raise ValueError("it has no keys")
+            _require_strategies(OmegaConf.to_container(found), path)
+            for node, key in RETIRED:
+                own = OmegaConf.select(found, node)
+                if isinstance(own, DictConfig) and key in own and own[key] is None:
+                    del own[key]
+            found = OmegaConf.merge(OmegaConf.structured(Recipe), found)
+        return to_plain(OmegaConf.to_container(found, resolve=as_recipe))
+    except UnknownStrategyError:
+        raise
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        remedy = "Correct the file, or name another run."
+        rule = f"it is not the recipe of a run: {reason}"
+        raise ConfigError.of(str(path), rule, remedy) from error
+
+
+def _created(text: str) -> Any:
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.create(text)
+    except AssertionError as error:  # OmegaConf's own, of a number or a date alone
+        raise ValueError("it is a single value") from error
+
+
+def _require_strategies(found: Any, path: Path) -> None:
+    """Refuse nodes that the schema lacks: a plugin is frozen with the runs that it is on in."""
+    known = {field.name for field in dataclasses.fields(Recipe)}
+    nodes = found.items() if isinstance(found, Mapping) else ()
+    lacking = [str(key) for key, node in nodes if key not in known and isinstance(node, Mapping)]
+    if lacking:
+        names = ", ".join(lacking)
+        rule = f"the run has {names} on, the plugin of a strategy that is not installed here"
+        remedy = f"Install the package that brings {names}, or name another run."
+        raise UnknownStrategyError.of(str(path), rule, remedy)

@@ -1,0 +1,239 @@
+"""Which code a recipe may name: one allow-list, and the user's packages.
+
+A recipe that names ``_target_`` is code. Only packages that the product itself brings in, and those
+that the person at the keyboard trusts, are ever imported for it. A package is trusted, and imported
+so that its ``@register`` decorators run, by ``[tool.runner] imports = ["mypkg"]`` in the project's
+pyproject.toml, by ``--import mypkg``, or by the environment variable RUNNER_IMPORTS; never by a
+recipe. Free of torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import tomllib
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from accel.machine import env
+from accel.machine.errors import ConfigError, Problem, Problems, closest, did_you_mean
+from runner.recipe import paths
+
+VARIABLE = "RUNNER_IMPORTS"
+ALLOWED = (
+    *("accel", "runner", "torch.nn", "torch.optim", "torchmetrics"),
+    *("torchao.optim", "bitsandbytes.optim"),
+)
+# Modules whose classes and functions a recipe may call. Those of our own packages are parts of a
+# run: none imports by name, starts processes or changes the environment.
+DEFINED_IN = (
+    *("torch.nn", "torch._C._nn", "torch.optim", "torchmetrics"),
+    *("torchao.optim", "bitsandbytes.optim"),
+    *("accel.data", "accel.optimizer", "accel.scheduler", "accel.trackers"),
+    *(
+        "runner.builtin",
+        "runner.callbacks",
+        "runner.data.datasets",
+        "runner.data.micro_batch_window",
+    ),
+    *("runner.training.callback", "runner.training.objective", "runner.training.step"),
+)
+
+
+def trusted() -> dict[str, str]:
+    """Return the user's packages, and where each was named.
+
+    Raises:
+        ConfigError: if [tool.runner] is not understood.
+    """
+    given = env.read(VARIABLE) or ""
+    named = {name.strip(): VARIABLE for name in given.split(",") if name.strip()}
+    path = paths.project_file()
+    if path is not None:
+        named = {**dict.fromkeys(_table_imports(path), str(path)), **named}
+    return named
+
+
+def asked_for() -> bool:
+    """Return whether packages of the user's are imported for each command."""
+    try:
+        return bool(trusted())
+    except ConfigError:  # reported where they are imported
+        return False
+
+
+def _table_imports(path: Path) -> list[str]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("runner", {})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError.of(str(path), f"it is no TOML: {error}", "Correct it.") from error
+    imports = table.get("imports", [])
+    problems = Problems()
+    for key in sorted(set(table) - {"imports"}):
+        where = f"[tool.runner] {key} in {path}"
+        problems.add(where, "its one key is imports", 'imports = ["mypkg"]')
+    if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
+        problems.add(
+            f"[tool.runner] imports = {imports!r} in {path}",
+            "it is a list of package names",
+            'Write imports = ["mypkg"].',
+        )
+    problems.raise_if()
+    return list(imports)
+
+
+def import_packages() -> None:
+    """Import the user's packages, so that their factories are registered.
+
+    Raises:
+        ConfigError: naming every missing package, and where it is requested.
+    """
+    problems = Problems()
+    for name, place in trusted().items():
+        if not all(part.isidentifier() for part in name.split(".")):
+            rule, remedy = "it is no name of a package", "Write the name that `import` takes."
+            problems.add(f"{name!r}, named by {place}", rule, remedy)
+            continue
+        try:
+            _import(name, f"{name!r}, named by {place}")
+        except ConfigError as error:
+            problems += error.problems
+        except ModuleNotFoundError as error:
+            own = error.name is not None and (
+                name == error.name or name.startswith(f"{error.name}.")
+            )
+            rule = "there is no such package" if own else f"importing it needs {error.name!r}"
+            remedy = f"Install {error.name!r}" + (
+                ", or run from the folder that it lies in." if own else "."
+            )
+            problems.add(f"{name!r}, named by {place}", rule, remedy)
+    problems.raise_if()
+
+
+def _import(module: str, value: str) -> types.ModuleType:
+    """Import a module of the user's; a ConfigError about `value` if it ends the process."""
+    try:
+        return importlib.import_module(module)
+    except SystemExit as error:  # with 0 an untrained run would look complete
+        rule = f"importing {module} ended in SystemExit({error.code!r})"
+        remedy = "Call sys.exit only under `if __name__ == '__main__'`."
+        raise ConfigError.of(value, rule, remedy) from error
+
+
+def missing_packages() -> list[Problem]:
+    """Import the user's packages, and return the problems of those that fail."""
+    try:
+        import_packages()
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def distrust(name: str, key: str) -> Problem | None:
+    """Return the problem with a dotted name at `key` of a recipe, or None if it may be imported."""
+    parts = name.split(".")
+    package = parts[0]
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return Problem(
+            f"{key}={name}", "it is a dotted name: package.module.attribute", "Correct it."
+        )
+    if any(part.startswith("_") for part in parts):
+        return Problem(f"{key}={name}", "it is private", "Name a public class or function.")
+    if _is_in_any(name, (*ALLOWED, *trusted())):
+        return None
+    return Problem(f"{key}={name}", _distrust_reason(package), _how_to_trust(package))
+
+
+def _distrust_reason(package: str) -> str:
+    known = ", ".join(dict.fromkeys((*ALLOWED, *trusted())))
+    try:
+        missing = importlib.util.find_spec(package) is None
+    except ValueError:  # a module without a spec, such as __main__
+        missing = False
+    if missing:
+        return f"there is no package {package!r} here, and a recipe names only code of {known}"
+    return f"the package {package!r} is not trusted: a recipe names only code of {known}"
+
+
+def _how_to_trust(package: str) -> str:
+    if package in sys.stdlib_module_names:
+        return "Call it in a function of a package of your own, and name that."
+    return (
+        "If you trust it, add to your pyproject.toml:\n    [tool.runner]\n"
+        f'    imports = ["{package}"]\nor give --import {package}.'
+    )
+
+
+def resolve(name: str, key: str) -> Callable[..., object]:
+    """Import an object that a recipe names, if both the name and the object are trusted.
+
+    Raises:
+        ConfigError: if it is not trusted, or there is no such thing.
+    """
+    problem = distrust(name, key)
+    if problem is not None:
+        raise ConfigError(problem)
+    found = _locate(name, key)
+    home = _defining_name(found)
+    if not callable(found) or home is None or not _is_in_any(home, (*DEFINED_IN, *trusted())):
+        rule = f"it resolves to {home or type(found).__name__}, which is not trusted"
+        if not callable(found):
+            rule = f"it is no class or function but {type(found).__name__}"
+        raise ConfigError.of(f"{key}={name}", rule, "Name a class or function of your own.")
+    return found
+
+
+def _defining_name(found: object) -> str | None:
+    """Return the dotted name that defines an object, or a partial's function, or else its class."""
+    if isinstance(found, functools.partial):
+        return _defining_name(found.func)
+    if not hasattr(found, "__qualname__"):
+        found = type(found)
+    module = getattr(found, "__module__", None)
+    name = getattr(found, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        return None
+    return f"{module}.{name}"
+
+
+def _locate(name: str, key: str) -> object:
+    """Import the longest module that `name` starts with, and follow the rest as attributes."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:length])
+        try:
+            found = _import(module, f"{key}={name}")
+        except ModuleNotFoundError as error:
+            if error.name is not None and module.startswith(error.name):
+                continue
+            raise ConfigError.of(
+                f"{key}={name}",
+                f"importing it needs {error.name!r}",
+                f"Install {error.name!r}.",
+            ) from error
+        return _attribute(found, parts[length:], name, key)
+    raise ConfigError.of(
+        f"{key}={name}", f"there is no package {parts[0]!r}", f"Install {parts[0]!r}."
+    )
+
+
+def _attribute(found: object, parts: list[str], name: str, key: str) -> object:
+    for part in parts:
+        if not hasattr(found, part):
+            place = getattr(found, "__name__", str(found))
+            close = closest(part, _public(found))
+            remedy = did_you_mean(close) if close else "Name one that is there."
+            raise ConfigError.of(f"{key}={name}", f"{place} has no {part!r}", remedy)
+        found = getattr(found, part)
+    return found
+
+
+def _public(found: object) -> Iterator[str]:
+    return (name for name in dir(found) if not name.startswith("_"))
+
+
+def _is_in_any(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)

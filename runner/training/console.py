@@ -1,0 +1,274 @@
+"""Console output of a run: header, progress, evaluations, a table at the end. Rank 0 only.
+
+On a terminal the progress is one line that is redrawn; elsewhere it is plain lines, so that a
+log file stays readable. Nothing is drawn by a thread: the loop's own calls draw, at most some times
+a second.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from runner.training import run_log
+
+Rows = Sequence[tuple[str, str]]
+
+UNLIMITED_COLUMNS = 10_000  # where nobody's terminal limits a line
+BAR_WIDTH = 14  # columns that the bar needs at least, with the gaps beside it
+
+
+class PipedConsole(Console):
+    """A console that lets the command know that nobody reads it any more (`| head`)."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise, where rich would end the process on its own."""
+        self.quiet = True
+        raise BrokenPipeError
+
+
+class Display:
+    """Shows one run; `enabled` on rank 0.
+
+    The console is standard output by default. At least `refresh_seconds` lie between two drawings
+    of the progress line, and `line_seconds` between two plain lines, where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        console: Console | None = None,
+        refresh_seconds: float = 0.2,
+        line_seconds: float = 10.0,
+    ) -> None:
+        self.enabled = enabled
+        self.console = console or PipedConsole(highlight=False, soft_wrap=False)
+        self.live = enabled and self.console.is_terminal
+        self._every = refresh_seconds if self.live else line_seconds
+        self._next = 0.0
+        self._note_every, self._next_note = line_seconds, 0.0
+        self._progress: Progress | None = None
+        self._values: dict[str, float] = {}
+        self._total: int | None = None
+        self._epochs: int | None = None
+        self._started_at = 0.0
+        self._deadline: float | None = None
+        self._first_step = self._step = self._epoch = 0
+
+    # -- before ----------------------------------------------------------------------------
+
+    def header(self, title: str, rows: Rows) -> None:
+        """Show a table: a title and labelled lines."""
+        if not self.enabled:
+            return
+        if self.live:
+            self.console.print(_panel(title, rows))
+            return
+        self._print(title)
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, value in rows:
+            self._print(f"  {label:<{width}}  {value}")
+
+    def start(
+        self, step: int, total: int | None, epochs: int | None, seconds: float | None = None
+    ) -> None:
+        """Begin to show progress after `step` optimizer steps of `total`, if known.
+
+        `seconds` is the time until the run is to stop, if there is such a limit.
+        """
+        self._total, self._epochs = total, epochs
+        self._first_step = self._step = step
+        self._started_at = time.monotonic()
+        self._deadline = None if seconds is None else self._started_at + seconds
+        self._next = 0.0
+        if self.live:
+            self._progress = Progress(
+                _Steps(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[status]}", markup=False),
+                console=self.console,
+                auto_refresh=False,
+                expand=True,
+                transient=True,
+            )
+            self._progress.add_task("train", total=total, completed=step, status="")
+            self._progress.start()
+
+    # -- during ----------------------------------------------------------------------------
+
+    def step(self, step: int, epoch: int) -> None:
+        """Show that an optimizer step was made. Cheap: draws only when it is time."""
+        self._step, self._epoch = step, epoch
+        if self.live and time.monotonic() >= self._next:
+            self._draw()
+
+    def values(self, values: Mapping[str, float]) -> None:
+        """Show the values of a log point: loss, lr, samples_per_second."""
+        self._values.update(values)
+        if self.live and time.monotonic() >= self._next_note:
+            self._next_note = time.monotonic() + self._note_every
+            run_log.note(f"{self._steps()}  {self.status()}")
+        if not self.enabled or time.monotonic() < self._next:
+            return
+        if self.live:
+            self._draw()
+        else:
+            self._next = time.monotonic() + self._every
+            self._print(f"{self._steps()}  {self.status()}")
+
+    def evaluating(self, split: str, batch: int, num_batches: int | None) -> None:
+        """Show how far an evaluation is."""
+        if self._progress is None or time.monotonic() < self._next:
+            return
+        self._draw(f"{split}: batch {_count(batch, num_batches)}")
+
+    def evaluation(
+        self, split: str, step: int, epoch: int, metrics: Mapping[str, float], mark: str = ""
+    ) -> None:
+        """Show the metrics of an evaluation, with a remark such as "best"."""
+        if not self.enabled:
+            return
+        listed = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
+        width = len(str(self._total or ""))
+        place = f"step {step:>{width}}  epoch {self._epoch_of(epoch)}"
+        line = Text(f"{split:<10}  {place}  {listed}")
+        if mark:
+            line.append(f"  {mark}", style="bold green")
+        self._print(line)
+
+    def note(self, text: str) -> None:
+        """Show a line of its own."""
+        if self.enabled:
+            self._print(text)
+
+    def text(self, title: str, body: str) -> None:
+        """Show a longer text under a title, as it is."""
+        if not self.enabled:
+            return
+        if self.live:
+            self.console.print(
+                Panel(Text(body), title=title, title_align="left", box=box.ROUNDED, expand=False)
+            )
+        else:
+            self._print(f"{title}:\n{body}")
+
+    def status(self, room: int | None = None) -> str:
+        """Return epoch, loss, learning rate, throughput and remaining time as one line.
+
+        It takes at most `room` columns (None: no limit). Minor parts are dropped first.
+        """
+        values = self._values
+        rate = short(values.get("samples_per_second", math.nan))
+        parts = {
+            "epoch": f"epoch {self._epoch_of(self._epoch)}",
+            "loss": f"loss {number(values.get('loss', math.nan))}",
+            "lr": f"lr {values.get('lr', math.nan):.1e}",
+            "samples_per_second": f"{rate} samples/s",
+        }
+        known = {name: part for name, part in parts.items() if name == "epoch" or name in values}
+        remaining = self._remaining()
+        if remaining is not None:
+            known["eta"] = f"ETA {clock(remaining)}"
+        if room is not None and len("  ".join(known.values())) > room:
+            known = {k: v.replace(" samples/s", "/s") for k, v in known.items()}
+            for name in ("lr", "samples_per_second", "epoch"):
+                if len("  ".join(known.values())) > room:
+                    known.pop(name, None)
+        return "  ".join(known.values())
+
+    # -- after -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop showing progress; printed lines stay."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def final(self, title: str, rows: Rows) -> None:
+        """Show the final table of the run."""
+        self.close()
+        self.header(title, rows)
+
+    # -- parts -----------------------------------------------------------------------------
+
+    def _draw(self, status: str | None = None) -> None:
+        self._next = time.monotonic() + self._every
+        if self._progress is not None:
+            room = self.console.width - len(self._steps()) - BAR_WIDTH
+            status, task = status or self.status(room), self._progress.task_ids[0]
+            self._progress.update(task, completed=self._step, status=status, refresh=True)
+
+    def _epoch_of(self, epoch: int) -> str:
+        # Behind the last epoch there is none.
+        return _count(epoch if self._epochs is None else min(epoch, self._epochs), self._epochs)
+
+    def _steps(self) -> str:
+        return f"step {_count(self._step, self._total)}"
+
+    def _remaining(self) -> float | None:
+        now, done = time.monotonic(), self._step - self._first_step
+        limits = [] if self._deadline is None else [max(0.0, self._deadline - now)]
+        if self._total is not None and done > 0:
+            limits.append((now - self._started_at) / done * max(0, self._total - self._step))
+        return min(limits, default=None)
+
+    def _print(self, line: str | Text) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=not self.live)
+
+
+class _Steps(ProgressColumn):
+    """The steps made, of how many."""
+
+    def render(self, task: Task) -> Text:
+        total = None if task.total is None else int(task.total)
+        return Text(f"step {_count(int(task.completed), total)}", style="bold")
+
+
+def _panel(title: str, rows: Rows) -> Panel:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(Text(label), Text(value))
+    return Panel(
+        table, title=Text(title, style="bold"), title_align="left", box=box.ROUNDED, expand=False
+    )
+
+
+def _count(done: int, total: int | None) -> str:
+    return f"{done}" if total is None else f"{done:>{len(str(total))}}/{total}"
+
+
+def number(value: object) -> str:
+    """Return a metric with four decimals or as a power of ten, and a count as an integer."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    if value.is_integer() and (value == 0 or abs(value) >= 10):
+        return f"{value:.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"
+
+
+def short(value: float) -> str:
+    """Return a rate in at most four characters and a unit letter: 87.3, 1.2k, 35M."""
+    if not math.isfinite(value):
+        return str(value)
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5 or unit == "G":
+            return f"{value:.1f}{unit}" if abs(value) < 99.95 else f"{value:.0f}{unit}"
+        value /= 1000
+    return f"{value:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as M:SS, or H:MM:SS from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

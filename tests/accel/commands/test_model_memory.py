@@ -1,0 +1,217 @@
+"""Estimates of what a process holds, beside what it does hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator, FullyShardedDataParallelPlugin
+from accel.commands.model_memory import Estimate, estimates, layouts
+from accel.machine.errors import ConfigError
+from accel.machine.memory_estimate import Footprint
+from accel.utils import BnbQuantizationConfig, DeepSpeedPlugin, load_and_quantize_model
+from tests.accel.weights.models import Tied
+from tests.accel.weights.test_quantized_layers import installed
+from tests.helpers import run_distributed
+
+STRATEGIES = [layout.name for layout in layouts()]
+
+
+def model() -> nn.Module:
+    """Return a model with a buffer and a frozen layer; rows divide by two."""
+    made = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Linear(32, 8))
+    made[2].requires_grad_(False)
+    return made
+
+
+def estimate(format: str, strategy: str, num_processes: int = 1, **given: Any) -> Estimate:
+    with torch.device("meta"):
+        made = given.pop("model", model)()
+    return estimates(made, num_processes, [format], [strategy], **given)[0]
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# -- one process ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["fp32", "pure_bf16"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
+def test_a_replicated_model_is_measured(format: str, optimizer: str) -> None:
+    own = model()
+    dtype = torch.bfloat16 if format == "pure_bf16" else torch.float32
+    own.to(dtype)
+    trainable = [parameter for parameter in own.parameters() if parameter.requires_grad]
+    stepped = getattr(torch.optim, optimizer)(trainable)
+    own(torch.randn(4, 64, dtype=dtype)).sum().backward()
+    stepped.step()
+    state = [value for entry in stepped.state.values() for value in entry.values()]
+    found = estimate(format, "ddp", 8, optimizer=optimizer)
+    assert found.footprint == Footprint(
+        bytes_of([*own.parameters(), *own.buffers()]),
+        bytes_of(parameter.grad for parameter in trainable),
+        bytes_of(value for value in state if isinstance(value, torch.Tensor)),
+    )
+    assert found.largest_layer == bytes_of(own[0].parameters())
+    assert found.total == sum(vars(found.footprint).values())
+
+
+@installed
+@pytest.mark.parametrize(("format", "bits"), [("int8", 8), ("int4", 4)])
+def test_a_quantized_model_is_measured(format: str, bits: int) -> None:
+    config = BnbQuantizationConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+    own = load_and_quantize_model(model(), config)
+    held = bytes_of([*own.parameters(), *own.buffers()])
+    for weight in (own[0].weight, own[2].weight):
+        scales = [weight.SCB] if bits == 8 else [weight.quant_state.absmax, weight.quant_state.code]
+        held += bytes_of(scales)
+    found = estimate(format, "ddp")
+    assert found.footprint == Footprint(held, 0, 0)
+    assert found.largest_layer < held
+
+
+def test_tied_weights_count_once() -> None:
+    own = Tied()
+    held = bytes_of([*own.parameters(), *own.buffers()])
+    assert estimate("fp32", "ddp", model=Tied).footprint.parameters == held
+    linear = 16 + 4 * 4  # of weights, and scales
+    half = (held - 8 - 64) // 2 + 8  # the batch norm counts its batches in 8 bytes
+    assert estimate("int8", "ddp", model=Tied).footprint.parameters == half + linear
+
+
+# -- several processes -----------------------------------------------------------------------
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+
+
+def held(strategy: str, mixed_precision: str) -> Footprint:
+    """Return what a strategy holds of `wide` on this process."""
+    given: dict[str, Any] = {}
+    if strategy.startswith("zero"):
+        stage = int(strategy.removeprefix("zero"))
+        plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=1)
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
+        given["deepspeed_plugin"] = plugin
+    elif strategy == "fsdp":
+        given["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, **given)
+    made = wide()
+    made, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters()))
+    found: Footprint = accelerator.strategy.state.footprint([made], [optimizer])
+    accelerator.end_training()
+    return found
+
+
+SLOW = {"zero1", "zero3"}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=[pytest.mark.slow] if s in SLOW else []) for s in STRATEGIES],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_estimate_is_what_a_strategy_holds(strategy: str, precision: str) -> None:
+    mixed = "no" if precision == "fp32" else precision
+    measured = run_distributed(held, 2, strategy, mixed)[0]
+    found = estimate(precision, strategy, 2, model=wide).footprint
+    assert found.gradients == measured.gradients
+    assert measured.optimizer_state is not None
+    # Some train flat buffers, with one count of steps; some keep small weights (biases) unsharded.
+    assert found.optimizer_state == pytest.approx(measured.optimizer_state, abs=16)
+    assert found.parameters == pytest.approx(measured.parameters, rel=0.01)
+
+
+def summed(strategy: str) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and moments after a step, summed tensor by tensor."""
+    given: dict[str, Any] = {}
+    if strategy == "fsdp":
+        given["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, **given)
+    made = wide()
+    made, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters()))
+    accelerator.backward(made(torch.ones(2, 512)).sum())
+    optimizer.step()
+    weights = list(made.parameters())
+
+    def held(tensors: Iterable[Any]) -> int:
+        return sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
+
+    moments = [one for state in optimizer.optimizer.state.values() for one in state.values()]
+    return held(weights), held(weight.grad for weight in weights), held(moments)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_estimate_is_the_sum_of_the_tensors(strategy: str) -> None:
+    footprint = estimate("fp32", strategy, 2, model=wide).footprint
+    for weights, gradients, moments in run_distributed(summed, 2, strategy):
+        assert footprint.parameters == weights
+        assert footprint.gradients == gradients
+        assert footprint.optimizer_state == moments
+
+
+# -- choices -------------------------------------------------------------------------------
+
+
+def test_every_pair_that_there_is_is_listed() -> None:
+    found = [(one.format, one.strategy) for one in estimates(model(), 4)]
+    every = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+    assert sorted(STRATEGIES) == every
+    assert sorted(name for format, name in found if format == "fp32") == every
+    assert sorted(name for format, name in found if format == "bf16") == every
+    assert [name for format, name in found if format == "pure_bf16"] == ["ddp", "fsdp"]
+    assert [name for format, name in found if format.startswith("int")] == ["ddp", "ddp"]
+
+
+def test_without_linear_layers_nothing_is_quantized(caplog: pytest.LogCaptureFixture) -> None:
+    convolution = nn.Conv1d(1, 1, 1)
+    assert not {one.format for one in estimates(convolution)} & {"int8", "int4"}
+    assert "no estimate" not in caplog.text
+    found = estimates(convolution, formats=["fp32", "int4"])
+    assert {one.format for one in found} == {"fp32"}
+    assert "There is no estimate: format='int4' with strategy=ddp" in caplog.text
+    assert "the last are quantized, and the model has none" in caplog.text
+    rule = r"format='int8' .*linear layers .*\n.*format='int4' with .*: linear layers"
+    with pytest.raises(ConfigError, match=rule):
+        estimates(convolution, formats=["int8", "int4"])
+
+
+def test_a_format_that_no_strategy_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"quantized layers are replicated. .*strategy=ddp"):
+        estimates(model(), formats=["int8"], strategies=["fsdp", "zero3"])
+    with pytest.raises(ConfigError, match=r"have fp32 master weights there. .*format='bf16'"):
+        estimates(model(), formats=["pure_bf16"], strategies=["zero1"])
+
+
+def test_an_optimizer_may_have_no_estimate() -> None:
+    found = estimate("fp32", "ddp", optimizer="LBFGS")
+    assert found.footprint.optimizer_state is None
+    assert found.total is None
+
+
+def test_a_frozen_model_has_neither_gradients_nor_state() -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    found = estimates(frozen, formats=["fp32"], strategies=["ddp"])[0]
+    assert found.footprint == Footprint(24, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"formats": ["fp31"]}, "format='fp31': it is one of fp32"),
+        ({"strategies": ["zero4"]}, "strategy='zero4': it is one of ddp"),
+        ({"optimizer": "Adamw"}, "optimizer='Adamw': torch.optim has no.*mean 'AdamW'"),
+        ({"optimizer": "Muon"}, "optimizer='Muon': it does not take the model"),
+        ({"num_processes": 0}, "num_processes=0: it is at least 1"),
+    ],
+)
+def test_what_does_not_exist_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimates(model(), **given)

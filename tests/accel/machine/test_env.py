@@ -1,0 +1,261 @@
+"""The environment is read in one place, strictly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import unittest
+
+import pytest
+
+from accel.machine import env
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError
+from accel.utils import get_int_from_env, parse_choice_from_env, parse_flag_from_env, str_to_bool
+
+NAME = "ACCEL_TEST_VARIABLE"
+LAUNCHER = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE"),
+    *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_USE_FSDP", "TORCHELASTIC_RUN_ID"),
+)
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", "y", "On", "t"])
+def test_flag_says_yes(text: str) -> None:
+    with env.patched(**{NAME: text}):
+        assert env.flag(NAME)
+
+
+@pytest.mark.parametrize("text", ["", "0", "false", "No", "off", "n", "f", None])
+def test_flag_says_no(text: str | None) -> None:
+    with env.patched(**{NAME: text}):
+        assert not env.flag(NAME)
+
+
+def test_flag_refuses_other_words() -> None:
+    with env.patched(**{NAME: "maybe"}), pytest.raises(ConfigError, match=r"Set \w+=1 or"):
+        env.flag(NAME)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [(" Yes ", True), (False, False), ("2", None), ("", None)]
+)
+def test_words_for_booleans(text: object, value: bool | None) -> None:
+    assert env.parse_bool(text) is value
+
+
+def test_integer() -> None:
+    with env.patched(**{NAME: " 7 "}):
+        assert env.integer(NAME) == 7
+    with env.patched(**{NAME: ""}):
+        assert env.integer(NAME, 3) == 3
+    with env.patched(**{NAME: "7.5"}), pytest.raises(ConfigError, match="expected an integer"):
+        env.integer(NAME)
+
+
+def test_patched_restores_also_after_an_error() -> None:
+    env.set_values({NAME: "before"})
+
+    def fail() -> None:
+        with env.patched(**{NAME: None}):
+            assert NAME not in os.environ
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert env.read(NAME) == "before"
+    env.set_values({NAME: None})
+    assert NAME not in env.copy()
+
+
+def test_an_empty_environment_is_one_process() -> None:
+    with env.patched(**dict.fromkeys(LAUNCHER)):
+        snapshot = Environment.read()
+    assert snapshot.world_size == 1
+    assert snapshot.rank is None
+    assert not snapshot.use_cpu
+    assert not snapshot.flag("ACCELERATE_USE_FSDP")
+
+
+def test_a_launched_environment() -> None:
+    values = {
+        "RANK": 3,
+        "LOCAL_RANK": 1,
+        "WORLD_SIZE": 4,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": 1234,
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 8,
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_DEBUG_MODE": "1",
+        "ACCELERATE_USE_FSDP": "yes",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": 2,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with env.patched(**values):
+        snapshot = Environment.read()
+    assert snapshot.flag("ACCELERATE_USE_FSDP")
+    assert snapshot.variables["TORCHELASTIC_RUN_ID"] == "job"
+    assert snapshot == Environment(
+        rank=3,
+        local_rank=1,
+        world_size=4,
+        local_world_size=2,
+        master_addr="node0",
+        master_port=1234,
+        restart_count=2,
+        run_id="job",
+        agent_store=True,
+        mixed_precision="bf16",
+        accumulation_steps=8,
+        use_cpu=True,
+        debug=True,
+        variables=snapshot.variables,
+    )
+
+
+# -- documented helpers ------------------------------------------------------------------------
+
+
+def test_variables_are_patched_in_a_context() -> None:
+    with env.patched(ACCEL_TEST_HAD="before", ACCEL_TEST_NEW=None):
+        with env.patch_environment(accel_test_had=3, accel_test_new=True):
+            assert (os.environ["ACCEL_TEST_HAD"], os.environ["ACCEL_TEST_NEW"]) == ("3", "True")
+        assert os.environ["ACCEL_TEST_HAD"] == "before"
+        assert "ACCEL_TEST_NEW" not in os.environ
+
+
+def test_variables_are_cleared_in_a_context() -> None:
+    before = dict(os.environ)
+
+    def fail() -> None:
+        with env.clear_environment():
+            assert not os.environ
+            os.environ["ACCEL_TEST_NEW"] = "1"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert dict(os.environ) == before
+
+
+def set_variables() -> str:
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
+    os.environ["ACCELERATE_USE_CPU"] = "new"
+    os.environ[NAME] = "kept"
+    return "done"
+
+
+def test_a_functions_variables_are_purged() -> None:
+    with env.patched(**{NAME: None, "ACCELERATE_USE_CPU": "1"}):
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+        assert env.purge_accelerate_environment(set_variables)() == "done"
+        assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+        assert os.environ["ACCELERATE_USE_CPU"] == "1"
+        assert os.environ[NAME] == "kept"  # of another prefix
+
+
+def test_a_coroutines_variables_are_purged() -> None:
+    @env.purge_accelerate_environment
+    async def change() -> str:
+        return set_variables()
+
+    with env.patched(**{NAME: None, "ACCELERATE_MIXED_PRECISION": None}):
+        assert asyncio.run(change()) == "done"
+        assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+        assert "ACCELERATE_USE_CPU" not in os.environ
+
+
+def test_the_tests_of_a_class_and_of_derived_ones_are_purged() -> None:
+    derived_from: list[type] = []
+
+    @env.purge_accelerate_environment
+    class Base:
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            derived_from.append(cls)
+
+        def test_first(self) -> str:
+            return set_variables()
+
+        @staticmethod
+        def test_static() -> str:
+            return set_variables()
+
+        @classmethod
+        def test_of_class(cls) -> str:
+            return set_variables()
+
+        def prepare(self) -> str:
+            return set_variables()
+
+    class Derived(Base):
+        def test_second(self) -> str:
+            return set_variables()
+
+    with env.patched(**{NAME: None, "ACCELERATE_MIXED_PRECISION": None, "ACCELERATE_USE_CPU": "1"}):
+        tested = Derived()
+        for test in (
+            *(tested.test_first, tested.test_second),
+            *(tested.test_static, tested.test_of_class),
+        ):
+            assert test() == "done"
+            assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+        Derived().prepare()
+        assert os.environ.pop("ACCELERATE_MIXED_PRECISION") == "fp16"  # it is no test
+    assert derived_from == [Derived]
+
+
+def test_a_unittest_case_is_purged() -> None:
+    @env.purge_accelerate_environment
+    class Case(unittest.TestCase):
+        def test_it(self) -> None:
+            set_variables()
+
+    with env.patched(
+        **{NAME: None, "ACCELERATE_MIXED_PRECISION": None, "ACCELERATE_USE_CPU": None}
+    ):
+        assert Case("test_it").run().wasSuccessful()  # type: ignore[union-attr]
+        assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("YES", 1), ("t", 1), ("1", 1), ("off", 0), ("False", 0), ("0", 0)]
+)
+def test_a_text_is_a_truth_value(text: str, number: int) -> None:
+    assert str_to_bool(text) == number
+    assert not isinstance(str_to_bool(text), bool)
+    assert str_to_bool(text, to_bool=True) is bool(number)
+
+
+def test_other_texts_are_no_truth_values() -> None:
+    with pytest.raises(ValueError, match="'maybe': expected true or false"):
+        str_to_bool("maybe")
+
+
+def test_variables_are_read_with_a_default() -> None:
+    with env.patched(**{NAME: None}):
+        assert parse_flag_from_env(NAME) is False
+        assert parse_flag_from_env(NAME, True) is True
+        assert parse_choice_from_env(NAME) == "no"
+        assert parse_choice_from_env(NAME, "bf16") == "bf16"
+    with env.patched(**{NAME: "0"}):
+        assert parse_flag_from_env(NAME, True) is False
+        assert parse_choice_from_env(NAME, "bf16") == "0"
+    with env.patched(**{NAME: "yes"}):
+        assert parse_flag_from_env(NAME) is True
+    with env.patched(**{NAME: "maybe"}), pytest.raises(ConfigError, match="expected true or false"):
+        parse_flag_from_env(NAME)
+
+
+def test_the_first_number_of_several_variables_is_taken() -> None:
+    second = f"{NAME}_2"
+    with env.patched(**{NAME: "-1", second: "5"}):
+        assert get_int_from_env([NAME, second], 7) == 5
+        assert get_int_from_env([NAME], 7) == 7
+    with env.patched(**{NAME: "0", second: "5"}):
+        assert get_int_from_env((NAME, second), 7) == 0
+    with env.patched(**{NAME: "many"}), pytest.raises(ValueError, match="expected an integer"):
+        get_int_from_env([NAME], 7)

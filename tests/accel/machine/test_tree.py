@@ -1,0 +1,189 @@
+"""Nested data keeps its types; parts of data are fair and complete."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.machine import tree
+from accel.machine.errors import ConfigError
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Encoding(UserDict[str, Any]):
+    """Like transformers' `BatchEncoding`: a mapping that is no dict."""
+
+    def __init__(self, data: Any = None) -> None:
+        super().__init__(data)
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """Like transformers' `ModelOutput`: a mapping with fields."""
+
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+
+class MyList(list[Any]):
+    """A list of another name."""
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def test_structure_and_types_stay() -> None:
+    one = torch.ones(1)
+    data = {
+        "list": [one, (one, "text")],
+        "pair": Pair(one, 3),
+        "encoding": Encoding({"ids": one}),
+        "ordered": OrderedDict(a=one),
+        "default": defaultdict(list, a=one),
+        "output": Output(logits=one),
+        "mine": MyList([one]),
+        "none": None,
+    }
+    result = tree.recursively_apply(double, data)
+    assert result["list"] == [torch.full((1,), 2.0), (torch.full((1,), 2.0), "text")]
+    assert isinstance(result["pair"], Pair)
+    assert result["pair"].first.item() == 2
+    assert isinstance(result["encoding"], Encoding)
+    assert result["encoding"]["ids"].item() == 2
+    assert isinstance(result["ordered"], OrderedDict)
+    assert result["default"].default_factory is list
+    assert isinstance(result["output"], Output)
+    assert result["output"]["logits"].item() == 2
+    assert isinstance(result["mine"], MyList)
+    assert result["none"] is None
+    assert one.item() == 1
+
+
+def test_arguments_are_handed_on() -> None:
+    result = tree.recursively_apply(torch.add, [torch.ones(1)], 2, alpha=3)
+    assert result[0].item() == 7
+
+
+def test_other_types_may_be_an_error() -> None:
+    with pytest.raises(TypeError, match=r"str is not supported.*is_tensor"):
+        tree.recursively_apply(double, {"a": "text"}, error_on_other_type=True)
+
+
+def test_other_leaves_by_test() -> None:
+    result = tree.recursively_apply(len, ["ab", 3], test_type=lambda leaf: isinstance(leaf, str))
+    assert result == [2, 3]
+
+
+LEAVES = st.one_of(st.integers(), st.text(max_size=2), st.none())
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.builds(Pair, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+@given(NESTED)
+def test_flatten_and_rebuild_are_inverse(data: Any) -> None:
+    leaves, rebuild = tree.flatten(data, test_type=is_number)
+    assert leaves == list(tree.iterate(data, is_number))
+    assert rebuild(leaves) == data
+    doubled = rebuild([2 * leaf for leaf in leaves])
+    assert list(tree.iterate(doubled, is_number)) == [2 * leaf for leaf in leaves]
+
+
+@given(st.lists(st.integers(), max_size=20), st.integers(1, 6))
+def test_parts_are_complete_in_order_and_even(data: list[int], size: int) -> None:
+    parts = [tree.split(data, rank, size) for rank in range(size)]
+    assert [item for part in parts for item in part] == data
+    lengths = [len(part) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=20), st.integers(1, 6))
+def test_padded_parts_have_one_length(data: list[int], size: int) -> None:
+    padded = [tree.split(data, rank, size, padding=True) for rank in range(size)]
+    plain = [tree.split(data, rank, size) for rank in range(size)]
+    assert {len(part) for part in padded} == {-(-len(data) // size)}
+    for with_padding, without in zip(padded, plain, strict=True):
+        assert with_padding[: len(without)] == without
+        assert set(with_padding[len(without) :]) <= {(without or data)[-1]}
+
+
+def test_every_kind_is_split() -> None:
+    def parts(data: Any, padding: bool = False) -> list[Any]:
+        return [tree.split(data, rank, 2, padding) for rank in range(2)]
+
+    assert parts((1, 2, 3)) == [(1, 2), (3,)]
+    assert parts((1, 2, 3), padding=True) == [(1, 2), (3, 3)]
+    assert [part.tolist() for part in parts(torch.arange(3))] == [[0, 1], [2]]
+    assert [part.tolist() for part in parts(torch.arange(3), padding=True)] == [[0, 1], [2, 2]]
+    assert [part.tolist() for part in parts(np.arange(3), padding=True)] == [[0, 1], [2, 2]]
+    data = {"a": [1, 2, 3], "b": {"c": torch.arange(3)}}
+    first, second = parts(data)
+    assert first["a"] == [1, 2]
+    assert second["b"]["c"].tolist() == [2]
+    assert data["a"] == [1, 2, 3]
+    assert [list(part) for part in parts(range(3), padding=True)] == [[0, 1], [2, 2]]
+    assert parts(Pair(1, 2), padding=True) == parts(Pair(1, 2)) == [(1,), (2,)]
+    assert parts([]) == [[], []]
+    assert parts([1], padding=True) == [[1], [1]]
+
+
+def test_a_data_set_is_split_by_select() -> None:
+    class Dataset:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError("rows are not read")
+
+        def select(self, indices: list[int]) -> list[int]:
+            return indices
+
+    assert tree.split(Dataset(), 1, 2, padding=True) == [2, 2]
+
+
+def test_what_cannot_be_split() -> None:
+    with pytest.raises(ConfigError, match="all values of a dict have one length"):
+        tree.split({"a": [1], "b": [1, 2]}, 0, 2)
+    with pytest.raises(ConfigError, match="Make a list of it"):
+        tree.split({1, 2}, 0, 2)
+    with pytest.raises(ConfigError, match="int"):
+        tree.split(5, 0, 2)
+    with pytest.raises(ConfigError, match="str"):  # a prompt, not its letters
+        tree.split({"prompt": "text"}, 0, 2)
+
+
+def test_dicts_are_merged_in_place() -> None:
+    source = {"a": {"b": 1, "c": {"e": 2}}, "x": 1, "new": {"y": 3}}
+    destination: dict[str, Any] = {"a": {"b": 0, "d": 4, "c": 9}, "z": 6}
+    assert tree.merge_dicts(source, destination) is destination
+    assert destination == {
+        "a": {"b": 1, "c": {"e": 2}, "d": 4},
+        "x": 1,
+        "new": {"y": 3},
+        "z": 6,
+    }
+    destination["new"]["y"] = 0
+    assert source["new"] == {"y": 3}

@@ -1,0 +1,70 @@
+"""Types of the arguments of `Accelerator`, refused before anything is set up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel import Accelerator
+from accel.config.handlers import AutocastKwargs
+from accel.config.training import DataLoaderConfiguration
+from accel.machine.errors import ConfigError
+from accel.state import AcceleratorState, PartialState
+
+SWITCH = "expected true or false"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        *((name, "False", SWITCH) for name in ("cpu", "device_placement", "split_batches")),
+        *((name, "x", SWITCH) for name in ("step_scheduler_with_optimizer", "even_batches")),
+        ("dispatch_batches", "no", SWITCH),
+        ("use_seedable_sampler", 2, SWITCH),
+        ("dataloader_config", {"split_batches": True}, "it is a DataLoaderConfiguration"),
+        ("project_config", {"project_dir": "x"}, "it is a ProjectConfiguration"),
+        ("gradient_accumulation_plugin", 2, "it is a GradientAccumulationPlugin"),
+        ("dynamo_plugin", "inductor", "it is a TorchDynamoPlugin"),
+        ("parallelism_config", 2, "it is a ParallelismConfig"),
+        ("project_dir", 5, "it is the path of a folder"),
+        ("logging_dir", 5, "it is the path of a folder"),
+        ("kwargs_handlers", AutocastKwargs(), "it is a list of handlers"),
+        ("kwarg_handler", AutocastKwargs(), "it is a list of handlers"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(name: str, value: Any, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(**({"cpu": True} | {name: value}))
+    (problem,) = caught.value.problems
+    assert (problem.value, problem.rule) == (f"{name}={value!r}", rule)
+    assert problem.remedy
+    assert not PartialState._shared_state
+
+
+def test_all_of_them_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(cpu="no", project_dir=5, mixed_precision="x")  # type: ignore[arg-type]
+    assert len(caught.value.problems) == 3
+
+
+def test_the_states_check_theirs() -> None:
+    for kind in (PartialState, AcceleratorState):
+        with pytest.raises(ConfigError, match="cpu='no': expected true or false"):
+            kind(cpu="no")  # type: ignore[arg-type]
+
+
+def test_what_stands_for_a_type_is_taken(tmp_path: Path) -> None:
+    handlers = (AutocastKwargs(cache_enabled=True),)
+    accelerator = Accelerator(
+        cpu=np.True_,  # type: ignore[arg-type]
+        project_dir=tmp_path,
+        kwargs_handlers=handlers,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        device_placement=0,  # type: ignore[arg-type]
+    )
+    assert accelerator.device_placement is False
+    assert accelerator.project_dir == str(tmp_path)
+    assert accelerator.autocast_handler == handlers[0]

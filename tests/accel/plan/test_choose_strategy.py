@@ -1,0 +1,183 @@
+"""Which strategy is resolved from arguments and environment, and which cannot be combined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
+from accel.machine.enums import DistributedType
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, Problems
+from accel.plan.arguments import Arguments
+from accel.plan.choose_strategy import choose
+from accel.plan.plan import resolve
+from accel.strategies import table
+from accel.strategies.spec import PluginSpec, StrategySpec
+
+FOUR = Environment(
+    rank=0, local_rank=0, world_size=4, local_world_size=4, master_addr="localhost", master_port=1
+)
+
+
+def chosen(environment: Environment = FOUR, **arguments: object) -> tuple[str, str]:
+    """Return the strategy, and all that is wrong."""
+    found = Problems()
+    label = choose(Arguments.of(arguments), environment, found).label
+    return label, " ".join(str(problem) for problem in found)
+
+
+def test_without_a_plugin_the_number_of_processes_decides() -> None:
+    assert chosen() == ("ddp", "")
+    assert resolve(Arguments(cpu=True), FOUR).strategy == "ddp"
+    assert resolve(Arguments(cpu=True), Environment()).strategy == "single"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "strategy", "reported"),
+    [
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, "fsdp", DistributedType.FSDP),
+        ({"torch_tp_plugin": TorchTensorParallelPlugin(2)}, "tp", DistributedType.TP),
+        ({"deepspeed_plugin": DeepSpeedPlugin()}, "deepspeed", DistributedType.DEEPSPEED),
+        ({"deepspeed_plugins": DeepSpeedPlugin()}, "deepspeed", DistributedType.DEEPSPEED),
+    ],
+)
+def test_a_plugin_switches_its_engine_on(
+    arguments: dict[str, object], strategy: str, reported: DistributedType
+) -> None:
+    plan = resolve(Arguments.of({"cpu": True, **arguments}), FOUR)
+    assert plan.strategy == strategy
+    assert plan.distributed_type == reported
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed"])
+def test_a_launcher_switches_an_engine_on(name: str) -> None:
+    variables = {f"ACCELERATE_USE_{name.upper()}": "yes"}
+    assert chosen(Environment(variables=variables)) == (name, "")
+
+
+@dataclass
+class Derived(FullyShardedDataParallelPlugin):
+    """A plugin of another strategy, derived from one of ours."""
+
+
+class Further(Derived):
+    """A class that no strategy names."""
+
+
+THEIRS = StrategySpec("theirs", "theirs:Strategy", (PluginSpec("derived", Derived),))
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    entry = EntryPoint("theirs", f"{__name__}:THEIRS", table.GROUP)
+    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
+    table.specs.cache_clear()
+    yield
+    table.specs.cache_clear()
+
+
+@pytest.mark.parametrize("kind", [Derived, Further])
+@pytest.mark.usefixtures("theirs")
+def test_a_plugin_is_of_the_strategy_whose_class_is_nearest(kind: type[Derived]) -> None:
+    assert chosen(strategy_plugins=[kind()]) == ("derived", "")
+    assert chosen(strategy_plugins=[FullyShardedDataParallelPlugin()]) == ("fsdp", "")
+
+
+def test_plugins_are_given_in_a_sequence() -> None:
+    label, text = chosen(strategy_plugins=FullyShardedDataParallelPlugin())
+    assert label == "ddp"
+    assert text.startswith("strategy_plugins=FullyShardedDataParallelPlugin(")
+    assert text.endswith("it is a sequence of plugins. Give it in a list: strategy_plugins=[…].")
+
+
+def test_a_switch_is_true_or_false() -> None:
+    _, text = chosen(Environment(variables={"ACCELERATE_USE_FSDP": "maybe"}))
+    assert "ACCELERATE_USE_FSDP='maybe' (environment): expected true or false" in text
+
+
+def test_one_process_under_an_engine_has_a_group_of_its_own() -> None:
+    arguments = Arguments(cpu=True, strategy_plugins=[FullyShardedDataParallelPlugin()])
+    plan = resolve(arguments, Environment())
+    assert (plan.strategy, plan.backend) == ("fsdp", "gloo")
+
+
+def test_one_engine_spreads_a_model_but_for_pairs_that_share_it() -> None:
+    sharded, split = FullyShardedDataParallelPlugin(), TorchTensorParallelPlugin(2)
+    assert chosen(fsdp_plugin=sharded, torch_tp_plugin=split) == ("fsdp", "")
+    _, text = chosen(fsdp_plugin=sharded, deepspeed_plugin=DeepSpeedPlugin())
+    assert "fsdp with deepspeed: they cannot be combined" in text
+    _, text = chosen(torch_tp_plugin=split, deepspeed_plugin=DeepSpeedPlugin())
+    assert "tensor_parallel with deepspeed" in text
+
+
+@pytest.mark.parametrize("policy", ["fp16", {"param_dtype": "torch.float16"}])
+def test_the_policy_of_fsdp_settles_the_precision(policy: object) -> None:
+    for given in (None, "no"):
+        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+        arguments = Arguments(cpu=True, strategy_plugins=[plugin], mixed_precision=given)
+        plan = resolve(arguments, FOUR)
+        assert plan.mixed_precision == "fp16"
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy={"reduce_dtype": "bf16"})
+    arguments = Arguments(cpu=True, strategy_plugins=[plugin], mixed_precision="bf16")
+    plan = resolve(arguments, FOUR)
+    assert plan.mixed_precision == "bf16"
+
+
+def test_what_fsdp_cannot_do_is_told_at_once() -> None:
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="fp16", dp_replicate_size=3)
+    arguments = Arguments(cpu=True, strategy_plugins=[plugin], mixed_precision="bf16")
+    with pytest.raises(ConfigError) as caught:
+        resolve(arguments, FOUR)
+    text = str(caught.value)
+    assert "mixed_precision='bf16' with mixed_precision_policy='fp16'" in text
+    assert "dp_replicate_size=3 with 4 processes for data" in text
+    assert len(caught.value.problems) == 2
+
+
+def test_a_handler_of_another_strategy_is_told_and_no_error() -> None:
+    """Libraries pass it whatever the strategy is, as `transformers.Trainer` does."""
+    handlers = [
+        DistributedDataParallelKwargs(find_unused_parameters=True),
+        AutocastKwargs(enabled=False),  # which is read
+    ]
+    plugin = FullyShardedDataParallelPlugin()
+    arguments = Arguments(cpu=True, strategy_plugins=[plugin], kwargs_handlers=handlers)
+    (note,) = resolve(arguments, FOUR).notes
+    assert note.startswith("DistributedDataParallelKwargs(find_unused_parameters=True) with fsdp")
+
+
+def test_defaults_of_handlers_are_no_conflict() -> None:
+    handlers = [DistributedDataParallelKwargs(), AutocastKwargs()]
+    plugin = FullyShardedDataParallelPlugin()
+    arguments = Arguments(
+        cpu=True, strategy_plugins=[plugin], mixed_precision="bf16", kwargs_handlers=handlers
+    )
+    assert resolve(arguments, FOUR).strategy == "fsdp"
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    plugins = {"a": DeepSpeedPlugin(), "b": object()}
+    arguments = Arguments(
+        cpu=True,
+        plugins={
+            "deepspeed_plugins": plugins,
+            "torch_tp_plugin": TorchTensorParallelPlugin(3),
+        },
+        strategy_plugins=[3],
+        mixed_precision="bf61",
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve(arguments, FOUR)
+    text = str(caught.value)
+    assert "deepspeed_plugins['b']" in text
+    assert "tp_size=3 with 4 processes" in text
+    assert "tensor_parallel with deepspeed" in text
+    assert "strategy_plugins: 3: each is one of FullyShardedDataParallelPlugin" in text
+    assert "bf61" in text

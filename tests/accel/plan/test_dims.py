@@ -1,0 +1,147 @@
+"""Parallel dimensions over every layout of up to 64 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.plan.dims import AXES, ParallelDims, data_parallel, data_rank_of
+from accel.run.loss_normalization import normalize_loss
+
+LARGEST = 64
+
+
+def factorisations(size: int, num_axes: int) -> Iterator[tuple[int, ...]]:
+    if num_axes == 1:
+        yield (size,)
+        return
+    for first in range(1, size + 1):
+        if size % first == 0:
+            for rest in factorisations(size // first, num_axes - 1):
+                yield (first, *rest)
+
+
+LAYOUTS = [
+    dict(zip(AXES, sizes, strict=True))
+    for world_size in range(1, LARGEST + 1)
+    for sizes in factorisations(world_size, len(AXES))
+]
+ORDERS = list(permutations(AXES))
+
+
+def test_layouts_of_all_sizes_are_looked_at() -> None:
+    assert len(LAYOUTS) == 3652
+    assert {ParallelDims(**layout).world_size for layout in LAYOUTS} == set(range(1, LARGEST + 1))
+
+
+@given(st.sampled_from(LAYOUTS), st.sampled_from(ORDERS))
+def test_ranks_and_coordinates_are_each_others_inverse(layout: Any, order: Any) -> None:
+    dims = ParallelDims(**layout, order=order)
+    places = [dims.coordinates_of(rank) for rank in range(dims.world_size)]
+    assert [dims.rank_at(place) for place in places] == list(range(dims.world_size))
+    assert all(0 <= place[axis] < dims.size(axis) for place in places for axis in AXES)
+
+
+@given(st.sampled_from(LAYOUTS), st.sampled_from(ORDERS))
+def test_ranks_fall_into_groups_that_compute_the_same_samples(layout: Any, order: Any) -> None:
+    world = ParallelDims(**layout, order=order).world_size
+    every = [ParallelDims(**layout, order=order, rank=rank) for rank in range(world)]
+    groups = {dims.model_ranks for dims in every}
+    assert sorted(rank for group in groups for rank in group) == list(range(world))
+    for dims in every:
+        assert len(dims.model_ranks) == dims.model_size
+        assert dims.rank in dims.model_ranks
+        assert {every[rank].dp_rank for rank in dims.model_ranks} == {dims.dp_rank}
+        assert dims.dp_leaders[dims.dp_rank] == min(dims.model_ranks)
+        assert dims.loss_rank in dims.model_ranks
+        assert dims.dp_rank_of(dims.rank) == dims.dp_rank
+    assert len({dims.loss_rank for dims in every}) == len(groups) == every[0].dp_size
+    assert sorted({dims.dp_rank for dims in every}) == list(range(every[0].dp_size))
+    assert every[0].dp_size * every[0].model_size == world
+
+
+@given(st.sampled_from(LAYOUTS), st.sampled_from(ORDERS))
+def test_the_loss_is_on_the_last_stage(layout: Any, order: Any) -> None:
+    dims = ParallelDims(**layout, order=order)
+    place = dims.coordinates_of(dims.loss_rank)
+    assert (place["pp"], place["cp"], place["tp"]) == (dims.pp - 1, 0, 0)
+
+
+def test_replicas_need_not_be_neighbours() -> None:
+    """With pipeline stages outermost, ranks 0 and 4 of 8 compute the same samples."""
+    dims = ParallelDims(pp=2, dp_replicate=4)
+    assert dims.model_ranks == (0, 4)
+    assert dims.dp_leaders == (0, 1, 2, 3)
+    assert dims.loss_rank == 4
+    inner = ParallelDims(dp_replicate=2, tp=2, order=("tp", "pp", "dp_replicate", "dp_shard", "cp"))
+    assert inner.model_ranks == (0, 2)
+
+
+def test_data_shards_and_averaged_gradients_are_two_numbers() -> None:
+    """Two shards of data, each sequence on two ranks: gradients are averaged over four.
+
+    The loss of a step is the sum over tokens by their number. Each rank differentiates the summed
+    loss of its own tokens; the mean over `grad_size` ranks of what `normalize_loss` returns is that
+    sum only with `grad_size`.
+    """
+    dims = ParallelDims(dp_replicate=2, cp=2)
+    assert (dims.dp_size, dims.grad_size, dims.num_copies) == (2, 4, 1)
+    totals = [1.0, 2.0, 3.0, 4.0]  # summed loss of each rank's tokens
+    scaled = [normalize_loss(t, 10, grad_size=dims.grad_size, num_steps=1) for t in totals]
+    assert sum(scaled) / dims.grad_size == pytest.approx(sum(totals) / 10)
+    wrong = [normalize_loss(t, 10, grad_size=dims.dp_size, num_steps=1) for t in totals]
+    assert sum(wrong) / dims.grad_size == pytest.approx(sum(totals) / 10 / dims.cp)
+
+
+def test_data_parallel_alone() -> None:
+    for shard in (False, True):
+        dims = data_parallel(4, 3, shard)
+        assert (dims.dp_rank, dims.dp_size, dims.grad_size, dims.model_size) == (3, 4, 4, 1)
+        assert dims.model_ranks == (3,)
+        assert dims.dp_leaders == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"tp": 0}, "at least 1"),
+        ({"tp": 2, "rank": 2}, "from 0 to 1"),
+        ({"order": ("tp", "dp")}, "names each of"),
+    ],
+)
+def test_impossible_dimensions_are_refused(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        ParallelDims(**values)
+
+
+class FakeMesh:
+    """A mesh with named axes: sizes, and the index of this process along each."""
+
+    def __init__(self, **axes: tuple[int, int]) -> None:
+        self._axes = axes
+        self.mesh_dim_names = tuple(axes) or None
+
+    def __getitem__(self, name: str) -> Any:
+        return SimpleNamespace(size=lambda: self._axes[name][0])
+
+    def get_local_rank(self, name: str) -> int:
+        return self._axes[name][1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        (FakeMesh(), (0, 1)),
+        (FakeMesh(dp=(4, 3)), (3, 4)),
+        (FakeMesh(dp_replicate=(2, 1), dp_shard=(3, 2), tp=(4, 1)), (5, 6)),
+        (FakeMesh(pp=(2, 1), data=(2, 0), sp=(2, 1)), (0, 2)),
+    ],
+)
+def test_the_data_rank_on_a_mesh(mesh: FakeMesh, expected: tuple[int, int]) -> None:
+    assert data_rank_of(mesh) == expected

@@ -1,0 +1,273 @@
+"""Arguments and environment make one plan, or one error with everything that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from accel.config.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accel.machine.enums import DistributedType, PrecisionType
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, NotBuiltError
+from accel.plan.arguments import Arguments
+from accel.plan.plan import resolve
+
+TWO = Environment(
+    rank=1, local_rank=1, world_size=2, master_addr="localhost", master_port=1, use_cpu=True
+)
+ONE = Environment(use_cpu=True)
+
+
+def problems(arguments: Arguments, environment: Environment = ONE) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(arguments, environment)
+    return str(caught.value)
+
+
+def test_one_process() -> None:
+    plan = resolve(Arguments(), ONE)
+    assert (plan.rank, plan.world_size, plan.backend, plan.strategy) == (0, 1, None, "single")
+    assert plan.distributed_type is DistributedType.NO
+    assert plan.device == torch.device("cpu")
+    assert plan.mixed_precision == "no"
+    assert plan.accumulation.num_steps == 1
+    assert plan.rng_types == ("generator",)
+
+
+def test_two_processes() -> None:
+    plan = resolve(Arguments(), TWO)
+    assert (plan.rank, plan.local_rank, plan.world_size, plan.local_world_size) == (1, 1, 2, 2)
+    assert (plan.backend, plan.strategy) == ("gloo", "ddp")
+    assert plan.distributed_type is DistributedType.MULTI_CPU
+
+
+def test_a_launcher_of_one_process_gives_it_a_group() -> None:
+    plan = resolve(Arguments(), dataclasses.replace(TWO, world_size=1))
+    assert (plan.rank, plan.local_rank, plan.world_size, plan.backend) == (0, 0, 1, "gloo")
+
+
+def test_the_plan_is_frozen() -> None:
+    plan = resolve(Arguments(), ONE)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.rank = 1  # type: ignore[misc]
+
+
+def test_handlers_reach_the_plan() -> None:
+    handlers: list[KwargsHandler] = [
+        AutocastKwargs(cache_enabled=False),
+        GradScalerKwargs(init_scale=2.0),
+        DistributedDataParallelKwargs(bucket_cap_mb=1),
+        InitProcessGroupKwargs(timeout=5),
+        ProfileKwargs(with_flops=True),
+    ]
+    plan = resolve(Arguments(kwargs_handlers=handlers), ONE)
+    assert [plan.autocast, plan.scaler, plan.ddp, plan.init, plan.profile] == handlers
+
+
+def test_handlers_are_known_and_single() -> None:
+    text = problems(
+        Arguments(kwargs_handlers=[AutocastKwargs(), AutocastKwargs(), KwargsHandler()])
+    )
+    assert "two AutocastKwargs" in text
+    assert "each is one of AutocastKwargs, DistributedDataParallelKwargs" in text
+
+
+@pytest.mark.parametrize(
+    ("given_value", "variable", "result"),
+    [
+        (None, None, "no"),
+        (None, "bf16", "bf16"),
+        ("fp16", "bf16", "fp16"),
+        (PrecisionType.BF16, None, "bf16"),
+        ("BF16", None, "bf16"),
+    ],
+)
+def test_mixed_precision(given_value: Any, variable: str | None, result: str) -> None:
+    environment = dataclasses.replace(ONE, mixed_precision=variable)
+    assert resolve(Arguments(mixed_precision=given_value), environment).mixed_precision == result
+
+
+def test_unknown_precision() -> None:
+    text = problems(Arguments(mixed_precision="bf61"))
+    assert "mixed_precision='bf61'" in text
+    assert "Did you mean 'bf16'?" in text
+    text = problems(Arguments(), dataclasses.replace(ONE, mixed_precision="half"))
+    assert "ACCELERATE_MIXED_PRECISION='half'" in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "variable", "plugin", "result"),
+    [
+        (1, None, None, 1),
+        (4, None, None, 4),
+        (1, 8, None, 8),
+        (4, 8, None, 4),
+        (1, 8, GradientAccumulationPlugin(num_steps=2), 2),
+        (2, None, GradientAccumulationPlugin(num_steps=2), 2),
+        (3, None, GradientAccumulationPlugin(adjust_scheduler=False), 3),
+    ],
+)
+def test_accumulation(
+    steps: int, variable: int | None, plugin: GradientAccumulationPlugin | None, result: int
+) -> None:
+    arguments = Arguments(gradient_accumulation_steps=steps, gradient_accumulation_plugin=plugin)
+    plan = resolve(arguments, dataclasses.replace(ONE, accumulation_steps=variable))
+    assert plan.accumulation.num_steps == result
+    if plugin is not None:
+        assert plan.accumulation.adjust_scheduler == plugin.adjust_scheduler
+
+
+def test_accumulation_has_one_owner() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2)
+    text = problems(Arguments(gradient_accumulation_steps=4, gradient_accumulation_plugin=plugin))
+    assert "gradient_accumulation_steps=4" in text
+    assert "num_steps=2" in text
+
+
+@given(st.one_of(st.integers(max_value=0), st.floats(), st.booleans(), st.text(max_size=3)))
+def test_accumulation_is_a_positive_whole_number(steps: Any) -> None:
+    if isinstance(steps, (bool, float)) and steps == 1:
+        return
+    assert "at least 1" in problems(Arguments(gradient_accumulation_steps=steps))
+
+
+def test_loader_settings_have_one_owner() -> None:
+    config = DataLoaderConfiguration(split_batches=True)
+    assert (
+        resolve(Arguments(dataloader_config=config, split_batches=True), ONE).dataloader == config
+    )
+    assert resolve(Arguments(even_batches=False), ONE).dataloader.even_batches is False
+    text = problems(Arguments(dataloader_config=config, split_batches=False))
+    assert "split_batches=False with dataloader_config.split_batches=True" in text
+
+
+def test_project() -> None:
+    plan = resolve(Arguments(project_dir="here"), ONE)
+    assert (plan.project.project_dir, plan.project.logging_dir) == ("here", "here")
+    config = ProjectConfiguration(automatic_checkpoint_naming=True)
+    plan = resolve(Arguments(project_dir="here", project_config=config), ONE)
+    assert plan.project.automatic_checkpoint_naming
+    assert (plan.project.project_dir, plan.project.logging_dir) == ("here", "here")
+    assert config.project_dir is None
+    given_config = ProjectConfiguration("there")
+    assert resolve(Arguments(project_config=given_config), ONE).project is given_config
+    assert "'here'" in problems(Arguments(project_dir="here", project_config=given_config))
+
+
+def test_rng_types() -> None:
+    assert resolve(Arguments(rng_types=["torch"]), ONE).rng_types == ("torch",)
+    assert resolve(Arguments(rng_types=[]), ONE).rng_types == ()
+    text = problems(Arguments(rng_types=["torhc", "cuda"]))
+    assert "Did you mean 'torch'?" in text
+    assert "this run computes on cpu" in text
+
+
+def test_backend() -> None:
+    def backend(name: str | None) -> str | None:
+        handler = InitProcessGroupKwargs(backend=name)
+        return resolve(Arguments(kwargs_handlers=[handler]), TWO).backend
+
+    assert backend(None) == "gloo"
+    assert backend("nccl") == "gloo"  # the documented default stands for the device's own
+    assert backend("cpu:gloo") == "cpu:gloo"
+    handler = InitProcessGroupKwargs(backend="gluu")
+    assert "Did you mean 'gloo'?" in problems(Arguments(kwargs_handlers=[handler]), TWO)
+
+
+def test_processes_need_ranks_and_a_place_to_meet() -> None:
+    text = problems(Arguments(), Environment(world_size=2, rank=2, use_cpu=True))
+    assert "RANK=2" in text
+    assert "LOCAL_RANK is not set" in text
+    assert "MASTER_ADDR or MASTER_PORT is not set" in text
+    handler = InitProcessGroupKwargs(init_method="file:///tmp/x")
+    plan = resolve(Arguments(kwargs_handlers=[handler]), dataclasses.replace(TWO, master_addr=None))
+    assert plan.init.init_method == "file:///tmp/x"
+
+
+def test_device_has_one_owner() -> None:
+    assert "they disagree" in problems(Arguments(cpu=True, device="cuda"))
+    assert "ACCELERATE_USE_CPU" in problems(Arguments(device="cuda"))
+    assert resolve(Arguments(cpu=True, device="cpu"), Environment()).device_type == "cpu"
+
+
+def test_what_is_not_built_yet_says_so() -> None:
+    arguments = Arguments(plugins={"megatron_lm_plugin": object()})
+    with pytest.raises(NotBuiltError, match="does not offer it yet"):
+        resolve(arguments, ONE)
+
+
+@pytest.mark.parametrize(
+    "recipe", [TERecipeKwargs(), MSAMPRecipeKwargs(), AORecipeKwargs(), FP8RecipeKwargs()]
+)
+def test_a_recipe_of_fp8_training_needs_fp8(recipe: KwargsHandler) -> None:
+    text = problems(Arguments(mixed_precision="bf16", kwargs_handlers=[recipe]))
+    assert f"{type(recipe).__name__} with mixed_precision='bf16'" in text
+    assert "Give mixed_precision='fp8'" in text
+
+
+def test_there_is_one_recipe() -> None:
+    both: list[KwargsHandler] = [TERecipeKwargs(), AORecipeKwargs()]
+    text = problems(Arguments(mixed_precision="fp8", kwargs_handlers=both))
+    assert "TERecipeKwargs and AORecipeKwargs: there is one recipe" in text
+
+
+def test_dynamo() -> None:
+    assert resolve(Arguments(dynamo_backend="no"), ONE).dynamo == TorchDynamoPlugin()
+    assert "Did you mean 'inductor'?" in problems(Arguments(dynamo_backend="indctor"))
+    both = Arguments(dynamo_backend="no", dynamo_plugin=TorchDynamoPlugin())
+    assert "given in two places with different values" in problems(both)
+    told = dataclasses.replace(ONE, dynamo_backend="eager")
+    assert resolve(Arguments(), told).dynamo == TorchDynamoPlugin(backend="eager")
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    arguments = Arguments(
+        mixed_precision="bf61",
+        gradient_accumulation_steps=0,
+        rng_types=["x"],
+        plugins={"fsdp_plugin": object()},
+        kwargs_handlers=[KwargsHandler()],
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve(arguments, dataclasses.replace(ONE, world_size=-1))
+    assert not isinstance(caught.value, NotBuiltError)
+    assert len(caught.value.problems) == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("cuda", DistributedType.MULTI_GPU), ("xpu", DistributedType.MULTI_XPU)]
+)
+def test_reported_type_follows_the_device(
+    kind: str, expected: DistributedType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: True)
+    monkeypatch.setattr(getattr(torch, kind), "device_count", lambda: 2)
+    plan = resolve(Arguments(device=kind), dataclasses.replace(TWO, use_cpu=False))
+    assert plan.distributed_type is expected
+    assert plan.device == torch.device(kind, 1)
+
+
+def test_mps_serves_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True, raising=False)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 2)
+    environment = dataclasses.replace(TWO, use_cpu=False)
+    assert "serves one process" in problems(Arguments(device="mps"), environment)

@@ -1,0 +1,360 @@
+"""Taking objects in: what `prepare` makes of each kind, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator, DataLoaderConfiguration
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.data.loaders import DataLoaderShard
+from accel.data.prepare import prepare_data_loader
+from accel.machine.errors import ConfigError
+from accel.optimizer import AcceleratedOptimizer
+from accel.scheduler import AcceleratedScheduler
+from accel.state import AcceleratorState
+from accel.strategies.objects import Objects
+from tests.accel.checkpoint.test_session import Counter
+from tests.accel.test_accelerator import loader, parts
+from tests.helpers import run_distributed
+
+# -- preparing ---------------------------------------------------------------------------------
+
+
+def test_prepare_keeps_the_order_of_its_arguments() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches, schedule = parts()
+    prepared = accelerator.prepare(schedule, batches, model, None, optimizer)
+    kinds = [type(item) for item in prepared]
+    assert kinds == [
+        AcceleratedScheduler,
+        DataLoaderShard,
+        torch.nn.Linear,
+        type(None),
+        AcceleratedOptimizer,
+    ]
+    assert prepared[0].optimizers == [prepared[4]]
+    assert accelerator._models == [model]
+    assert accelerator._optimizers == [prepared[4]]
+    assert accelerator._schedulers == [prepared[0]]
+    assert accelerator._dataloaders == [prepared[1]]
+    assert accelerator._custom_objects == []
+
+
+def test_one_argument_comes_back_alone() -> None:
+    model = torch.nn.Linear(2, 1)
+    assert Accelerator(cpu=True).prepare(model) is model
+
+
+def test_what_is_prepared_already_stays_as_it_is() -> None:
+    accelerator = Accelerator(cpu=True)
+    once = accelerator.prepare(*parts())
+    assert accelerator.prepare(*once) == once
+    assert len(accelerator._models) == len(accelerator._optimizers) == 1
+    assert accelerator.prepare_model(once[0]) is once[0]
+    assert accelerator.prepare_optimizer(once[1]) is once[1]
+    assert accelerator.prepare_data_loader(once[2]) is once[2]
+    assert accelerator.prepare_scheduler(once[3]) is once[3]
+
+
+def test_other_objects_come_back_with_a_warning() -> None:
+    accelerator = Accelerator(cpu=True)
+    numbers = [1, 2]
+    with pytest.warns(UserWarning, match="list is no model"):
+        _, same = accelerator.prepare(torch.nn.Linear(1, 1), numbers)
+    assert same is numbers
+
+
+class Average:
+    """Has a step and a state, and is no scheduler: an average of weights, say."""
+
+    calls = 0
+
+    def step(self) -> None:
+        self.calls += 1
+
+    def state_dict(self) -> dict:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls = state["calls"]
+
+
+class Schedule(Average):
+    def get_last_lr(self) -> list[float]:
+        return [0.1]
+
+
+def test_a_scheduler_of_the_users_own_needs_no_base_class() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = parts()
+    _, optimizer, schedule = accelerator.prepare(model, optimizer, Schedule())
+    optimizer.step()
+    schedule.step()
+    assert schedule.calls == 1
+    assert schedule.optimizers == [optimizer]
+    assert isinstance(accelerator.prepare_scheduler(Average()), AcceleratedScheduler)
+
+
+class Wrapped(Average):
+    """An optimizer around another that is none of torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+@pytest.mark.parametrize("build", [lambda _: Average(), lambda _: torch.amp.GradScaler(), Wrapped])
+def test_not_everything_that_steps_is_a_scheduler(build: Callable[[object], object]) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, *_ = parts()
+    other = build(optimizer)
+    with pytest.warns(UserWarning, match=r"no model, .*\n?.*register_for_checkpointing"):
+        *_, same = accelerator.prepare(model, optimizer, other)
+    assert same is other
+    assert accelerator._schedulers == []
+
+
+def test_a_scheduler_may_be_prepared_before_its_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, inner, _, schedule = parts()
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, other = accelerator.prepare(model, other)
+    schedule = accelerator.prepare_scheduler(schedule)
+    lone = accelerator.prepare_scheduler(Schedule())
+    optimizer = accelerator.prepare(inner)
+    assert schedule.optimizers == [optimizer]
+    assert lone.optimizers == [other, optimizer]
+    for skipped, rates in ((True, [0.1]), (False, [0.05])):
+        other.step_was_skipped, optimizer.step_was_skipped = False, skipped
+        optimizer.step()
+        schedule.step()
+        assert schedule.get_last_lr() == rates
+
+
+def rates_of_an_early_scheduler(zero_stage: int | None) -> list[float]:
+    """Return the optimizer's rates after steps of a scheduler that was prepared first."""
+    plugin = None if zero_stage is None else DeepSpeedPlugin(zero_stage=zero_stage)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, split_batches=True)
+    model, optimizer, batches, schedule = parts()
+    schedule = accelerator.prepare(schedule)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    rates = []
+    for _, batch in zip(range(2), batches, strict=False):
+        accelerator.backward(model(batch[0]).mean())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    accelerator.end_training()
+    return rates
+
+
+def test_a_scheduler_that_is_prepared_first_steers_the_optimizer_that_steps() -> None:
+    assert rates_of_an_early_scheduler(None) == [0.05, 0.025]
+    for stage in (1, 3):
+        assert run_distributed(rates_of_an_early_scheduler, 2, stage) == [[0.05, 0.025]] * 2
+
+
+def test_a_scheduler_follows_its_own_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    *_, first, second = accelerator.prepare(*models, *optimizers)
+    prepared = [accelerator.prepare_scheduler(schedule) for schedule in schedules]
+    assert [p.optimizers for p in prepared] == [[first], [second]]
+
+
+def test_device_placement_is_told_for_each_object() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, batches, schedule = parts()
+    _, optimizer, batches, _ = accelerator.prepare(
+        model, optimizer, batches, schedule, device_placement=[True, False, False, None]
+    )
+    assert optimizer.device_placement is False
+    assert batches.device is None
+    other = accelerator.prepare_data_loader(loader())
+    assert other.device == torch.device("cpu")
+    with pytest.raises(ConfigError, match="1 entries for 2 objects"):
+        accelerator.prepare(loader(), loader(), device_placement=[True])
+
+
+def test_nothing_is_placed_where_the_run_says_so() -> None:
+    accelerator = Accelerator(cpu=True, device_placement=False)
+    assert accelerator.prepare(loader()).device is None
+    meta = torch.nn.Linear(1, 1, device="meta")
+    assert accelerator.prepare(meta).weight.device.type == "meta"
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
+    class Replacing(torch.nn.Linear):
+        def to(self, *args: object, **kwargs: object) -> torch.nn.Module:
+            self.weight = torch.nn.Parameter(self.weight.detach().clone())
+            return self
+
+    model = Replacing(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="would never be trained"):
+        Accelerator(cpu=True).prepare(model, optimizer)
+
+
+def test_an_optimizer_may_hold_a_parameter_of_no_model() -> None:
+    model, lone = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([*model.parameters(), lone], lr=0.1)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    assert len(accelerator._optimizers) == 1
+
+
+def test_a_parameter_of_no_model_on_another_device_is_refused() -> None:
+    model, lone = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.zeros(1, device="meta"))
+    optimizer = torch.optim.SGD([*model.parameters(), lone], lr=0.1)
+    with pytest.raises(ConfigError, match="1 parameter of optimizer 0 in no prepared model"):
+        Accelerator(cpu=True).prepare(model, optimizer)
+
+
+def test_a_model_in_evaluation_mode_is_prepared_too() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare_model(torch.nn.Linear(2, 1), evaluation_mode=True)
+    assert "forward" in model.__dict__
+    assert accelerator._models == [model]
+
+
+class Moved(torch.nn.Linear):
+    """Remembers where it was moved to."""
+
+    places: tuple[str, ...] = ()
+
+    def to(self, device: torch.device) -> torch.nn.Module:  # type: ignore[override]
+        self.places += (str(device),)
+        return self
+
+
+def test_a_model_is_moved_unless_told_otherwise() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.prepare_model(Moved(1, 1)).places == ("cpu",)
+    assert accelerator.prepare_model(Moved(1, 1), device_placement=False).places == ()
+    assert accelerator.prepare(Moved(1, 1), device_placement=[False]).places == ()
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, device_placement=False)
+    assert accelerator.device_placement is False
+    assert accelerator.prepare_model(Moved(1, 1)).places == ()
+    assert accelerator.prepare_model(Moved(1, 1), device_placement=True).places == ("cpu",)
+
+
+def test_an_optimizer_and_its_scheduler_are_prepared_alone() -> None:
+    accelerator = Accelerator(cpu=True)
+    _, inner, _, schedule = parts()
+    optimizer = accelerator.prepare_optimizer(inner)
+    assert (optimizer.optimizer, optimizer.device_placement) == (inner, True)
+    other = accelerator.prepare_optimizer(parts()[1], device_placement=False)
+    assert other.device_placement is False
+    prepared = accelerator.prepare_scheduler(schedule)
+    assert (prepared.scheduler, prepared.optimizers) == (schedule, [optimizer])
+    assert accelerator._optimizers == [optimizer, other]
+
+
+def test_a_loader_is_prepared_as_the_run_was_told() -> None:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    data = TensorDataset(torch.arange(6))
+    for index in range(2):
+        shuffled = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
+        by_hand = prepare_data_loader(
+            DataLoader(data, batch_size=2, shuffle=True),
+            use_seedable_sampler=True,
+            data_seed=3,
+            loader_index=index,
+        )
+        assert [b.tolist() for (b,) in shuffled] == [b.tolist() for (b,) in by_hand]
+    rest = accelerator.skip_first_batches(loader(), num_batches=2)
+    assert len(list(rest)) == 1
+
+
+def test_device_maps_are_found() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert accelerator.verify_device_map(model) is False
+    model[0].hf_device_map = {"": 0}
+    assert accelerator.verify_device_map(model) is False
+    model[0].hf_device_map = {"a": 0, "b": 1}
+    assert accelerator.verify_device_map(model) is True
+    accelerator.prepare(model)  # one process may spread it
+
+
+def test_free_memory_lets_go_of_everything() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, *_ = accelerator.prepare(*parts())
+    accelerator.step = 3
+    assert accelerator.free_memory(model, "more") == [None, None]
+    assert accelerator.preparation.objects == Objects()
+    assert accelerator.step == 0
+    accelerator.prepare(model)
+    assert accelerator.clear() == []
+    assert accelerator._models == []
+
+
+def test_loaders_after_free_memory_draw_the_orders_that_the_first_ones_drew() -> None:
+    """A library that trains again in the same run resumes by skipping batches of the same order."""
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    )
+    orders = []
+    for _ in range(2):
+        for _ in range(2):
+            shuffled = DataLoader(TensorDataset(torch.arange(20)), batch_size=20, shuffle=True)
+            orders += [batch.tolist() for (batch,) in accelerator.prepare(shuffled)]
+        accelerator.free_memory()
+    assert orders[:2] == orders[2:]
+    assert orders[0] != orders[1]
+
+
+def test_free_memory_keeps_what_the_script_registered(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    counter, saved, loaded = Counter(3), [], []
+    accelerator.register_for_checkpointing(counter)
+    accelerator.register_save_state_pre_hook(lambda *arguments: saved.append(arguments))
+    accelerator.register_load_state_pre_hook(lambda *arguments: loaded.append(arguments))
+    for free in (accelerator.free_memory, accelerator.clear):
+        accelerator.prepare(*parts())
+        free()
+        accelerator.save_state(tmp_path)
+        counter.value = 9
+        accelerator.load_state(tmp_path)
+        assert counter.value == 3
+    assert (len(saved), len(loaded)) == (2, 2)
+
+
+def test_free_memory_closes_a_window_that_was_left_open() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, *_ = accelerator.prepare(*parts())
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    accelerator.free_memory()
+    model, optimizer, *_ = accelerator.prepare(*parts())
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_where_objects_go_can_be_assigned() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.device_placement
+    accelerator.device_placement = False
+    loader = accelerator.prepare(DataLoader(range(4)))
+    assert loader.device is None
+
+
+def test_what_was_prepared_is_marked() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), DataLoader([0.0])
+    assert not any(hasattr(item, "_is_accelerator_prepared") for item in given)
+    for item in Accelerator(cpu=True).prepare(*given):
+        assert item._is_accelerator_prepared is True
+        assert item._is_accelerate_prepared is True

@@ -1,0 +1,243 @@
+"""Hooks of a whole model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel.hooks import (
+    AlignDevicesHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+)
+from accel.machine.errors import StateError
+from tests.accel.weights.models import Block, Direct, hook_of, inputs, net, on_meta
+
+
+def hooked(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(value) for name, value in net().state_dict().items()}
+
+
+class Keyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, *, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": y}
+
+
+# -- execution devices ---------------------------------------------------------------------
+
+
+def test_every_module_runs_on_the_device() -> None:
+    model = net()
+    attach_execution_device_hook(model, "meta")
+    assert hooked(model) == [name for name, module in model.named_modules()]
+    assert model(inputs()).is_meta
+    assert hook_of(model[0]).execution_device == "meta"
+
+
+def test_some_arguments_stay_where_they_are() -> None:
+    model = Keyword()
+    attach_execution_device_hook(model, "meta", skip_keys="y")
+    assert not model(inputs(), y=inputs())["y"].is_meta
+
+
+def test_nothing_is_attached_within_some_classes() -> None:
+    model = net()
+    attach_execution_device_hook(model, "cpu", preload_module_classes=["Block"])
+    assert hooked(model) == ["", "0", "1"]
+
+
+def test_tied_copies_are_handed_on() -> None:
+    copies: dict[int, dict[torch.device, torch.Tensor]] = {1: {}}
+    models = [net(), net(), net()]
+    attach_execution_device_hook(models[0], "cpu", tied_params_map=copies)
+    attach_align_device_hook(models[1], "cpu", tied_params_map=copies)
+    attach_align_device_hook_on_blocks(models[2], "cpu", tied_params_map=copies)
+    for model in models:
+        block: Any = model[0]
+        assert hook_of(block.linear).tied_params_map is copies
+
+
+# -- every module with weights of its own --------------------------------------------------
+
+
+def test_every_module_offloads_its_own_weights() -> None:
+    model = net()
+    attach_align_device_hook(model, execution_device="cpu", offload=True)
+    assert hooked(model) == ["0", "0.norm", "0.linear", "1", "1.norm", "1.linear"]
+    assert on_meta(model) == {name for name, _ in model.named_parameters()}
+    assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_modules_run_on_the_execution_device() -> None:
+    model = net()
+    attach_align_device_hook(model, execution_device="meta")
+    assert model(inputs()).is_meta
+
+
+def test_weights_come_from_the_mapping() -> None:
+    model = net()
+    attach_align_device_hook(model, "cpu", offload=True, weights_map=weights())
+    assert torch.equal(model(inputs()), model[1].shift.expand(2, 4) * 1)
+
+
+def test_buffers_are_offloaded_on_request() -> None:
+    model = net()
+    attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
+    assert "0.norm.running_mean" in on_meta(model)
+    assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_a_part_has_a_name_in_the_mapping() -> None:
+    model = net()
+    attach_align_device_hook(model[1], "cpu", offload=True, weights_map=weights(), module_name="1")
+    assert torch.equal(model[1](inputs()), model[1].shift.expand(2, 4))
+
+
+def test_skipped_keys_stay() -> None:
+    model = Keyword()
+    attach_align_device_hook(model, "meta", skip_keys=["y"])
+    assert not model(inputs(), y=inputs())["y"].is_meta
+
+
+def test_attention_of_torch_loads_all_weights_within() -> None:
+    torch.manual_seed(0)
+    tokens = torch.rand(2, 3, 4)
+    for bias in (True, False):
+        plain = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, bias=bias)
+        for evaluated in (False, True):
+            plain.train(not evaluated)
+            model = copy.deepcopy(plain)
+            attach_align_device_hook(model, "cpu", offload=True)
+            with torch.set_grad_enabled(not evaluated):
+                assert torch.allclose(model(tokens), plain(tokens), atol=1e-6)
+            assert on_meta(model) == {name for name, _ in plain.named_parameters()}
+
+
+def test_an_offloaded_weight_used_by_another_module_is_refused() -> None:
+    model = Direct()
+    attach_align_device_hook(model, "cpu", offload=True)
+    with pytest.raises(StateError, match=r"offloaded weight \[4, 4\] .* preload_module_classes"):
+        model(inputs())
+    assert model.inner(inputs()).shape == (2, 4)
+    # What needs no values is allowed.
+    weight = model.inner.weight
+    assert torch.empty_like(weight, device="cpu").shape == (4, 4)
+    assert (weight.detach() + weight).is_meta
+    assert inputs().copy_(torch.zeros_like(weight, device="cpu")[:2]).sum() == 0
+    assert copy.deepcopy(model).inner.weight.is_meta
+
+
+def test_a_class_loads_all_weights_within() -> None:
+    model, plain = Direct(), Direct()
+    plain.load_state_dict(model.state_dict())
+    state = dict(model.state_dict())
+    attach_align_device_hook(
+        model, "cpu", offload=True, weights_map=state, preload_module_classes=["Direct"]
+    )
+    assert hooked(model) == [""]
+    assert torch.equal(model(inputs()), plain(inputs()))
+
+
+# -- blocks --------------------------------------------------------------------------------
+
+
+def test_blocks_run_where_the_mapping_says() -> None:
+    model = net()
+    attach_align_device_hook_on_blocks(model, {"0": "cpu", "1": "meta"}, False)
+    assert "1.scale" in on_meta(model)
+    assert "0.scale" not in on_meta(model)
+    assert hook_of(model[0]).place_submodules
+    with pytest.raises(NotImplementedError):  # outputs on meta have no data to bring back
+        model(inputs())
+
+
+def test_all_blocks_run_on_one_device() -> None:
+    model = net()
+    attach_align_device_hook_on_blocks(model, execution_device="meta")
+    assert model(inputs().to("meta")).is_meta
+    assert on_meta(model) == {n for n, _ in (*model.named_parameters(), *model.named_buffers())}
+
+
+def test_some_blocks_are_offloaded() -> None:
+    model, state = net(), dict(net().state_dict())
+    attach_align_device_hook_on_blocks(
+        model, {"0": "cpu", "1": "cpu"}, {"0": False, "1": True}, weights_map=state
+    )
+    assert on_meta(model) == {name for name, _ in model.named_parameters() if name[0] == "1"}
+    assert torch.equal(model(inputs()), net()(inputs()))
+    everything = net()
+    attach_align_device_hook_on_blocks(everything, "cpu", offload=True, weights_map=weights())
+    assert on_meta(everything) == {name for name, _ in everything.named_parameters()}
+    assert torch.equal(everything(inputs()), everything[1].shift.expand(2, 4))
+
+
+def test_buffers_of_blocks_are_offloaded_on_request() -> None:
+    model = net()
+    attach_align_device_hook_on_blocks(model, "cpu", offload=True, offload_buffers=True)
+    assert "0.norm.running_mean" in on_meta(model)
+
+
+def test_a_part_has_a_name_in_the_mappings() -> None:
+    model = net()
+    attach_align_device_hook_on_blocks(
+        model[1], {"1": "cpu"}, {"1": True}, weights_map=weights(), module_name="1"
+    )
+    assert torch.equal(model[1](inputs()), model[1].shift.expand(2, 4))
+
+
+def test_skipped_keys_of_blocks_stay() -> None:
+    model = Keyword()
+    attach_align_device_hook_on_blocks(model, "cpu", skip_keys="y")
+    meta = inputs().to("meta")
+    assert model(inputs(), y=meta)["y"].is_meta
+
+
+def test_a_class_of_blocks_loads_all_weights_within() -> None:
+    model = nn.Sequential(Direct())
+    state = dict(model.state_dict())
+    attach_align_device_hook_on_blocks(
+        model, "cpu", offload=True, weights_map=state, preload_module_classes=["Direct"]
+    )
+    assert "0.inner" not in hooked(model)
+    assert model(inputs()).shape == (2, 4)
+
+
+def test_a_block_that_is_hooked_keeps_its_hook() -> None:
+    model = Block()
+    first = AlignDevicesHook("cpu")
+    model._hf_hook = first
+    attach_execution_device_hook(model, "meta")
+    assert hook_of(model) is first
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_module_that_is_offloaded_within_a_block_has_one_hook(around: bool) -> None:
+    """Peft merges adapters where it finds the hook that has the weight, and no other."""
+    model = net()
+    expected = model(inputs())
+    names = [name for name, _ in model.named_children()]
+    away = {names[-1]: True}
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={**({"": "cpu"} if around else {}), **dict.fromkeys(names, "cpu")},
+        offload={**({"": False} if around else {}), **dict.fromkeys(names, False), **away},
+        weights_map={name: value.clone() for name, value in model.state_dict().items()},
+    )
+    last = model.get_submodule(names[-1])
+    hooks = [hook_of(module) for module in last.modules() if hasattr(module, "_hf_hook")]
+    assert all(isinstance(hook, AlignDevicesHook) for hook in hooks)
+    assert any(hook.offload for hook in hooks)
+    assert torch.equal(model(inputs()), expected)

@@ -1,0 +1,229 @@
+"""Offloaded weights without hooks: they have their values, or refuse to be used."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accel import (
+    Accelerator,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from accel.hooks import remove_hook_from_submodules
+from accel.machine.errors import ConfigError, StateError
+from accel.utils import offload_state_dict
+from tests.accel.weights.models import Dispatch, inputs
+
+DISPATCHES: list[Dispatch] = [
+    lambda model, folder: disk_offload(model, folder, "cpu"),
+    lambda model, folder: dispatch_model(model, {"0": "disk", "": "cpu"}, offload_dir=folder),
+    lambda model, folder: dispatch_model(model, {"": "cpu"}, offload_dir=folder),
+    lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder),
+    lambda model, folder: cpu_offload(model, "cpu"),
+]
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)))
+    for number, value in enumerate(model.buffers()):
+        value.fill_(number + 1)
+    return model.eval()
+
+
+def left(tmp_path: Path, written: bool = False, **options: Any) -> nn.Sequential:
+    """Return a model that never had its weights in memory, and whose hooks were removed."""
+    Accelerator(cpu=True).save_model(layers(), tmp_path / "weights", safe_serialization=not written)
+    with init_empty_weights(include_buffers=True):
+        model = layers()
+    load_checkpoint_and_dispatch(
+        model, tmp_path / "weights", {"": "disk"}, offload_folder=tmp_path / "off", **options
+    )
+    remove_hook_from_submodules(model)
+    return model
+
+
+def is_like(model: nn.Module, expected: nn.Module) -> bool:
+    # Not bit by bit: the address of a weight decides the kernel that computes with it.
+    return torch.allclose(model(inputs()), expected(inputs()))
+
+
+# -- what users do to models ---------------------------------------------------------------
+
+
+def deleted(model: Any) -> None:
+    del model[1]
+
+
+def swapped(model: Any) -> None:
+    model[0], model[1] = model[1], model[0]
+
+
+def tied(model: Any) -> None:
+    model[0][0].weight = model[1][0].weight
+
+
+def tied_by_data(model: Any) -> None:
+    model[0][0].weight.data = model[1][0].weight.data
+
+
+def shared(model: Any) -> None:
+    model[2] = model[0]
+
+
+def transposed(model: Any) -> None:
+    model[0][0].weight.data = model[0][0].weight.data.t().contiguous()
+
+
+def wrapped_anew(model: Any) -> None:
+    for layer in model:
+        layer[0].weight = nn.Parameter(layer[0].weight.detach(), requires_grad=False)
+    del model[1]
+
+
+def rounded(model: Any) -> None:
+    model.half().float()
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize(
+    "change", [deleted, swapped, tied, tied_by_data, shared, transposed, wrapped_anew, rounded]
+)
+def test_the_values_go_where_the_weights_go(
+    dispatch: Dispatch, change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    model, expected = left(tmp_path, written=change is swapped), layers()
+    change(model)
+    change(expected)
+    for _ in range(2):
+        assert is_like(model, expected)
+        dispatch(model, tmp_path / "off")
+        assert is_like(model, expected)
+        remove_hook_from_submodules(model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_copies_have_them_too(
+    copied: Callable[[nn.Module], nn.Module], written: bool, offload_buffers: bool, tmp_path: Path
+) -> None:
+    model = copied(left(tmp_path, written, offload_buffers=offload_buffers))
+    assert is_like(model, layers())
+    disk_offload(model, tmp_path / "other", "cpu")
+    assert is_like(model, layers())
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_a_folder_may_be_written_by_another_model(dispatch: Dispatch, tmp_path: Path) -> None:
+    model, other = left(tmp_path, written=True), layers()
+    nn.init.ones_(other[0][0].weight)
+    disk_offload(copy.deepcopy(other), tmp_path / "off", "cpu")
+    save_file(other.state_dict(), tmp_path / "weights" / "model.safetensors")
+    dispatch(model, tmp_path / "off")
+    assert is_like(model, layers())
+
+
+# -- before the first dispatch, and without their files ------------------------------------
+
+
+def loaded(tmp_path: Path) -> nn.Sequential:
+    """Return a model whose checkpoint was loaded to the disk, and that is not dispatched yet."""
+    Accelerator(cpu=True).save_model(layers(), tmp_path / "weights")
+    model = layers().to("meta")
+    load_checkpoint_in_model(
+        model, tmp_path / "weights", {"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    return model
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES[:-1])
+def test_a_layer_that_is_moved_before_the_first_dispatch_is_refused(
+    dispatch: Dispatch, tmp_path: Path
+) -> None:
+    model = loaded(tmp_path)
+    del model[1]
+    rule = r"weights 1\.0\.weight, 1\.0\.bias.* layers were moved.*before layers are moved"
+    with pytest.raises(ConfigError, match=rule):
+        dispatch(model, tmp_path / "off")
+    assert model[0][0].weight.is_meta
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES[:-1])
+def test_files_that_another_model_wrote_before_the_first_dispatch_are_refused(
+    dispatch: Dispatch, tmp_path: Path
+) -> None:
+    model = loaded(tmp_path)
+    disk_offload(layers()[:1], tmp_path / "off", "cpu")
+    with pytest.raises(ConfigError, match=r"weights 0\.0\.weight, .* were written or removed"):
+        dispatch(model, tmp_path / "off")
+    load_checkpoint_in_model(  # the remedy
+        model, tmp_path / "weights", {"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    dispatch(model, tmp_path / "off")
+    assert is_like(model, layers())
+
+
+def test_an_index_that_is_given_has_the_present_names(tmp_path: Path) -> None:
+    model, expected = loaded(tmp_path), layers()
+    del model[1], expected[1]
+    file = str(tmp_path / "weights" / "model.safetensors")
+    index = {
+        name: {"safetensors_file": file, "weight_name": name.replace("1.", "2.", 1)}
+        if name.startswith("1.")
+        else {"safetensors_file": file}
+        for name in expected.state_dict()
+    }
+    for place in ("cpu", "disk"):
+        dispatched = dispatch_model(copy.deepcopy(model), {"": place}, "cpu", offload_index=index)
+        assert is_like(dispatched, expected)
+
+
+def test_tied_weights_that_were_loaded_to_the_disk_are_dispatched(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model[1].weight = model[0].weight
+    expected = copy.deepcopy(model)
+    for safe in (True, False):
+        folder, off = tmp_path / f"weights-{safe}", tmp_path / f"off-{safe}"
+        Accelerator(cpu=True).save_model(model, folder, safe_serialization=safe)
+        empty = copy.deepcopy(model).to("meta")
+        load_checkpoint_in_model(empty, folder, {"": "disk"}, offload_folder=off)
+        for place in ("disk", "cpu"):
+            found: Any = dispatch_model(copy.deepcopy(empty), {"": place}, "cpu", offload_dir=off)
+            assert is_like(found[0], expected[0])
+            assert is_like(found[1], expected[1])
+
+
+def test_without_their_files_they_are_left_without_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = disk_offload(layers().to("cpu"), tmp_path / "off", "cpu")
+    (tmp_path / "off" / "0.0.weight.dat").unlink()
+    with caplog.at_level(logging.WARNING):
+        remove_hook_from_submodules(model)
+    assert "weight of Linear is left without values: " in caplog.text
+    assert "0.0.weight.dat': it was written or removed since" in caplog.text
+    with pytest.raises(StateError, match="that no hook loads the values of"):
+        model(inputs())
+    offload_state_dict(tmp_path / "off", layers().state_dict())
+    with pytest.raises(ConfigError, match=r"weights 0\.0\.weight: .*Load the checkpoint anew"):
+        disk_offload(model, tmp_path / "off", "cpu")
+    with pytest.raises(ConfigError, match=r"weights 0\.0\.weight: they have no values"):
+        cpu_offload(model, "cpu")
+    Accelerator(cpu=True).save_model(layers(), tmp_path / "weights")
+    load_checkpoint_in_model(model, tmp_path / "weights")
+    assert is_like(model, layers())

@@ -1,0 +1,154 @@
+"""Stages of a traced model, run one after the other in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+from accel.weights import pipeline_stages as stages
+from tests.accel.weights.models import Tied
+
+
+class Step(nn.Module):
+    """A layer with a residual connection and a tensor that is made on the input's device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.linear(x).relu() + torch.arange(4, device=x.device)
+        return out
+
+
+class Net(nn.Module):
+    """A model of three steps: an input and an early activation are used late, or returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Step(), Step(), Step()
+        self.register_buffer("shift", torch.ones(4))
+        self.register_buffer("unused", torch.ones(4))
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor, factor: float = 1.0
+    ) -> dict[str, torch.Tensor | None]:
+        early = self.first(x)
+        late = self.third(self.second(early) * mask) * mask + self.get_buffer("shift") * factor
+        return {"out": late, "early": early, "nothing": None, "mean": late.mean(), "mask": mask}
+
+
+EXAMPLE = ((torch.linspace(-1, 1, 8).reshape(2, 4),), {"mask": torch.ones(1, 4), "factor": 2.0})
+
+
+def split(model: nn.Module, example: Any, *begins: str) -> tuple[stages.FlatModel, stages.Layout]:
+    flat = stages.FlatModel(model, example)
+    spec = {f"model.{name}": SplitPoint.BEGINNING for name in begins}
+    with torch.no_grad(), stages.forwards_restored(flat.get_submodule(name) for name in spec):
+        return flat, stages.Layout(pipeline(flat, flat.inputs.tensors, split_spec=spec).split_gm)
+
+
+def built(layout: stages.Layout) -> list[stages.Stage]:
+    parts = zip(layout.parts, layout.takes, layout.gives, strict=True)
+    return [stages.as_stage(*one) for one in parts]
+
+
+def chained(chain: Sequence[stages.Stage], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    carried = tuple(tensor.unsqueeze(0) for tensor in tensors)
+    for stage in chain:
+        carried = stage(*carried)
+    return [tensor.squeeze(0) for tensor in carried]
+
+
+@pytest.mark.parametrize("begins", [("second",), ("third",), ("second", "third")])
+def test_stages_compute_what_the_model_does(begins: tuple[str, ...]) -> None:
+    model = Net()
+    flat, layout = split(model, EXAMPLE, *begins)
+    assert len(layout.parts) == len(begins) + 1
+    x, mask = torch.rand(2, 4), torch.tensor([[1.0, 0.0, 1.0, 0.0]])
+    found = chained(built(layout), (x, mask))
+    expected = stages.Structure.of(model(x, mask, 2.0))
+    assert all(map(torch.equal, found, expected.tensors))
+    given = stages.Structure.of(flat.outputs((x, mask))).filled(found)
+    assert given["nothing"] is None
+    assert torch.equal(given["early"], found[1])
+
+
+def test_shapes_of_all_that_is_carried_are_known() -> None:
+    _, layout = split(Net(), EXAMPLE, "second", "third")
+    shapes = [[tuple(tensor.shape) for tensor in carried] for carried in layout.carried]
+    assert shapes[0] == [(1, 2, 4), (1, 1, 4)]
+    assert sorted(shapes[1]) == [(1, 1, 4), (1, 2, 4)]  # the mask goes on, the input does not
+    assert shapes[-1] == [(1, 2, 4), (1, 2, 4), (1,), (1, 1, 4)]
+    assert all(tensor.is_meta for carried in layout.carried for tensor in carried)
+
+
+def test_a_stage_moves_with_what_it_makes() -> None:
+    _, layout = split(Net(), EXAMPLE, "second")
+    stage = built(layout)[1]
+    stages.move(stage, torch.device("meta"))
+    made = stage(*layout.carried[1])
+    assert all(tensor.is_meta for tensor in made)
+    assert all(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers()))
+
+
+def test_a_model_keeps_the_weights_of_one_stage() -> None:
+    model = Net()
+    weight = model.second.linear.weight
+    _, layout = split(model, EXAMPLE, "second", "third")
+    stages.keep_only(model, built(layout)[1], "model.")
+    kept = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    assert kept == ["second.linear.weight", "second.linear.bias"]
+    assert model.second.linear.weight is weight
+    assert model.get_buffer("shift").is_meta
+    assert isinstance(model.first.linear.weight, nn.Parameter)
+
+
+def test_tied_weights_are_in_each_stage_that_uses_them() -> None:
+    model = Tied().eval()
+    tokens = torch.tensor([[0, 1, 2, 3]]).T.expand(4, 4)[:, 0]
+    _, layout = split(model, ((tokens,), {}), "head")
+    expected = model(tokens)
+    chain = built(layout)
+    assert torch.allclose(chained(chain, (tokens,))[0], expected)
+    stages.keep_only(model, chain[1], "model.")
+    assert not model.head.weight.is_meta
+    assert model.embedding.weight is model.head.weight
+
+
+def test_calls_are_recorded_by_time() -> None:
+    model = Net()
+    with stages.calls_recorded(model) as calls:
+        model(*EXAMPLE[0], **EXAMPLE[1])
+    assert [name for name in calls if "." not in name] == ["", "first", "second", "third"]
+    model(*EXAMPLE[0], **EXAMPLE[1])
+    assert calls.count("first") == 1
+
+
+def test_forward_passes_are_restored() -> None:
+    model = Net()
+    own = partial(Step.forward, model.third)
+    model.third.forward = own
+    split(model, EXAMPLE, "second", "third")
+    assert "forward" not in vars(model.second)
+    assert model.third.forward is own
+    assert not hasattr(model.third, "_orig_forward")
+
+
+@pytest.mark.gpu
+def test_stages_compute_on_a_gpu() -> None:
+    model = Net()
+    x, mask = torch.rand(2, 4), torch.rand(1, 4)
+    expected = stages.Structure.of(model(x, mask, 2.0)).tensors
+    _, layout = split(model, EXAMPLE, "second", "third")
+    chain = built(layout)
+    for stage in chain:
+        stages.move(stage, torch.device("cuda"))
+    found = [tensor.cpu() for tensor in chained(chain, (x.cuda(), mask.cuda()))]
+    torch.testing.assert_close(found, list(expected))

@@ -1,0 +1,172 @@
+"""Weights of the next block, read in a thread."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from accel.weights import read_ahead
+from accel.weights.read_ahead import Block, ReadAhead
+
+
+class Slow(Mapping[str, torch.Tensor]):
+    """Weights that tell which thread reads them."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Slow:
+        return Slow(self.value)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.threads: list[str] = []
+        self.begun = threading.Event()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        self.threads.append(threading.current_thread().name)
+        self.begun.set()
+        if self.value < 0:
+            raise KeyError(key)
+        return torch.full((3,), self.value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["w"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[ReadAhead, list[Slow]]:
+    monkeypatch.setattr(read_ahead, "MIN_BYTES", 8)
+    weights = [Slow(float(n)) for n in range(3)]
+    ahead = ReadAhead()
+    for one in weights:
+        ahead.register(Block(("w",), one, "cpu", 12))
+    return ahead, weights
+
+
+def taken(ahead: ReadAhead, number: int, weights: list[Slow]) -> float | None:
+    """Return what was read of a block once the thread began, None if nothing was."""
+    for one in weights:
+        one.begun.clear()
+    found = ahead.take(number)
+    following = ahead._ahead
+    if following is not None:
+        assert weights[following[0]].begun.wait(10)
+    ahead.release()
+    return found["w"].tolist()[0] if found else None
+
+
+def running() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "accel-read-ahead"]
+
+
+def test_the_next_block_is_read(blocks: tuple[ReadAhead, list[Slow]]) -> None:
+    ahead, weights = blocks
+    assert [taken(ahead, number, weights) for number in range(3)] == [None, 1.0, 2.0]
+    assert [len(one.threads) for one in weights] == [0, 1, 1]
+    assert all(name == "accel-read-ahead" for one in weights for name in one.threads)
+    assert ahead.take(0) == {}
+
+
+def test_the_thread_ends_with_what_it_reads(blocks: tuple[ReadAhead, list[Slow]]) -> None:
+    ahead, weights = blocks
+    for number in (0, 1):  # the pass goes no further
+        taken(ahead, number, weights)
+        for thread in running():
+            thread.join(10)
+    assert running() == []
+
+
+def test_the_order_is_learned(blocks: tuple[ReadAhead, list[Slow]]) -> None:
+    ahead, weights = blocks
+    for number in (0, 2, 1):
+        taken(ahead, number, weights)
+    assert [taken(ahead, number, weights) for number in (0, 2, 1)] == [None, 2.0, 1.0]
+
+
+def test_a_block_that_the_thread_has_not_begun_is_not_waited_for(
+    blocks: tuple[ReadAhead, list[Slow]],
+) -> None:
+    ahead, weights = blocks
+    held = threading.Event()
+
+    class Waiting(read_ahead._Reading):
+        def run(self) -> None:
+            assert held.wait(10)
+
+    ahead._reader.read(Waiting(ahead._blocks[0]))  # as if the thread was not scheduled
+    assert ahead.take(0) == ahead.take(1) == {}
+    held.set()
+    assert weights[2].begun.wait(10)
+    assert weights[1].threads == []
+
+
+def test_a_block_that_is_done_is_read_no_further(
+    blocks: tuple[ReadAhead, list[Slow]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = read_ahead._Reading(blocks[0]._blocks[1])
+    monkeypatch.setattr(read_ahead, "_STRETCH", 4)
+    looks: list[bool] = []
+
+    class Unwanted(read_ahead._Reading):
+        @property
+        def _unwanted(self) -> bool:
+            looks.append(True)
+            return len(looks) > 2
+
+        @_unwanted.setter
+        def _unwanted(self, value: bool) -> None:
+            looks.clear()
+
+    Unwanted(reading.block).run()
+    assert len(looks) == 3
+    reading.stop()
+    reading.run()
+    assert len(blocks[1][1].threads) == 1
+
+
+def test_small_blocks_are_not_worth_a_thread() -> None:
+    ahead, weights = ReadAhead(), Slow(1.0)
+    for _ in range(2):
+        ahead.register(Block(("w",), weights, "cpu", 12))
+    assert ahead.take(0) == ahead.take(1) == {}
+    assert weights.threads == []
+
+
+def test_a_failure_is_raised_where_the_weights_are_wanted(
+    blocks: tuple[ReadAhead, list[Slow]],
+) -> None:
+    ahead, weights = blocks
+    weights[1].value = -1.0
+    taken(ahead, 0, weights)
+    with pytest.raises(KeyError):
+        ahead.take(1)
+
+
+def test_a_copy_reads_for_itself(blocks: tuple[ReadAhead, list[Slow]]) -> None:
+    ahead, weights = blocks
+    taken(ahead, 0, weights)
+    other = copy.deepcopy(ahead)
+    copied = [one.weights for one in other._blocks]
+    assert taken(ahead, 1, weights) == 1.0
+    assert taken(other, 1, copied) is None  # type: ignore[arg-type] # they are
+    assert taken(other, 2, copied) == 2.0  # type: ignore[arg-type]
+
+
+def test_a_value_that_was_set_since_is_not_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "MIN_BYTES", 8)
+    weights = {"w": torch.zeros(3), "b": torch.zeros(3)}
+    ahead = ReadAhead()
+    for _ in range(2):
+        ahead.register(Block(("w", "b"), weights, "cpu", 24))
+    ahead.take(0)
+    assert ahead._ahead is not None
+    assert ahead._ahead[1]._mapped.wait(10)
+    weights["w"] = torch.ones(3)
+    found = ahead.take(1)
+    ahead.release()
+    assert found.keys() == {"b"}

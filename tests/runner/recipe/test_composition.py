@@ -1,0 +1,186 @@
+"""From a command line to a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.recipe import composition, hydra_setup
+from runner.run_dir.job import Job
+
+pytestmark = pytest.mark.usefixtures("hydra_session")
+
+
+ENGINES = ("fsdp", "deepspeed", "tensor_parallel")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engines"),
+    [
+        (["distributed=ddp"], {}),
+        (["distributed=fsdp"], {"fsdp": "full_shard"}),
+        (["distributed=deepspeed"], {"deepspeed": "zero2"}),
+        (["distributed=fsdp", "fsdp=shard_grad_op"], {"fsdp": "shard_grad_op"}),
+        (["deepspeed=zero3", "distributed=deepspeed"], {"deepspeed": "zero3"}),
+        (
+            ["distributed=fsdp", "tensor_parallel=default"],
+            {"fsdp": "full_shard", "tensor_parallel": "default"},
+        ),
+    ],
+)
+def test_a_preset_is_processes_and_an_engine(overrides: list[str], engines: dict[str, str]) -> None:
+    found = composition.require(composition.new_run(overrides, "config"))
+    assert (found.distributed.kind, found.distributed.device) == ("auto", "auto")
+    assert {name for name in ENGINES if getattr(found, name) is not None} == set(engines)
+    chosen = [f"{group}={file}" for group, file in engines.items()]
+    alone = composition.require(composition.new_run(chosen, "config"))
+    for name in engines:
+        assert getattr(found, name) == getattr(alone, name)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["distributed=fsdp", "deepspeed=zero1"], ["distributed=deepspeed", "fsdp=full_shard"]],
+)
+def test_a_preset_with_a_second_engine_is_refused(overrides: list[str]) -> None:
+    (problem,) = composition.new_run(overrides, "config").problems
+    assert "fsdp" in problem.value
+    assert "deepspeed" in problem.value
+
+
+def test_a_group_is_switched_off_by_null() -> None:
+    overrides = ["scheduler=null", "callbacks=null", "profile=null"]
+    found = composition.require(composition.new_run(overrides, "config"))
+    assert (found.scheduler, found.callbacks, found.profile) == (None, {}, None)
+
+
+def test_several_files_of_callbacks_are_joined() -> None:
+    found = composition.require(composition.new_run(["callbacks=[early_stopping,text]"], "config"))
+    assert list(found.callbacks) == ["early_stopping", "text_baselines", "text_sample"]
+
+
+def test_arguments_of_factories_need_no_plus() -> None:
+    overrides = ["model.width=8", "distributed.ddp.comm_state_option.matrix_approximation_rank=2"]
+    found = composition.require(composition.new_run(overrides, "config"))
+    assert found.model["width"] == 8
+    assert found.distributed.ddp.comm_state_option == {"matrix_approximation_rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model"),
+    [
+        (["experiment=bytes_gpt", "+model.dropout=0.5"], {"dropout": 0.5}),
+        (["+model.dropout=0.5"], {"dropout": 0.5}),
+        (["++model.dropout=0.5"], {"dropout": 0.5}),
+        (["model.own=3", "+model.dropout=0.5"], {"own": 3, "dropout": 0.5}),
+        (["+model.own=3", "~model.own"], {}),
+        (["~model.dropout", "model.dropout=0.5"], {"dropout": 0.5}),
+    ],
+)
+def test_arguments_of_factories_may_have_a_plus_and_be_taken_out(
+    overrides: list[str], model: dict[str, Any]
+) -> None:
+    """Hydra composes with the file's arguments although another factory does not get them."""
+    found = composition.new_run([*overrides, "model.name=byte_gpt"], "config")
+    assert found.problems == []
+    assert {**found.recipe.model, **model} == found.recipe.model
+    assert ("own" in found.recipe.model) is ("own" in model)
+
+
+def test_arguments_are_taken_out_of_a_resumed_run(tmp_path: Path) -> None:
+    """Also what no file has, but its own command line, and where its files are gone."""
+    own = ("model.own=3", "data.own=3")
+    frozen = composition.require(composition.new_run(own, "config"))
+    for files in (own, (*own, "experiment=gone")):
+        job = Job(tmp_path / str(len(files)), overrides=files, cwd=str(tmp_path))
+        job.run_dir.mkdir()
+        job.save(frozen)
+        found = composition.require(
+            composition.resumed(job.run_dir, ["~model.own", "~model.width"])
+        )
+        width = {
+            name: value for name, value in frozen.model.items() if name not in ("own", "width")
+        }
+        assert found.model == width
+        assert found.data == frozen.data
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> str:
+    """A folder of recipes that a command line adds; returned as the override that does so."""
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ndefaults:\n  - override /model: cnn\nmodel:\n  own: 3\n"
+    (tmp_path / "experiment" / "slow.yaml").write_text(text)
+    return f"hydra.searchpath=['file://{tmp_path}']"
+
+
+def test_a_mistake_beside_files_of_another_folder_is_told_alone(others: str) -> None:
+    given = ["experiment=slow", "model.own=4", "optimzer.lr=1", others]
+    with hydra_setup.session(given):
+        found = composition.new_run(given, "config")
+    (problem,) = found.problems
+    assert problem.value == "optimzer.lr=1"
+    assert "optimizer.lr" in problem.remedy
+    given = ["experiment=slo", others]
+    with hydra_setup.session(given):
+        (problem,) = composition.new_run(given, "config").problems
+    assert "Did you mean 'slow'?" in problem.remedy
+
+
+@pytest.mark.parametrize("change", ["optimzer.lr=1", "optimizer.lr=1"])
+def test_a_run_is_composed_from_the_folders_it_had(
+    others: str, change: str, tmp_path: Path
+) -> None:
+    own = ("experiment=slow", "model.own=4", others)
+    with hydra_setup.session(own):
+        frozen = composition.require(composition.new_run(own, "config"))
+    job = Job(tmp_path / "run", overrides=own, cwd=str(tmp_path))
+    job.run_dir.mkdir()
+    job.save(frozen)
+    found = composition.again(job.run_dir, [change])
+    assert [problem.value for problem in found.problems] == ([change] if "mz" in change else [])
+    assert found.recipe.model == frozen.model
+
+
+def test_a_run_takes_files_of_a_folder_that_is_new_to_it(others: str, tmp_path: Path) -> None:
+    own = ("experiment=slow", others)
+    with hydra_setup.session(own):
+        frozen = composition.require(composition.new_run(own, "config"))
+    job = Job(tmp_path / "run", overrides=own, cwd=str(tmp_path))
+    job.run_dir.mkdir()
+    job.save(frozen)
+    (tmp_path / "new" / "optimizer").mkdir(parents=True)
+    (tmp_path / "new" / "optimizer" / "mine.yaml").write_text("name: adamw\n")
+    both = f"hydra.searchpath=['file://{tmp_path}','file://{tmp_path / 'new'}']"
+    found = composition.again(job.run_dir, ["optimizer=mine", "optimzer.lr=1", both])
+    assert [problem.value for problem in found.problems] == ["optimzer.lr=1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model"),
+    [
+        (["model.name=byte_gpt"], {"name": "byte_gpt"}),
+        (["model.name=byte_gpt", "model.width=7"], {"name": "byte_gpt", "width": 7}),
+        (["model._target_=torch.nn.Linear"], {"_target_": "torch.nn.Linear"}),
+        (["model=cnn", "model.name=byte_gpt"], {"name": "byte_gpt"}),
+        (["experiment=bytes_gpt", "model.name=cnn"], {"name": "cnn"}),
+    ],
+)
+def test_another_factory_does_not_get_the_arguments_of_a_file(
+    overrides: list[str], model: dict[str, Any]
+) -> None:
+    assert composition.new_run(overrides, "config").recipe.model == model
+
+
+def test_the_files_own_factory_keeps_its_arguments() -> None:
+    file = composition.new_run([], "config").recipe.model
+    found = composition.new_run(["model.name=cnn", "model.width=7"], "config").recipe.model
+    assert found == {**file, "width": 7}
+
+
+def test_interpolations_are_resolved() -> None:
+    overrides = ["tracker.project_name=${name}", "tags=['${hydra:job.num}']"]
+    found = composition.require(composition.new_run(overrides, "config", number=3))
+    assert (found.tracker.project_name, found.tags) == ("digits", ["3"])

@@ -1,0 +1,107 @@
+"""The YAML files of a project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.recipe import composition, conf_files, hydra_setup
+from tests.runner.recipe.test_conf import CONF
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+EXPERIMENT = "# @package _global_\ndefaults:\n  - override /model: tiny\n  - _self_\n\nname: mine\n"
+
+
+def test_a_projects_own_files_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "conf/model/tiny.yaml", "name: cnn\nwidth: 2\n")
+    write(tmp_path / "conf/experiment/mine.yaml", EXPERIMENT)
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        found = composition.require(composition.new_run(["experiment=mine", "seed=3"], "config"))
+    assert (found.name, found.model, found.seed) == ("mine", {"name": "cnn", "width": 2}, 3)
+
+
+def test_no_folder_of_a_run_that_is_linked_is_walked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "conf/experiment/mine.yaml", EXPERIMENT)
+    write(tmp_path / "shared/runs/of_mine.yaml", EXPERIMENT)
+    write(tmp_path / "shared/config.yaml", EXPERIMENT)
+    for run_dir in ("runs/one", "runs/sweep-ab/0000"):
+        write(tmp_path / "shared" / run_dir / "config.yaml", EXPERIMENT)
+        write(tmp_path / "shared" / run_dir / "job.json", "{}")
+        write(tmp_path / "shared" / run_dir / "checkpoints/x.yaml", "seed: [")
+    (tmp_path / "conf/team").symlink_to(tmp_path / "shared")
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        names = [name for _, name in conf_files.own_files()]
+        files = [path for folder, path in conf_files.files() if folder == tmp_path / "conf"]
+    runs = ["team/runs/one/config", "team/runs/sweep-ab/0000/config"]  # recipes, as they were
+    assert sorted(names) == ["experiment/mine", "team/config", "team/runs/of_mine", *runs]
+    assert len(files) == len(names)
+
+
+def test_a_file_that_is_shadowed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "conf/model/cnn.yaml", "name: mine\n")
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        (problem,) = composition.new_run([], "config").problems
+    assert str(tmp_path / "conf/model/cnn.yaml") in problem.value
+    assert "same name and is read instead" in problem.rule
+
+
+def test_the_same_file_again_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "conf/model/cnn.yaml", (CONF / "model/cnn.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        assert composition.new_run([], "config").problems == []
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("callbacks: {x: {_target_: os.system}}", "hydra.callbacks"),
+        ("job: {env_set: {LD_PRELOAD: x}}", "hydra.job.env_set"),
+        ("job_logging: {root: {handlers: [x]}, handlers: {x: {(): os.system}}}", "job_logging"),
+        ("sweeper: {params: {seed: '1,2'}}", "hydra.sweeper.params"),
+        ("mode: MULTIRUN", "hydra.mode"),
+    ],
+)
+def test_a_file_cannot_reach_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, where: str
+) -> None:
+    write(tmp_path / "conf/mine.yaml", f"defaults: [config, _self_]\nhydra: {{{text}}}\n")
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        (problem,) = composition.new_run([], "mine").problems
+    assert where in problem.value
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("trainer: {epochz: 3}", ("trainer.epochz", "Did you mean 'trainer.epochs'?")),
+        ("trainer: {epochs: many}", ("trainer.epochs", "a whole number")),
+        ("trainer: {epochs: -3}", ("trainer.epochs=-3", "at least 1")),
+        ("defaults: [{override /model: cnm}]", ("model: cnm", "Did you mean 'cnn'?")),
+        ("trainer: {epochs: [}", ("no YAML",)),
+        ("optimzer: {lr: 1}", ("optimzer", "Did you mean 'optimizer")),
+    ],
+)
+def test_a_mistake_in_a_file_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[str, ...]
+) -> None:
+    write(tmp_path / "conf/experiment/wrong.yaml", f"# @package _global_\n{text}\n")
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        (problem,) = composition.new_run(["experiment=wrong"], "config").problems
+    for part in expected:
+        assert part in str(problem)

@@ -1,0 +1,278 @@
+"""Refusals as a person sees them: exit code 2, one line each, the remedy, and no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from accel.machine.errors import ConfigError
+from runner import cli
+from runner.inference import session
+from tests.helpers import python
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
+def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return [line for line in err.splitlines() if not line.endswith(": loading PyTorch …")]
+
+
+REFUSALS = {
+    "optimzer.lr=1": ("optimzer.lr=1:", "Did you mean 'optimizer.lr'?"),
+    "precision=bf61": (
+        "precision=bf61:",
+        "bf16, bf16_weights, fp16, fp8_te, fp8_torchao, no",
+        "Did you mean 'bf16'?",
+    ),
+    "model.name=cnm": ("model.name='cnm'", "Did you mean 'cnn'?", "@register.model('cnm')"),
+    "trainer.epochs=-1": ("trainer.epochs=-1", "at least 1"),
+    "+precision.foo=1": (
+        "precision.foo=1",
+        "autocast, fp8_te, fp8_torchao, mode, scaler",
+    ),
+    "+foo.bar=1": ("foo.bar=1", "no such key"),
+    "trainer.epochs=many": ("trainer.epochs=many", "a whole number"),
+    "trainer.clip_grad_norm=x": ("trainer.clip_grad_norm=x", "a number"),
+    "deterministic=perhaps": ("deterministic=perhaps", "true or false"),
+    "trainer.max_time=soon": ("trainer.max_time='soon'", "01:00:00"),
+    "+trainer.epochs=2": ("there is such a key already", "trainer.epochs=2"),
+    "~trainer.epochs": ("~trainer.epochs", "Set it to null."),
+    "~trainer.log_every": ("~trainer.log_every", "Write trainer.log_every=10, the default."),
+    "~model.widht": ("~model.widht: there is no such key", "Did you mean '~model.width'?"),
+    "~model.xyz": ("~model.xyz: there is no such key", "Leave it out."),
+    "trainer=1": ("trainer=1", "the name of a file of conf/trainer"),
+    "trainer.accumulation=1": ("trainer.accumulation=1", "keys of its own"),
+    "model=cnm": ("model=cnm", "Did you mean 'cnn'?"),
+    "model=[cnn,x]": ("model=x", "byte_gpt, cnn"),
+    "model@x=cnn": ("model@x=cnn", "one place"),
+    "experiment=bytes": ("experiment=bytes", "Did you mean 'bytes_gpt'?"),
+    "fsdp.cpu_offload=true": ("fsdp is off", "Switch it on with", "fsdp=full_shard"),
+    "deepspeed.zero_stage=1": ("deepspeed is off", "deepspeed=zero1"),
+    "profile.with_stack=true": ("profile is off", "Switch it on with profile=trace."),
+    "precision.fp8_te.margin=1": ("precision.fp8_te is off", "Switch it on with precision=fp8_te."),
+    "precision.fp8_te={margin: 1}": ("precision.fp8_te is off", "precision=fp8_te."),
+    "tensor_parallel.tp_size=4": ("tensor_parallel is off", "tensor_parallel=default"),
+    "distributed=fsp": ("distributed=fsp", "Did you mean 'fsdp'?"),
+    "precision=fp8": ("precision=fp8", "fp8_te, fp8_torchao"),
+    "model.widht=3": ("model.widht=3: cnn has no such argument", "Did you mean 'width'?"),
+    "model.width=wide": ("model.width='wide'", "of type int"),
+    "callbacks.early_stoping.patience=1": ("callbacks.early_stoping", "'early_stopping'"),
+    "step=gan": ("model=cnn with step=gan", "Set model=null."),
+    "objective=null": ("objective=null with step=supervised", "needs an objective"),
+    "trainer.micro_batch_size=7": ("7", "64"),
+    "distributed.num_processes=3": ("distributed.num_processes=3", "distributed=multi_cpu"),
+    "tracker=[csv,tensorbord]": ("tracker=tensorbord", "tracker is one of", "tensorboard"),
+    "distributed.device=gpu": ("device='gpu'", "it is one of", "cuda"),
+    "distributed=multi_nodes": ("distributed=multi_nodes", "multi_gpu, multi_node, none"),
+    "distributed=multi_node": ("distributed=multi_node", "Give distributed.rdzv_endpoint="),
+    "seed=1,2": ("seed=1,2", "Add -m"),
+    "resume=nowhere": ("resume='nowhere'", "there is no such directory", "runs/<name>"),
+    "resume=.": ("resume='.'", "a run directory holds a config.yaml"),
+    "name=a/b": ("name='a/b'", "names a folder"),
+    "name=${nme}": ("name", "'nme' not found"),
+    "trainer.epochs=[1": ("trainer.epochs=[1", "cannot be read"),
+    "trian": ("trian", "neither a command nor key=value"),
+    "evl": ("evl", "Did you mean 'eval'?"),
+    "--mutlirun": ("--mutlirun", "Did you mean '--multirun'?"),
+    "--cfg=jbo": ("--cfg", "invalid choice", "job"),
+    "--config-name=confg": ("--config-name confg", "Did you mean 'config'?"),
+    "--config-dir=nowhere": ("--config-dir nowhere", "no such folder"),
+    "--import=not_there_at_all": ("'not_there_at_all'", "no such package", "Install"),
+    "hydra.run.dir=x": ("hydra.run.dir=x", "Set output_dir and name"),
+    "+hydra.callbacks.x._target_=os.system": ("hydra.callbacks.x._target_", "runner's own"),
+    "hydra={callbacks: {x: 1}}": ("hydra=", "runner's own"),
+}
+
+
+# Each composes a recipe: every third by default.
+QUICK = list(REFUSALS)[::3]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in REFUSALS],
+)
+def test_a_mistake_is_one_clear_message(
+    argument: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = refused(argument, capsys=capsys)
+    if argument != "step=gan":
+        assert len(lines) == 1, lines
+    for expected in REFUSALS[argument]:
+        assert expected in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_mistakes_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = (
+        *("optimzer.lr=1", "precision=bf61", "trainer.epochs=-1", "+precision.foo=1"),
+        *(
+            "trainer.log_every=x",
+            "model.widht=3",
+            "data.name=digts",
+            "fsdp.x=1",
+            "seed=0",
+            "seed=1",
+        ),
+    )
+    text = "\n".join(refused(*wrong, capsys=capsys))
+    for expected in (
+        *("optimzer.lr=1", "precision=bf61", "trainer.epochs=-1", "precision.foo=1"),
+        *("trainer.log_every=x", "model.widht=3", "data.name='digts'", "fsdp is off"),
+        "seed=0 is overridden by seed=1",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    "engine", ["fsdp=full_shard", "deepspeed=zero1", "tensor_parallel=default"]
+)
+def test_clipping_that_an_engine_lacks_is_refused_before_workers_start(
+    engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("distributed=multi_cpu", engine, "trainer.clip_grad_value=0.5")
+    (line,) = refused(*asked, capsys=capsys)
+    assert f"trainer.clip_grad_value=0.5 with {engine.partition('=')[0]}=" in line
+    assert "Set trainer.clip_grad_norm instead" in line
+
+
+def test_deepspeeds_file_is_read_before_workers_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = ("deepspeed=config_file", "deepspeed.hf_ds_config=ds.json")
+    assert "hf_ds_config='ds.json': expected the path" in refused(*asked, capsys=capsys)[0]
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "ds.json").write_text("{")
+    assert "hf_ds_config='ds.json': the file is not JSON" in refused(*asked, capsys=capsys)[0]
+
+
+def test_the_option_config_file_wants_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refused("deepspeed=config_file", "distributed=multi_cpu", capsys=capsys)
+    assert line.startswith("deepspeed.hf_ds_config: Missing mandatory value")
+
+
+def test_deepspeeds_file_does_not_describe_what_the_recipe_does(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "AdamW"}, "scheduler": {}}')
+    asked = ("deepspeed=config_file", "deepspeed.hf_ds_config=ds.json", "distributed=multi_cpu")
+    first, second = refused(*asked, capsys=capsys)
+    assert first.startswith("ds.json: optimizer with optimizer= of the recipe: ")
+    assert second.endswith("Take the section scheduler out of the configuration.")
+
+
+def test_what_deepspeed_and_the_recipe_decide_is_compared_before_workers_start(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text('{"gradient_accumulation_steps": 4, "train_batch_size": 9}')
+    asked = ("deepspeed=config_file", "deepspeed.hf_ds_config=ds.json", "distributed=multi_cpu")
+    more = ("deepspeed.gradient_clipping=2", "trainer.clip_grad_norm=1")
+    lines = refused(*asked, *more, capsys=capsys)
+    assert [line.partition(":")[0] for line in lines] == [
+        "ds.json",
+        "ds.json",
+        "deepspeed.gradient_clipping=2 with trainer.clip_grad_norm=1.0",
+    ]
+    assert "gradient_accumulation_steps=4 with 1 by the recipe's trainer" in lines[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
+
+
+def test_a_wrap_policy_of_an_untrusted_package_is_not_imported(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    for key in ("auto_wrap_policy", "param_init_fn"):
+        asked = ("distributed=multi_cpu", "fsdp=full_shard", f"fsdp.{key}=evil.policy")
+        assert f"fsdp.{key}=evil.policy: the package 'evil'" in refused(*asked, capsys=capsys)[0]
+
+
+def test_matrices_split_over_one_process_name_the_way_to_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (line,) = refused("tensor_parallel=default", capsys=capsys)
+    assert "tensor_parallel.tp_size=2 with 1 process:" in line
+    assert "Set distributed=multi_gpu or multi_cpu, and distributed.num_processes" in line
+
+
+def test_every_job_of_a_sweep_is_checked_before_the_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = refused("-m", "trainer.epochs=1,-1,-2", "model.width=4,wide", capsys=capsys)
+    assert len(lines) == 3, lines  # each mistake once, though four jobs have one of them
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_does_not_switch_a_group_off(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refused("scheduler=cosine,null", "-m", capsys=capsys)
+    assert "Start the job with scheduler=null by itself." in line
+
+
+def test_a_sweep_resumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refused("-m", "resume=auto", "seed=1,2", capsys=capsys)
+    assert "Resume each run by itself." in line
+
+
+@pytest.mark.parametrize(
+    ("output", "rule"),
+    [
+        ("/proc/predictions.jsonl", r"it cannot be written \(.*a folder that you may write to"),
+        (".", "predictions are written to a file in a folder"),
+    ],
+)
+def test_an_output_that_cannot_be_written(output: str, rule: str, tmp_path: Path) -> None:
+    request = session.Request(tmp_path / "run", output=tmp_path / output)
+    with pytest.raises(ConfigError, match=rf"^--output .*: {rule}"):
+        session.write_predictions(request)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_override_of_a_key_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    repeated = ("seed=1", "optimizer=sgd", "seed=2", "optimizer=adamw")
+    assert cli.main(["--cfg", "job", *repeated]) == 0
+    out, err = capsys.readouterr()
+    assert "\nseed: 2\n" in out
+    assert "_target_" not in out
+    assert err.splitlines() == [
+        "seed=1 is overridden by seed=2: the last one of a key is taken",
+        "optimizer=sgd is overridden by optimizer=adamw: the last one of a key is taken",
+    ]
+
+
+def test_a_package_that_is_not_trusted(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = refused("~model", "+model._target_=wine.MLP", capsys=capsys)
+    assert "'wine'" in lines[0]
+    assert lines[1:3] == ["    [tool.runner]", '    imports = ["wine"]']
+
+
+def test_a_gpu_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.recipe import processes
+
+    monkeypatch.setattr(processes, "num_accelerators", lambda: 0)
+    (line,) = refused("distributed=multi_gpu", capsys=capsys)
+    assert line.startswith("distributed=multi_gpu")
+    assert "distributed=multi_cpu" in line
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [("optimzer.lr=1", "Did you mean 'optimizer.lr'?"), ("model.name=cnm", "Did you mean 'cnn'?")],
+)
+def test_the_whole_command_refuses_alike(argument: str, expected: str, tmp_path: Path) -> None:
+    answer = subprocess.run(
+        python("-m", "runner", argument), capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert len(answer.stderr.splitlines()) == 1
+    assert expected in answer.stderr

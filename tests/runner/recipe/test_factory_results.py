@@ -1,0 +1,73 @@
+"""What the user's factories must return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from accel.machine.errors import ConfigError
+from runner.data.datasets import Data
+from runner.recipe.factory_results import check, check_trainable
+from runner.training.callback import Callback
+
+DATASET = TensorDataset(torch.zeros(4, 1))
+LINEAR = torch.nn.Linear(1, 1)
+
+
+class Stream(IterableDataset[int]):
+    """An iterable data set."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Misspelt(Callback):
+    """Its method is never called."""
+
+    def on_evaluated(self, loop: Any, split: str, metrics: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", LINEAR),
+        ("data", Data(DATASET, [1, 2])),  # type: ignore[arg-type]
+        ("data", Data(Stream())),
+        ("optimizer", torch.optim.SGD(LINEAR.parameters())),
+        ("scheduler", torch.optim.lr_scheduler.StepLR(torch.optim.SGD(LINEAR.parameters()), 1)),
+        ("callbacks.mine", Callback()),
+    ],
+)
+def test_right_results_pass(key: str, value: Any) -> None:
+    check(key, "place", value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model", None, "place returned None: a torch.nn.Module is required"),
+        ("model", torch.nn.Linear, r"returned the class Linear: .* Return Linear\(…\)"),
+        ("data", [1], "returned a list: a runner.Data is required"),
+        ("data", Data(None), "Data with train None"),  # type: ignore[arg-type]
+        ("data", Data(DataLoader(DATASET)), "a data set is required: the runner makes the loaders"),  # type: ignore[arg-type]
+        ("data", Data(iter([1])), "a torch.utils.data.IterableDataset is required"),  # type: ignore[arg-type]
+        ("data", Data(DATASET, collate_fn=3), "collate_fn an int"),  # type: ignore[arg-type]
+        ("optimizer", LINEAR, "returned a Linear: a torch.optim.Optimizer is required"),
+        ("scheduler", 0.1, "a torch.optim.lr_scheduler.LRScheduler is required"),
+        ("callbacks.mine", Misspelt(), "on_evaluated: .* Did you mean 'on_evaluate'"),
+    ],
+)
+def test_wrong_results_are_named(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(key, "place", value)
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    check_trainable("place", LINEAR)
+    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+    with pytest.raises(ConfigError, match="returned a Linear: it has no trainable parameters"):
+        check_trainable("place", frozen)

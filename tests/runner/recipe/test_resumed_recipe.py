@@ -1,0 +1,217 @@
+"""The recipe of a resumed run: the frozen one, plus what the new command line changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.recipe import composition, hydra_setup, keys, serialization
+from runner.recipe.resumed_recipe import (
+    OVERRIDES,
+    TAKES_EFFECT,
+    Refused,
+    carry_over,
+    imposed,
+    refusals,
+    verdict,
+    without_limits,
+)
+from runner.recipe.schema import Recipe
+from tests.runner.runs import make_run
+
+
+def test_without_new_overrides_the_frozen_recipe_stays() -> None:
+    frozen = {"lr": 1, "trainer": {"epochs": 5}}
+    today = {"lr": 2, "trainer": {"epochs": 9}}  # the files have changed since
+    assert carry_over(frozen, today, today) == frozen
+
+
+def test_a_new_override_is_taken_and_nothing_else() -> None:
+    frozen = {"lr": 1, "trainer": {"epochs": 5, "log": 1}}
+    before = {"lr": 2, "trainer": {"epochs": 9, "log": 1}}
+    after = {"lr": 2, "trainer": {"epochs": 20, "log": 1}}
+    assert carry_over(frozen, before, after) == {"lr": 1, "trainer": {"epochs": 20, "log": 1}}
+
+
+def test_a_new_group_replaces_a_node_of_other_shape() -> None:
+    frozen = {"scheduler": {"name": "cosine", "warmup": 3}}
+    before = {"scheduler": {"name": "cosine", "warmup": 3}}
+    assert carry_over(frozen, before, {"scheduler": None}) == {"scheduler": None}
+    after = {"scheduler": {"name": "linear"}}
+    assert carry_over(frozen, before, after) == {"scheduler": {"name": "linear"}}
+
+
+def test_limits_of_one_invocation_are_not_inherited() -> None:
+    frozen = {"resume": "x", "trainer": {"stop_after": 5, "max_time": 3, "epochs": 2}}
+    kept = without_limits(frozen)
+    trainer = {"stop_after": None, "max_time": None, "epochs": 2}
+    assert kept == {"resume": None, "run_dir": None, "trainer": trainer}
+    assert frozen["trainer"]["stop_after"] == 5
+
+
+# -- what each override does ---------------------------------------------------------------
+
+
+def leaves() -> list[str]:
+    return [key for key in keys.typed_keys() if keys.node_of(key) is None]
+
+
+def test_the_table_knows_every_key_of_the_schema_and_no_other() -> None:
+    for key in leaves():
+        found = verdict(key)
+        assert found == TAKES_EFFECT or isinstance(found, Refused), key
+    known = set(keys.typed_keys())
+    for key in OVERRIDES:
+        assert key in known or key.partition(".")[0] in keys.FACTORY_NODES, key
+    with pytest.raises(KeyError):
+        verdict("trainr.epochs")
+
+
+def refused_keys() -> list[str]:
+    return [key for key in OVERRIDES if isinstance(OVERRIDES[key], Refused)]
+
+
+@pytest.mark.parametrize("key", refused_keys())
+def test_what_cannot_change_is_refused_with_the_reason(key: str) -> None:
+    before = serialization.to_plain(Recipe())
+    before["optimizer"] = {"name": "adamw", "_target_": None}
+    before["step"] = {"name": "supervised", "_target_": None}
+    after = serialization.to_plain(before)
+    node: Any = after
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        node = node[parent]
+    node[leaf] = "other" if node[leaf] != "other" else "another"
+    (problem,) = refusals(before, after)
+    assert problem.value == f"{key}=other with resume"
+    assert "{" not in problem.rule + problem.remedy
+
+
+def test_the_scale_may_be_chosen_where_there_was_no_scaler() -> None:
+    before = serialization.to_plain(Recipe())
+    after = serialization.to_plain(Recipe())
+    after["precision"]["mode"], after["precision"]["scaler"]["init_scale"] = "fp16", 16.0
+    assert refusals(before, after) == []
+    before["precision"]["mode"] = "fp16"
+    assert [p.value for p in refusals(before, after)] == [
+        "precision.scaler.init_scale=16.0 with resume"
+    ]
+
+
+def test_a_resumed_run_is_refused_what_an_evaluation_is_not(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    before = (run_dir / "config.yaml").read_bytes()
+    with hydra_setup.session():
+        line = ["seed=7", "optimizer=sgd", "optimizer.lr=0.5", "name=x"]
+        problems = composition.resumed(run_dir, line).problems
+        told = "\n".join(map(str, problems))
+        assert "seed=7 with resume: the order of the data" in told
+        assert "optimizer._target_=torch.optim.SGD with resume" in told
+        assert "name=x with resume: the run stays where it is (name=digits)" in told
+        assert not composition.resumed(run_dir, ["optimizer.lr=0.5"]).problems
+        assert not composition.resumed(run_dir, ["seed=7"], trains=False).problems
+    assert (run_dir / "config.yaml").read_bytes() == before
+
+
+def own_file(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
+    """Work in `folder`; return the place of a file of its own, still to be written."""
+    monkeypatch.chdir(folder)
+    file = folder / name
+    file.parent.mkdir(parents=True)
+    return file
+
+
+def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml")
+    file.write_text("# @package _global_\noptimizer:\n  lr: 0.1\n")
+    run_dir = make_run(tmp_path / "runs", "experiment=own")
+    file.write_text("# @package _global_\noptimizer:\n  lr: 0.3\n")
+    with hydra_setup.session():
+        for line, rate in (
+            (["optimizer.lr=0.3"], 0.3),
+            (["optimizer.lr=0.2"], 0.2),
+            (["tags=[a]"], 0.1),
+            (["experiment=own"], 0.1),
+        ):
+            examined = composition.resumed(run_dir, line)
+            assert not examined.problems
+            assert examined.recipe.optimizer["lr"] == rate, line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["experiment", "config"])
+def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml")
+    switched = "defaults:\n  - override /fsdp: full_shard\n"
+    file.write_text(f"# @package _global_\n{switched}optimizer:\n  lr: 0.1\ntags: [a]\n")
+    run_dir = make_run(tmp_path / "runs", "experiment=own", "fsdp.cpu_offload=true", "seed=3")
+    if lost == "config":  # the primary file, in place of the experiment
+        path = run_dir / "job.json"
+        path.write_text(path.read_text().replace('"config_name": "config"', '"config_name": "x"'))
+    file.rename(file.with_name("renamed.yaml"))
+    with hydra_setup.session():
+        for line, rate in (
+            (["optimizer.lr=0.3", "trainer.epochs=30"], 0.3),
+            (["tags=[b]", "fsdp.cpu_offload=false"], 0.1),
+            (["dataloader=workers"], 0.1),
+            (["model.dropout=0.5"], 0.1),
+        ):
+            examined = composition.resumed(run_dir, line)
+            assert [str(p) for p in examined.problems] == []
+            found = examined.recipe
+            assert (found.optimizer["lr"], found.seed) == (rate, 3), line
+            assert found.fsdp is not None
+            assert found.fsdp.cpu_offload is not (line[0] == "tags=[b]")
+            assert (found.dataloader.num_workers > 0) == (line[0] == "dataloader=workers")
+        for line, why in (
+            (["seed=4"], "seed=4 with resume"),
+            (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
+            (["precision=bf61"], "precision=bf61"),
+        ):
+            (only,) = composition.resumed(run_dir, line).problems
+            assert why in str(only)
+
+
+def test_a_group_that_is_named_is_chosen_though_todays_files_choose_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml")
+    text = "# @package _global_\ndefaults:\n  - override /scheduler: {}\n"
+    file.write_text(text.format("constant"))
+    run_dir = make_run(tmp_path / "runs", "experiment=own")
+    file.write_text(text.format("cosine"))
+    with hydra_setup.session():
+        for line, name in ((["scheduler=cosine"], "cosine"), (["tags=[a]"], "constant")):
+            examined = composition.resumed(run_dir, line)
+            assert not examined.problems
+            assert examined.recipe.scheduler["name"] == name
+
+
+def test_a_group_of_a_run_whose_files_are_gone_is_refused_what_cannot_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = own_file(tmp_path, monkeypatch, "conf/dataloader/mine.yaml")
+    file.write_text("defaults: [default]\ndata_seed: 7\n")
+    run_dir = make_run(tmp_path / "runs", "dataloader=mine")
+    for gone in (False, True):
+        if gone:
+            file.unlink()
+        with hydra_setup.session():
+            told = "\n".join(
+                map(str, composition.resumed(run_dir, ["dataloader=default"]).problems)
+            )
+        assert "dataloader.data_seed=None with resume: the order of the data" in told
+
+
+def test_imposed_values_are_those_of_today() -> None:
+    frozen = {"a": {"b": 1, "c": 2}, "d": None}
+    today = {"a": {"b": 3, "c": 4}, "d": {"e": 5}}
+    assert imposed(frozen, today, ["a.b"]) == {"a": {"b": 3, "c": 2}, "d": None}
+    assert imposed(frozen, today, ["d", "x.y", "a.z"]) == {**frozen, "d": {"e": 5}}
+    assert frozen == {"a": {"b": 1, "c": 2}, "d": None}
