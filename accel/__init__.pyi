@@ -42,7 +42,6 @@ from accel.inference import prepare_pippy as prepare_pippy
 from accel.launchers import debug_launcher as debug_launcher
 from accel.launchers import notebook_launcher as notebook_launcher
 from accel.local_sgd import LocalSGD as LocalSGD
-from accel.machine import memory as memory
 from accel.machine.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel.machine.enums import DistributedType as DistributedType
 from accel.machine.imports import is_rich_available as is_rich_available

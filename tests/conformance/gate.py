@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import track
 
-from tests.conformance.rows import Row
+from tests.conformance.rows import Row, id_of
 
 PASSED, FAILED = 0, 1  # pytest's exit codes
 BROKEN = 70  # ours: the mutant could not be made
@@ -177,7 +177,7 @@ def survivors(rows: list[Row], workers: int) -> tuple[list[str], list[str]]:
     from tests.conformance.mutants import apply
 
     tests = sorted({row.test for row in rows})
-    plain_jobs = [(test, lambda: None, PLAIN_SECONDS) for test in tests]
+    plain_jobs = [(id_of(test), lambda: None, PLAIN_SECONDS) for test in tests]
     plain = dict(zip(tests, run_all(plain_jobs, workers), strict=True))
     problems = [
         f"{row}: {row.test} fails without a mutant (exit code {plain[row.test].code})\n"
@@ -187,7 +187,7 @@ def survivors(rows: list[Row], workers: int) -> tuple[list[str], list[str]]:
     ]
     sound = [row for row in rows if plain[row.test].code == PASSED]
     limits = {test: SECONDS + TIMES * outcome.seconds for test, outcome in plain.items()}
-    jobs = [(row.test, lambda row=row: apply(row), limits[row.test]) for row in sound]
+    jobs = [(id_of(row.test), lambda row=row: apply(row), limits[row.test]) for row in sound]
     late: list[str] = []
     for row, outcome in zip(sound, run_all(jobs, workers), strict=True):
         if outcome.code == BROKEN:

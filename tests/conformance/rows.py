@@ -14,12 +14,17 @@ gives rows; each row names the test that exercises it, and a mutant that this te
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
 
 
 class NoOp(enum.Enum):
@@ -49,7 +54,7 @@ class P:
 
     Args:
         default: what the documentation gives; `REQUIRED` if nothing.
-        test: id of the test that passes another value, and fails if it does not arrive.
+        test: name of the test that passes another value, and fails if it does not arrive.
         keyword: whether it is one of ``**kwargs`` in the signature (documented by name only).
     """
 
@@ -117,7 +122,7 @@ class Row:
         name: the documented name that it belongs to.
         kind: "call", "parameter", "attribute", "value" or "choice".
         part: name of the parameter, attribute or value.
-        test: id of the test.
+        test: name of the test; ``file.py::name`` where several tests have that name.
         noop: for a call, what doing nothing is.
         default: for a parameter, its documented default.
         value: for a choice, the word.
@@ -152,3 +157,37 @@ def find(name: str) -> Any:
 def function_of(found: Any) -> Any:
     """Return the plain function of a method, static or class method, or a function itself."""
     return getattr(found, "__func__", found)
+
+
+@cache
+def tests_by_name() -> Mapping[str, list[str]]:
+    """Return the files, below the checkout, of each test function; of a class ``Class::test``."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        place = path.relative_to(TESTS.parent).as_posix()
+        for name in _tests_in(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(name, []).append(place)
+    return found
+
+
+def _tests_in(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        methods = node.body if isinstance(node, ast.ClassDef) else [node]
+        for one in methods:
+            if isinstance(one, ast.FunctionDef) and one.name.startswith("test_"):
+                yield f"{node.name}::{one.name}" if isinstance(node, ast.ClassDef) else one.name
+
+
+def id_of(test: str) -> str:
+    """Return the pytest id of a row's test.
+
+    Raises:
+        LookupError: no test, or several, have that name.
+    """
+    file, _, name = test.rpartition(".py::")
+    places = tests_by_name().get(name.partition("[")[0], [])
+    if file:
+        places = [place for place in places if place.endswith(f"/{file}.py")]
+    if len(places) != 1:
+        raise LookupError(f"{test} names {len(places)} tests: {' '.join(places)}")
+    return f"{places[0]}::{name}"

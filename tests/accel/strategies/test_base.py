@@ -153,7 +153,7 @@ def test_a_registered_wrapper_is_taken_off_by_everything(tmp_path: Path) -> None
 
 
 def test_a_strategy_that_unwraps_in_its_own_way_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Own\.unwrap: .*accel\.wrapping\.register_wrapper"):
+    with pytest.raises(ConfigError, match=r"Own\.unwrap: .*precision\.wrapping"):
         type("Own", (StateIO,), {"unwrap": lambda self, model: model})
 
 

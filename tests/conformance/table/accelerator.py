@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-ACCELERATOR = "tests/accel/test_accelerator.py::"
-ACCUMULATION = "tests/accel/run/test_accumulation.py::"
-CONFIGURATION = "tests/accel/data/test_configuration.py::"
-DDP = "tests/accel/strategies/test_ddp.py::"
-HANDLERS = "tests/accel/config/test_handlers.py::"
-PRECISION = "tests/accel/precision/test_amp.py::"
-PREPARING = "tests/accel/run/test_preparation.py::"
-PROFILING = "tests/accel/run/test_profiling.py::"
-TENSORBOARD = "tests/accel/trackers/test_tensorboard.py::"
-TRACKERS = "tests/accel/trackers/test_group.py::"
-
-WHO = ACCELERATOR + "test_one_process_is_every_kind_of_process"
-MOVED = PREPARING + "test_a_model_is_moved_unless_told_otherwise"
-PRECISIONS = ACCELERATOR + "test_each_precision_by_its_name"
-FP8 = ACCELERATOR + "test_fp8_takes_the_library_that_is_installed"
-SETTINGS = ACCUMULATION + "test_the_plugins_settings_arrive"
-ALONE = ACCELERATOR + "test_the_machines_accelerator_is_left_alone_on_request"
-NOT_BUILT = ACCELERATOR + "test_a_plugin_of_another_kind_is_refused"
-GENERATORS = ACCELERATOR + "test_generators_that_are_not_there_are_refused"
-FOLDERS = ACCELERATOR + "test_states_and_logs_go_where_the_run_says"
-NAMED = "tests/accel/trackers/test_table.py::test_trackers_are_named_to_the_accelerator"
-COMPILED = ACCELERATOR + "test_models_are_compiled_with_the_backend_of_the_run"
-SPLIT = CONFIGURATION + "test_split_and_even_batches[2]"
-ORDER = PREPARING + "test_prepare_keeps_the_order_of_its_arguments"
-PLACES = PREPARING + "test_device_placement_is_told_for_each_object"
-EVALUATED = DDP + "test_a_model_that_is_only_evaluated_needs_no_wrapper"
-PREPARED_ALONE = PREPARING + "test_an_optimizer_and_its_scheduler_are_prepared_alone"
-UNWRAPPED = ACCELERATOR + "test_unwrapping_stops_at_the_users_own_module"
-OWN_FORWARD = PRECISION + "test_unwrapping_gives_the_models_own_forward_back"
-FORGOTTEN = PREPARING + "test_free_memory_lets_go_of_everything"
-OWN_TRACKER = TRACKERS + "test_a_tracker_of_the_users_own_as_a_class_and_as_an_object"
-BOARD = TENSORBOARD + "test_tensorboard_gets_scalars_text_images_and_hyper_parameters"
-MAPS = PREPARING + "test_device_maps_are_found"
-RUNS_OWN = PROFILING + "test_the_runs_own_handler_holds_unless_another_is_given"
+WHO = "test_one_process_is_every_kind_of_process"
+MOVED = "test_a_model_is_moved_unless_told_otherwise"
+PRECISIONS = "test_each_precision_by_its_name"
+FP8 = "test_fp8_takes_the_library_that_is_installed"
+SETTINGS = "test_the_plugins_settings_arrive"
+ALONE = "test_the_machines_accelerator_is_left_alone_on_request"
+NOT_BUILT = "test_a_plugin_of_another_kind_is_refused"
+GENERATORS = "test_generators_that_are_not_there_are_refused"
+FOLDERS = "test_states_and_logs_go_where_the_run_says"
+NAMED = "test_trackers_are_named_to_the_accelerator"
+COMPILED = "test_models_are_compiled_with_the_backend_of_the_run"
+SPLIT = "test_split_and_even_batches[2]"
+ORDER = "test_prepare_keeps_the_order_of_its_arguments"
+PLACES = "test_device_placement_is_told_for_each_object"
+EVALUATED = "test_a_model_that_is_only_evaluated_needs_no_wrapper"
+PREPARED_ALONE = "test_an_optimizer_and_its_scheduler_are_prepared_alone"
+UNWRAPPED = "test_unwrapping_stops_at_the_users_own_module"
+OWN_FORWARD = "test_unwrapping_gives_the_models_own_forward_back"
+FORGOTTEN = "test_free_memory_lets_go_of_everything"
+OWN_TRACKER = "test_a_tracker_of_the_users_own_as_a_class_and_as_an_object"
+BOARD = "test_tensorboard_gets_scalars_text_images_and_hyper_parameters"
+MAPS = "test_device_maps_are_found"
+RUNS_OWN = "test_the_runs_own_handler_holds_unless_another_is_given"
 
 ENTRIES = [
     Entry(
@@ -49,34 +38,30 @@ ENTRIES = [
             "mixed_precision": P(None, PRECISIONS),
             "gradient_accumulation_steps": P(1, SETTINGS),
             "cpu": P(False, ALONE),
-            "dataloader_config": P(None, ACCELERATOR + "test_loaders_follow_the_configuration"),
+            "dataloader_config": P(None, "test_loaders_follow_the_configuration"),
             "deepspeed_plugin": P(None, NOT_BUILT),
             "fsdp_plugin": P(None, NOT_BUILT),
             "megatron_lm_plugin": P(None, NOT_BUILT),
-            "rng_types": P(
-                None, CONFIGURATION + "test_a_pass_synchronises_the_named_generators[2]"
-            ),
+            "rng_types": P(None, "test_a_pass_synchronises_the_named_generators[2]"),
             "log_with": P(None, NAMED),
             "project_dir": P(None, FOLDERS),
             "project_config": P(None, FOLDERS),
             "gradient_accumulation_plugin": P(None, SETTINGS),
             "step_scheduler_with_optimizer": P(
                 True,
-                "tests/accel/test_scheduler.py::test_the_run_may_leave_the_stepping_to_the_caller",
+                "test_the_run_may_leave_the_stepping_to_the_caller",
             ),
-            "kwargs_handlers": P(None, HANDLERS + "test_autocast_is_off_where_it_is_not_enabled"),
+            "kwargs_handlers": P(None, "test_autocast_is_off_where_it_is_not_enabled"),
             "dynamo_backend": P(None, COMPILED),
             "deepspeed_plugins": P(None, NOT_BUILT),
             # Older spellings, and those of the examples.
             "logging_dir": P(None, FOLDERS, keyword=True),
-            "dispatch_batches": P(None, CONFIGURATION + "test_who_reads", keyword=True),
+            "dispatch_batches": P(None, "test_who_reads", keyword=True),
             "even_batches": P(None, SPLIT, keyword=True),
-            "use_seedable_sampler": P(
-                None, CONFIGURATION + "test_the_order_is_seeded", keyword=True
-            ),
+            "use_seedable_sampler": P(None, "test_the_order_is_seeded", keyword=True),
             "kwarg_handler": P(
                 None,
-                ACCELERATOR + "test_the_spelling_of_the_documentations_example_is_understood",
+                "test_the_spelling_of_the_documentations_example_is_understood",
                 keyword=True,
             ),
             "dynamo_plugin": P(None, COMPILED, keyword=True),
@@ -139,7 +124,7 @@ ENTRIES = [
     Entry("accel:Accelerator.end_training", OWN_TRACKER),
     Entry(
         "accel:Accelerator.profile",
-        PROFILING + "test_profiling_needs_no_handler",
+        "test_profiling_needs_no_handler",
         NoOp.CONTEXT,
         {"profile_handler": P(None, RUNS_OWN)},
     ),
@@ -164,9 +149,7 @@ ENTRIES = [
         parameters={
             "values": P(REQUIRED, OWN_TRACKER),
             "step": P(None, OWN_TRACKER),
-            "log_kwargs": P(
-                None, TRACKERS + "test_arguments_of_a_call_name_a_tracker[None-log_images]"
-            ),
+            "log_kwargs": P(None, "test_arguments_of_a_call_name_a_tracker[None-log_images]"),
         },
     ),
     Entry(

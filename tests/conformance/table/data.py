@@ -4,37 +4,30 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-SAMPLERS = "tests/accel/data/test_samplers.py::"
-ITERABLE = "tests/accel/data/test_iterable.py::"
-BEGINS = "tests/accel/data/test_loaders.py::test_a_loader_begins_at_an_iteration"
-BY_HAND = "tests/accel/data/test_by_hand.py::"
-CONFIGURATION = "tests/accel/data/test_configuration.py::"
-RNG = "tests/accel/comm/test_rng.py::"
-
-SHARES = SAMPLERS + "test_the_documented_examples"
-STREAM = ITERABLE + "test_the_documented_example"
-SKIPS = BY_HAND + "test_a_shard_skips_and_takes_the_arguments_of_a_torch_loader"
-DEALS = BY_HAND + "test_a_dispatcher_deals_out_batches_or_splits_them"
-STATEFUL = BY_HAND + "test_a_stateful_one_wants_torchdata"
-ENDS = BY_HAND + "test_a_shard_says_when_it_ends_and_what_remains"
-LENGTHS = BY_HAND + "test_lengths_of_a_shard"
-DISPATCHER_LENGTHS = BY_HAND + "test_lengths_of_a_dispatcher"
-DISPATCHER_PLACES = BY_HAND + "test_a_dispatcher_places_slices"
-ORDER = BY_HAND + "test_shards_synchronise_the_named_generators[generator-2]"
-MESH = BY_HAND + "test_ranks_of_one_tensor_parallel_group_read_alike[2]"
-SHARING = CONFIGURATION + "test_the_documented_parameters_of_sharing_out"
-PLACEMENT = CONFIGURATION + "test_the_documented_parameters_of_placement"
-SEEDED = CONFIGURATION + "test_the_documented_parameters_of_order"
-SPLIT = CONFIGURATION + "test_split_and_even_batches[2]"
-WHO = CONFIGURATION + "test_who_reads"
-EACH_ORDER = CONFIGURATION + "test_the_order_is_seeded"
-SKIPPED = CONFIGURATION + "test_skipping_leaves_out_batches_and_fetches_none_of_them"
-SKIPPED_BY_ACCELERATOR = CONFIGURATION + "test_the_first_batches_are_skipped"
-CUT = CONFIGURATION + "test_the_callers_slice_function_cuts[2]"
-PREPARED = CONFIGURATION + "test_one_loader_is_prepared"
-SEED = RNG + "test_one_seed_seeds_all"
-STATES = RNG + "test_ranks_get_the_states_of_the_main_process[2]"
-DEVICES = RNG + "test_devices_get_the_states_of_the_main_process[2]"
+SHARES = "test_the_documented_examples"
+STREAM = "test_the_documented_example"
+SKIPS = "test_a_shard_skips_and_takes_the_arguments_of_a_torch_loader"
+DEALS = "test_a_dispatcher_deals_out_batches_or_splits_them"
+STATEFUL = "test_a_stateful_one_wants_torchdata"
+ENDS = "test_a_shard_says_when_it_ends_and_what_remains"
+LENGTHS = "test_lengths_of_a_shard"
+DISPATCHER_LENGTHS = "test_lengths_of_a_dispatcher"
+DISPATCHER_PLACES = "test_a_dispatcher_places_slices"
+ORDER = "test_shards_synchronise_the_named_generators[generator-2]"
+MESH = "test_ranks_of_one_tensor_parallel_group_read_alike[2]"
+SHARING = "test_the_documented_parameters_of_sharing_out"
+PLACEMENT = "test_the_documented_parameters_of_placement"
+SEEDED = "test_the_documented_parameters_of_order"
+SPLIT = "test_split_and_even_batches[2]"
+WHO = "test_who_reads"
+EACH_ORDER = "test_the_order_is_seeded"
+SKIPPED = "test_skipping_leaves_out_batches_and_fetches_none_of_them"
+SKIPPED_BY_ACCELERATOR = "test_the_first_batches_are_skipped"
+CUT = "test_the_callers_slice_function_cuts[2]"
+PREPARED = "test_one_loader_is_prepared"
+SEED = "test_one_seed_seeds_all"
+STATES = "test_ranks_get_the_states_of_the_main_process[2]"
+DEVICES = "test_devices_get_the_states_of_the_main_process[2]"
 
 SAMPLER_ENTRIES = [
     Entry(
@@ -45,9 +38,9 @@ SAMPLER_ENTRIES = [
             "num_processes": P(1, SHARES),
             "process_index": P(0, SHARES),
             "split_batches": P(False, SHARES),
-            "even_batches": P(True, SAMPLERS + "test_uneven_batches_are_left_as_they_are"),
+            "even_batches": P(True, "test_uneven_batches_are_left_as_they_are"),
         },
-        attributes={"total_length": SAMPLERS + "test_uneven_batches_are_left_as_they_are"},
+        attributes={"total_length": "test_uneven_batches_are_left_as_they_are"},
     ),
     Entry(
         "accel.data_loader:IterableDatasetShard",
@@ -55,7 +48,7 @@ SAMPLER_ENTRIES = [
         parameters={
             "dataset": P(REQUIRED, STREAM),
             "batch_size": P(1, STREAM),
-            "drop_last": P(False, ITERABLE + "test_a_short_last_round_is_left_out_or_completed"),
+            "drop_last": P(False, "test_a_short_last_round_is_left_out_or_completed"),
             "num_processes": P(1, STREAM),
             "process_index": P(0, STREAM),
             "split_batches": P(False, STREAM),
@@ -63,24 +56,20 @@ SAMPLER_ENTRIES = [
     ),
     Entry(
         "accel.data_loader:IterableDatasetShard.set_epoch",
-        ITERABLE + "test_the_epoch_reaches_the_stream",
-        parameters={"epoch": P(REQUIRED, ITERABLE + "test_the_epoch_reaches_the_stream")},
+        "test_the_epoch_reaches_the_stream",
+        parameters={"epoch": P(REQUIRED, "test_the_epoch_reaches_the_stream")},
     ),
     Entry(
         "accel.data_loader:SeedableRandomSampler",
-        SAMPLERS + "test_the_order_is_a_function_of_seed_and_epoch",
+        "test_the_order_is_a_function_of_seed_and_epoch",
         parameters={
-            "data_seed": P(
-                None, SAMPLERS + "test_the_order_is_a_function_of_seed_and_epoch", keyword=True
-            )
+            "data_seed": P(None, "test_the_order_is_a_function_of_seed_and_epoch", keyword=True)
         },
     ),
     Entry(
         "accel.data_loader:SeedableRandomSampler.set_epoch",
-        SAMPLERS + "test_the_order_is_a_function_of_seed_and_epoch",
-        parameters={
-            "epoch": P(REQUIRED, SAMPLERS + "test_the_order_is_a_function_of_seed_and_epoch")
-        },
+        "test_the_order_is_a_function_of_seed_and_epoch",
+        parameters={"epoch": P(REQUIRED, "test_the_order_is_a_function_of_seed_and_epoch")},
     ),
 ]
 
@@ -90,15 +79,15 @@ LOADER_ENTRIES = [
         SKIPS,
         parameters={
             "dataset": P(REQUIRED, SKIPS),
-            "device": P(None, BY_HAND + "test_a_shard_puts_batches_on_the_device"),
+            "device": P(None, "test_a_shard_puts_batches_on_the_device"),
             "rng_types": P(None, ORDER),
             "synchronized_generator": P(None, ORDER),
             "skip_batches": P(0, SKIPS),
             "use_stateful_dataloader": P(False, STATEFUL),
-            "_drop_last": P(False, BY_HAND + "test_a_shard_that_dropped_the_rest_has_no_remainder"),
-            "_non_blocking": P(False, BY_HAND + "test_a_shard_copies_without_blocking"),
-            "torch_device_mesh": P(None, BY_HAND + "test_a_shard_keeps_its_mesh"),
-            "iteration": P(0, BEGINS + "[DataLoaderShard]"),
+            "_drop_last": P(False, "test_a_shard_that_dropped_the_rest_has_no_remainder"),
+            "_non_blocking": P(False, "test_a_shard_copies_without_blocking"),
+            "torch_device_mesh": P(None, "test_a_shard_keeps_its_mesh"),
+            "iteration": P(0, "test_a_loader_begins_at_an_iteration[DataLoaderShard]"),
             "kwargs": P(dict, SKIPS),
         },
         attributes={
@@ -110,8 +99,8 @@ LOADER_ENTRIES = [
     ),
     Entry(
         "accel.data_loader:DataLoaderShard.set_epoch",
-        BY_HAND + "test_a_shard_hands_on_the_epoch",
-        parameters={"epoch": P(REQUIRED, BY_HAND + "test_a_shard_hands_on_the_epoch")},
+        "test_a_shard_hands_on_the_epoch",
+        parameters={"epoch": P(REQUIRED, "test_a_shard_hands_on_the_epoch")},
     ),
     Entry(
         "accel.data_loader:DataLoaderDispatcher",
@@ -119,13 +108,13 @@ LOADER_ENTRIES = [
         parameters={
             "dataset": P(REQUIRED, DEALS),
             "split_batches": P(False, DEALS),
-            "skip_batches": P(0, BY_HAND + "test_a_dispatcher_skips_rounds"),
+            "skip_batches": P(0, "test_a_dispatcher_skips_rounds"),
             "use_stateful_dataloader": P(False, STATEFUL),
-            "_drop_last": P(False, BY_HAND + "test_a_dispatcher_drops_the_last_round"),
+            "_drop_last": P(False, "test_a_dispatcher_drops_the_last_round"),
             "_non_blocking": P(False, DISPATCHER_PLACES),
-            "slice_fn": P(None, BY_HAND + "test_a_dispatcher_cuts_as_it_is_told"),
+            "slice_fn": P(None, "test_a_dispatcher_cuts_as_it_is_told"),
             "torch_device_mesh": P(None, MESH),
-            "iteration": P(0, BEGINS + "[DataLoaderDispatcher]"),
+            "iteration": P(0, "test_a_loader_begins_at_an_iteration[DataLoaderDispatcher]"),
             "device": P(None, DISPATCHER_PLACES, keyword=True),
             "kwargs": P(dict, DEALS, keyword=True),
         },
@@ -138,8 +127,8 @@ LOADER_ENTRIES = [
     ),
     Entry(
         "accel.data_loader:DataLoaderDispatcher.set_epoch",
-        BY_HAND + "test_a_dispatcher_hands_on_the_epoch",
-        parameters={"epoch": P(REQUIRED, BY_HAND + "test_a_dispatcher_hands_on_the_epoch")},
+        "test_a_dispatcher_hands_on_the_epoch",
+        parameters={"epoch": P(REQUIRED, "test_a_dispatcher_hands_on_the_epoch")},
     ),
     Entry(
         "accel.data_loader:prepare_data_loader",
@@ -159,7 +148,7 @@ LOADER_ENTRIES = [
             "use_seedable_sampler": P(False, SEEDED),
             "data_seed": P(None, SEEDED),
             "non_blocking": P(False, PLACEMENT),
-            "use_stateful_dataloader": P(False, CONFIGURATION + "test_loaders_of_torchdata"),
+            "use_stateful_dataloader": P(False, "test_loaders_of_torchdata"),
             "torch_device_mesh": P(None, MESH),
         },
     ),
@@ -180,7 +169,7 @@ ACCELERATOR_ENTRIES = [
             "data_loader": P(REQUIRED, PREPARED),
             "device_placement": P(
                 None,
-                CONFIGURATION + "test_batches_stay_where_they_are_without_device_placement",
+                "test_batches_stay_where_they_are_without_device_placement",
             ),
             "slice_fn_for_dispatch": P(None, CUT),
         },
@@ -202,9 +191,9 @@ ACCELERATOR_ENTRIES = [
             "dispatch_batches": P(None, WHO),
             "even_batches": P(True, SPLIT),
             "use_seedable_sampler": P(False, EACH_ORDER),
-            "data_seed": P(None, CONFIGURATION + "test_the_seed_of_the_order"),
-            "non_blocking": P(False, CONFIGURATION + "test_copies_do_not_block"),
-            "use_stateful_dataloader": P(False, CONFIGURATION + "test_loaders_of_torchdata"),
+            "data_seed": P(None, "test_the_seed_of_the_order"),
+            "non_blocking": P(False, "test_copies_do_not_block"),
+            "use_stateful_dataloader": P(False, "test_loaders_of_torchdata"),
         },
     ),
 ]
@@ -215,8 +204,8 @@ RANDOM_ENTRIES = [
         SEED,
         parameters={
             "seed": P(REQUIRED, SEED),
-            "device_specific": P(False, RNG + "test_device_specific_seeds_differ"),
-            "deterministic": P(False, RNG + "test_deterministic"),
+            "device_specific": P(False, "test_device_specific_seeds_differ"),
+            "deterministic": P(False, "test_deterministic"),
         },
     ),
     Entry(

@@ -6,31 +6,24 @@ from typing import Any
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-HANDLERS = "tests/accel/config/test_handlers.py::"
-FP8 = "tests/accel/config/test_fp8.py::"
-HOOKS = "tests/accel/strategies/test_ddp_rebuild.py::"
-PROFILING = "tests/accel/run/test_profiling.py::"
-
-OFF = HANDLERS + "test_autocast_is_off_where_it_is_not_enabled"
-CACHE = HANDLERS + "test_autocast_keeps_casts_of_weights_unless_it_is_told_not_to"
-DDP = HANDLERS + "test_ddp_does_what_the_handler_says"
-DIFFERING = HANDLERS + "test_only_what_differs_is_handed_on"
-BY_NAME = HANDLERS + "test_hooks_are_named_by_value_or_by_member"
-SCALE = HANDLERS + "test_the_scale_of_losses_grows_and_backs_off_as_the_handler_says"
-GROUP = HANDLERS + "test_the_live_group_is_as_the_handler_says"
-RECIPE = FP8 + "test_each_field_of_a_recipe"
-ENGINES = FP8 + "test_both_engines_have_the_older_recipe"
-FORMATS = FP8 + "test_the_formats_and_histories_of_a_recipe"
-ENGINE = "tests/accel/precision/test_transformer_engine.py::"
-SWAPPED = ENGINE + "test_layers_are_swapped_in_and_out_with_their_parameters[recent]"
-KINDS = ENGINE + "test_kinds_of_layers_are_left_on_request[recent]"
-IN_FP8 = ENGINE + "test_a_forward_computes_in_fp8_while_it_trains[recent]"
-WRAPPED = ENGINE + "test_a_model_is_wrapped"
-LEVELS = FP8 + "test_the_levels_of_a_recipe"
-FIRST = PROFILING + "test_an_activity_that_is_there_is_recorded"
-SCHEDULE = PROFILING + "test_a_schedule_says_which_steps_are_recorded"
-EACH_HOOK = HOOKS + "test_each_hook_by_its_name"
-EACH_WRAPPER = HOOKS + "test_each_wrapper_by_its_name"
+OFF = "test_autocast_is_off_where_it_is_not_enabled"
+CACHE = "test_autocast_keeps_casts_of_weights_unless_it_is_told_not_to"
+DDP = "test_ddp_does_what_the_handler_says"
+DIFFERING = "test_only_what_differs_is_handed_on"
+BY_NAME = "test_hooks_are_named_by_value_or_by_member"
+SCALE = "test_the_scale_of_losses_grows_and_backs_off_as_the_handler_says"
+GROUP = "test_the_live_group_is_as_the_handler_says"
+RECIPE = "test_each_field_of_a_recipe"
+ENGINES = "test_both_engines_have_the_older_recipe"
+FORMATS = "test_the_formats_and_histories_of_a_recipe"
+SWAPPED = "test_layers_are_swapped_in_and_out_with_their_parameters[recent]"
+KINDS = "test_kinds_of_layers_are_left_on_request[recent]"
+IN_FP8 = "test_a_forward_computes_in_fp8_while_it_trains[recent]"
+LEVELS = "test_the_levels_of_a_recipe"
+FIRST = "test_an_activity_that_is_there_is_recorded"
+SCHEDULE = "test_a_schedule_says_which_steps_are_recorded"
+EACH_HOOK = "test_each_hook_by_its_name"
+EACH_WRAPPER = "test_each_wrapper_by_its_name"
 
 
 def recipe(*names: str) -> dict[str, P]:
@@ -64,7 +57,7 @@ ENTRIES = [
             "static_graph": P(False, DDP),
             "comm_hook": P("no", EACH_HOOK),
             "comm_wrapper": P("no", EACH_WRAPPER),
-            "comm_state_option": P(dict, HOOKS + "test_the_state_of_a_hook_takes_its_options"),
+            "comm_state_option": P(dict, "test_the_state_of_a_hook_takes_its_options"),
         },
         choices={
             "comm_hook": dict.fromkeys(
@@ -125,10 +118,10 @@ ENTRIES = [
     ),
     Entry(
         "accel.utils:apply_fp8_autowrap",
-        WRAPPED + "[recent-handler1-True]",
+        "test_a_model_is_wrapped[recent-handler1-True]",
         parameters={
-            "model": P(REQUIRED, WRAPPED + "[recent-None-False]"),
-            "fp8_recipe_handler": P(None, WRAPPED + "[recent-handler1-True]"),
+            "model": P(REQUIRED, "test_a_model_is_wrapped[recent-None-False]"),
+            "fp8_recipe_handler": P(None, "test_a_model_is_wrapped[recent-handler1-True]"),
         },
         noop=NoOp.FIRST,
     ),
@@ -149,15 +142,15 @@ ENTRIES = [
         "accel.utils:ProfileKwargs",
         SCHEDULE,
         parameters={
-            "activities": P(None, PROFILING + "test_the_cpu_can_be_recorded_alone"),
+            "activities": P(None, "test_the_cpu_can_be_recorded_alone"),
             "schedule_option": P(None, SCHEDULE),
-            "on_trace_ready": P(None, PROFILING + "test_a_callable_gets_each_complete_trace"),
-            "record_shapes": P(False, PROFILING + "test_shapes_are_kept_on_request"),
-            "profile_memory": P(False, PROFILING + "test_allocations_are_kept_on_request"),
-            "with_stack": P(False, PROFILING + "test_stacks_are_kept_on_request"),
-            "with_flops": P(False, PROFILING + "test_operations_are_estimated_on_request"),
-            "with_modules": P(False, PROFILING + "test_modules_are_kept_on_request"),
-            "output_trace_dir": P(None, PROFILING + "test_each_cycle_of_a_schedule_is_written"),
+            "on_trace_ready": P(None, "test_a_callable_gets_each_complete_trace"),
+            "record_shapes": P(False, "test_shapes_are_kept_on_request"),
+            "profile_memory": P(False, "test_allocations_are_kept_on_request"),
+            "with_stack": P(False, "test_stacks_are_kept_on_request"),
+            "with_flops": P(False, "test_operations_are_estimated_on_request"),
+            "with_modules": P(False, "test_modules_are_kept_on_request"),
+            "output_trace_dir": P(None, "test_each_cycle_of_a_schedule_is_written"),
         },
         choices={
             "activities": dict.fromkeys(("cpu", "xpu", "mtia", "cuda"), FIRST),
@@ -170,9 +163,7 @@ ENTRIES = [
         "accel.utils:ProfileKwargs.build",
         SCHEDULE,
         parameters={
-            "on_trace_ready": P(
-                None, PROFILING + "test_build_takes_a_callable_where_the_handler_has_none"
-            )
+            "on_trace_ready": P(None, "test_build_takes_a_callable_where_the_handler_has_none")
         },
     ),
     Entry(

@@ -4,52 +4,36 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
-LARGE = "tests/accel/large/"
-TENSORS = LARGE + "test_tensors.py::test_"
-SIZES = LARGE + "test_sizes.py::test_"
-MEMORY = LARGE + "test_device_memory.py::test_"
-MAP = LARGE + "test_device_map.py::test_"
-HOOKS = LARGE + "test_hooks.py::test_"
-ALIGN = LARGE + "test_align.py::test_"
-ATTACH = LARGE + "test_attach.py::test_"
-CASTING = LARGE + "test_device_hooks.py::test_"
-EMPTY = LARGE + "test_empty_weights.py::test_"
-STATE = LARGE + "test_offloaded_state.py::test_"
-DISPATCH = LARGE + "test_dispatch.py::test_"
-LOAD = LARGE + "test_load.py::test_"
-STAGES = "tests/accel/test_inference.py::test_"
-QUANTIZED = LARGE + "test_quantize.py::test_"
-FOLDER = "tests/accel/weights/test_offload_folder.py::test_"
-EXECUTION = DISPATCH + "modules_compute_on_the_execution_device"
-BUFFERS = DISPATCH + "buffers_are_offloaded_on_request"
-PRELOAD = DISPATCH + "a_class_may_load_all_weights_within"
-TURNS = DISPATCH + "models_take_turns"
-PLACED = DISPATCH + "a_device_map_places_a_model"
-STORED = CASTING + "weights_are_stored_in_few_bits"
-CAST = CASTING + "layers_that_stand_it_are_cast"
-CHANGES = HOOKS + "a_hook_changes_inputs_and_outputs"
-ORDER = HOOKS + "several_hooks_run_in_their_order"
-NOTHING = HOOKS + "a_hook_that_does_nothing"
-REMOVED = HOOKS + "hooks_of_submodules_are_removed"
-OWN = ATTACH + "every_module_offloads_its_own_weights"
-BLOCKS = ATTACH + "some_blocks_are_offloaded"
-TIED = ATTACH + "tied_copies_are_handed_on"
-ALONE = ALIGN + "weights_are_there_for_the_forward_pass_alone"
-MOVED = ALIGN + "inputs_and_weights_go_to_the_device"
-SPREAD = LOAD + "a_checkpoint_is_loaded_and_spread"
-DECIDES = LOAD + "memory_classes_and_dtype_decide"
-OPTIONS = LOAD + "hooks_have_the_options"
-PROCESSES = LOAD + "options_of_several_processes_are_handed_on"
-FILLED = MAP + "devices_are_filled_in_order"
-DTYPE = MAP + "a_dtype_lets_more_fit"
-BALANCED = MEMORY + "layers_are_balanced"
-HALF = MEMORY + "a_dtype_balances_fewer_bytes"
-LARGEST = SIZES + "the_largest_layer"
-A_WHILE = STATE + "a_module_is_on_a_device_for_a_while"
-INTO_MODEL = STATE + "offloaded_weights_are_loaded_into_a_model"
-TO_FOLDER = FOLDER + "a_state_dict_goes_to_a_folder"
-A_VALUE = TENSORS + "a_value_is_taken_without_a_copy"
-RETIED = TENSORS + "parameters_are_tied_again"
+EXECUTION = "test_modules_compute_on_the_execution_device"
+BUFFERS = "test_dispatch.py::test_buffers_are_offloaded_on_request"
+PRELOAD = "test_a_class_may_load_all_weights_within"
+TURNS = "test_models_take_turns"
+PLACED = "test_a_device_map_places_a_model"
+STORED = "test_weights_are_stored_in_few_bits"
+CAST = "test_layers_that_stand_it_are_cast"
+CHANGES = "test_a_hook_changes_inputs_and_outputs"
+ORDER = "test_several_hooks_run_in_their_order"
+NOTHING = "test_a_hook_that_does_nothing"
+REMOVED = "test_hooks_of_submodules_are_removed"
+OWN = "test_every_module_offloads_its_own_weights"
+BLOCKS = "test_some_blocks_are_offloaded"
+TIED = "test_tied_copies_are_handed_on"
+ALONE = "test_weights_are_there_for_the_forward_pass_alone"
+MOVED = "test_inputs_and_weights_go_to_the_device"
+SPREAD = "test_a_checkpoint_is_loaded_and_spread"
+DECIDES = "test_memory_classes_and_dtype_decide"
+OPTIONS = "test_hooks_have_the_options"
+PROCESSES = "test_options_of_several_processes_are_handed_on"
+FILLED = "test_devices_are_filled_in_order"
+DTYPE = "test_a_dtype_lets_more_fit"
+BALANCED = "test_layers_are_balanced"
+HALF = "test_a_dtype_balances_fewer_bytes"
+LARGEST = "test_the_largest_layer"
+A_WHILE = "test_a_module_is_on_a_device_for_a_while"
+INTO_MODEL = "test_offloaded_weights_are_loaded_into_a_model"
+TO_FOLDER = "test_a_state_dict_goes_to_a_folder"
+A_VALUE = "test_a_value_is_taken_without_a_copy"
+RETIED = "test_parameters_are_tied_again"
 
 
 def members(kind: str, tests: dict[str, str], noops: dict[str, NoOp]) -> list[Entry]:
@@ -66,20 +50,20 @@ MODELING = [
         CAST,
         parameters={
             **required(CAST, "module", "storage_dtype", "compute_dtype"),
-            "skip_modules_pattern": P(None, CASTING + "modules_are_spared_by_name"),
-            "skip_modules_classes": P(None, CASTING + "modules_are_spared_by_class"),
-            "non_blocking": P(False, CASTING + "conversions_may_overlap"),
+            "skip_modules_pattern": P(None, "test_modules_are_spared_by_name"),
+            "skip_modules_classes": P(None, "test_modules_are_spared_by_class"),
+            "non_blocking": P(False, "test_conversions_may_overlap"),
         },
     ),
     Entry(
         "accel.big_modeling:cpu_offload",
-        DISPATCH + "weights_stay_in_memory",
+        "test_weights_stay_in_memory",
         NoOp.FIRST,
         {
-            "model": P(REQUIRED, DISPATCH + "weights_stay_in_memory"),
+            "model": P(REQUIRED, "test_weights_stay_in_memory"),
             "execution_device": P(None, EXECUTION),
             "offload_buffers": P(False, BUFFERS),
-            "state_dict": P(None, DISPATCH + "a_state_dict_may_be_given"),
+            "state_dict": P(None, "test_a_state_dict_may_be_given"),
             "preload_module_classes": P(None, PRELOAD),
         },
     ),
@@ -94,10 +78,10 @@ MODELING = [
     ),
     Entry(
         "accel.big_modeling:disk_offload",
-        DISPATCH + "weights_lie_on_disk",
+        "test_weights_lie_on_disk",
         NoOp.FIRST,
         {
-            **required(DISPATCH + "weights_lie_on_disk", "model", "offload_dir"),
+            **required("test_weights_lie_on_disk", "model", "offload_dir"),
             "execution_device": P(None, EXECUTION),
             "offload_buffers": P(False, BUFFERS),
             "preload_module_classes": P(None, PRELOAD),
@@ -109,23 +93,21 @@ MODELING = [
         NoOp.FIRST,
         {
             **required(PLACED, "model", "device_map"),
-            "main_device": P(None, DISPATCH + "offloaded_modules_run_on_the_main_device"),
-            "state_dict": P(None, DISPATCH + "weights_in_memory_may_be_given"),
+            "main_device": P(None, "test_offloaded_modules_run_on_the_main_device"),
+            "state_dict": P(None, "test_weights_in_memory_may_be_given"),
             "offload_dir": P(None, PLACED),
-            "offload_index": P(None, DISPATCH + "an_index_may_be_given"),
-            "offload_buffers": P(False, DISPATCH + "buffers_of_a_map_are_offloaded_on_request"),
-            "skip_keys": P(None, DISPATCH + "some_arguments_stay"),
-            "preload_module_classes": P(
-                None, DISPATCH + "a_class_of_a_map_may_load_all_weights_within"
-            ),
-            "force_hooks": P(False, DISPATCH + "one_device_needs_no_hooks_unless_they_are_forced"),
+            "offload_index": P(None, "test_an_index_may_be_given"),
+            "offload_buffers": P(False, "test_buffers_of_a_map_are_offloaded_on_request"),
+            "skip_keys": P(None, "test_dispatch.py::test_some_arguments_stay"),
+            "preload_module_classes": P(None, "test_a_class_of_a_map_may_load_all_weights_within"),
+            "force_hooks": P(False, "test_one_device_needs_no_hooks_unless_they_are_forced"),
         },
     ),
     Entry(
         "accel.big_modeling:init_empty_weights",
-        EMPTY + "parameters_have_no_memory",
+        "test_parameters_have_no_memory",
         NoOp.CONTEXT,
-        {"include_buffers": P(None, EMPTY + "buffers_stay_unless_they_are_included")},
+        {"include_buffers": P(None, "test_buffers_stay_unless_they_are_included")},
     ),
     Entry(
         "accel.big_modeling:load_checkpoint_and_dispatch",
@@ -137,19 +119,19 @@ MODELING = [
             "max_memory": P(None, DECIDES),
             "no_split_module_classes": P(None, DECIDES),
             "offload_folder": P(None, SPREAD),
-            "offload_buffers": P(False, LOAD + "buffers_are_offloaded_on_request"),
+            "offload_buffers": P(False, "test_load.py::test_buffers_are_offloaded_on_request"),
             "dtype": P(None, DECIDES),
-            "offload_state_dict": P(None, LOAD + "legacy_files_may_be_mapped"),
+            "offload_state_dict": P(None, "test_load.py::test_legacy_files_may_be_mapped"),
             "skip_keys": P(None, OPTIONS),
             "preload_module_classes": P(None, OPTIONS),
             "force_hooks": P(False, OPTIONS),
-            "strict": P(False, LOAD + "names_must_match_if_strict"),
+            "strict": P(False, "test_load.py::test_names_must_match_if_strict"),
             "full_state_dict": P(True, PROCESSES),
             "broadcast_from_rank0": P(False, PROCESSES),
         },
         choices={
             "device_map": {
-                word: f"{LOAD}a_map_may_be_inferred[{word}]"
+                word: f"test_a_map_may_be_inferred[{word}]"
                 for word in ("auto", "balanced", "balanced_low_0", "sequential")
             }
         },
@@ -162,12 +144,12 @@ HOOK_CLASSES = [
         parameters={
             "execution_device": P(None, MOVED),
             "offload": P(False, ALONE),
-            "io_same_device": P(False, ALIGN + "outputs_may_go_to_the_device_of_the_inputs"),
-            "weights_map": P(None, ALIGN + "weights_may_come_from_a_mapping"),
-            "offload_buffers": P(False, ALIGN + "buffers_stay_unless_they_are_offloaded"),
-            "place_submodules": P(False, ALIGN + "weights_of_submodules_may_be_included"),
-            "skip_keys": P(None, ALIGN + "some_arguments_stay"),
-            "tied_params_map": P(None, ALIGN + "copies_of_tied_weights_are_shared"),
+            "io_same_device": P(False, "test_outputs_may_go_to_the_device_of_the_inputs"),
+            "weights_map": P(None, "test_weights_may_come_from_a_mapping"),
+            "offload_buffers": P(False, "test_buffers_stay_unless_they_are_offloaded"),
+            "place_submodules": P(False, "test_weights_of_submodules_may_be_included"),
+            "skip_keys": P(None, "test_align.py::test_some_arguments_stay"),
+            "tied_params_map": P(None, "test_copies_of_tied_weights_are_shared"),
         },
     ),
     *members(
@@ -180,7 +162,7 @@ HOOK_CLASSES = [
         STORED,
         parameters={
             **required(STORED, "storage_dtype", "compute_dtype"),
-            "non_blocking": P(REQUIRED, CASTING + "conversions_may_overlap"),
+            "non_blocking": P(REQUIRED, "test_conversions_may_overlap"),
         },
     ),
     *members(
@@ -190,7 +172,7 @@ HOOK_CLASSES = [
     ),
     Entry(
         "accel.hooks:ModelHook",
-        attributes={"no_grad": HOOKS + "a_forward_pass_may_compute_no_gradients"},
+        attributes={"no_grad": "test_a_forward_pass_may_compute_no_gradients"},
         call=False,
     ),
     *members(
@@ -212,7 +194,7 @@ HOOK_FUNCTIONS = [
         NoOp.FIRST,
         {
             **required(CHANGES, "module", "hook"),
-            "append": P(False, HOOKS + "a_hook_is_replaced_or_appended_to"),
+            "append": P(False, "test_a_hook_is_replaced_or_appended_to"),
         },
     ),
     Entry(
@@ -220,13 +202,13 @@ HOOK_FUNCTIONS = [
         OWN,
         parameters={
             "module": P(REQUIRED, OWN),
-            "execution_device": P(None, ATTACH + "modules_run_on_the_execution_device"),
+            "execution_device": P(None, "test_modules_run_on_the_execution_device"),
             "offload": P(False, OWN),
-            "weights_map": P(None, ATTACH + "weights_come_from_the_mapping"),
-            "offload_buffers": P(False, ATTACH + "buffers_are_offloaded_on_request"),
-            "module_name": P("", ATTACH + "a_part_has_a_name_in_the_mapping"),
-            "skip_keys": P(None, ATTACH + "skipped_keys_stay"),
-            "preload_module_classes": P(None, ATTACH + "a_class_loads_all_weights_within"),
+            "weights_map": P(None, "test_weights_come_from_the_mapping"),
+            "offload_buffers": P(False, "test_attach.py::test_buffers_are_offloaded_on_request"),
+            "module_name": P("", "test_a_part_has_a_name_in_the_mapping"),
+            "skip_keys": P(None, "test_skipped_keys_stay"),
+            "preload_module_classes": P(None, "test_a_class_loads_all_weights_within"),
             "tied_params_map": P(None, TIED),
         },
     ),
@@ -235,25 +217,23 @@ HOOK_FUNCTIONS = [
         BLOCKS,
         parameters={
             "module": P(REQUIRED, BLOCKS),
-            "execution_device": P(None, ATTACH + "blocks_run_where_the_mapping_says"),
+            "execution_device": P(None, "test_blocks_run_where_the_mapping_says"),
             "offload": P(False, BLOCKS),
             "weights_map": P(None, BLOCKS),
-            "offload_buffers": P(False, ATTACH + "buffers_of_blocks_are_offloaded_on_request"),
-            "module_name": P("", ATTACH + "a_part_has_a_name_in_the_mappings"),
-            "skip_keys": P(None, ATTACH + "skipped_keys_of_blocks_stay"),
-            "preload_module_classes": P(
-                None, ATTACH + "a_class_of_blocks_loads_all_weights_within"
-            ),
+            "offload_buffers": P(False, "test_buffers_of_blocks_are_offloaded_on_request"),
+            "module_name": P("", "test_a_part_has_a_name_in_the_mappings"),
+            "skip_keys": P(None, "test_skipped_keys_of_blocks_stay"),
+            "preload_module_classes": P(None, "test_a_class_of_blocks_loads_all_weights_within"),
             "tied_params_map": P(None, TIED),
         },
     ),
     Entry(
         "accel.hooks:attach_execution_device_hook",
-        ATTACH + "every_module_runs_on_the_device",
+        "test_every_module_runs_on_the_device",
         parameters={
-            **required(ATTACH + "every_module_runs_on_the_device", "module", "execution_device"),
-            "skip_keys": P(None, ATTACH + "some_arguments_stay_where_they_are"),
-            "preload_module_classes": P(None, ATTACH + "nothing_is_attached_within_some_classes"),
+            **required("test_every_module_runs_on_the_device", "module", "execution_device"),
+            "skip_keys": P(None, "test_some_arguments_stay_where_they_are"),
+            "preload_module_classes": P(None, "test_nothing_is_attached_within_some_classes"),
             "tied_params_map": P(None, TIED),
         },
     ),
@@ -272,12 +252,12 @@ HOOK_FUNCTIONS = [
 INFERENCE = [
     Entry(
         "accel.inference:prepare_pippy",
-        STAGES + "outputs_are_those_of_the_model[2]",
+        "test_outputs_are_those_of_the_model[2]",
         NoOp.FIRST,
         {
-            "model": P(REQUIRED, STAGES + "one_process_has_one_stage"),
+            "model": P(REQUIRED, "test_one_process_has_one_stage"),
             **{
-                name: P(default, STAGES + "options")
+                name: P(default, "test_options")
                 for name, default in {
                     "split_points": "auto",
                     "no_split_module_classes": None,
@@ -293,40 +273,38 @@ INFERENCE = [
 QUANTIZATION = [
     Entry(
         "accel.utils:load_and_quantize_model",
-        QUANTIZED + "a_word_places_a_model",
+        "test_a_word_places_a_model",
         NoOp.FIRST,
         {
-            **required(QUANTIZED + "a_word_places_a_model", "model", "bnb_quantization_config"),
-            "weights_location": P(None, QUANTIZED + "tied_weights_stay_tied"),
-            "device_map": P(None, QUANTIZED + "a_map_is_made_of_quantized_sizes"),
-            "no_split_module_classes": P(None, QUANTIZED + "a_map_is_made_of_quantized_sizes"),
-            "max_memory": P(None, QUANTIZED + "a_map_is_made_of_quantized_sizes"),
-            "offload_folder": P(None, QUANTIZED + "offloaded_layers_of_4_bits_are_kept"),
-            "offload_state_dict": P(False, QUANTIZED + "legacy_files_may_be_mapped"),
+            **required("test_a_word_places_a_model", "model", "bnb_quantization_config"),
+            "weights_location": P(None, "test_quantize.py::test_tied_weights_stay_tied"),
+            "device_map": P(None, "test_a_map_is_made_of_quantized_sizes"),
+            "no_split_module_classes": P(None, "test_a_map_is_made_of_quantized_sizes"),
+            "max_memory": P(None, "test_a_map_is_made_of_quantized_sizes"),
+            "offload_folder": P(None, "test_offloaded_layers_of_4_bits_are_kept"),
+            "offload_state_dict": P(False, "test_quantize.py::test_legacy_files_may_be_mapped"),
         },
     ),
     Entry(
         "accel.utils:BnbQuantizationConfig",
-        QUANTIZED + "a_word_places_a_model",
+        "test_a_word_places_a_model",
         parameters={
-            "load_in_8bit": P(False, QUANTIZED + "settings_reach_the_layers"),
-            "llm_int8_threshold": P(6.0, QUANTIZED + "settings_reach_the_layers"),
-            "load_in_4bit": P(False, QUANTIZED + "settings_reach_the_layers"),
-            "bnb_4bit_quant_type": P("fp4", QUANTIZED + "settings_reach_the_layers"),
-            "bnb_4bit_use_double_quant": P(False, QUANTIZED + "settings_reach_the_layers"),
-            "bnb_4bit_compute_dtype": P("fp16", QUANTIZED + "settings_reach_the_layers"),
-            "torch_dtype": P(None, QUANTIZED + "other_weights_have_the_dtype"),
-            "skip_modules": P(None, QUANTIZED + "settings_reach_the_layers"),
-            "keep_in_fp32_modules": P(None, QUANTIZED + "other_weights_have_the_dtype"),
+            "load_in_8bit": P(False, "test_settings_reach_the_layers"),
+            "llm_int8_threshold": P(6.0, "test_settings_reach_the_layers"),
+            "load_in_4bit": P(False, "test_settings_reach_the_layers"),
+            "bnb_4bit_quant_type": P("fp4", "test_settings_reach_the_layers"),
+            "bnb_4bit_use_double_quant": P(False, "test_settings_reach_the_layers"),
+            "bnb_4bit_compute_dtype": P("fp16", "test_settings_reach_the_layers"),
+            "torch_dtype": P(None, "test_other_weights_have_the_dtype"),
+            "skip_modules": P(None, "test_settings_reach_the_layers"),
+            "keep_in_fp32_modules": P(None, "test_other_weights_have_the_dtype"),
         },
         choices={
-            "bnb_4bit_quant_type": dict.fromkeys(
-                ("fp4", "nf4"), QUANTIZED + "settings_reach_the_layers"
-            ),
+            "bnb_4bit_quant_type": dict.fromkeys(("fp4", "nf4"), "test_settings_reach_the_layers"),
             "bnb_4bit_compute_dtype": {
-                "fp32": "tests/accel/config/test_quantization.py::test_dtypes_have_several_names",
-                "fp16": QUANTIZED + "settings_reach_the_layers",
-                "bf16": QUANTIZED + "settings_reach_the_layers",
+                "fp32": "test_dtypes_have_several_names",
+                "fp16": "test_settings_reach_the_layers",
+                "bf16": "test_settings_reach_the_layers",
             },
         },
     ),
@@ -340,17 +318,17 @@ UTILITIES = [
     ),
     Entry(
         "accel.utils:calculate_maximum_sizes",
-        SIZES + "a_model_and_its_largest_layer",
-        parameters={"model": P(REQUIRED, SIZES + "a_model_and_its_largest_layer")},
+        "test_a_model_and_its_largest_layer",
+        parameters={"model": P(REQUIRED, "test_a_model_and_its_largest_layer")},
     ),
     Entry(
         "accel.utils:compute_module_sizes",
-        SIZES + "bytes_by_name",
+        "test_bytes_by_name",
         parameters={
-            "model": P(REQUIRED, SIZES + "bytes_by_name"),
-            "dtype": P(None, SIZES + "a_dtype_makes_tensors_smaller_only"),
-            "special_dtypes": P(None, SIZES + "some_tensors_have_a_dtype_of_their_own"),
-            "buffers_only": P(False, SIZES + "buffers_alone"),
+            "model": P(REQUIRED, "test_bytes_by_name"),
+            "dtype": P(None, "test_a_dtype_makes_tensors_smaller_only"),
+            "special_dtypes": P(None, "test_some_tensors_have_a_dtype_of_their_own"),
+            "buffers_only": P(False, "test_buffers_alone"),
         },
     ),
     Entry(
@@ -359,10 +337,10 @@ UTILITIES = [
         parameters={
             "model": P(REQUIRED, BALANCED),
             "max_memory": P(None, BALANCED),
-            "no_split_module_classes": P(None, MEMORY + "blocks_need_more_room_than_layers"),
+            "no_split_module_classes": P(None, "test_blocks_need_more_room_than_layers"),
             "dtype": P(None, HALF),
             "special_dtypes": P(None, HALF),
-            "low_zero": P(False, MEMORY + "the_first_device_may_get_little"),
+            "low_zero": P(False, "test_the_first_device_may_get_little"),
         },
     ),
     Entry(
@@ -372,8 +350,8 @@ UTILITIES = [
     ),
     Entry(
         "accel.utils:has_offloaded_params",
-        STATE + "offloaded_parameters_are_noticed",
-        parameters={"module": P(REQUIRED, STATE + "offloaded_parameters_are_noticed")},
+        "test_offloaded_parameters_are_noticed",
+        parameters={"module": P(REQUIRED, "test_offloaded_parameters_are_noticed")},
     ),
     Entry(
         "accel.utils:infer_auto_device_map",
@@ -381,13 +359,13 @@ UTILITIES = [
         parameters={
             "model": P(REQUIRED, FILLED),
             "max_memory": P(None, FILLED),
-            "no_split_module_classes": P(None, MAP + "blocks_are_not_split"),
+            "no_split_module_classes": P(None, "test_blocks_are_not_split"),
             "dtype": P(None, DTYPE),
             "special_dtypes": P(None, DTYPE),
-            "verbose": P(False, MAP + "decisions_are_logged_on_request"),
-            "clean_result": P(True, MAP + "entries_stay_apart_on_request"),
-            "offload_buffers": P(False, MAP + "buffers_of_offloaded_modules_need_room"),
-            "fallback_allocation": P(False, MAP + "a_later_module_is_tried_on_request"),
+            "verbose": P(False, "test_decisions_are_logged_on_request"),
+            "clean_result": P(True, "test_entries_stay_apart_on_request"),
+            "offload_buffers": P(False, "test_buffers_of_offloaded_modules_need_room"),
+            "fallback_allocation": P(False, "test_a_later_module_is_tried_on_request"),
         },
     ),
     Entry(
@@ -397,10 +375,10 @@ UTILITIES = [
     ),
     Entry(
         "accel.utils:load_state_dict",
-        LOAD + "one_file_is_read",
+        "test_one_file_is_read",
         parameters={
-            "checkpoint_file": P(REQUIRED, LOAD + "one_file_is_read"),
-            "device_map": P(None, LOAD + "weights_of_a_file_are_placed"),
+            "checkpoint_file": P(REQUIRED, "test_one_file_is_read"),
+            "device_map": P(None, "test_weights_of_a_file_are_placed"),
         },
     ),
     Entry(
@@ -415,15 +393,15 @@ UTILITIES = [
     ),
     Entry(
         "accel.utils:set_module_tensor_to_device",
-        TENSORS + "a_tensor_is_placed",
+        "test_a_tensor_is_placed",
         parameters={
-            **required(TENSORS + "a_tensor_is_placed", "module", "tensor_name", "device"),
+            **required("test_a_tensor_is_placed", "module", "tensor_name", "device"),
             "value": P(None, A_VALUE),
-            "dtype": P(None, TENSORS + "the_dtype_is_that_of_the_module_or_the_one_given"),
-            "fp16_statistics": P(None, TENSORS + "scales_of_8_bit_weights_are_kept"),
-            "tied_params_map": P(None, TENSORS + "copies_of_tied_weights_are_reused"),
-            "non_blocking": P(False, TENSORS + "a_copy_may_overlap_with_computation"),
-            "clear_cache": P(True, TENSORS + "cached_memory_is_given_back_on_request"),
+            "dtype": P(None, "test_the_dtype_is_that_of_the_module_or_the_one_given"),
+            "fp16_statistics": P(None, "test_scales_of_8_bit_weights_are_kept"),
+            "tied_params_map": P(None, "test_copies_of_tied_weights_are_reused"),
+            "non_blocking": P(False, "test_a_copy_may_overlap_with_computation"),
+            "clear_cache": P(True, "test_cached_memory_is_given_back_on_request"),
         },
     ),
 ]

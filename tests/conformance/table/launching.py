@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-LAUNCHERS = "tests/accel/test_launchers.py::"
-ENVIRONMENT = "tests/accel/machine/test_env.py::"
-NUMA = "tests/accel/machine/test_numa.py::"
-SETTINGS = "tests/accel/commands/test_launch_config.py::"
-MERGED = "tests/accel/checkpoint/test_merge.py::test_shards_of_two_processes_are_merged[model]"
+MERGED = "test_shards_of_two_processes_are_merged[model]"
 
-DEBUGGED = LAUNCHERS + "test_a_function_runs_on_processes_of_the_cpu"
-TRAINED = LAUNCHERS + "test_a_notebook_trains_on_several_processes"
-NODES = LAUNCHERS + "test_nodes_meet_at_the_first"
-PURGED = ENVIRONMENT + "test_a_functions_variables_are_purged"
-PATCHED = ENVIRONMENT + "test_variables_are_patched_in_a_context"
-LISTENED = LAUNCHERS + "test_a_port_is_in_use_while_a_program_listens"
-RANKED = LAUNCHERS + "test_a_process_learns_its_rank_from_its_index"
-TRUTH = ENVIRONMENT + "test_a_text_is_a_truth_value"
-DEFAULTS = ENVIRONMENT + "test_variables_are_read_with_a_default"
-NUMBERS = ENVIRONMENT + "test_the_first_number_of_several_variables_is_taken"
-IN_TURN = NUMA + "test_processes_take_the_nodes_in_turn"
-BOUND_ONCE = NUMA + "test_the_first_binding_stays_unless_it_is_overridden"
+DEBUGGED = "test_a_function_runs_on_processes_of_the_cpu"
+TRAINED = "test_a_notebook_trains_on_several_processes"
+NODES = "test_nodes_meet_at_the_first"
+PURGED = "test_a_functions_variables_are_purged"
+PATCHED = "test_variables_are_patched_in_a_context"
+LISTENED = "test_a_port_is_in_use_while_a_program_listens"
+RANKED = "test_a_process_learns_its_rank_from_its_index"
+TRUTH = "test_a_text_is_a_truth_value"
+DEFAULTS = "test_variables_are_read_with_a_default"
+NUMBERS = "test_the_first_number_of_several_variables_is_taken"
+IN_TURN = "test_processes_take_the_nodes_in_turn"
+BOUND_ONCE = "test_the_first_binding_stays_unless_it_is_overridden"
 
 ENTRIES = [
     Entry(
@@ -30,7 +26,7 @@ ENTRIES = [
         parameters={
             "function": P(REQUIRED, DEBUGGED),
             "args": P((), DEBUGGED),
-            "num_processes": P(2, LAUNCHERS + "test_the_number_of_processes_to_debug_with"),
+            "num_processes": P(2, "test_the_number_of_processes_to_debug_with"),
         },
     ),
     Entry(
@@ -40,7 +36,7 @@ ENTRIES = [
             "function": P(REQUIRED, TRAINED),
             "args": P((), TRAINED),
             "num_processes": P(None, NODES),
-            "mixed_precision": P("no", LAUNCHERS + "test_one_process_is_the_notebook_itself"),
+            "mixed_precision": P("no", "test_one_process_is_the_notebook_itself"),
             "use_port": P("29500", NODES),
             "master_addr": P("127.0.0.1", NODES),
             "node_rank": P(0, NODES),
@@ -49,7 +45,7 @@ ENTRIES = [
             "rdzv_endpoint": P("", NODES),
             "rdzv_conf": P(None, NODES),
             "rdzv_id": P("none", NODES),
-            "max_restarts": P(0, LAUNCHERS + "test_a_failed_group_starts_anew"),
+            "max_restarts": P(0, "test_a_failed_group_starts_anew"),
             "monitor_interval": P(0.1, NODES),
             "log_line_prefix_template": P(None, NODES),
         },
@@ -61,7 +57,7 @@ ENTRIES = [
         parameters={
             "launcher": P(REQUIRED, RANKED),
             "distributed_type": P("NO", RANKED),
-            "debug": P(False, LAUNCHERS + "test_debugging_has_a_launcher_of_its_own"),
+            "debug": P(False, "test_debugging_has_a_launcher_of_its_own"),
         },
     ),
     Entry(
@@ -97,7 +93,7 @@ ENTRIES = [
     ),
     Entry(
         "accel.utils:clear_environment",
-        ENVIRONMENT + "test_variables_are_cleared_in_a_context",
+        "test_variables_are_cleared_in_a_context",
         NoOp.CONTEXT,
     ),
     Entry(
@@ -108,12 +104,10 @@ ENTRIES = [
     ),
     Entry(
         "accel.utils:write_basic_config",
-        SETTINGS + "test_the_machines_settings_are_those_of_the_public_package",
+        "test_the_machines_settings_are_those_of_the_public_package",
         parameters={
-            "mixed_precision": P("no", SETTINGS + "test_the_precision_is_written"),
-            "save_location": P(
-                None, SETTINGS + "test_the_machines_settings_are_those_of_the_public_package"
-            ),
+            "mixed_precision": P("no", "test_the_precision_is_written"),
+            "save_location": P(None, "test_the_machines_settings_are_those_of_the_public_package"),
         },
     ),
     Entry(

@@ -4,42 +4,30 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-IMPORTS = "tests/accel/machine/test_imports.py::"
-SGD = "tests/accel/test_local_sgd.py::"
-AVERAGED = SGD + "test_two_processes_train_as_by_hand[2]"
-PLAIN = SGD + "test_without_it_gradients_are_averaged_at_every_step"
-BAR = "tests/accel/run/test_progress.py::"
-SHOWN = BAR + "test_the_main_process_shows_it"
-MESH = "tests/accel/strategies/mesh/test_utilities.py::"
-SAVED = MESH + "test_a_sharded_model_and_its_optimizer_are_saved_and_loaded"
-FIRST, SECOND = SAVED + "[0]", SAVED + "[1]"
-ADAPTER = MESH + "test_only_the_adapter_of_a_model_of_peft_is_saved_and_loaded"
-FULL = MESH + "test_the_state_of_rank_0_is_loaded_into_the_shards"
-RESTS = MESH + "test_weights_rest_on_the_host_or_the_device[True-cpu]"
-FOLLOWS = MESH + "test_an_optimizer_follows_the_shards"
-IGNORED = MESH + "test_the_parameters_of_ignored_modules"
-SWITCHED = MESH + "test_loading_on_rank_0_is_switched_by_the_environment"
-NUMBERS = "tests/accel/comm/test_ops.py::test_tensors_become_lists_of_numbers"
-LOADED = (
-    "tests/accel/checkpoint/test_serialization.py::"
-    "test_a_file_of_torch_is_loaded_without_running_code"
+AVERAGED = "test_two_processes_train_as_by_hand[2]"
+PLAIN = "test_without_it_gradients_are_averaged_at_every_step"
+SHOWN = "test_the_main_process_shows_it"
+FIRST, SECOND = (
+    "test_a_sharded_model_and_its_optimizer_are_saved_and_loaded[0]",
+    "test_a_sharded_model_and_its_optimizer_are_saved_and_loaded[1]",
 )
-WRAPPING = "tests/accel/precision/test_wrapping.py::"
-ORDER = WRAPPING + "test_modules_come_after_those_inside_them"
-PEFT = WRAPPING + "test_a_model_of_peft_is_recognized"
-AMP = "tests/accel/precision/test_amp.py::"
-CONTEXT = AMP + "test_a_context_computes_in_the_precision_of_the_run[bf16-dtype0]"
-SCALER = "tests/accel/strategies/mesh/test_grad_scaler.py::"
-OWN_SCALER = SCALER + "test_a_gradient_scaler_on_its_own"
-ENGINE = (
-    "tests/accel/strategies/deepspeed/test_wrappers.py::"
-    "test_a_wrapped_engine_steps_where_a_window_ends"
-)
-RATES = "tests/accel/test_scheduler.py::test_rates_are_printed"
-LOADERS = "tests/accel/data/test_loaders.py::"
-SAMPLER = LOADERS + "test_the_sampler_is_read_and_replaced"
-BY_HAND = LOADERS + "test_a_pass_by_hand_makes_the_loader_active"
-NAMED = "tests/accel/config/test_fsdp_setters.py::test_a_class_is_found_by_its_name"
+ADAPTER = "test_only_the_adapter_of_a_model_of_peft_is_saved_and_loaded"
+FULL = "test_the_state_of_rank_0_is_loaded_into_the_shards"
+RESTS = "test_weights_rest_on_the_host_or_the_device[True-cpu]"
+FOLLOWS = "test_an_optimizer_follows_the_shards"
+IGNORED = "test_the_parameters_of_ignored_modules"
+SWITCHED = "test_loading_on_rank_0_is_switched_by_the_environment"
+NUMBERS = "test_tensors_become_lists_of_numbers"
+LOADED = "test_a_file_of_torch_is_loaded_without_running_code"
+ORDER = "test_modules_come_after_those_inside_them"
+PEFT = "test_a_model_of_peft_is_recognized"
+CONTEXT = "test_a_context_computes_in_the_precision_of_the_run[bf16-dtype0]"
+OWN_SCALER = "test_a_gradient_scaler_on_its_own"
+ENGINE = "test_a_wrapped_engine_steps_where_a_window_ends"
+RATES = "test_rates_are_printed"
+SAMPLER = "test_the_sampler_is_read_and_replaced"
+BY_HAND = "test_a_pass_by_hand_makes_the_loader_active"
+NAMED = "test_a_class_is_found_by_its_name"
 DEVICES = ("xpu", "npu", "mlu", "musa", "sdaa", "neuron")
 PACKAGES = (
     *("aim", "amdsmi", "boto3", "ccl", "clearml", "comet_ml", "datasets", "deepspeed", "dvclive"),
@@ -48,27 +36,27 @@ PACKAGES = (
     *("swanlab", "tensorboard", "timm", "torchao", "torchdata", "torchdata_stateful_dataloader"),
     *("torchvision", "tqdm", "trackio", "transformer_engine", "transformers", "triton", "wandb"),
 )
-APPLE = IMPORTS + "test_apples_gpu_needs_a_version_of_torch"
-GAUDI = IMPORTS + "test_gaudi_with_its_collectives"
-BITS = IMPORTS + "test_bits_of_bitsandbytes_by_its_version[0.37.2-True-False]"
-MORE_BITS = IMPORTS + "test_bits_of_bitsandbytes_by_its_version[0.39.0-True-True]"
+APPLE = "test_apples_gpu_needs_a_version_of_torch"
+GAUDI = "test_gaudi_with_its_collectives"
+BITS = "test_bits_of_bitsandbytes_by_its_version[0.37.2-True-False]"
+MORE_BITS = "test_bits_of_bitsandbytes_by_its_version[0.39.0-True-True]"
 # Checks of their own, without parameters.
 CHECKS = {
     "4bit_bnb": MORE_BITS,
     "8bit_bnb": BITS,
-    "cuda": IMPORTS + "test_cuda_is_torchs",
-    "bitsandbytes_multi_backend": IMPORTS + "test_bitsandbytes_for_several_devices",
-    "fp16": IMPORTS + "test_fp16_is_missing_on_the_first_gaudi_alone",
-    "rocm": IMPORTS + "test_rocm_is_a_build_of_torch_with_a_gpu",
-    "transformer_engine_mxfp8": IMPORTS + "test_mxfp8_is_a_matter_of_the_gpu",
-    "weights_only": IMPORTS + "test_weights_are_read_alone_from_a_version_of_torch_on",
-    "xccl": IMPORTS + "test_xccl_is_of_torchs_build",
+    "cuda": "test_cuda_is_torchs",
+    "bitsandbytes_multi_backend": "test_bitsandbytes_for_several_devices",
+    "fp16": "test_fp16_is_missing_on_the_first_gaudi_alone",
+    "rocm": "test_rocm_is_a_build_of_torch_with_a_gpu",
+    "transformer_engine_mxfp8": "test_mxfp8_is_a_matter_of_the_gpu",
+    "weights_only": "test_weights_are_read_alone_from_a_version_of_torch_on",
+    "xccl": "test_xccl_is_of_torchs_build",
 }
 UTILS = "accel.utils:"
 
 
 def device_check(kind: str) -> Entry:
-    test = IMPORTS + f"test_devices_that_a_package_plugs_into_torch[{kind}]"
+    test = f"test_devices_that_a_package_plugs_into_torch[{kind}]"
     name = f"{UTILS}is_{kind}_available"
     return Entry(name, test, parameters={"check_device": P(False, test)})
 
@@ -88,7 +76,7 @@ ENTRIES = [
     *(
         Entry(
             f"{UTILS}is_{name}_available",
-            IMPORTS + f"test_a_check_asks_for_its_package[{name}]",
+            f"test_a_check_asks_for_its_package[{name}]",
         )
         for name in PACKAGES
     ),
@@ -96,7 +84,7 @@ ENTRIES = [
     Entry(UTILS + "is_bnb_available", BITS, parameters={"min_version": P(None, BITS)}),
     Entry(UTILS + "is_mps_available", APPLE, parameters={"min_version": P("1.12", APPLE)}),
     Entry(UTILS + "is_hpu_available", GAUDI, parameters={"init_hccl": P(False, GAUDI)}),
-    Entry(UTILS + "install_xla", IMPORTS + "test_a_running_program_installs_nothing"),
+    Entry(UTILS + "install_xla", "test_a_running_program_installs_nothing"),
     Entry(
         "accel.local_sgd:LocalSGD",
         AVERAGED,
@@ -113,7 +101,7 @@ ENTRIES = [
         SHOWN,
         parameters={
             "main_process_only": P(True, SHOWN, keyword=True),
-            "kwargs": P(REQUIRED, BAR + "test_one_process_shows_it", keyword=True),
+            "kwargs": P(REQUIRED, "test_one_process_shows_it", keyword=True),
         },
     ),
     of_sharded_model("save_fsdp_model", "output_dir", adapter=True),
@@ -183,9 +171,7 @@ ENTRIES = [
         UTILS + "get_grad_scaler",
         OWN_SCALER,
         parameters={
-            "distributed_type": P(
-                None, SCALER + "test_the_scaler_of_sharded_gradients_is_that_of_the_run"
-            ),
+            "distributed_type": P(None, "test_the_scaler_of_sharded_gradients_is_that_of_the_run"),
             "kwargs": P(REQUIRED, OWN_SCALER, keyword=True),
         },
     ),
@@ -214,7 +200,7 @@ ENTRIES = [
     ),
     Entry(
         "accel.data_loader:DataLoaderShard",
-        attributes={"iteration": LOADERS + "test_the_iteration_is_the_epoch"},
+        attributes={"iteration": "test_the_iteration_is_the_epoch"},
         call=False,
     ),
     Entry("accel.data_loader:DataLoaderShard.get_sampler", SAMPLER),

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-MEMORY = "tests/accel/machine/test_memory.py::test_"
-SIZES = "tests/accel/weights/test_sizes.py::test_"
-DEVICES = "tests/accel/weights/test_device_memory.py::test_"
-SHRINK = MEMORY + "batches_shrink_until_they_fit"
-RELEASED = MEMORY + "release_memory"
-COLLECTED = MEMORY + "clear_device_cache_collects_garbage_where_asked"
-SPEAKS = MEMORY + "which_errors_speak_of_memory"
-FROM_TEXT = SIZES + "sizes_as_text"
-AS_TEXT = SIZES + "bytes_as_text"
-DTYPE = SIZES + "bytes_of_a_dtype"
-IN_ORDER = DEVICES + "given_memory_is_put_in_order"
+SHRINK = "test_batches_shrink_until_they_fit"
+RELEASED = "test_release_memory"
+COLLECTED = "test_clear_device_cache_collects_garbage_where_asked"
+SPEAKS = "test_which_errors_speak_of_memory"
+FROM_TEXT = "test_sizes_as_text"
+AS_TEXT = "test_bytes_as_text"
+DTYPE = "test_bytes_of_a_dtype"
+IN_ORDER = "test_given_memory_is_put_in_order"
 UTILS = "accel.utils:"
 
 ENTRIES = [
@@ -23,9 +20,9 @@ ENTRIES = [
         SHRINK,
         NoOp.DECORATOR,
         {
-            "function": P(None, MEMORY + "other_errors_pass"),
+            "function": P(None, "test_other_errors_pass"),
             "starting_batch_size": P(128, SHRINK),
-            "reduce_batch_size_fn": P(None, MEMORY + "a_rule_of_ones_own"),
+            "reduce_batch_size_fn": P(None, "test_a_rule_of_ones_own"),
         },
     ),
     Entry(UTILS + "release_memory", RELEASED, parameters={"objects": P(REQUIRED, RELEASED)}),

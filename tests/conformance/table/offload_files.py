@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
-FOLDER = "tests/accel/weights/test_offload_folder.py::test_"
-TENSORS = "tests/accel/weights/test_tensors.py::test_"
-BACK = FOLDER + "a_weight_comes_back_bit_for_bit"
-INDEX = FOLDER + "an_index_is_added_to_if_there_is_one"
-MEMORY_FIRST = FOLDER + "memory_comes_before_disk"
-IN_PLACE = FOLDER + "safetensors_are_read_in_place"
-PART = FOLDER + "a_part_of_a_mapping"
-LISTED = TENSORS + "tensors_are_listed"
-TIED = TENSORS + "tied_parameters_are_found"
-ONE_DEVICE = TENSORS + "tied_parameters_belong_on_one_device"
-CONFIGURED = TENSORS + "a_configuration_says_whether_embeddings_are_tied"
-IDENTITY = TENSORS + "memory_has_an_identity"
-MAPPED = "tests/accel/weights/test_device_map.py::test_every_weight_needs_a_device"
-ON_DEVICE = "tests/accel/weights/test_empty_weights.py::test_any_device_will_do"
+BACK = "test_a_weight_comes_back_bit_for_bit"
+INDEX = "test_an_index_is_added_to_if_there_is_one"
+MEMORY_FIRST = "test_memory_comes_before_disk"
+IN_PLACE = "test_safetensors_are_read_in_place"
+PART = "test_a_part_of_a_mapping"
+LISTED = "test_tensors_are_listed"
+TIED = "test_tied_parameters_are_found"
+ONE_DEVICE = "test_tied_parameters_belong_on_one_device"
+CONFIGURED = "test_a_configuration_says_whether_embeddings_are_tied"
+IDENTITY = "test_memory_has_an_identity"
+MAPPED = "test_every_weight_needs_a_device"
+ON_DEVICE = "test_any_device_will_do"
 UTILS = "accel.utils:"
 
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from accel.machine.tree import is_tensor
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-OPS = "tests/accel/comm/test_ops.py::"
-GATHERING = "tests/accel/run/test_collectives.py::"
-COLLECTIVES = OPS + "test_collectives[2]"
-LAYOUTS = OPS + "test_tensors_of_any_layout_travel_in_one_collective[2]"
-PADDING = OPS + "test_padding[2]"
-SENT = OPS + "test_send_to_device"
-SLICED = OPS + "test_slices_and_sizes"
-JOINED = OPS + "test_concatenate"
-TREE = "tests/accel/machine/test_tree.py::"
-TYPES = TREE + "test_structure_and_types_stay"
-HANDED_ON = TREE + "test_arguments_are_handed_on"
-MERGED = TREE + "test_dicts_are_merged_in_place"
-OUTPUTS = OPS + "test_outputs_of_a_function_in_fp32"
-FP32 = OPS + "test_conversion_to_fp32"
-EXCHANGES = GATHERING + "test_exchanges[2]"
-METRICS = GATHERING + "test_each_sample_counts_once[False-9-5-2]"
+COLLECTIVES = "test_collectives[2]"
+LAYOUTS = "test_tensors_of_any_layout_travel_in_one_collective[2]"
+PADDING = "test_padding[2]"
+SENT = "test_send_to_device"
+SLICED = "test_slices_and_sizes"
+JOINED = "test_concatenate"
+TYPES = "test_structure_and_types_stay"
+HANDED_ON = "test_arguments_are_handed_on"
+MERGED = "test_dicts_are_merged_in_place"
+OUTPUTS = "test_outputs_of_a_function_in_fp32"
+FP32 = "test_conversion_to_fp32"
+EXCHANGES = "test_exchanges[2]"
+METRICS = "test_each_sample_counts_once[False-9-5-2]"
 
 
 def padding(name: str, test: str) -> Entry:
@@ -80,7 +77,7 @@ ENTRIES = [
         {
             "tensor": P(REQUIRED, SENT),
             "device": P(REQUIRED, SENT),
-            "non_blocking": P(False, OPS + "test_copies_may_overlap_with_computation"),
+            "non_blocking": P(False, "test_copies_may_overlap_with_computation"),
             "skip_keys": P(None, SENT),
         },
     ),
@@ -105,8 +102,8 @@ ENTRIES = [
             "func": P(REQUIRED, TYPES),
             "data": P(REQUIRED, TYPES),
             "args": P(REQUIRED, HANDED_ON),
-            "test_type": P(is_tensor, TREE + "test_other_leaves_by_test"),
-            "error_on_other_type": P(False, TREE + "test_other_types_may_be_an_error"),
+            "test_type": P(is_tensor, "test_other_leaves_by_test"),
+            "error_on_other_type": P(False, "test_other_types_may_be_an_error"),
             "kwargs": P(REQUIRED, HANDED_ON),
         },
     ),

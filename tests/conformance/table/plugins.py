@@ -5,42 +5,33 @@ from __future__ import annotations
 from accel.machine.enums import DynamoBackend
 from tests.conformance.rows import REQUIRED, Entry, P
 
-SETTERS = "tests/accel/config/test_fsdp_setters.py::"
-POLICY = SETTERS + "test_a_policy_becomes_a_function_with_the_same_units[fields0]"
-PRECISION = SETTERS + "test_a_precision_becomes_a_policy"
-KIND = "tests/accel/config/test_fsdp_state_dicts.py::test_the_kind_of_state_dict_is_set"
-OFFLOAD = SETTERS + "test_offloading_becomes_a_policy"
-PLUGIN = "tests/accel/config/test_deepspeed.py::"
-FILLING = "tests/accel/config/test_deepspeed_filled.py::"
-ALL = FILLING + "test_every_auto_value_is_filled"
-SECTION = FILLING + "test_a_section_of_the_configuration_is_filled"
-ONE = FILLING + "test_one_value_is_filled_or_compared"
-WRITTEN = FILLING + "test_a_precision_is_written_into_the_configuration[config0-bf16-None-True]"
-SEEN = PLUGIN + "test_transformers_reads_a_configuration_without_open_values"
-LEAVES = PLUGIN + "test_leaf_modules_are_named_to_deepspeed"
-HANDLERS = "tests/accel/config/test_handlers.py::"
-HOOK = HANDLERS + "test_a_communication_hook_is_registered_by_hand"
-HELD = "tests/accel/config/test_fsdp.py::test_fields_show_what_holds_and_count_as_not_given"
-SHOWN = PLUGIN + "test_fields_that_nobody_gave_show_what_holds"
-OUTLINE = PLUGIN + "test_the_outline_of_a_configuration_reaches_no_engine"
-TRAINING = "tests/accel/config/test_training.py::"
-COMPILE = "tests/accel/strategies/test_compile.py::"
-SHARDED = "tests/accel/config/test_tensor_parallel.py::"
+POLICY = "test_a_policy_becomes_a_function_with_the_same_units[fields0]"
+PRECISION = "test_a_precision_becomes_a_policy"
+KIND = "test_the_kind_of_state_dict_is_set"
+OFFLOAD = "test_offloading_becomes_a_policy"
+ALL = "test_every_auto_value_is_filled"
+SECTION = "test_a_section_of_the_configuration_is_filled"
+ONE = "test_one_value_is_filled_or_compared"
+WRITTEN = "test_a_precision_is_written_into_the_configuration[config0-bf16-None-True]"
+SEEN = "test_transformers_reads_a_configuration_without_open_values"
+LEAVES = "test_leaf_modules_are_named_to_deepspeed"
+HOOK = "test_a_communication_hook_is_registered_by_hand"
+HELD = "test_fields_show_what_holds_and_count_as_not_given"
+SHOWN = "test_fields_that_nobody_gave_show_what_holds"
+OUTLINE = "test_the_outline_of_a_configuration_reaches_no_engine"
 DYNAMO = {
-    "backend": P(DynamoBackend.NO, TRAINING + "test_a_backend_is_named_in_any_case"),
-    "mode": P(None, TRAINING + "test_wrong_values_are_named"),
-    "fullgraph": P(False, COMPILE + "test_graph_breaks_are_errors_on_request"),
-    "dynamic": P(None, COMPILE + "test_shapes_are_symbolic_on_request"),
-    "options": P(None, TRAINING + "test_wrong_values_are_named"),
-    "disable": P(False, COMPILE + "test_what_is_off_or_compiled_is_left_as_it_is"),
-    "use_regional_compilation": P(
-        None, COMPILE + "test_a_model_without_repeated_layers_is_compiled_whole"
-    ),
+    "backend": P(DynamoBackend.NO, "test_a_backend_is_named_in_any_case"),
+    "mode": P(None, "test_training.py::test_wrong_values_are_named"),
+    "fullgraph": P(False, "test_graph_breaks_are_errors_on_request"),
+    "dynamic": P(None, "test_shapes_are_symbolic_on_request"),
+    "options": P(None, "test_training.py::test_wrong_values_are_named"),
+    "disable": P(False, "test_what_is_off_or_compiled_is_left_as_it_is"),
+    "use_regional_compilation": P(None, "test_a_model_without_repeated_layers_is_compiled_whole"),
 }
 TENSOR_PARALLEL = {
-    "tp_size": P(1, SHARDED + "test_wrong_values_are_named"),
-    "torch_device_mesh": P(None, SHARDED + "test_the_size_is_that_of_the_mesh"),
-    "tp_plan": P(None, SHARDED + "test_wrong_values_are_named"),
+    "tp_size": P(1, "test_tensor_parallel.py::test_wrong_values_are_named"),
+    "torch_device_mesh": P(None, "test_the_size_is_that_of_the_mesh"),
+    "tp_plan": P(None, "test_tensor_parallel.py::test_wrong_values_are_named"),
 }
 FSDP = "accel:FullyShardedDataParallelPlugin."
 DEEPSPEED = "accel:DeepSpeedPlugin."
@@ -105,7 +96,7 @@ ENTRIES = [
     Entry(FSDP + "set_state_dict_type", KIND, parameters={"state_dict_type": P(None, KIND)}),
     Entry(FSDP + "set_cpu_offload", OFFLOAD),
     Entry(FSDP + "validate_cpu_offload", OFFLOAD),
-    Entry(FSDP + "validate_mixed_precision_policy", SETTERS + "test_an_assigned_policy_is_checked"),
+    Entry(FSDP + "validate_mixed_precision_policy", "test_an_assigned_policy_is_checked"),
     Entry(
         DEEPSPEED + "deepspeed_config_process",
         ALL,
@@ -141,7 +132,7 @@ ENTRIES = [
     ),
     Entry(
         "accel:KwargsHandler.to_dict",
-        parameters={"ignore_keys": P((), HANDLERS + "test_fields_are_skipped_by_name")},
+        parameters={"ignore_keys": P((), "test_fields_are_skipped_by_name")},
         call=False,
     ),
 ]

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-STATE = "tests/accel/test_state.py::"
-CONTROL = "tests/accel/comm/test_processes.py::"
-WHO = CONTROL + "test_who_a_process_is[2]"
-DECORATED = CONTROL + "test_decorators_in_both_forms[2]"
-ORDER = CONTROL + "test_the_main_process_goes_first"
-PARTS = CONTROL + "test_each_process_gets_its_part"
-PADDED = CONTROL + "test_short_parts_are_completed_with_the_last_element"
-PRINTED = CONTROL + "test_one_process_per_node_prints[2]"
-WAITED = CONTROL + "test_everyone_is_waited_for[2]"
-TRIGGER = CONTROL + "test_a_trigger_of_any_process_is_found_by_all_once[2]"
-CPU = STATE + "test_cpu_ignores_the_accelerator_of_the_machine"
-KWARGS = STATE + "test_keyword_arguments_set_the_process_group_up"
-REFUSED = STATE + "test_plugins_of_another_kind_are_refused"
+WHO = "test_who_a_process_is[2]"
+DECORATED = "test_decorators_in_both_forms[2]"
+ORDER = "comm/test_processes.py::test_the_main_process_goes_first"
+PARTS = "test_each_process_gets_its_part"
+PADDED = "test_short_parts_are_completed_with_the_last_element"
+PRINTED = "test_one_process_per_node_prints[2]"
+WAITED = "test_everyone_is_waited_for[2]"
+TRIGGER = "test_a_trigger_of_any_process_is_found_by_all_once[2]"
+KWARGS = "test_keyword_arguments_set_the_process_group_up"
 
 IDENTITY = dict.fromkeys(
     (
@@ -29,7 +25,7 @@ IDENTITY = dict.fromkeys(
     ),
     WHO,
 )
-STATE_ATTRIBUTES = {**IDENTITY, "debug": STATE + "test_debug_comes_from_the_environment"}
+STATE_ATTRIBUTES = {**IDENTITY, "debug": "test_debug_comes_from_the_environment"}
 
 
 def control(owner: str) -> list[Entry]:
@@ -74,7 +70,10 @@ ENTRIES = [
     Entry(
         "accel:PartialState",
         WHO,
-        parameters={"cpu": P(False, f"{CPU}[PartialState]"), "kwargs": P({}, KWARGS, keyword=True)},
+        parameters={
+            "cpu": P(False, "test_cpu_ignores_the_accelerator_of_the_machine[PartialState]"),
+            "kwargs": P({}, KWARGS, keyword=True),
+        },
         attributes=STATE_ATTRIBUTES,
     ),
     *control("accel:PartialState"),
@@ -82,21 +81,25 @@ ENTRIES = [
         "accel.state:AcceleratorState",
         WHO,
         parameters={
-            "mixed_precision": P(None, STATE + "test_what_was_set_up_cannot_change"),
-            "cpu": P(False, f"{CPU}[AcceleratorState]"),
-            "dynamo_plugin": P(None, STATE + "test_a_plugin_says_how_models_are_compiled"),
-            "deepspeed_plugin": P(None, f"{REFUSED}[deepspeed_plugin]"),
-            "fsdp_plugin": P(None, f"{REFUSED}[fsdp_plugin]"),
-            "megatron_lm_plugin": P(None, f"{REFUSED}[megatron_lm_plugin]"),
+            "mixed_precision": P(None, "test_what_was_set_up_cannot_change"),
+            "cpu": P(False, "test_cpu_ignores_the_accelerator_of_the_machine[AcceleratorState]"),
+            "dynamo_plugin": P(None, "test_a_plugin_says_how_models_are_compiled"),
+            "deepspeed_plugin": P(
+                None, "test_plugins_of_another_kind_are_refused[deepspeed_plugin]"
+            ),
+            "fsdp_plugin": P(None, "test_plugins_of_another_kind_are_refused[fsdp_plugin]"),
+            "megatron_lm_plugin": P(
+                None, "test_plugins_of_another_kind_are_refused[megatron_lm_plugin]"
+            ),
             "_from_accelerator": P(
                 False,
-                STATE + "test_a_state_of_an_accelerator_begins_anew_where_the_last_run_has_ended",
+                "test_a_state_of_an_accelerator_begins_anew_where_the_last_run_has_ended",
             ),
             "kwargs": P({}, KWARGS, keyword=True),
         },
         attributes={
             **STATE_ATTRIBUTES,
-            "initialized": STATE + "test_accelerator_state_is_built_on_the_partial_one",
+            "initialized": "test_accelerator_state_is_built_on_the_partial_one",
         },
     ),
     *control("accel.state:AcceleratorState"),

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, P, required
 
-LOADING = "tests/accel/checkpoint/test_load.py::test_"
-API = "tests/accel/checkpoint/test_save.py::test_"
-WEIGHTS = "tests/accel/weights/test_load_weights.py::test_"
-PROCESSES = "tests/accel/checkpoint/test_processes.py::test_"
+SAVED = "test_an_object_is_saved"
+SAVED_BY_FUNCTION = "test_the_function_saves_an_object"
+EXPORTED = "test_a_model_is_exported"
+STATE_DICT = "test_a_state_dict_has_the_users_own_names"
+STATE = "test_a_state_is_saved_where_it_is_said"
+LOADED = "test_a_state_is_loaded_from_where_it_is_said"
+READING = "test_how_files_are_read"
+UNKNOWN = "test_arguments_of_no_backend_are_refused"
+REGISTERED = "test_registered_objects_come_back_and_others_do_not"
+SAVE_HOOK = "test_a_hook_before_saving_takes_weights_over"
+LOAD_HOOK = "test_a_hook_before_loading_takes_models_over"
+FIELDS = "test_the_fields_of_a_project"
+NEXT = "test_the_number_of_the_next_one"
+NODES = "test_each_node_has_a_state_of_its_own"
+DISK = "test_load_weights.py::test_buffers_are_offloaded_on_request"
+REFUSED = "test_other_options_are_refused"
 
-SAVED = API + "an_object_is_saved"
-SAVED_BY_FUNCTION = API + "the_function_saves_an_object"
-EXPORTED = API + "a_model_is_exported"
-STATE_DICT = API + "a_state_dict_has_the_users_own_names"
-STATE = API + "a_state_is_saved_where_it_is_said"
-LOADED = LOADING + "a_state_is_loaded_from_where_it_is_said"
-READING = LOADING + "how_files_are_read"
-UNKNOWN = API + "arguments_of_no_backend_are_refused"
-REGISTERED = LOADING + "registered_objects_come_back_and_others_do_not"
-SAVE_HOOK = API + "a_hook_before_saving_takes_weights_over"
-LOAD_HOOK = LOADING + "a_hook_before_loading_takes_models_over"
-FIELDS = API + "the_fields_of_a_project"
-NEXT = API + "the_number_of_the_next_one"
-NODES = PROCESSES + "each_node_has_a_state_of_its_own"
-DISK = WEIGHTS + "buffers_are_offloaded_on_request"
-REFUSED = WEIGHTS + "other_options_are_refused"
-
-NATIVE = (
-    "tests/accel/strategies/deepspeed/test_universal.py::"
-    "test_what_the_format_has_no_place_for_is_refused"
-)
+NATIVE = "test_what_the_format_has_no_place_for_is_refused"
 
 ENTRIES = [
     Entry(
@@ -52,7 +44,7 @@ ENTRIES = [
         parameters={
             "obj": P(REQUIRED, SAVED),
             "f": P(REQUIRED, SAVED),
-            "safe_serialization": P(False, API + "an_object_is_saved_as_safetensors"),
+            "safe_serialization": P(False, "test_an_object_is_saved_as_safetensors"),
         },
     ),
     Entry(
@@ -61,8 +53,8 @@ ENTRIES = [
         parameters={
             "model": P(REQUIRED, EXPORTED),
             "save_directory": P(REQUIRED, EXPORTED),
-            "max_shard_size": P("10GB", API + "an_export_is_split_into_shards"),
-            "safe_serialization": P(True, API + "an_export_may_be_what_torch_saves"),
+            "max_shard_size": P("10GB", "test_an_export_is_split_into_shards"),
+            "safe_serialization": P(True, "test_an_export_may_be_what_torch_saves"),
         },
     ),
     Entry(
@@ -70,7 +62,7 @@ ENTRIES = [
         STATE_DICT,
         parameters={
             "model": P(REQUIRED, STATE_DICT),
-            "unwrap": P(True, API + "a_state_dict_may_keep_the_wrappers_names"),
+            "unwrap": P(True, "test_a_state_dict_may_keep_the_wrappers_names"),
         },
     ),
     Entry(
@@ -78,7 +70,7 @@ ENTRIES = [
         STATE,
         parameters={
             "output_dir": P(None, STATE),
-            "safe_serialization": P(True, API + "a_state_may_hold_weights_as_torch_saves_them"),
+            "safe_serialization": P(True, "test_a_state_may_hold_weights_as_torch_saves_them"),
             "save_model_func_kwargs": P({}, UNKNOWN, keyword=True),
         },
     ),
@@ -88,7 +80,7 @@ ENTRIES = [
         parameters={
             "input_dir": P(None, LOADED),
             "load_kwargs": P(None, READING),
-            "strict": P(True, LOADING + "weights_may_fit_in_part", keyword=True),
+            "strict": P(True, "test_weights_may_fit_in_part", keyword=True),
             "map_location": P(None, READING, keyword=True),
             "load_model_func_kwargs": P({}, UNKNOWN, keyword=True),
         },
@@ -116,37 +108,35 @@ ENTRIES = [
             "obj": P(REQUIRED, SAVED_BY_FUNCTION),
             "f": P(REQUIRED, SAVED_BY_FUNCTION),
             "save_on_each_node": P(False, NODES),
-            "safe_serialization": P(False, API + "the_function_saves_safetensors"),
+            "safe_serialization": P(False, "test_the_function_saves_safetensors"),
         },
     ),
     Entry(
         "accel:load_checkpoint_in_model",
-        WEIGHTS + "weights_are_loaded",
+        "test_weights_are_loaded",
         parameters={
-            "model": P(REQUIRED, WEIGHTS + "weights_are_loaded"),
-            "checkpoint": P(
-                REQUIRED, WEIGHTS + "a_checkpoint_is_looked_for_where_it_is_said_to_be"
-            ),
-            "device_map": P(None, WEIGHTS + "a_device_map_places_submodules"),
+            "model": P(REQUIRED, "test_weights_are_loaded"),
+            "checkpoint": P(REQUIRED, "test_a_checkpoint_is_looked_for_where_it_is_said_to_be"),
+            "device_map": P(None, "test_a_device_map_places_submodules"),
             "offload_folder": P(None, DISK),
-            "dtype": P(None, WEIGHTS + "weights_become_the_dtype"),
-            "offload_state_dict": P(False, WEIGHTS + "legacy_files_may_be_mapped"),
+            "dtype": P(None, "test_weights_become_the_dtype"),
+            "offload_state_dict": P(False, "test_load_weights.py::test_legacy_files_may_be_mapped"),
             "offload_buffers": P(False, DISK),
-            "keep_in_fp32_modules": P(None, WEIGHTS + "some_modules_stay_in_fp32"),
+            "keep_in_fp32_modules": P(None, "test_some_modules_stay_in_fp32"),
             "offload_8bit_bnb": P(False, REFUSED),
-            "strict": P(False, WEIGHTS + "names_must_match_if_strict"),
+            "strict": P(False, "test_load_weights.py::test_names_must_match_if_strict"),
             "full_state_dict": P(True, REFUSED),
-            "broadcast_from_rank0": P(False, PROCESSES + "rank_0_reads_weights_for_all[2]"),
+            "broadcast_from_rank0": P(False, "test_rank_0_reads_weights_for_all[2]"),
         },
     ),
     Entry(
         "accel.utils:ProjectConfiguration",
         FIELDS,
         parameters={
-            "project_dir": P(None, API + "the_folder_of_a_project"),
-            "logging_dir": P(None, API + "the_folder_of_logs"),
-            "automatic_checkpoint_naming": P(False, API + "automatic_names"),
-            "total_limit": P(None, API + "only_so_many_are_kept"),
+            "project_dir": P(None, "test_the_folder_of_a_project"),
+            "logging_dir": P(None, "test_the_folder_of_logs"),
+            "automatic_checkpoint_naming": P(False, "test_automatic_names"),
+            "total_limit": P(None, "test_only_so_many_are_kept"),
             "iteration": P(0, NEXT),
             "save_on_each_node": P(False, NODES),
         },
@@ -161,9 +151,9 @@ ENTRIES = [
     ),
     Entry(
         "accel.utils:ProjectConfiguration.set_directories",
-        API + "the_folders_of_a_project_may_be_set_later",
+        "test_the_folders_of_a_project_may_be_set_later",
         parameters={
-            "project_dir": P(None, API + "the_folders_of_a_project_may_be_set_later"),
+            "project_dir": P(None, "test_the_folders_of_a_project_may_be_set_later"),
         },
     ),
 ]

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, P
 
-SETTINGS = "tests/accel/run/test_settings.py::"
-LOADERS = SETTINGS + "test_the_settings_of_loaders_are_read_and_set"
-GIVEN = SETTINGS + "test_handlers_are_those_that_were_given"
-RECIPES = SETTINGS + "test_the_recipe_of_fp8_is_that_of_its_library"
-NAMED = "tests/accel/trackers/test_table.py::test_trackers_are_named_to_the_accelerator"
-SCALED = "tests/accel/checkpoint/test_session.py::test_the_scaler_comes_back"
-ACCELERATOR = "tests/accel/test_accelerator.py::"
-ONE = SETTINGS + "test_what_a_run_of_one_process_shows"
-LATER = SETTINGS + "test_generators_and_schedulers_are_set_for_what_is_prepared_later"
-NO_FP8 = SETTINGS + "test_a_run_without_fp8_says_so"
-TWO = SETTINGS + "test_what_a_sharded_run_of_two_processes_shows"
-RANKS = SETTINGS + "test_ranks_along_the_axes[0-expected0-True]"
-OTHER_RANKS = SETTINGS + "test_ranks_along_axes_that_are_not_built[pp-1]"
-STATE = "tests/accel/test_state.py::"
-SIZES = "tests/accel/config/test_parallelism.py::"
-PROPERTIES = SIZES + "test_sizes_and_what_follows_from_them"
-SHARDS = SIZES + "test_shards_switch_fsdp_on"
-SPLIT_WEIGHTS = SIZES + "test_a_tensor_parallel_size_switches_that_on"
-WRONG = SIZES + "test_values_that_are_none"
-FP8 = ACCELERATOR + "test_fp8_takes_the_library_that_is_installed"
-REFUSED = SIZES + "test_what_is_not_built_yet_is_refused"
-PLUGIN = STATE + "test_a_state_takes_the_plugin_of_tensor_parallelism"
-PLUGINS = STATE + "test_plugins_and_sizes_of_a_state"
+LOADERS = "test_the_settings_of_loaders_are_read_and_set"
+GIVEN = "test_handlers_are_those_that_were_given"
+RECIPES = "test_the_recipe_of_fp8_is_that_of_its_library"
+NAMED = "test_trackers_are_named_to_the_accelerator"
+SCALED = "test_the_scaler_comes_back"
+ONE = "test_what_a_run_of_one_process_shows"
+LATER = "test_generators_and_schedulers_are_set_for_what_is_prepared_later"
+NO_FP8 = "test_a_run_without_fp8_says_so"
+TWO = "test_what_a_sharded_run_of_two_processes_shows"
+RANKS = "test_ranks_along_the_axes[0-expected0-True]"
+OTHER_RANKS = "test_ranks_along_axes_that_are_not_built[pp-1]"
+PROPERTIES = "test_sizes_and_what_follows_from_them"
+SHARDS = "test_shards_switch_fsdp_on"
+SPLIT_WEIGHTS = "test_a_tensor_parallel_size_switches_that_on"
+FP8 = "test_fp8_takes_the_library_that_is_installed"
+PLUGIN = "test_a_state_takes_the_plugin_of_tensor_parallelism"
+PLUGINS = "test_plugins_and_sizes_of_a_state"
 
 ENTRIES = [
     Entry(
@@ -48,8 +42,8 @@ ENTRIES = [
             "delayed_fp8_autocast": NO_FP8,
             "fp8_backend": FP8,
             "fp8_recipe_handler": FP8,
-            "native_amp": SETTINGS + "test_autocast_is_switched_off",
-            "deepspeed_plugin": SETTINGS + "test_the_active_plugin_of_deepspeed",
+            "native_amp": "test_autocast_is_switched_off",
+            "deepspeed_plugin": "test_the_active_plugin_of_deepspeed",
             "is_fsdp2": TWO,
             "is_composable_parallelism_enabled": TWO,
             "multi_device": TWO,
@@ -67,9 +61,9 @@ ENTRIES = [
             "ao_recipe_handler": RECIPES,
             "scaler": SCALED,
             "log_with": NAMED,
-            "gradient_state": ACCELERATOR + "test_the_number_of_micro_batches_can_change",
-            "has_lomo_optimizer": ACCELERATOR + "test_lomo_optimizers_update_in_the_backward_pass",
-            "flag_tensor": ACCELERATOR + "test_a_trigger_is_found_once",
+            "gradient_state": "test_the_number_of_micro_batches_can_change",
+            "has_lomo_optimizer": "test_lomo_optimizers_update_in_the_backward_pass",
+            "flag_tensor": "test_a_trigger_is_found_once",
             "parallel_dims": ONE,
             "data_parallel_rank": RANKS,
             "data_parallel_shard_rank": RANKS,
@@ -82,11 +76,11 @@ ENTRIES = [
     # Its parameters make no difference where there is one context-parallel rank: no mutant would.
     Entry(
         "accel:Accelerator.maybe_context_parallel",
-        SETTINGS + "test_sequences_are_not_sharded",
+        "test_sequences_are_not_sharded",
     ),
     Entry(
         "accel:Accelerator.deepspeed_ulysses_dl_adapter",
-        SETTINGS + "test_sequences_are_not_sharded",
+        "test_sequences_are_not_sharded",
     ),
     Entry(
         "accel.state:AcceleratorState",
@@ -95,7 +89,7 @@ ENTRIES = [
             "parallelism_config": P(None, PLUGINS, keyword=True),
         },
         attributes={
-            "fork_launched": STATE + "test_a_forked_process_knows_it",
+            "fork_launched": "test_a_forked_process_knows_it",
             "is_fsdp2": TWO,
             "fsdp_plugin": TWO,
             "torch_tp_plugin": PLUGIN,
@@ -105,12 +99,12 @@ ENTRIES = [
     ),
     Entry(
         "accel.state:is_initialized",
-        STATE + "test_whether_there_is_a_state_is_asked_without_building_one",
+        "test_whether_there_is_a_state_is_asked_without_building_one",
     ),
     Entry(
         "accel.state:GradientState",
         attributes={
-            "is_xla_gradients_synced": STATE + "test_gradients_of_a_tpu_are_never_in_sync",
+            "is_xla_gradients_synced": "test_gradients_of_a_tpu_are_never_in_sync",
         },
         call=False,
     ),
@@ -121,13 +115,13 @@ ENTRIES = [
             "dp_replicate_size": P(1, SHARDS),
             "dp_shard_size": P(1, SHARDS),
             "tp_size": P(1, SPLIT_WEIGHTS),
-            "cp_size": P(1, REFUSED + "[cp_size]"),
-            "cp_backend": P("torch", WRONG + "[wrong3-cp_backend]"),
-            "sp_size": P(1, REFUSED + "[sp_size]"),
-            "sp_backend": P("deepspeed", WRONG + "[wrong4-sp_backend]"),
-            "tp_handler": P(None, REFUSED + "[tp_handler]"),
-            "cp_handler": P(None, REFUSED + "[cp_handler]"),
-            "sp_handler": P(None, REFUSED + "[sp_handler]"),
+            "cp_size": P(1, "test_what_is_not_built_yet_is_refused[cp_size]"),
+            "cp_backend": P("torch", "test_values_that_are_none[wrong3-cp_backend]"),
+            "sp_size": P(1, "test_what_is_not_built_yet_is_refused[sp_size]"),
+            "sp_backend": P("deepspeed", "test_values_that_are_none[wrong4-sp_backend]"),
+            "tp_handler": P(None, "test_what_is_not_built_yet_is_refused[tp_handler]"),
+            "cp_handler": P(None, "test_what_is_not_built_yet_is_refused[cp_handler]"),
+            "sp_handler": P(None, "test_what_is_not_built_yet_is_refused[sp_handler]"),
         },
         attributes={
             name: PROPERTIES
@@ -141,9 +135,9 @@ ENTRIES = [
     ),
     Entry(
         "accel.parallelism_config:ParallelismConfig.build_device_mesh",
-        SIZES + "test_the_mesh_has_the_axes_above_one",
+        "test_the_mesh_has_the_axes_above_one",
         parameters={
-            "device_type": P(REQUIRED, SIZES + "test_the_mesh_has_the_axes_above_one"),
+            "device_type": P(REQUIRED, "test_the_mesh_has_the_axes_above_one"),
         },
     ),
 ]

@@ -5,45 +5,36 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
-ACCELERATOR = "tests/accel/test_accelerator.py::"
-ACCUMULATION = "tests/accel/run/test_accumulation.py::"
-OPTIMIZER = "tests/accel/test_optimizer.py::"
-PRECISION = "tests/accel/precision/test_amp.py::"
-SCHEDULER = "tests/accel/test_scheduler.py::"
+WINDOWS = "test_a_window_ends_with_the_loader_unless_told_otherwise"
+SEVERAL = "test_several_models_exchange_gradients_where_their_window_ends[2]"
+EACH_BATCH = "test_every_micro_batch_exchanges_gradients_if_told_so[2]"
+EXCHANGES = "test_exchanges_can_be_put_off_and_triggered[2]"
+UNEVEN = "test_processes_that_run_out_of_batches_shadow_the_others[2]"
+READ = "test_the_state_knows_the_loader_that_is_read[2]"
+ENVIRONMENT = "test_the_environment_gives_the_number_of_micro_batches"
+SETTINGS = "test_the_plugins_settings_arrive"
+CLIPPED = "test_gradients_are_clipped_by_norm_and_by_value"
+BACKWARD = "test_backward_takes_the_arguments_of_torch"
+LOMO = "test_lomo_optimizers_update_in_the_backward_pass"
+UNSCALED = "test_gradients_are_unscaled_once_and_only_where_asked"
+OVERFLOW = "test_an_overflow_skips_the_step_and_the_scheduler_and_lowers_the_scale"
+AUTOCAST = "test_autocast_takes_a_handler_in_place_of_the_runs_own"
+ORDER = "test_calls_within_a_window_count_for_the_order_of_calls"
+OF_THE_RUN = "test_the_run_says_how_its_schedulers_step"
+SCHEDULED = "test_it_steps_at_the_end_of_a_window"
+SCHEDULE_STATE = "test_scheduler.py::test_state_goes_out_and_in"
+WRAPPED = "test_it_is_an_optimizer_with_the_state_of_the_wrapped_one"
+WAITS = "test_step_and_zero_grad_wait_for_the_end_of_a_window"
+CLOSURE = "test_a_closure_is_handed_on"
+STATE = "test_optimizer.py::test_state_goes_out_and_in"
+PLACED = "test_state_goes_to_the_device_of_its_parameter"
+SCALER = "test_the_scaler_unscales_gradients_and_skips_what_overflowed"
+SWITCHED = "test_a_schedule_free_optimizer_is_switched_to_evaluation_and_back"
 
-WINDOWS = ACCUMULATION + "test_a_window_ends_with_the_loader_unless_told_otherwise"
-SEVERAL = ACCUMULATION + "test_several_models_exchange_gradients_where_their_window_ends[2]"
-EACH_BATCH = ACCUMULATION + "test_every_micro_batch_exchanges_gradients_if_told_so[2]"
-EXCHANGES = ACCUMULATION + "test_exchanges_can_be_put_off_and_triggered[2]"
-UNEVEN = ACCUMULATION + "test_processes_that_run_out_of_batches_shadow_the_others[2]"
-READ = ACCUMULATION + "test_the_state_knows_the_loader_that_is_read[2]"
-ENVIRONMENT = ACCUMULATION + "test_the_environment_gives_the_number_of_micro_batches"
-SETTINGS = ACCUMULATION + "test_the_plugins_settings_arrive"
-CLIPPED = ACCELERATOR + "test_gradients_are_clipped_by_norm_and_by_value"
-BACKWARD = ACCELERATOR + "test_backward_takes_the_arguments_of_torch"
-LOMO = ACCELERATOR + "test_lomo_optimizers_update_in_the_backward_pass"
-UNSCALED = PRECISION + "test_gradients_are_unscaled_once_and_only_where_asked"
-OVERFLOW = PRECISION + "test_an_overflow_skips_the_step_and_the_scheduler_and_lowers_the_scale"
-AUTOCAST = PRECISION + "test_autocast_takes_a_handler_in_place_of_the_runs_own"
-ORDER = SCHEDULER + "test_calls_within_a_window_count_for_the_order_of_calls"
-OF_THE_RUN = SCHEDULER + "test_the_run_says_how_its_schedulers_step"
-SCHEDULED = SCHEDULER + "test_it_steps_at_the_end_of_a_window"
-SCHEDULE_STATE = SCHEDULER + "test_state_goes_out_and_in"
-WRAPPED = OPTIMIZER + "test_it_is_an_optimizer_with_the_state_of_the_wrapped_one"
-WAITS = OPTIMIZER + "test_step_and_zero_grad_wait_for_the_end_of_a_window"
-CLOSURE = OPTIMIZER + "test_a_closure_is_handed_on"
-STATE = OPTIMIZER + "test_state_goes_out_and_in"
-PLACED = OPTIMIZER + "test_state_goes_to_the_device_of_its_parameter"
-SCALER = OPTIMIZER + "test_the_scaler_unscales_gradients_and_skips_what_overflowed"
-SWITCHED = OPTIMIZER + "test_a_schedule_free_optimizer_is_switched_to_evaluation_and_back"
+NUMBER = "test_a_plain_number_is_normalised_too"
+EQUAL_STEPS = "test_any_number_of_processes_makes_the_exact_steps[2-own]"
 
-NUMBER = "tests/accel/run/test_loss_normalization.py::test_a_plain_number_is_normalised_too"
-EQUAL_STEPS = (
-    "tests/accel/run/test_loss_normalization.py"
-    "::test_any_number_of_processes_makes_the_exact_steps[2-own]"
-)
-
-WINDOW = "tests/accel/strategies/test_base.py::test_a_window_is_that_of_a_plain_loop[1]"
+WINDOW = "test_a_window_is_that_of_a_plain_loop[1]"
 
 METHODS = [
     Entry(
@@ -109,7 +100,7 @@ SETTINGS_OF_A_RUN = [
         attributes={
             "gradient_accumulation_steps": ENVIRONMENT,
             "optimizer_step_was_skipped": OVERFLOW,
-            "sync_gradients": ACCUMULATION + "test_without_a_loader_micro_batches_are_counted",
+            "sync_gradients": "test_without_a_loader_micro_batches_are_counted",
         },
     ),
     Entry(  # ACCELERATE_GRADIENT_ACCUMULATION_STEPS
@@ -154,7 +145,7 @@ WRAPPERS = [
         },
         attributes={
             "step_was_skipped": SCALER,
-            "accelerator_state": OPTIMIZER + "test_it_knows_the_state_of_the_process",
+            "accelerator_state": "test_it_knows_the_state_of_the_process",
         },
     ),
     Entry(
@@ -185,12 +176,8 @@ WRAPPERS = [
         SCHEDULED,
         parameters={
             "scheduler": P(REQUIRED, SCHEDULED),
-            "optimizers": P(
-                REQUIRED, SCHEDULER + "test_it_does_not_step_where_the_optimizer_did_not"
-            ),
-            "step_with_optimizer": P(
-                True, SCHEDULER + "test_one_of_its_own_steps_whenever_it_is_called"
-            ),
+            "optimizers": P(REQUIRED, "test_it_does_not_step_where_the_optimizer_did_not"),
+            "step_with_optimizer": P(True, "test_one_of_its_own_steps_whenever_it_is_called"),
             "split_batches": P(False, OF_THE_RUN),
         },
     ),
@@ -198,10 +185,8 @@ WRAPPERS = [
         "accel.scheduler:AcceleratedScheduler.step",
         SCHEDULED,
         parameters={
-            "args": P(REQUIRED, SCHEDULER + "test_a_plateau_counts_measurements_not_processes[1]"),
-            "kwargs": P(
-                REQUIRED, SCHEDULER + "test_a_plateau_counts_measurements_not_processes[1]"
-            ),
+            "args": P(REQUIRED, "test_a_plateau_counts_measurements_not_processes[1]"),
+            "kwargs": P(REQUIRED, "test_a_plateau_counts_measurements_not_processes[1]"),
         },
     ),
     Entry("accel.scheduler:AcceleratedScheduler.get_last_lr", SCHEDULED),

@@ -6,14 +6,9 @@ from collections.abc import Mapping
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P
 
-CALLS = "tests/accel/trackers/test_calls.py::test_"
-TABLE = "tests/accel/trackers/test_table.py::"
-EVERY = TABLE + "test_every_tracker_is_one_of_the_documented_words"
-REGISTERED = TABLE + "test_a_registered_class_is_chosen_by_its_name"
-BOARD = (
-    "tests/accel/trackers/test_tensorboard.py::"
-    "test_tensorboard_gets_scalars_text_images_and_hyper_parameters"
-)
+EVERY = "test_every_tracker_is_one_of_the_documented_words"
+REGISTERED = "test_a_registered_class_is_chosen_by_its_name"
+BOARD = "test_tensorboard_gets_scalars_text_images_and_hyper_parameters"
 LOG = {"values": P(REQUIRED, ""), "step": P(None, "")}
 TABLES = {
     "table_name": P(REQUIRED, ""),
@@ -30,20 +25,20 @@ TRACKERS: dict[str, tuple[str, Mapping[str, P], Mapping[str, Mapping[str, P]]]] 
         {**NAMED, "logging_dir": P(REQUIRED, "")},
         {"log_images": LOG},
     ),
-    "WandBTracker": (CALLS + "wandb", NAMED, {"log_images": LOG, "log_table": TABLES}),
-    "CometMLTracker": (CALLS + "comet", NAMED, {}),
+    "WandBTracker": ("test_wandb", NAMED, {"log_images": LOG, "log_table": TABLES}),
+    "CometMLTracker": ("test_comet", NAMED, {}),
     "AimTracker": (
-        CALLS + "aim",
+        "test_aim",
         {**NAMED, "logging_dir": P(".", "")},
         {"log_images": {**LOG, "kwargs": P(None, "")}},
     ),
     "ClearMLTracker": (
-        CALLS + "clearml",
+        "test_clearml",
         {"run_name": P(None, "")},
         {"log_images": LOG, "log_table": TABLES},
     ),
     "MLflowTracker": (
-        CALLS + "mlflow",
+        "test_mlflow",
         {
             "experiment_name": P(None, ""),
             "logging_dir": P(None, ""),
@@ -59,8 +54,8 @@ TRACKERS: dict[str, tuple[str, Mapping[str, P], Mapping[str, Mapping[str, P]]]] 
             "log_figure": {"figure": P(REQUIRED, ""), "artifact_file": P(REQUIRED, "")},
         },
     ),
-    "SwanLabTracker": (CALLS + "swanlab", NAMED, {"log_images": LOG}),
-    "TrackioTracker": (CALLS + "trackio", NAMED, {}),
+    "SwanLabTracker": ("test_swanlab", NAMED, {"log_images": LOG}),
+    "TrackioTracker": ("test_trackio", NAMED, {}),
 }
 
 

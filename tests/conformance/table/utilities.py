@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
 
-ENUMS = "tests/accel/machine/test_enums.py::test_values"
-IMPORTS = "tests/accel/machine/test_imports.py::"
-VERSIONS = IMPORTS + "test_compare_versions"
-XLA = IMPORTS + "test_torch_xla_and_the_device_it_computes_on"
-BF16 = IMPORTS + "test_bf16_is_a_matter_of_the_device"
-EXTRACTED = "tests/accel/precision/test_wrapping.py::test_a_model_is_taken_out_of_its_containers"
-COMPILED = "tests/accel/precision/test_wrapping.py::test_a_compiled_module_is_recognized"
+ENUMS = "test_values"
+VERSIONS = "test_compare_versions"
+XLA = "test_torch_xla_and_the_device_it_computes_on"
+BF16 = "test_bf16_is_a_matter_of_the_device"
+EXTRACTED = "test_a_model_is_taken_out_of_its_containers"
+COMPILED = "test_a_compiled_module_is_recognized"
 
 
 def values(name: str, *members: str) -> Entry:
@@ -50,7 +49,7 @@ ENTRIES = [
     values("accel.utils:CustomDtype", "FP8", "INT4", "INT2"),
     values("accel.utils:ComputeEnvironment", "LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
     values("accel.utils:SageMakerDistributedType", "NO", "DATA_PARALLEL", "MODEL_PARALLEL"),
-    Entry("accel.utils:BaseEnum.list", f"{ENUMS}[PrecisionType]"),
+    Entry("accel.utils:BaseEnum.list", "test_values[PrecisionType]"),
     Entry(
         "accel.utils:compare_versions",
         VERSIONS,
