@@ -56,10 +56,10 @@ from accel.weights.dispatch import cpu_offload as cpu_offload
 from accel.weights.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
 from accel.weights.dispatch import disk_offload as disk_offload
 from accel.weights.dispatch import dispatch_model as dispatch_model
-from accel.weights.empty_weights import init_empty_weights as init_empty_weights
-from accel.weights.empty_weights import init_on_device as init_on_device
 from accel.weights.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from accel.weights.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
+from accel.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
+from accel.weights.tensors import init_empty_weights as init_empty_weights
+from accel.weights.tensors import init_on_device as init_on_device
 
 __version__: str
 __all__: list[str]

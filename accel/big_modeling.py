@@ -7,11 +7,9 @@ from accel.weights.device_hooks import (
 )
 from accel.weights.device_map import (
     check_device_map,
-    infer_auto_device_map,
-)
-from accel.weights.device_memory import (
     get_balanced_memory,
     get_max_memory,
+    infer_auto_device_map,
 )
 from accel.weights.dispatch import (
     cpu_offload,
@@ -19,26 +17,22 @@ from accel.weights.dispatch import (
     disk_offload,
     dispatch_model,
 )
-from accel.weights.empty_weights import (
-    init_empty_weights,
-    init_on_device,
-)
-from accel.weights.load import (
-    load_checkpoint_and_dispatch,
-    load_state_dict,
-)
-from accel.weights.load_weights import (
-    load_checkpoint_in_model,
-)
-from accel.weights.offload_folder import (
+from accel.weights.folder import (
     OffloadedWeightsLoader,
     extract_submodules_state_dict,
     offload_state_dict,
+)
+from accel.weights.load import (
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+    load_state_dict,
 )
 from accel.weights.tensors import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     find_tied_parameters,
+    init_empty_weights,
+    init_on_device,
     retie_parameters,
 )
 

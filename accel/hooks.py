@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from accel.weights.align import AlignDevicesHook
-from accel.weights.attach import (
+from accel.weights.attach_hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
@@ -16,6 +15,7 @@ from accel.weights.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from accel.weights.offload import AlignDevicesHook
 
 __all__ = [
     "AlignDevicesHook",

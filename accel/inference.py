@@ -13,16 +13,18 @@ from torch import fx, nn
 from accel.comm.flat import exchange_flat
 from accel.machine.errors import ConfigError, Problem, Problems
 from accel.state import PartialState
-from accel.weights import split_points as points
-from accel.weights.batch_outputs import Batched, BatchOutputs
-from accel.weights.device_memory import as_classes
-from accel.weights.pipeline_stages import (
+from accel.weights.device_map import as_classes
+from accel.weights.pipeline import (
+    Batched,
+    BatchOutputs,
     FlatModel,
     Layout,
     Structure,
     as_stage,
+    balanced_split_points,
     buffers_restored,
     calls_recorded,
+    check_split_points,
     forwards_restored,
     keep_only,
     move,
@@ -383,9 +385,9 @@ def _split(
     from torch.distributed.pipelining import SplitPoint, pipeline
 
     if split_points is None or isinstance(split_points, str):
-        split_points = points.balanced(flat.model, calls, num_stages, no_split)
+        split_points = balanced_split_points(flat.model, calls, num_stages, no_split)
     else:
-        points.check(calls, split_points, num_stages)
+        check_split_points(calls, split_points, num_stages)
     begins = {f"model.{name}": SplitPoint.BEGINNING for name in split_points}
     with torch.no_grad(), forwards_restored(flat.get_submodule(name) for name in begins):
         pipe = pipeline(flat, flat.inputs.tensors, split_spec=begins)

@@ -49,7 +49,7 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.checkpoint", 5),
     ("accel.precision", 5),
     ("accel.data", 5),
-    ("accel.weights", 5),
+    ("accel.weights", 6),
     ("accel.strategies", 6),
     ("accel.trackers", 7),
     ("accel.run", 8),

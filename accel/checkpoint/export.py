@@ -16,6 +16,7 @@ from safetensors.torch import save as to_safetensors
 from accel.checkpoint import directory
 from accel.checkpoint.serialization import refuse_unwritable, split_shared, write_tensors
 from accel.machine.errors import CheckpointError, ConfigError, Problem
+from accel.machine.tree import iterate
 from accel.state import PartialState
 
 DAY = 86_400.0  # seconds
@@ -50,9 +51,10 @@ def save(
         CheckpointError: if safetensors cannot hold it.
         StateError: for offloaded weights, which have no values outside their model.
     """
-    from accel.weights.offloaded_tensors import refuse_without_values
-
-    refuse_without_values(obj)
+    for tensor in iterate(obj):  # an offloaded weight, which pickle would write without its values
+        refuse = getattr(type(tensor), "refuse_saving", None)
+        if refuse is not None:
+            refuse(tensor)
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return

@@ -1,29 +1,169 @@
 """Restoring a run: every prepared and registered object, on every rank.
 
-Its phases are all or none: a failure on one rank raises on all of them before the next begins.
+Each phase succeeds on all ranks or raises on all of them before the next begins. A directory in the
+documented layout without a manifest was written by another library: it is read without running
+code, and nothing tells whether its files are complete.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from os import fspath
+from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.checkpoint import accelerate_format, directory
+from accel.checkpoint import directory
 from accel.checkpoint.contents import AnyPath, Hook, RunObjects, hooked, require_path
-from accel.checkpoint.dataloader_matching import match
-from accel.checkpoint.dataloader_state import load_positions
-from accel.checkpoint.directory import Manifest, numbered
-from accel.checkpoint.serialization import load_plain
+from accel.checkpoint.directory import (
+    Manifest,
+    broken,
+    numbered,
+    sharded_model_name,
+    sharded_optimizer_name,
+)
+from accel.checkpoint.loaders import load_positions, match
+from accel.checkpoint.serialization import is_held, load_plain, read_full_model
 from accel.comm import rng
 from accel.comm.all_or_none import decided, together
 from accel.logging import get_logger
 from accel.machine.errors import StateError
+
+if TYPE_CHECKING:
+    from accel.checkpoint.sharded import Allocate
+
+
+# By kind of object: the names of the file of its `index`-th.
+_NAMES: dict[str, Callable[[int], tuple[str, ...]]] = {
+    "models": lambda index: (
+        directory.model_name(index),
+        directory.model_name(index, safe=False),
+        f"{directory.sharded_model_name(index)}/{directory.METADATA}",
+    ),
+    "optimizers": lambda index: (
+        numbered("optimizer", ".bin", index),
+        f"{directory.sharded_optimizer_name(index)}/{directory.METADATA}",
+    ),
+    "schedulers": lambda index: (numbered("scheduler", ".bin", index),),
+    "custom": lambda index: (directory.custom_name(index),),
+}
+_ACCELERATOR = re.compile(r"torch_(\w+)_manual_seed")
+
+
+def is_documented(path: str | PathLike[str]) -> bool:
+    """Return whether a directory has the documented files and no manifest."""
+    root = Path(path)
+    has_manifest = (root / directory.MANIFEST).exists() or any(root.glob(".partial-*"))
+    return not has_manifest and (root / directory.random_states_name(0)).is_file()
+
+
+def describe(path: str | PathLike[str]) -> Manifest:
+    """Return the manifest of a directory without one; `CheckpointError` if it lacks the files."""
+    root = Path(path)
+    if not is_documented(root):
+        rule = f"it has no {directory.MANIFEST}, and not the documented files of a state either"
+        raise broken(root, rule, "Name a directory that `save_state` wrote to its end.")
+    entries = directory.entries(root)
+    random_states = load_plain(root / directory.random_states_name(0), pickled_arrays=True)
+    engine = {
+        # Loaders have no files there, however many there were.
+        "objects": {kind: _count(entries, kind) for kind in _NAMES} | {"dataloaders": math.inf},
+        "world_size": sum(name.startswith("random_states_") for name in entries),
+        "mixed_precision": "fp16" if directory.SCALER in entries else "no",
+        "accumulation_step": int(random_states.get("step", 0)),
+    }
+    return Manifest(entries, engine, {})
+
+
+def _count(present: Mapping[str, object], kind: str) -> int:
+    index = 0
+    while any(name in present for name in _NAMES[kind](index)):
+        index += 1
+    return index
+
+
+def complete(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Add the other names of tied weights, which are stored once, to a state dict."""
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    stored = {id(tensor): state[name] for name, tensor in tensors if name in state}
+    tied = {name: stored[id(tensor)] for name, tensor in tensors if id(tensor) in stored}
+    return tied | state
+
+
+def is_by_position(state: object) -> bool:
+    """Return whether an optimizer's state is as torch gives it, and not by name as ours."""
+    return isinstance(state, dict) and "param_groups" in state and "format" not in state
+
+
+def random_states(saved: Any) -> Any:
+    """Return random states in the form of `accel.comm.rng.capture`, whichever form they have."""
+    if not isinstance(saved, dict) or "random_state" not in saved:
+        return saved
+    host = rng.as_plain(
+        saved["random_state"], saved["numpy_random_seed"], saved["torch_manual_seed"]
+    )
+    return {**host, "accelerator": _accelerator_state(saved)}
+
+
+def _accelerator_state(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the state of the current device; of several, that of the first that there is."""
+    for key, value in saved.items():
+        match = _ACCELERATOR.fullmatch(key)
+        if match and value is not None and len(value):
+            several = isinstance(value, (list, tuple))
+            index = _current_device(match[1], len(value)) if several else 0
+            return {"kind": match[1], "state": value[index] if several else value}
+    return None
+
+
+def _current_device(kind: str, count: int) -> int:
+    module: Any = getattr(torch, kind, None)
+    present = module is not None and module.is_available()
+    return min(int(module.current_device()), count - 1) if present else 0
+
+
+def read_model(folder: Path, index: int = 0, allocate: Allocate | None = None) -> dict[str, Any]:
+    """Return the state dict of the `index`-th model; files that the manifest lacks do not count.
+
+    Args:
+        folder: the checkpoint.
+        index: number of the model.
+        allocate: returns what a sharded state dict is read into; None: full tensors on the CPU.
+
+    Raises:
+        CheckpointError: if there is none, or it is broken.
+    """
+    name = sharded_model_name(index)
+    if not is_held(folder, name):
+        return read_full_model(folder, index)
+    from accel.checkpoint import sharded
+
+    return sharded.read_model_folder(folder / name, allocate or sharded.empty)
+
+
+def read_optimizer(
+    folder: Path, index: int = 0, allocate: Allocate | None = None, pickled_arrays: bool = False
+) -> Any:
+    """Return the state of the `index`-th optimizer; arguments and errors as of `read_model`.
+
+    `pickled_arrays`: as of `load_plain`.
+    """
+    name = sharded_optimizer_name(index)
+    if not is_held(folder, name):
+        path = folder / numbered("optimizer", ".bin", index)
+        return load_plain(path, pickled_arrays=pickled_arrays)
+    from accel.checkpoint import sharded
+
+    return sharded.read_optimizer_folder(folder / name, index, allocate or sharded.empty)
+
 
 logger = get_logger(__name__)
 
@@ -84,7 +224,7 @@ def load(
 
 
 def _verify(path: Path, trusted: bool) -> None:
-    if not accelerate_format.is_documented(path):
+    if not is_documented(path):
         directory.verify(path)
     elif trusted:
         logger.warning(
@@ -102,8 +242,8 @@ def _verify(path: Path, trusted: bool) -> None:
 
 
 def _saved(path: Path) -> Saved:
-    if accelerate_format.is_documented(path):
-        return Saved(path, accelerate_format.describe(path), foreign=True)
+    if is_documented(path):
+        return Saved(path, describe(path), foreign=True)
     return Saved(path, directory.read_manifest(path), foreign=False)
 
 
@@ -166,13 +306,11 @@ def _check_counts(run: RunObjects, checkpoint: Saved) -> None:
 
 
 def _restore_models(run: RunObjects, saved: Saved, models: list[Any], strict: bool) -> None:
-    from accel.checkpoint.full_or_sharded import read_model
-
     strategy = run.strategy
     for index, model in hooked(models, run.objects.models, "load_state"):
         state = read_model(saved.path, index, strategy.state.allocate_weights(model))
         if saved.foreign:
-            state = accelerate_format.complete(strategy.state.unwrap(model), state)
+            state = complete(strategy.state.unwrap(model), state)
         try:
             strategy.state.load_model_state(model, state, strict=strict)
         except RuntimeError as error:
@@ -191,14 +329,12 @@ def _remedy(error: str) -> str:
 
 
 def _restore_objects(run: RunObjects, saved: Saved, loaders: list[tuple[Any, int]]) -> None:
-    from accel.checkpoint.full_or_sharded import read_optimizer
-
     objects = run.objects
     names = run.parameter_names()
     for index, optimizer in enumerate(objects.optimizers):
         allocate = run.strategy.state.allocate_state(optimizer, names)
         state = read_optimizer(saved.path, index, allocate, pickled_arrays=saved.foreign)
-        if saved.foreign and accelerate_format.is_by_position(state):
+        if saved.foreign and is_by_position(state):
             optimizer.load_state_dict(state)
         else:
             run.strategy.state.load_optimizer_state(optimizer, state, names)
@@ -266,7 +402,7 @@ def _restore_random_states(dp_rank: int, saved: Saved) -> None:
     present = saved.manifest.files
     name = directory.random_states_name(dict(enumerate(saved.manifest.dp_leaders)).get(dp_rank, -1))
     if name in present:
-        rng.restore(accelerate_format.random_states(saved.plain(name)))
+        rng.restore(random_states(saved.plain(name)))
         return
     # The data-parallel size was smaller: a stream of its own, the same at each load.
     root = present[min(n for n in present if n.startswith("random_states_"))].sha256

@@ -16,9 +16,8 @@ import torch
 
 from accel.checkpoint import directory, disk_full
 from accel.checkpoint.contents import AnyPath, Hook, RunObjects, hooked, require_path
-from accel.checkpoint.dataloader_matching import describe
-from accel.checkpoint.dataloader_state import positions
 from accel.checkpoint.directory import numbered
+from accel.checkpoint.loaders import describe, positions
 from accel.checkpoint.serialization import save_plain, write_model
 from accel.comm import rng
 from accel.comm.all_or_none import decided, together
@@ -253,7 +252,7 @@ def _write(run: RunObjects, folder: Path, options: SaveOptions) -> dict[str, Any
 
 
 def _sharded_models(models: list[tuple[int, dict[str, torch.Tensor]]]) -> dict[str, Any]:
-    from accel.checkpoint.sharded_state import nested_model
+    from accel.checkpoint.sharded import nested_model
 
     return {
         directory.sharded_model_name(index): nested_model(state, f"model {index}")
@@ -262,7 +261,7 @@ def _sharded_models(models: list[tuple[int, dict[str, torch.Tensor]]]) -> dict[s
 
 
 def _sharded_optimizers(run: RunObjects) -> dict[str, Any]:
-    from accel.checkpoint.sharded_state import nested_optimizer
+    from accel.checkpoint.sharded import nested_optimizer
 
     names, io = run.parameter_names(), run.strategy.state
     return {

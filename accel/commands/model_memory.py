@@ -17,7 +17,7 @@ from accel.machine.errors import ConfigError, Problem, nearest, unknown_choice
 from accel.machine.memory_estimate import Footprint, state_bytes
 from accel.strategies.spec import MemoryLayout
 from accel.strategies.table import specs
-from accel.weights.quantized_layers import to_quantize
+from accel.weights.quantize import to_quantize
 from accel.weights.sizes import get_max_layer_size, own_parts
 
 # Formats that all weights train in, and those of frozen linear layers beside weights in 16 bits.

@@ -167,7 +167,7 @@ class StateIO:
         own = self.unwrap(model)
         if not is_dispatched(own):
             return own.state_dict()
-        from accel.weights.offloaded_state import get_state_dict_offloaded_model
+        from accel.weights.state import get_state_dict_offloaded_model
 
         return get_state_dict_offloaded_model(own)
 
@@ -203,12 +203,12 @@ class StateIO:
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], strict: bool = True
     ) -> None:
         """Load what `model_state` returned, from any strategy and world size, or shards of it."""
-        from accel.weights.quantized_state import load_quantized
+        from accel.weights.state import load_quantized
 
         own = self.unwrap(model)
         own.load_state_dict(load_quantized(own, state), strict=strict)
         if is_dispatched(own):
-            from accel.weights.offloaded_state import offloaded_names
+            from accel.weights.state import offloaded_names
 
             if names := offloaded_names(own):
                 logger.info(

@@ -209,23 +209,20 @@ from accel.utils.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel.utils.constants import WEIGHTS_NAME as WEIGHTS_NAME
 from accel.utils.operations import is_torch_tensor as is_torch_tensor
 from accel.weights.device_map import check_device_map as check_device_map
+from accel.weights.device_map import get_balanced_memory as get_balanced_memory
+from accel.weights.device_map import get_max_memory as get_max_memory
 from accel.weights.device_map import infer_auto_device_map as infer_auto_device_map
-from accel.weights.device_memory import get_balanced_memory as get_balanced_memory
-from accel.weights.device_memory import get_max_memory as get_max_memory
-from accel.weights.load import load_state_dict as load_state_dict
-from accel.weights.load_weights import load_checkpoint_in_model as load_checkpoint_in_model
-from accel.weights.offload_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
-from accel.weights.offload_folder import PrefixedDataset as PrefixedDataset
-from accel.weights.offload_folder import (
+from accel.weights.folder import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accel.weights.folder import PrefixedDataset as PrefixedDataset
+from accel.weights.folder import (
     extract_submodules_state_dict as extract_submodules_state_dict,
 )
-from accel.weights.offload_folder import load_offloaded_weight as load_offloaded_weight
-from accel.weights.offload_folder import offload_state_dict as offload_state_dict
-from accel.weights.offload_folder import offload_weight as offload_weight
-from accel.weights.offload_folder import save_offload_index as save_offload_index
-from accel.weights.offloaded_state import align_module_device as align_module_device
-from accel.weights.offloaded_state import has_offloaded_params as has_offloaded_params
-from accel.weights.offloaded_state import load_offloaded_weights as load_offloaded_weights
+from accel.weights.folder import load_offloaded_weight as load_offloaded_weight
+from accel.weights.folder import offload_state_dict as offload_state_dict
+from accel.weights.folder import offload_weight as offload_weight
+from accel.weights.folder import save_offload_index as save_offload_index
+from accel.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
+from accel.weights.load import load_state_dict as load_state_dict
 from accel.weights.quantize import load_and_quantize_model as load_and_quantize_model
 from accel.weights.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accel.weights.sizes import compute_module_sizes as compute_module_sizes
@@ -233,6 +230,9 @@ from accel.weights.sizes import convert_bytes as convert_bytes
 from accel.weights.sizes import convert_file_size_to_int as convert_file_size_to_int
 from accel.weights.sizes import dtype_byte_size as dtype_byte_size
 from accel.weights.sizes import get_max_layer_size as get_max_layer_size
+from accel.weights.state import align_module_device as align_module_device
+from accel.weights.state import has_offloaded_params as has_offloaded_params
+from accel.weights.state import load_offloaded_weights as load_offloaded_weights
 from accel.weights.tensors import check_tied_parameters_in_config as check_tied_parameters_in_config
 from accel.weights.tensors import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,

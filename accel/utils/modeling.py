@@ -14,24 +14,13 @@ from accel.strategies.mesh.grad_scaler import (
 from accel.weights.device_map import (
     check_device_map,
     clean_device_map,
-    infer_auto_device_map,
-)
-from accel.weights.device_memory import (
     get_balanced_memory,
     get_max_memory,
+    infer_auto_device_map,
 )
 from accel.weights.load import (
-    load_state_dict,
-)
-from accel.weights.load_weights import (
     load_checkpoint_in_model,
-)
-from accel.weights.offloaded_state import (
-    align_module_device,
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    has_offloaded_params,
-    load_offloaded_weights,
+    load_state_dict,
 )
 from accel.weights.sizes import (
     calculate_maximum_sizes,
@@ -41,6 +30,13 @@ from accel.weights.sizes import (
     dtype_byte_size,
     get_max_layer_size,
     get_module_leaves,
+)
+from accel.weights.state import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+    load_offloaded_weights,
 )
 from accel.weights.tensors import (
     check_device_same,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.weights.offload_folder import (
+from accel.weights.folder import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

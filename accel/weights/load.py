@@ -1,22 +1,518 @@
-"""Load a checkpoint into a model that is larger than the memory of a device."""
+"""Load a checkpoint into a model, in memory or over devices, one file after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from os import fspath
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accel.checkpoint.serialization import load_plain, read_tensors
-from accel.machine.errors import ConfigError, unknown_choice
-from accel.weights.attach import Keys
-from accel.weights.device_map import DeviceMap, infer_auto_device_map
-from accel.weights.device_memory import MaxMemory, get_balanced_memory
+from accel.logging import get_logger
+from accel.machine.device import default_device_type, device_count
+from accel.machine.errors import (
+    CheckpointError,
+    ConfigError,
+    Problem,
+    Problems,
+    listed,
+    nearest,
+    unknown_choice,
+)
+from accel.precision.wrapping import own_module
+from accel.state import PartialState
+from accel.weights import files
+from accel.weights.attach_hooks import Keys
+from accel.weights.device_map import (
+    DeviceMap,
+    MaxMemory,
+    get_balanced_memory,
+    infer_auto_device_map,
+)
 from accel.weights.dispatch import PathLike, dispatch_model
-from accel.weights.load_weights import load_checkpoint_in_model
+from accel.weights.files import Shapes
 from accel.weights.sizes import Dtype
-from accel.weights.tensors import as_device, device_of
+from accel.weights.tensors import as_device, as_dtype, device_of, name_of
+
+if TYPE_CHECKING:
+    from accel.weights.folder import DiskWeights, OffloadedWeightsLoader
+
+
+logger = get_logger(__name__)
+
+AnyDevice = int | str | torch.device
+DISK = torch.device("meta")  # of a weight that stays on disk: the model holds its shape alone
+_CPU = torch.device("cpu")
+MAX_SUGGESTED = 200  # names that a mistyped one is compared with
+_CODES = (torch.int8, torch.uint8)
+_NO_SUBMODULE = "the model has no such submodule"
+
+
+def load_checkpoint_in_model(
+    model: torch.nn.Module,
+    checkpoint: PathLike,
+    device_map: Mapping[str, AnyDevice] | None = None,
+    offload_folder: PathLike | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load weights into a model, never holding more than one file of them besides the model.
+
+    Names and shapes are compared before anything is loaded, so that a checkpoint that does not fit
+    leaves the model as it was. Parameters on the meta device are given memory; others keep their
+    identity (optimizers keep referring to them), and tied weights stay tied. Pickles are read
+    without running code.
+
+    Args:
+        model: prepared or not.
+        checkpoint: a file of weights (``.safetensors``, or what `torch.save` wrote), an index of
+            shards (``….index.json``), or a folder that holds one of these.
+        device_map: device by name of a submodule or weight; the longest name that fits holds, ""
+            fits all. None: weights stay where the model has them, those on meta go to the CPU.
+            Over several devices, the model still has to be dispatched before it can run; an earlier
+            dispatch is undone.
+        offload_folder: where weights mapped to "disk" are listed, and written unless they lie in
+            safetensors files in the dtype that they are wanted in: such files are read in place.
+        dtype: what floating weights become, e.g. "bfloat16"; None: as the model has them.
+        offload_state_dict: whether files of `torch.save` are mapped into memory (safetensors are).
+        offload_buffers: whether buffers are offloaded with the weights; else they go to the CPU.
+        keep_in_fp32_modules: submodules, by full name or one part of it, that stay in fp32; they
+            convert their inputs, and their outputs back.
+        offload_8bit_bnb: whether 8-bit modules are offloaded; refused.
+        strict: whether missing and unexpected names are an error, else one warning unless no name
+            fits.
+        full_state_dict: whether weights are full tensors; sharded ones are not built yet.
+        broadcast_from_rank0: whether only rank 0 reads and sends the weights; every rank calls.
+
+    Raises:
+        CheckpointError: naming every wrong shape (and with `strict` every missing and unexpected
+            name), a checkpoint without a weight of the model or with integers for floating ones, or
+            the problems of the files.
+        ConfigError: for devices and names that do not exist, and for `offload_8bit_bnb`.
+        NotBuiltError: for an option that is not built yet.
+
+    Example:
+        >>> accelerator.save_model(model, "export", max_shard_size="1GB")
+        >>> load_checkpoint_in_model(fresh, "export", strict=True)
+    """
+    _refuse(device_map, offload_folder, offload_8bit_bnb, full_state_dict)
+    target = own_module(model)
+    source = _source(checkpoint, offload_state_dict, broadcast_from_rank0)
+    shapes = source.shapes()
+    plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
+    _compare(fspath(checkpoint), plan, shapes, strict)
+    if device_map is not None and _is_hooked(target):
+        from accel.weights.dispatch import undo_for_loading
+
+        undo_for_loading(target, plan.with_ties(shapes))
+        plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
+    if offload_folder is not None and plan.on_disk():
+        from accel.weights.folder import DiskWeights
+
+        plan.disk = DiskWeights(offload_folder, source.stored())
+    plan.choose(shapes)
+    plan.move(shapes)
+    for part in source.parts():
+        plan.load(part)
+    plan.tie()
+    plan.keep_fp32()
+
+
+def _refuse(device_map: Any, folder: object, eight_bit: bool, full: bool) -> None:
+    problems = Problems()
+    if isinstance(device_map, str):
+        rule = "devices are given by submodule"
+        remedy = 'Pass {"": "cpu"}, or call `load_checkpoint_and_dispatch`.'
+        problems.add(f"device_map={device_map!r}", rule, remedy)
+    elif folder is None and "disk" in (device_map or {}).values():
+        rule = "at least one of the model submodule will be offloaded to disk"
+        remedy = "please pass along an `offload_folder`."
+        problems.add("offload_folder=None", rule, remedy)
+    if eight_bit:
+        rule = "8-bit layers stay on their device: their scales have no place in the offload folder"
+        remedy = "Leave it out, and offload other modules, or quantize to 4 bits: those that "
+        remedy += "load_and_quantize_model offloads are kept in torch_dtype."
+        problems.add("offload_8bit_bnb=True", rule, remedy)
+    if not full:
+        remedy = "Save full, not sharded, weights with `save_model`."
+        problems.add_not_built("full_state_dict=False", remedy)
+    problems.raise_if()
+
+
+def _source(checkpoint: Any, mmap: bool, broadcast: bool) -> files.Source | files.Broadcast:
+    if not broadcast:
+        return files.find(checkpoint, mmap)
+    state = PartialState()
+    found: files.Source | Exception | None = None
+    if state.comm.rank == 0:
+        try:
+            found = files.find(checkpoint, mmap)
+        except CheckpointError as error:
+            found = error  # raised on every rank when the shapes are requested
+    return files.Broadcast(found, state.comm, state.device)
+
+
+# -- what goes where -----------------------------------------------------------------------
+
+
+class _Plan:
+    """Device and dtype of each weight of a model, and how it gets there."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device_map: Mapping[str, AnyDevice] | None,
+        dtype: str | torch.dtype | None,
+        keep_in_fp32: Sequence[str],
+        offload_buffers: bool,
+    ) -> None:
+        from accel.weights.state import QuantizedParts
+
+        self.model = model
+        self.disk: DiskWeights | None = None
+        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self._stay = set() if offload_buffers else self._buffers
+        self.state: dict[str, Any] = model.state_dict(keep_vars=True)
+        self.ties = list(ties(model))
+        self.quantized = QuantizedParts(model)
+        problems = Problems()
+        self._dtype = _known(dtype, problems)
+        self._devices = {
+            name: _as_device(name, device, problems) for name, device in (device_map or {}).items()
+        }
+        self._kept = set(keep_in_fp32)
+        self._superseded: set[str] = set()
+        self._renamed: dict[str, str] = {}
+        problems += self._unknown_names()
+        problems += self._without_device(device_map is None)
+        problems.raise_if()
+
+    def _unknown_names(self) -> Iterator[Problem]:
+        modules = [name for name, _ in self.model.named_modules(remove_duplicate=False) if name]
+        known = {"", *modules, *self.state, *self._buffers}  # also what no checkpoint has
+        for name in self._devices:
+            if name not in known:
+                value = f"device_map[{name!r}]"
+                yield Problem(value, _NO_SUBMODULE, nearest(name, modules[:MAX_SUGGESTED]))
+        parts = {part for name in self.state for part in name.split(".")}
+        for name in self._kept - {*known, *parts}:
+            value = f"keep_in_fp32_modules: {name!r}"
+            yield Problem(value, _NO_SUBMODULE, nearest(name, modules[:MAX_SUGGESTED]))
+
+    def _without_device(self, everywhere: bool) -> Iterator[Problem]:
+        lacking = [] if everywhere else [n for n in self.state if self._mapped(n) is None]
+        if lacking:
+            remedy = 'Name their submodules too, or "" for all others.'
+            yield Problem(
+                f"device_map gives no device to {listed(lacking)}", "each has one", remedy
+            )
+
+    def _mapped(self, name: str) -> torch.device | None:
+        """Return the device of the longest entry of the map that `name` lies in."""
+        prefix = name
+        while prefix and prefix not in self._devices:
+            prefix = prefix.rpartition(".")[0]
+        found = self._devices.get(prefix)
+        return _CPU if found == DISK and name in self._stay else found
+
+    def on_disk(self) -> list[str]:
+        """Return the names of the weights that stay on disk."""
+        return [name for name in self.state if self._mapped(name) == DISK]
+
+    def _place(self, name: str) -> tuple[torch.device, torch.dtype]:
+        present = self.state[name]
+        stays = torch.device("cpu") if present.is_meta else present.device
+        dtype = present.dtype
+        if self._dtype is not None and dtype.is_floating_point:
+            dtype = torch.float32 if name in self._in_fp32 else self._dtype
+        return self._mapped(name) or stays, dtype
+
+    @cached_property
+    def _in_fp32(self) -> set[str]:
+        """The weights of modules that compute in fp32."""
+        from accel.weights.keep_fp32 import module_of, modules_in_fp32
+
+        named = [name for name in self.state if self._is_named(name)]
+        modules = modules_in_fp32(self.state, named, self.ties)
+        return {name for name in self.state if module_of(name) in modules}
+
+    def _is_named(self, name: str) -> bool:
+        within = any(name.startswith(f"{module}.") for module in self._kept)
+        return within or not self._kept.isdisjoint(name.split("."))
+
+    # -- loading ---------------------------------------------------------------------------
+
+    def choose(self, names: Collection[str]) -> None:
+        """Have a tied weight that a checkpoint has by several names be the last of them.
+
+        So it is in `torch.nn.Module.load_state_dict`, where their values may differ. Of a weight
+        that a dispatched model has in memory and offloaded, that in memory is loaded.
+        """
+        from accel.weights.offloaded_tensors import is_loaded_by_hook
+
+        for group in self.ties:
+            stored = [name for name in group if name in names]
+            self._superseded.update(stored[:-1])
+            present = [name for name in group if not is_loaded_by_hook(self.state.get(name))]
+            if stored and stored[-1] not in present:
+                self._renamed.update((stored[-1], name) for name in present[:1])
+
+    def move(self, names: Iterable[str]) -> None:
+        """Bring the weights that the model has in memory to their device and dtype."""
+        from accel.weights.tensors import held_in, like
+
+        self._convert_on_disk()
+        on_disk: dict[int, torch.Tensor] = {}
+        for name in self.with_ties(names):
+            present = None if name in self.quantized.awaited else self.state.get(name)
+            if isinstance(present, torch.Tensor) and not present.is_meta and not is_lazy(present):
+                device, dtype = self._place(name)
+                if device == DISK:
+                    held, key = held_in(self.model, name)
+                    shape = like(present, present.detach().to(DISK, dtype))
+                    held[key] = on_disk.setdefault(id(present), shape)  # still tied
+                else:
+                    present.data = present.data.to(device, dtype)
+
+    def with_ties(self, names: Iterable[str]) -> list[str]:
+        """Return names of weights, after the other names of those that are tied."""
+        wanted = dict.fromkeys(names)
+        groups = (group for group in self.ties if any(name in wanted for name in group))
+        others = [name for group in groups for name in group if name not in wanted]
+        return [*others, *wanted]
+
+    def _convert_on_disk(self) -> None:
+        """Give what stays on disk its dtype, in which it is loaded for a forward pass."""
+        from accel.weights.tensors import held_in, like
+
+        converted: dict[int, torch.Tensor] = {}
+        for name in self.on_disk():
+            held, key = held_in(self.model, name)
+            old, dtype = held[key], self._place(name)[1]
+            if old.is_meta and old.dtype != dtype:
+                shape = torch.empty_like(old, dtype=dtype)
+                held[key] = converted.setdefault(id(old), like(old, shape))
+
+    def keep_fp32(self) -> None:
+        """Have the modules that stay in fp32, between others of 16 bits, convert their inputs."""
+        from accel.weights.keep_fp32 import compute_in_fp32
+
+        kept = [n for n, v in self.state.items() if _is_floating(v) and n in self._in_fp32]
+        if kept and self._dtype not in (None, torch.float32):
+            compute_in_fp32(self.model, kept, self._dtype)
+
+    def load(self, part: Mapping[str, Any]) -> None:
+        """Load some of the weights."""
+        part = {
+            self._renamed.get(name, name): value
+            for name, value in part.items()
+            if name not in self._superseded
+        }
+        part = self.quantized.load(part)
+        self._check_codes(part)
+        part = self._offload(part)
+        fresh = {
+            # A copy: what was read may be a view of the file.
+            name: value.to(*self._place(name), copy=True)
+            for name, value in part.items()
+            if isinstance(value, torch.Tensor) and getattr(self.state.get(name), "is_meta", False)
+        }
+        rest = {name: value for name, value in part.items() if name not in fresh}
+        if fresh:
+            self.model.load_state_dict(self._versioned(fresh), strict=False, assign=True)
+        if rest:
+            self.model.load_state_dict(self._versioned(rest), strict=False)
+
+    def _check_codes(self, part: Mapping[str, Any]) -> None:
+        """Refuse integers for floating weights: they are codes of quantized ones."""
+        codes = [
+            f"{name} ({name_of(value.dtype)})"
+            for name, value in part.items()
+            if isinstance(value, torch.Tensor)
+            and value.dtype in _CODES
+            and name in self.state
+            and self.state[name].is_floating_point()
+        ]
+        if codes:
+            rule = "they are codes of quantized weights, and the model has floating ones"
+            remedy = "Load them with load_and_quantize_model, or save the model before quantizing."
+            raise CheckpointError(Problem(f"weights {listed(codes)}", rule, remedy))
+
+    def _versioned(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return weights as of this version of their modules: none fills in what is on disk."""
+        if self.disk is None:
+            return part
+        versioned = OrderedDict(part)
+        present: Any = self.state
+        # Copies: torch notes in them that weights are assigned, and would assign later ones, too.
+        versions = {name: dict(own) for name, own in present._metadata.items()}
+        versioned._metadata = versions  # type: ignore[attr-defined] # torch's own
+        return versioned
+
+    def _offload(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Offload those of some weights that stay on disk; return the others."""
+        if self.disk is None:
+            return part
+        on_disk = set(self.on_disk())
+        stored = {name: name for name in part} | dict(self._tied(part, on_disk))
+        for name in stored.keys() & on_disk:
+            self.disk.add(name, part[stored[name]], self._place(name)[1], stored[name])
+        return {name: part[key] for name, key in stored.items() if name not in on_disk}
+
+    def _tied(self, part: Mapping[str, Any], on_disk: set[str]) -> Iterator[tuple[str, str]]:
+        """Yield the other names of tied weights, of which one is on disk, and that in `part`."""
+        for group in self.ties:
+            known = next((name for name in group if name in part), None)
+            for name in group if known is not None and not on_disk.isdisjoint(group) else ():
+                if name not in part:
+                    yield name, str(known)
+
+    def tie(self) -> None:
+        """Restore the weights that were tied on the meta device to one tensor.
+
+        Of one that is to be on disk and in memory, the tensor in memory is the weight: dispatch
+        offloads it where it is to be on disk. Where a model is dispatched already, its hooks know.
+        """
+        from accel.weights.offloaded_tensors import is_loaded_by_hook
+        from accel.weights.tensors import held_in
+
+        self.quantized.finish()
+        on_disk = set(self.on_disk())
+        for group in self.ties:
+            places = [held_in(self.model, name) for name in group]
+            loaded = next((held[key] for held, key in places if not held[key].is_meta), None)
+            for held, key in places if loaded is not None else ():
+                if not is_loaded_by_hook(held[key]):
+                    held[key] = loaded
+        if self.disk is not None:
+            self._remember(self.disk.save(on_disk))
+
+    def _remember(self, weights: OffloadedWeightsLoader) -> None:
+        from accel.weights.missing_values import remember
+        from accel.weights.tensors import held_in
+
+        for name in weights.keys() & self.on_disk():
+            held, key = held_in(self.model, name)
+            if held[key].is_meta:  # else it is tied to one in memory
+                remember(held[key], weights, name)
+
+
+def ties(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Yield the names of each parameter and buffer that has several, offloaded ones included."""
+    names: dict[int, list[str]] = {}
+    first = _offloaded_ties(model) if _is_hooked(model) else {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(first.get(id(tensor), id(tensor)), []).append(name)
+    return (group for group in names.values() if len(group) > 1)
+
+
+def _is_hooked(model: torch.nn.Module) -> bool:
+    return any("_hf_hook" in module.__dict__ for module in model.modules())
+
+
+def _offloaded_ties(model: torch.nn.Module) -> dict[int, int]:
+    """Return the id of one tensor by those of all that stand for the same offloaded weight."""
+    from accel.weights.state import align_hooks
+
+    first: dict[int, int] = {}
+    for hook in (hook for module in model.modules() for hook in align_hooks(module)):
+        for places in hook.tied.values():
+            present = [owner._parameters.get(key) for owner, key in places]
+            tensors = [one for one in present if one is not None]
+            first |= {id(tensor): id(tensors[0]) for tensor in tensors}
+    return first
+
+
+def _known(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
+    try:
+        return None if dtype is None else as_dtype(dtype)
+    except ConfigError as error:
+        problems += error.problems
+    return None
+
+
+def _as_device(name: str, device: AnyDevice, problems: Problems) -> torch.device:
+    if device == "disk":
+        return DISK
+    kind = f"{default_device_type()}:{device}" if isinstance(device, int) else str(device)
+    value = f"device_map[{name!r}]={device!r}"
+    try:
+        found = torch.device(kind)
+        count = 1 if found.type in ("cpu", "meta") else device_count(found.type)
+    except (RuntimeError, ConfigError) as error:
+        problems.add(value, f"it is no device ({str(error).splitlines()[0]})", _DEVICES)
+        return torch.device("cpu")
+    if isinstance(device, int) and found.type == "cpu":
+        problems.add(value, "this machine has no accelerator", _DEVICES)
+    elif (found.index or 0) >= count:
+        problems.add(value, f"this machine has {count} {found.type} devices", _DEVICES)
+    elif found.type == "meta":
+        problems.add(value, "weights on meta have no memory", _DEVICES)
+    return found
+
+
+_DEVICES = 'Give "cpu", or an accelerator of this machine by number or as "cuda:0".'
+
+
+# -- what does not fit ---------------------------------------------------------------------
+
+
+def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None:
+    """Report everything in which the checkpoint does not fit the model, in one message."""
+    state = plan.state
+    tied = {name: set(group) for group in plan.ties for name in group}
+    missing = [n for n in state if n not in shapes and tied.get(n, set()).isdisjoint(shapes)]
+    unexpected = [name for name in shapes if name not in state]
+    wrong = [
+        f"{name} is {list(shape)}, in the model {list(state[name].shape)}"
+        for name, shape in shapes.items()
+        if shape is not None
+        and _has_shape(state.get(name))
+        and state[name].shape != shape
+        and name not in plan.quantized.packed
+    ]
+    differences = [
+        f"{what}: {listed(found)}"
+        for what, found in (
+            ("wrong shapes", wrong),
+            ("missing from the checkpoint", missing),
+            ("not in the model", unexpected),
+        )
+        if found
+    ]
+    nothing = bool(unexpected) and len(unexpected) == len(shapes)
+    if wrong or nothing or (strict and differences):
+        remedy = "Build the model as it was when it was saved"
+        also = ", or pass strict=False." if not (wrong or nothing) else "."
+        value = f"checkpoint {checkpoint!r}"
+        rule = f"its weights do not fit {type(plan.model).__name__}; {'; '.join(differences)}"
+        raise CheckpointError(Problem(value, rule, remedy + also))
+    if differences:
+        logger.warning("load_checkpoint_in_model(%r): %s.", checkpoint, "; ".join(differences))
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _has_shape(present: Any) -> bool:
+    return isinstance(present, torch.Tensor) and not is_lazy(present)
+
 
 _CHOICES = ("auto", "balanced", "balanced_low_0", "sequential")
 

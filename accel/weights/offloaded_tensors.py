@@ -207,6 +207,10 @@ class _Held(_Unused):
         detached.__dict__[TOKEN] = token_of(self)
         return detached
 
+    def refuse_saving(self: Any) -> NoReturn:
+        """Raise `StateError`: outside of its module the weight has no values to save."""
+        raise StateError(_not_saved([self.detach()], None))
+
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
@@ -422,13 +426,6 @@ def mark_in_state_dict(state: MutableMapping[str, Any], names: Iterable[str]) ->
     for name in names:
         if _is_plain(state.get(name)):
             state[name] = state[name].as_subclass(OffloadedValue)
-
-
-def refuse_without_values(value: object) -> None:
-    """Raise `StateError` for offloaded weights in what is to be saved; modules have their hooks."""
-    for tensor in iterate(value):
-        if isinstance(tensor, HELD):
-            raise StateError(_not_saved([tensor.detach()], None))
 
 
 def refuse_gradient(_: torch.Tensor) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from os import fspath
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,20 +14,14 @@ from accel.config.quantization import BnbQuantizationConfig
 from accel.logging import get_logger
 from accel.machine.device import default_device_type
 from accel.machine.enums import CustomDtype
-from accel.machine.errors import CheckpointError, ConfigError, Problem
-from accel.weights import quantized_layers as layers
-from accel.weights import weight_files
-from accel.weights.device_map import DeviceMap, check_device_map
-from accel.weights.device_memory import ELSEWHERE, MaxMemory
+from accel.machine.errors import CheckpointError, ConfigError, Problem, nearest
+from accel.machine.imports import require
+from accel.weights import files
+from accel.weights.device_map import ELSEWHERE, DeviceMap, MaxMemory, check_device_map
 from accel.weights.dispatch import PathLike, dispatch_model
+from accel.weights.folder import Info, make_folder, offload_weight, save_offload_index
 from accel.weights.keep_fp32 import compute_in_fp32
 from accel.weights.load import inferred_device_map
-from accel.weights.offload_folder import (
-    Info,
-    make_folder,
-    offload_weight,
-    save_offload_index,
-)
 from accel.weights.sizes import Dtype
 from accel.weights.tensors import (
     as_device,
@@ -38,6 +33,167 @@ from accel.weights.tensors import (
 )
 
 logger = get_logger(__name__)
+
+WEIGHT = "weight"
+_SCALES = "SCB"  # of 8-bit weights, one a row
+_FORMAT = "weight_format"  # of 8-bit weights: row-major, the only one that is written now
+_STATE = "weight.quant_state."  # of 4-bit weights: how they are packed
+_MIN_VERSION = "0.46"
+Parts = Mapping[str, torch.Tensor]
+
+
+def bitsandbytes(needed_for: str) -> Any:
+    """Import and return bitsandbytes, or raise a `MissingPackageError` that names the extra."""
+    return require("bitsandbytes", needed_for, f"bitsandbytes>={_MIN_VERSION}", "quantized")
+
+
+def to_quantize(model: nn.Module, config: BnbQuantizationConfig) -> list[str]:
+    """Return the full names of the linear layers that a configuration quantizes.
+
+    Raises:
+        ConfigError: for a name in it that the model has no submodule for.
+    """
+    skipped = config.skip_modules
+    kept = config.keep_in_fp32_modules or []
+    names = [name for name, _ in model.named_modules() if name]
+    parts = {part for name in names for part in name.split(".")}
+    for field, given in (("skip_modules", skipped or []), ("keep_in_fp32_modules", kept)):
+        for name in given:
+            if name not in names and name not in parts:
+                value, rule = f"{field}: {name!r}", "the model has no such submodule"
+                raise ConfigError.of(value, rule, nearest(name, names))
+    spared = {*(_heads(model) if skipped is None else skipped), *kept}
+    found = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not lies_within(name, spared)
+    ]
+    if not found:
+        logger.warning("No linear modules were found in your model, so nothing is quantized.")
+    return found
+
+
+def lies_within(name: str, modules: Collection[str]) -> bool:
+    """Return whether a name is, or lies in, a module that is named fully or by one part."""
+    return not {*name.split(".")}.isdisjoint(modules) or any(
+        name == module or name.startswith(f"{module}.") for module in modules
+    )
+
+
+def _heads(model: nn.Module) -> Iterator[str]:
+    """Yield the modules with tied weights, and the output embeddings or the last layer."""
+    for group in find_tied_parameters(model):
+        yield from (name.rpartition(".")[0] for name in group)
+    embeddings = getattr(model, "get_output_embeddings", None)
+    head = embeddings() if callable(embeddings) else None
+    layers = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    last = layers[-1] if head is None and layers else head
+    yield from (name for name, module in model.named_modules() if module is last and name)
+
+
+# -- one layer -----------------------------------------------------------------------------
+
+
+def empty_layer(linear: nn.Linear, config: BnbQuantizationConfig) -> nn.Linear:
+    """Return a quantized layer of the shape of `linear`, on the meta device."""
+    bnb = bitsandbytes("load_and_quantize_model")
+    shape = (linear.in_features, linear.out_features, linear.bias is not None)
+    layer: nn.Linear
+    if config.load_in_8bit:
+        threshold = config.llm_int8_threshold
+        layer = bnb.nn.Linear8bitLt(
+            *shape, has_fp16_weights=False, threshold=threshold, device="meta"
+        )
+    else:
+        layer = bnb.nn.Linear4bit(
+            *shape,
+            compute_dtype=config.bnb_4bit_compute_dtype,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+            device="meta",
+        )
+        # On CPUs with AVX512-BF16 bitsandbytes would repack weights at the first evaluation: some
+        # shapes fail, results depend on the CPU, and no gradient passes (of an adapter) afterwards.
+        layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment] # no tensor
+    if layer.bias is not None:
+        layer.bias.requires_grad_(linear.bias.requires_grad)
+    return layer.train(linear.training)
+
+
+def fill(
+    name: str,
+    layer: nn.Linear,
+    parts: Parts,
+    device: torch.device,
+    config: BnbQuantizationConfig,
+) -> None:
+    """Give a layer its weight: quantized here, or as a checkpoint has it.
+
+    Args:
+        name: its full name, for messages.
+        layer: as of `empty_layer`.
+        parts: `weight`, and what else belongs to it in a checkpoint of quantized weights.
+        device: where to.
+        config: how floating weights are quantized.
+
+    Raises:
+        CheckpointError: for a weight of another shape, or quantized to other bits.
+    """
+    weight = parts[WEIGHT]
+    state = next((key for key in parts if key.startswith(_STATE)), None)
+    if weight.is_floating_point():
+        _check_shape(name, weight, layer)
+        given = weight.detach().to(config.torch_dtype, copy=True)
+        layer.weight = _parameter(layer, given, config).to(device)
+    elif config.load_in_8bit and weight.dtype == torch.int8 and _SCALES in parts:
+        _check_shape(name, weight, layer)
+        given, scales = weight.to(device, copy=True), parts[_SCALES].to(device, copy=True)
+        kind: Any = type(layer.weight)
+        layer.weight = kind(given, False, has_fp16_weights=False, CB=given, SCB=scales)
+    elif config.load_in_4bit and state is not None:
+        kind = type(layer.weight)
+        rest = {key: part.clone() for key, part in parts.items() if key != WEIGHT}
+        layer.weight = kind.from_prequantized(
+            weight.clone(), rest, requires_grad=False, device=device, module=layer
+        )
+    else:
+        raise _unfit(name, weight, config)
+
+
+def _parameter(layer: nn.Linear, weight: torch.Tensor, config: BnbQuantizationConfig) -> Any:
+    """Return a weight that a move to a device quantizes."""
+    kind: Any = type(layer.weight)
+    if config.load_in_8bit:
+        return kind(weight, requires_grad=False, has_fp16_weights=False)
+    return kind(
+        weight,
+        requires_grad=False,
+        compress_statistics=config.bnb_4bit_use_double_quant,
+        quant_type=config.bnb_4bit_quant_type,
+        module=layer,
+    )
+
+
+def is_plain(key: str) -> bool:
+    """Return whether an entry of a layer is none of its quantized weight: bias, or the format."""
+    return key in ("bias", _FORMAT)
+
+
+def _check_shape(name: str, weight: torch.Tensor, layer: nn.Linear) -> None:
+    wanted = (layer.out_features, layer.in_features)
+    if weight.shape != wanted:
+        value = f"{name}.weight of shape {list(weight.shape)}"
+        rule = f"the model has {list(wanted)}"
+        raise CheckpointError(Problem(value, rule, "Build the model as it was when it was saved."))
+
+
+def _unfit(name: str, weight: torch.Tensor, config: BnbQuantizationConfig) -> CheckpointError:
+    bits = "8" if config.load_in_8bit else "4"
+    value = f"{name}.weight of {str(weight.dtype).removeprefix('torch.')}"
+    rule = f"it is neither a floating weight nor one quantized to {bits} bits with its scales"
+    remedy = "Give the configuration that it was quantized with, or the original weights."
+    return CheckpointError(Problem(value, rule, remedy))
+
 
 _MAX_NAMED = 10
 _MARKS = ("is_loaded_in_8bit", "is_loaded_in_4bit")
@@ -86,10 +242,10 @@ def load_and_quantize_model(
         >>> quantization = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
         >>> load_and_quantize_model(model, quantization, "checkpoint", device_map="auto")
     """
-    layers.bitsandbytes("load_and_quantize_model")
+    bitsandbytes("load_and_quantize_model")
     config = bnb_quantization_config
     _check(model, weights_location)
-    quantized = layers.to_quantize(model, config)
+    quantized = to_quantize(model, config)
     placed = _device_map(model, config, quantized, device_map, max_memory, no_split_module_classes)
     loading = _Loading(model, config, placed, offload_folder)
     if weights_location is None:
@@ -97,7 +253,7 @@ def load_and_quantize_model(
         loading.start(quantized, state)
         loading.load(state)
     else:
-        source = weight_files.find(weights_location, offload_state_dict)
+        source = files.find(weights_location, offload_state_dict)
         loading.start(quantized, source.shapes())
         for part in source.parts():
             loading.load(part)
@@ -135,7 +291,7 @@ def _device_map(
         kept = config.keep_in_fp32_modules or ()
         names = [name for name, _ in model.named_parameters()]
         special: dict[str, Dtype] = {f"{name}.weight": bits for name in quantized}
-        special |= {name: torch.float32 for name in names if layers.lies_within(name, kept)}
+        special |= {name: torch.float32 for name in names if lies_within(name, kept)}
         device_map = inferred_device_map(
             device_map, model, max_memory, no_split, config.torch_dtype, special
         )
@@ -190,7 +346,7 @@ class _Loading:
                 self.aliases[held] = [name for name in group if name not in given]
         for name in given.union(*self.aliases.values()):
             layer, key = self._layer_of(name)
-            if layer and not layers.is_plain(key):
+            if layer and not is_plain(key):
                 self.awaited[layer].add(key)
 
     def _is_away(self, name: str) -> bool:
@@ -200,7 +356,7 @@ class _Loading:
         owner, _, key = name.rpartition(".")
         linear = self.model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        self.layers[name] = layers.empty_layer(linear, self.config)
+        self.layers[name] = empty_layer(linear, self.config)
         setattr(self.model.get_submodule(owner), key, self.layers[name])
 
     def _layer_of(self, name: str) -> tuple[str, str]:
@@ -219,7 +375,7 @@ class _Loading:
                 layer, key = self._layer_of(name)
                 if not isinstance(value, torch.Tensor):
                     self.unexpected.append(name)
-                elif layer and not layers.is_plain(key):
+                elif layer and not is_plain(key):
                     self._collect(layer, key, value)
                 elif name in self.lacking:
                     self._place(name, value)
@@ -230,11 +386,11 @@ class _Loading:
         """Keep a part of a quantized layer, and fill the layer once they are all there."""
         parts = self.parts[layer]
         parts[key] = value
-        if parts.keys() < self.awaited[layer] or layers.WEIGHT not in parts:
+        if parts.keys() < self.awaited[layer] or WEIGHT not in parts:
             return
         device = as_device(device_of(layer, self.device_map))
-        layers.fill(layer, self.layers[layer], self.parts.pop(layer), device, self.config)
-        self.lacking.discard(f"{layer}.{layers.WEIGHT}")
+        fill(layer, self.layers[layer], self.parts.pop(layer), device, self.config)
+        self.lacking.discard(f"{layer}.{WEIGHT}")
 
     def _place(self, name: str, value: torch.Tensor) -> None:
         """Bring a weight that is not quantized to its device, or to disk, in its dtype."""
@@ -245,7 +401,7 @@ class _Loading:
             remedy = "Build the model as it was when it was saved."
             raise CheckpointError(Problem(f"{name} of shape {list(value.shape)}", rule, remedy))
         if value.is_floating_point():
-            kept = layers.lies_within(name, self.config.keep_in_fp32_modules or ())
+            kept = lies_within(name, self.config.keep_in_fp32_modules or ())
             value = value.to(torch.float32 if kept else self.config.torch_dtype)
         device = device_of(name, self.device_map)
         if device == "disk" and name in self.parameters:
@@ -261,11 +417,11 @@ class _Loading:
     def kept_in_fp32(self) -> list[str]:
         """Return the weights of the modules that stay in fp32."""
         kept = self.config.keep_in_fp32_modules or ()
-        return [name for name in self.parameters if layers.lies_within(name, kept)]
+        return [name for name in self.parameters if lies_within(name, kept)]
 
     def finish(self, location: str) -> None:
         """Tie weights again; raise for those that nothing was found for."""
-        quantized = {f"{name}.{layers.WEIGHT}" for name in self.layers}
+        quantized = {f"{name}.{WEIGHT}" for name in self.layers}
         retie_parameters(self.model, [g for g in self.ties if quantized.isdisjoint(g)])
         tensors = {**self.model.state_dict(), **dict(self.model.named_buffers())}
         without = [

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from accel.machine.device import copies_in_order
+from accel.weights.folder import in_memory
 from accel.weights.tensors import Device, as_device
-from accel.weights.weights_map import in_memory
 
 # Below this, reading takes less than handing over to a thread does.
 MIN_BYTES = 1 << 20

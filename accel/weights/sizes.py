@@ -12,8 +12,7 @@ from torch import nn
 
 from accel.machine.enums import CustomDtype
 from accel.machine.errors import ConfigError
-from accel.weights.dtypes import as_dtype
-from accel.weights.tensors import named_module_tensors
+from accel.weights.tensors import as_dtype, named_module_tensors
 
 Dtype = str | torch.dtype | CustomDtype
 # A submodule, or a parameter or buffer of the model's own.

@@ -118,7 +118,7 @@ def _model(name: str, arguments: Sequence[str]) -> nn.Module:
             raise ConfigError.of(" ".join(arguments), rule, remedy)
         return _of_transformers(path.parent if path.name == CONFIG else path)
     trust.import_packages()
-    from accel.weights.empty_weights import init_empty_weights
+    from accel.weights.tensors import init_empty_weights
     from runner.recipe.factory import factory_of
     from runner.recipe.registry import register
 
@@ -156,7 +156,7 @@ def _of_transformers(folder: Path) -> nn.Module:
         raise ConfigError.of(str(folder), f"it holds no {CONFIG}", remedy)
     transformers = require("transformers", f"runner estimate-memory {folder}", extra="examples")
     from accel.precision.fp8 import CHATTY
-    from accel.weights.empty_weights import init_empty_weights
+    from accel.weights.tensors import init_empty_weights
 
     try:
         with silenced(CHATTY, logging.ERROR):  # transformers imports torchao

@@ -85,7 +85,7 @@ def merge(arguments: Sequence[str]) -> int:
         spellings = (f"--{name}", f"--{name.replace('_', '-')}")
         parser.add_argument(*spellings, action="store_true", help=what)
     found = parser.parse_args(list(arguments))
-    from accel.checkpoint.merge import merge_weights
+    from accel.weights.files import merge_weights
 
     merge_weights(
         found.checkpoint_directory,

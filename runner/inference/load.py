@@ -75,7 +75,7 @@ def restored_step(path: Path, recipe: Recipe, placement: Placement | None = None
         CheckpointError: if the checkpoint does not fit.
     """
     from accel import init_empty_weights
-    from accel.checkpoint.full_or_sharded import read_model
+    from accel.checkpoint.load import read_model
     from accel.comm.rng import preserved
     from runner.recipe import parts
 

@@ -83,7 +83,7 @@ class Placement:
 def _exported(checkpoint: Path, index: int, folder: Path) -> Path:
     """Return where the weights of a model lie as safetensors; written to `folder` if need be."""
     from accel.checkpoint import export
-    from accel.checkpoint.full_or_sharded import read_model
+    from accel.checkpoint.load import read_model
     from accel.checkpoint.serialization import holds_tensors_alone
 
     if holds_tensors_alone(checkpoint, index):

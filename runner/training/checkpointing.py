@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accel.checkpoint import directory as checkpoints
-from accel.checkpoint.full_or_sharded import read_model
+from accel.checkpoint.load import read_model
 from accel.comm.ops import broadcast_object_list
 from accel.machine.errors import CheckpointError, Problem
 from runner.run_dir import directory

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from accel.checkpoint.merge import merge_weights as merge_fsdp_weights
+from accel.weights.files import merge_weights as merge_fsdp_weights
 
 __all__ = ["merge_fsdp_weights"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from accel.checkpoint import directory, sharded, sharded_state
+from accel.checkpoint import directory, sharded
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.checkpoint.serialization import load_plain, save_plain
 from accel.comm.all_or_none import together
@@ -247,7 +247,7 @@ def save_fsdp_model(
     state = _adapter(model, state) if adapter_only else state
     if in_shards:
         folder = Path(output_dir) / directory.sharded_model_name(model_index)
-        _save_shards(comm, sharded_state.nested_model(state, what), folder)
+        _save_shards(comm, sharded.nested_model(state, what), folder)
     else:
         _save(comm, state, _file(output_dir, FSDP_MODEL_NAME, model_index), what)
 
@@ -278,7 +278,7 @@ def load_fsdp_model(
     shards = Path(input_dir) / directory.sharded_model_name(model_index)
     path = _kept(shards, _file(input_dir, FSDP_MODEL_NAME, model_index), fsdp_plugin)
     if path == shards:
-        state = sharded_state.read_model(shards, io.allocate_weights(model) or sharded.empty)
+        state = sharded.read_model_folder(shards, io.allocate_weights(model) or sharded.empty)
     else:
         state = load_plain(path)
     if adapter_only and is_peft_model(own_module(model)):
@@ -308,7 +308,7 @@ def save_fsdp_optimizer(
     comm, io = accelerator.comm, accelerator.strategy.state
     names, what = ParameterNames([own_module(model)]), f"optimizer {optimizer_index}"
     if fsdp_plugin.saves_shards:
-        state = sharded_state.nested_optimizer(io.sharded_optimizer_state(optimizer, names), what)
+        state = sharded.nested_optimizer(io.sharded_optimizer_state(optimizer, names), what)
         _save_shards(
             comm, state, Path(output_dir) / directory.sharded_optimizer_name(optimizer_index)
         )
@@ -346,7 +346,7 @@ def load_fsdp_optimizer(
     path = _kept(shards, _file(input_dir, OPTIMIZER_NAME, optimizer_index), fsdp_plugin)
     if path == shards:
         allocate = io.allocate_state(optimizer, names) or sharded.empty
-        state = sharded_state.read_optimizer(shards, 0, allocate)
+        state = sharded.read_optimizer_folder(shards, 0, allocate)
     else:
         state = load_plain(path)
     io.load_optimizer_state(optimizer, state, names)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import Accelerator
-from accel.checkpoint import accelerate_format, directory
+from accel.checkpoint import directory, load
 from accel.machine.errors import CheckpointError
 from tests.accel.checkpoint.parts import Run, build, equal
 from tests.accel.checkpoint.test_serialization import Evil
@@ -115,7 +115,7 @@ def test_a_write_that_was_cut_off_is_not_taken_for_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cut off"):
         run.accelerator.load_state(tmp_path / "state", trust_unverified=True)
     with pytest.raises(CheckpointError, match="not the documented files"):
-        accelerate_format.describe(tmp_path / "state")
+        load.describe(tmp_path / "state")
 
 
 def test_nothing_in_it_is_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,13 +153,11 @@ def test_a_tied_weight_that_was_stored_once(tmp_path: Path) -> None:
 
 def test_states_of_devices() -> None:
     states = random_states() | {"torch_cuda_manual_seed": [torch.ones(2), torch.zeros(2)]}
-    found = accelerate_format.random_states(states)["accelerator"]
+    found = load.random_states(states)["accelerator"]
     assert found["kind"] == "cuda"
     assert any(torch.equal(found["state"], own) for own in states["torch_cuda_manual_seed"])
     single = random_states() | {"torch_xpu_manual_seed": torch.ones(2)}
-    assert torch.equal(
-        accelerate_format.random_states(single)["accelerator"]["state"], torch.ones(2)
-    )
+    assert torch.equal(load.random_states(single)["accelerator"]["state"], torch.ones(2))
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])

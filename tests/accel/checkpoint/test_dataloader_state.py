@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel.checkpoint.dataloader_state import load_positions, positions
+from accel.checkpoint.loaders import load_positions, positions
 from accel.comm.local import LocalCommunicator
 from accel.machine.errors import CheckpointError
 

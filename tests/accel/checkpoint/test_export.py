@@ -18,7 +18,7 @@ from torch import nn
 from accel.checkpoint import export
 from accel.checkpoint.serialization import read_tensors
 from accel.machine.errors import CheckpointError, ConfigError
-from accel.weights.load_weights import load_checkpoint_in_model
+from accel.weights.load import load_checkpoint_in_model
 
 
 def state() -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from accel import Accelerator
-from accel.checkpoint import sharded_state
+from accel.checkpoint import sharded
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.machine.errors import CheckpointError
 from tests.helpers import run_distributed
@@ -163,4 +163,4 @@ def test_names_that_begin_with_model_stay_as_they_are(tmp_path: Path) -> None:
     dcp.save(weights, checkpoint_id=tmp_path / "alone", no_dist=True)
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "nested", no_dist=True)
     for folder in tmp_path.iterdir():
-        assert sharded_state.read_model(folder).keys() == weights.keys()
+        assert sharded.read_model_folder(folder).keys() == weights.keys()

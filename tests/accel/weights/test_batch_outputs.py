@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from accel.machine.errors import ConfigError
-from accel.weights.batch_outputs import BatchOutputs
+from accel.weights.pipeline import BatchOutputs
 
 Tensors = Sequence[torch.Tensor]
 X, PAIR = torch.ones(2, 3), torch.ones(2)

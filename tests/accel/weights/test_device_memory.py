@@ -12,7 +12,7 @@ from torch import nn
 
 from accel.machine.errors import ConfigError
 from accel.utils import get_balanced_memory, get_max_memory
-from accel.weights import device_memory
+from accel.weights import device_map
 from tests.accel.weights.models import net
 
 LAYER = 440  # bytes of Linear(10, 10)
@@ -51,7 +51,7 @@ def test_texts_become_bytes_where_they_were_given() -> None:
 
 
 def test_a_container_has_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(device_memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(device_map, "_CGROUP", tmp_path)
     assert get_max_memory()["cpu"] > 700
     (tmp_path / "memory.current").write_text("300\n")
     (tmp_path / "memory.max").write_text("1000\n")

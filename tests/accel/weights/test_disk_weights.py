@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from accel.utils import OffloadedWeightsLoader
-from accel.weights.disk_weights import DiskWeights
+from accel.weights.folder import DiskWeights
 
 
 def test_a_weight_is_written_unless_its_file_will_do(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accel.weights.fill_devices import Filler, lies_in
+from accel.weights.device_map import Filler, lies_in
 from accel.weights.sizes import compute_module_sizes, own_parts
 from accel.weights.tensors import find_tied_parameters
 from tests.accel.weights.models import Tied

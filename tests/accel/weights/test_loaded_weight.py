@@ -11,8 +11,8 @@ from torch import nn
 
 from accel import disk_offload
 from accel.hooks import LayerwiseCastingHook, add_hook_to_module
-from accel.weights import loaded_weight
-from accel.weights.loaded_weight import LoadedWeight, content_of
+from accel.weights import ties
+from accel.weights.ties import LoadedWeight, content_of
 from tests.accel.weights.models import hook_of, inputs
 
 Write = Callable[[nn.Linear], object]
@@ -75,7 +75,7 @@ def test_a_forward_pass_compares_no_contents(
         compared.append(tensor)
         return content_of(tensor)
 
-    monkeypatch.setattr(loaded_weight, "content_of", spy)
+    monkeypatch.setattr(ties, "content_of", spy)
     model(inputs())
     assert not compared
     hook_of(model[0]).pre_forward(model[0])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
-from accel.weights import pipeline_stages as stages
+from accel.weights import pipeline as stages
 from tests.accel.weights.models import Tied
 
 

@@ -307,13 +307,13 @@ def test_a_model_without_weights_needs_files() -> None:
 def test_legacy_files_may_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(model().state_dict(), tmp_path / "pytorch_model.bin")
     asked: list[bool] = []
-    find = quantize.weight_files.find
+    find = quantize.files.find
 
     def finding(location: Any, mmap: bool) -> Any:
         asked.append(mmap)
         return find(location, mmap)
 
-    monkeypatch.setattr(quantize.weight_files, "find", finding)
+    monkeypatch.setattr(quantize.files, "find", finding)
     for mmap in (False, True):
         found = load_and_quantize_model(empty(), config(), tmp_path, offload_state_dict=mmap)
         assert error(found) < 0.02

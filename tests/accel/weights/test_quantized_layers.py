@@ -11,7 +11,7 @@ from torch import nn
 from accel.config.quantization import BnbQuantizationConfig
 from accel.machine.errors import CheckpointError, ConfigError, MissingPackageError
 from accel.machine.imports import is_available
-from accel.weights import quantized_layers as layers
+from accel.weights import quantize as layers
 from tests.accel.weights.models import Tied, net
 
 EIGHT = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32")

@@ -14,7 +14,7 @@ from accel import Accelerator, load_checkpoint_in_model
 from accel.machine.errors import CheckpointError
 from accel.machine.imports import is_available
 from accel.utils import BnbQuantizationConfig, load_and_quantize_model
-from accel.weights.quantized_state import load_quantized
+from accel.weights.state import load_quantized
 from tests.accel.weights.test_quantized_layers import installed
 
 pytestmark = installed

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from accel import load_checkpoint_in_model
-from accel.weights import weight_files
+from accel.weights import files
 from tests.accel.checkpoint.test_serialization import Evil
 from tests.accel.weights.test_load_weights import fails, net, same, saved
 
@@ -48,9 +48,9 @@ def test_the_next_file_is_read_while_one_is_used(
         if len(asked) == 2:
             second.set()
 
-    monkeypatch.setattr(weight_files, "_REQUEST", 100)
+    monkeypatch.setattr(files, "_REQUEST", 100)
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    source = weight_files.find(tmp_path)
+    source = files.find(tmp_path)
     parts = source.parts()
     next(parts)
     assert second.wait(60)
@@ -102,26 +102,26 @@ def test_of_the_files_one_at_a_time_is_in_memory(
 ) -> None:
     model = saved(tmp_path, safe=safe, max_shard_size=60)
     held: list[weakref.ref[torch.Tensor]] = []
-    files = []
+    paths = []
     name = "read_tensors" if safe else "load_plain"
-    read = getattr(weight_files, name)
+    read = getattr(files, name)
 
     def watched(path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
         if kwargs.get("map_location") == "meta":  # it looks at the shapes
             return read(path, **kwargs)
         assert [one for one in held if one() is not None] == [], path
-        files.append(path)
+        paths.append(path)
         found = dict(read(path, **kwargs))
         held.extend(weakref.ref(tensor) for tensor in found.values())
         return found
 
-    monkeypatch.setattr(weight_files, name, watched)
+    monkeypatch.setattr(files, name, watched)
     fresh = net().to("meta")
     load_checkpoint_in_model(fresh, tmp_path)
-    assert len(files) == len(set(files)) > 2
+    assert len(paths) == len(set(paths)) > 2
     assert same(fresh, model)
 
 
 def test_an_index_without_weights_has_no_parts(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    assert list(weight_files.find(tmp_path).parts()) == []
+    assert list(files.find(tmp_path).parts()) == []

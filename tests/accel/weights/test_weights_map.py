@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from accel.machine.errors import StateError
-from accel.weights.offload_folder import (
+from accel.weights.folder import (
     OffloadedWeightsLoader,
     PrefixedDataset,
+    in_memory,
     offload_state_dict,
+    write_weight,
 )
-from accel.weights.weights_map import in_memory, write_weight
 
 
 class ReadOnly(Mapping[str, torch.Tensor]):

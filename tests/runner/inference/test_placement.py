@@ -61,7 +61,7 @@ def test_weights_are_read_where_they_lie(
 def resaved(run_dir: Path, change: Any) -> Path:
     """Change the state dict of the run's checkpoint and write it as another kind of state."""
     folder = run_dir / "checkpoints" / "checkpoint_0"
-    state = serialization.read_model(folder)
+    state = serialization.read_full_model(folder)
     path = folder / directory.model_name(0)
     path.unlink()
     (folder / directory.MANIFEST).unlink()

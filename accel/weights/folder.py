@@ -10,16 +10,16 @@ import functools
 import json
 import mmap
 import os
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from accel.checkpoint import disk_full
-from accel.machine.errors import CheckpointError, ConfigError, Problem, text_of
-from accel.weights.dtypes import as_dtype, name_of
+from accel.machine.errors import CheckpointError, ConfigError, Problem, StateError, text_of
+from accel.weights.tensors import as_dtype, name_of
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
@@ -419,3 +419,107 @@ def extract_submodules_state_dict(
         for name, value in state_dict.items()
         if any(name == one or name.startswith(f"{one}.") for one in submodule_names)
     }
+
+
+class DiskWeights:
+    """The folder of offloaded weights that a checkpoint is loaded into.
+
+    A weight in a safetensors file that has the dtype it is wanted in stays there: the index names
+    the file. Others are written into the folder.
+
+    Args:
+        folder: made if it is missing.
+        stored: safetensors file and name in it, by name of a weight.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], stored: Mapping[str, tuple[Path, str]]
+    ) -> None:
+        self.folder = make_folder(folder)
+        self.stored = stored
+        self.index: dict[str, Info] = {}
+
+    def add(self, name: str, value: torch.Tensor, dtype: torch.dtype, stored_as: str) -> None:
+        """Add a weight that was read from the checkpoint, in the dtype that it is wanted in.
+
+        `stored_as`: its name in the checkpoint, which has one of several for a tied weight.
+        """
+        if stored_as in self.stored and value.dtype == dtype:
+            path, key = self.stored[stored_as]
+            self.index[name] = {
+                "safetensors_file": str(path.resolve()),
+                "weight_name": key,
+                "dtype": name_of(dtype),
+                "shape": list(value.shape),
+            }
+        else:
+            offload_weight(value.to(dtype), name, self.folder, self.index)
+
+    def save(self, wanted: Iterable[str]) -> OffloadedWeightsLoader:
+        """Write the index; of the names `wanted` on disk it has only those of this checkpoint.
+
+        Returns:
+            The weights of this checkpoint on disk, by name.
+        """
+        drop_from_index(set(wanted) - self.index.keys(), self.folder)
+        save_offload_index(self.index, self.folder)
+        return OffloadedWeightsLoader(save_folder=self.folder, index=self.index)
+
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def in_memory(weights: Weights | None, name: str) -> bool:
+    """Return whether an offloaded weight lies in memory, not in a file."""
+    if isinstance(weights, PrefixedDataset):
+        return in_memory(weights.dataset, f"{weights.prefix}{name}")
+    if isinstance(weights, OffloadedWeightsLoader):
+        return weights.in_memory(name)
+    return isinstance(weights, dict)
+
+
+def write_weight(weights: Weights | None, name: str, value: torch.Tensor, tied: bool) -> None:
+    """Have a weights map give another value of a weight, which is kept in memory.
+
+    Files of weights stay as they are. A value of the same shape and dtype is copied to where the
+    present one lies in memory.
+
+    Args:
+        weights: gets the value.
+        name: of the weight.
+        value: on any device.
+        tied: whether the mapping has the weight under other names, too.
+
+    Raises:
+        StateError: if the mapping cannot be written to, or would have two values of one weight.
+    """
+    if tied:
+        raise StateError(
+            f"offloaded weight {name!r} is tied to others and was changed: it is kept by each of "
+            "its names, which would differ. Keep its module on a device, or change it before "
+            "dispatch_model."
+        )
+    # A tensor that is made in inference mode cannot be used for gradients later.
+    with torch.inference_mode(False), torch.no_grad():
+        content = value.detach().to("cpu")
+        if in_memory(weights, name):
+            assert weights is not None
+            present = weights[name]
+            fits = present.dtype == content.dtype and present.shape == content.shape
+            if fits and not present.is_inference():
+                present.copy_(content)
+                return
+        _set(weights, name, content.clone() if content.data_ptr() == value.data_ptr() else content)
+
+
+def _set(weights: Any, name: str, value: torch.Tensor) -> None:
+    if isinstance(weights, PrefixedDataset):
+        _set(weights.dataset, f"{weights.prefix}{name}", value)
+    elif isinstance(weights, (dict, OffloadedWeightsLoader)):
+        weights[name] = value
+    else:
+        raise StateError(
+            f"offloaded weight {name!r} was changed, and {type(weights).__name__}, which it is "
+            "read from, keeps no other value. Pass a dict or an OffloadedWeightsLoader as "
+            "weights_map, or offload_buffers=False."
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from accel.comm.ops import send_to_device
 from accel.logging import get_logger
 from accel.machine.errors import CheckpointError, StateError
 from accel.machine.tree import iterate
-from accel.weights.hooked_state import LoadStateDict, MarkStateDict
+from accel.weights.folder import Weights, in_memory, write_weight
 from accel.weights.hooks import Arguments, ModelHook, outside_graphs
-from accel.weights.loaded_weight import LoadedWeight, LoadLock
+from accel.weights.missing_values import Place, check_hooked, refuse_assigned
 from accel.weights.offloaded_tensors import (
     are_alike,
     is_of,
+    mark_in_state_dict,
     mark_left,
     marked_offloaded,
     refuse_gradient,
@@ -36,9 +37,99 @@ from accel.weights.tensors import (
     other_names,
     place_tensor,
 )
-from accel.weights.ties import TiedPlace, Ties, left_of, tokens_of
-from accel.weights.unhooked import Place, check_hooked, refuse_assigned
-from accel.weights.weights_map import Weights, write_weight
+from accel.weights.ties import (
+    LoadedWeight,
+    LoadLock,
+    TiedPlace,
+    Ties,
+    content_of,
+    left_of,
+    tokens_of,
+)
+
+
+class MarkStateDict:
+    """Has offloaded tensors in a module's state dict refuse to be saved without their values.
+
+    An object: torch notes in a hook of a state dict how it was registered.
+    """
+
+    def __init__(self, hook: AlignDevicesHook) -> None:
+        self._offloading = hook
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+    ) -> None:
+        hook = self._offloading
+        names = [one for name in hook.offloaded(module) for one in hook.all_names(name)]
+        mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in names])
+
+
+class LoadStateDict:
+    """Takes a state dict's values of offloaded tensors, or reports those that have no place.
+
+    Values that are offloaded already are compared; buffers, and what lies in memory, are written.
+    Of a state dict of the model itself, which has no values, the weights stay as they are. torch
+    then finds the tensors themselves, and leaves them as they are, also of those that are
+    refused: it would assign values of ``assign=True``, or propose that.
+    """
+
+    def __init__(self, hook: AlignDevicesHook) -> None:
+        self._offloading = hook
+
+    def __call__(
+        self, module: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        refused, empty = list[str](), list[str]()
+        assigns = bool(others[0].get("assign_to_params_buffers"))
+        for name in self._offloading.offloaded(module):
+            held, key = held_in(module, name)
+            for full in (f"{prefix}{one}" for one in self._offloading.all_names(name)):
+                value = state_dict.get(full)
+                if value is None or value.shape != held[key].shape:
+                    continue
+                state_dict[full] = held[key]
+                if value.is_meta:
+                    own = tokens_of(self._offloading.tied.get(name, ())) or [token_of(held[key])]
+                    if token_of(value) is None or token_of(value) not in own:
+                        empty.append(full)
+                elif not self._takes(module, name, value.to(held[key].dtype), assigns):
+                    refused.append(full)
+        error_messages: list[str] = others[-1]
+        if empty:
+            error_messages.append(
+                f"{', '.join(empty)}: the state dict has no values of these weights, as they are "
+                "offloaded or on the meta device where it is from. Pass what "
+                "accel.utils.modeling.get_state_dict_offloaded_model(model) returns."
+            )
+        if refused:
+            error_messages.append(
+                f"{', '.join(refused)}: offloaded weights cannot be loaded into a dispatched model "
+                "unless they are equal. Load them with accel.load_checkpoint_and_dispatch, or "
+                "before dispatch_model."
+            )
+
+    def _takes(self, module: nn.Module, name: str, value: torch.Tensor, assigns: bool) -> bool:
+        """Return whether an offloaded tensor has a value of a state dict now.
+
+        To assign values unties: it is not written to a weight that stays and is tied to this one.
+        """
+        hook, (held, key) = self._offloading, held_in(module, name)
+        with hook.lock:
+            resident = hook.resident(name)
+            if resident is not None and assigns:
+                if hook.ties.take_assigned(hook.tied[name], value):
+                    return True
+            elif resident is not None:
+                with torch.no_grad():
+                    resident.copy_(value)
+                return True
+            present = hook.weight(name).to(value.dtype)
+            if torch.equal(content_of(present), content_of(value)):
+                return True
+            fits = in_memory(hook.weights_map, name) or not isinstance(held[key], nn.Parameter)
+            return fits and name not in hook.tied and hook.write(module, name, value)
+
 
 logger = get_logger(__name__)
 

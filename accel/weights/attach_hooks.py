@@ -1,4 +1,4 @@
-"""Hooks of a whole model: which module runs where, and which weights are offloaded."""
+"""Attach the hooks of a whole model: which module runs where, which weights are offloaded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from accel.weights.align import AlignDevicesHook
-from accel.weights.fill_devices import lies_in
+from accel.machine.errors import ConfigError
+from accel.weights.device_map import lies_in
+from accel.weights.folder import PrefixedDataset, Weights
 from accel.weights.hooks import add_hook_to_module, hooks_of
-from accel.weights.loaded_weight import LoadLock
-from accel.weights.offload_folder import PrefixedDataset
+from accel.weights.missing_values import Place
+from accel.weights.offload import AlignDevicesHook
 from accel.weights.read_ahead import Block, ReadAhead
-from accel.weights.reparametrized import check_reparametrized
 from accel.weights.tensors import (
     Device,
     TiedParams,
@@ -23,9 +23,33 @@ from accel.weights.tensors import (
     named_module_tensors,
     owner_of,
 )
-from accel.weights.ties import TiedPlace, Ties, refuse_tied_elsewhere
-from accel.weights.unhooked import Place
-from accel.weights.weights_map import Weights
+from accel.weights.ties import LoadLock, TiedPlace, Ties, refuse_tied_elsewhere
+
+_EARLY = {f"torch.nn.utils.{one}" for one in ("weight_norm", "spectral_norm", "prune")}
+
+
+def check_reparametrized(module: nn.Module, name: str) -> None:
+    """Refuse to offload a module whose weight is computed before its forward pass begins.
+
+    Args:
+        module: whose weights are to be offloaded.
+        name: of the module, in the model.
+
+    Raises:
+        ConfigError: with the hook that computes the weight.
+    """
+    kinds = [type(hook) for hook in module._forward_pre_hooks.values()]
+    early = [kind for kind in kinds if _EARLY & {base.__module__ for base in kind.__mro__}]
+    if early:
+        kind = early[0]
+        raise ConfigError.of(
+            f"{name or type(module).__name__} has {kind.__module__}.{kind.__name__}",
+            "it computes the weight before offloaded weights are loaded",
+            "Keep the module on a device; or use torch.nn.utils.parametrizations, call "
+            "prune.remove(module, name), or name the class of a module around it in "
+            "preload_module_classes.",
+        )
+
 
 Keys = str | Iterable[str] | None
 Places = list[TiedPlace]  # of one weight

@@ -1,9 +1,13 @@
-"""Files of weights: which there are, what they hold, and reading them one after the other."""
+"""Files of weights: find them, read them one after the other, merge shards into one.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,12 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from accel.checkpoint import directory
+from accel.checkpoint import directory, export, serialization, sharded
 from accel.checkpoint.serialization import load_plain, read_each, read_tensors
+from accel.checkpoint.sharded import Shards
 from accel.machine.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
+
 
 T = TypeVar("T")
 # Of each format: what a folder may hold; safetensors first, as it cannot run code.
@@ -245,3 +251,49 @@ def _shapes(path: Path) -> Shapes:
             for name, value in state.items()
         }
     return dict(read_each(path, lambda file, name: tuple(file.get_slice(name).get_shape())))
+
+
+def merge_weights(
+    checkpoint_dir: str | PathLike[str],
+    output_path: str | PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Merge sharded weights into one file: ``model.safetensors`` or ``pytorch_model.bin``.
+
+    Args:
+        checkpoint_dir: directory of sharded weights, or one of `Accelerator.save_state`, where they
+            may be full; of several models there, the first is merged.
+        output_path: folder of the file; made where it is missing.
+        safe_serialization: whether the file is safetensors.
+        remove_checkpoint_dir: whether the directory is deleted afterwards.
+
+    Raises:
+        CheckpointError: if there are no such weights, or they cannot be read.
+    """
+    source, target = Path(checkpoint_dir), Path(output_path)
+    inside = source / directory.sharded_model_name(0)
+    # Of a state, files that its manifest lacks do not count: those of an earlier one may be there.
+    is_state = serialization.is_held(source, inside.name)
+    places = (source, inside) if is_state else (source,)
+    found = next(filter(sharded.is_sharded, places), None)
+    state = _full(source) if found is None else _sharded(found)
+    target.mkdir(parents=True, exist_ok=True)
+    name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
+    export.save_to_path(state, target / name, safe_serialization)
+    if remove_checkpoint_dir:
+        shutil.rmtree(source)
+
+
+def _sharded(folder: Path) -> dict[str, torch.Tensor]:
+    others = Shards(folder).others()
+    if others:
+        rule = f"{', '.join(others)} is no tensor, and would be unpickled"
+        raise directory.broken(folder, rule, "Name a directory of weights alone.")
+    return sharded.read_model_folder(folder)
+
+
+def _full(folder: Path) -> dict[str, torch.Tensor]:
+    source = find(folder)
+    parts = ((name, tensor) for part in source.parts() for name, tensor in part.items())
+    return {name: tensor for name, tensor in parts if isinstance(tensor, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""One stage of a model traced by `torch.distributed.pipelining`, which passes on what others need.
+"""Pipeline stages of a traced model: where it is cut, what a stage takes, gives and returns.
 
 A stage takes and returns a flat tuple of tensors: the activations and inputs of the model that it
 or a later stage uses. So any stage may use an input of the model, and any may make an output.
@@ -6,17 +6,223 @@ or a later stage uses. So any stage may use an input of the model, and any may m
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, combinations
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from accel.logging import silenced
+from accel.machine.errors import ConfigError, Problem, nearest, text_of
+from accel.weights.sizes import layers_of, own_parts
 from accel.weights.tensors import find_tied_parameters, held_in
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Batched = tuple[bool, ...]
+_MAX_OTHERS = 3  # inputs that may be batches or not, of which every choice is tried
+_CHATTY = ("torch._subclasses.fake_tensor",)  # it logs the traceback of an error that it raises
+_REMEDY = "Give an example whose number of samples is no other size of inputs and outputs."
+
+
+class BatchOutputs:
+    """Which outputs have the micro-batch as dim 0, by which of the inputs have it.
+
+    An output whose dim 0 only happens to be as long keeps it with twice the batch.
+
+    Args:
+        run: returns the model's output tensors, without data, given its input tensors.
+        inputs: of the example; those with `micro_batch` as dim 0 may be batches, the first is one.
+        outputs: of `run` with them.
+        micro_batch: dim 0 of the first input.
+
+    Raises:
+        ConfigError: if an output is as long, and the model takes no larger batch to tell.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        micro_batch: int,
+    ) -> None:
+        self.micro_batch = micro_batch
+        self._long = [at for at, tensor in enumerate(inputs) if _is_long(tensor, micro_batch)]
+        self._outputs = outputs
+        self._alike = tuple(_is_long(tensor, micro_batch) for tensor in outputs)
+        self._known: dict[tuple[int, ...], Batched] = {}
+        self._reason = "it was not tried"
+        for grown in self._choices() if any(self._alike) else ():
+            larger = [torch.cat([x, x]) if at in grown else x for at, x in enumerate(inputs)]
+            try:
+                with silenced(_CHATTY, logging.CRITICAL):  # some of these inputs cannot go together
+                    twice = run(larger)
+            except Exception as error:  # of the model's own kind: it takes no such batch
+                self._reason = text_of(error).partition("\n")[0]
+                continue
+            self._known[grown] = self._told(twice)
+        if any(self._alike) and not self._known:
+            raise ConfigError(self._problem())
+
+    def _choices(self) -> Iterator[tuple[int, ...]]:
+        """Yield the inputs that may be batches together; all of them first."""
+        first, *others = self._long
+        counts = range(len(others), -1, -1)
+        for count in counts if len(others) <= _MAX_OTHERS else (len(others), 0):
+            yield from ((first, *some) for some in combinations(others, count))
+
+    def _told(self, twice: Sequence[torch.Tensor]) -> Batched:
+        return tuple(
+            like and tuple(other.shape) == (2 * self.micro_batch, *tensor.shape[1:])
+            for like, tensor, other in zip(self._alike, self._outputs, twice, strict=True)
+        )
+
+    def _problem(self) -> Problem:
+        like = self._outputs[self._alike.index(True)]
+        return Problem(
+            f"an output {list(like.shape)} with micro-batches of {self.micro_batch}",
+            "the model takes no larger batch of such inputs, which would tell whether dim 0 is it "
+            f"({self._reason})",
+            _REMEDY,
+        )
+
+    def batches_of(self, inputs: Sequence[torch.Tensor], num_rows: int) -> tuple[int, ...]:
+        """Return the positions of the inputs of a call that are batches.
+
+        With as many samples as a micro-batch has, all that may be batches are.
+        """
+        if num_rows == self.micro_batch:
+            return next(iter(self._known), tuple(self._long))
+        return tuple(at for at in self._long if _is_long(inputs[at], num_rows))
+
+    def problems(self, batches: tuple[int, ...]) -> list[Problem]:
+        """Return why it is not known which outputs are batches, given the inputs that are."""
+        known = not any(self._alike) or batches in self._known
+        return [] if known else [self._problem()]
+
+    def batched(self, batches: tuple[int, ...]) -> Batched:
+        """Return whether each output is a batch, given the positions of the inputs that are."""
+        return self._known[batches] if any(self._alike) else self._alike
+
+
+def _is_long(tensor: torch.Tensor, size: int) -> bool:
+    return tensor.ndim > 0 and len(tensor) == size
+
+
+def balanced_split_points(
+    model: nn.Module, calls: Sequence[str], num_stages: int, no_split: Collection[str]
+) -> list[str]:
+    """Return the layers that pipeline stages begin with, so that the largest stage is smallest.
+
+    Args:
+        model: on any device, also meta.
+        calls: full names of its submodules in the order of their calls in a forward pass.
+        num_stages: the number of stages, at least 1.
+        no_split: names of classes whose instances go to one stage as a whole.
+
+    Returns:
+        Full names of `num_stages` - 1 submodules, in the order of their calls.
+
+    Raises:
+        ConfigError: if the forward pass calls fewer layers than there are stages.
+    """
+    sizes = _layer_bytes(model, calls, no_split)
+    if len(sizes) < num_stages:
+        raise ConfigError.of(
+            f"{type(model).__name__} on {num_stages} processes",
+            f"its forward pass calls {len(sizes)} layers once, and each stage has at least one",
+            "Start fewer processes, or name fewer classes in no_split_module_classes.",
+        )
+    names = list(sizes)
+    return [names[start] for start in _starts(list(sizes.values()), num_stages)]
+
+
+def check_split_points(calls: Sequence[str], split_points: Sequence[str], num_stages: int) -> None:
+    """Check the split points of a user.
+
+    Args:
+        calls: full names of the submodules in the order of their calls in a forward pass.
+        split_points: full names of the submodules that stages begin with.
+        num_stages: the number of stages.
+
+    Raises:
+        ConfigError: unless they are `num_stages` - 1 submodules, each called once.
+    """
+    times = Counter(calls)
+    value = f"split_points={list(split_points)!r}"
+    if len(set(split_points)) != num_stages - 1:
+        raise ConfigError.of(
+            value,
+            f"{num_stages} processes take {num_stages} stages, which {num_stages - 1} points split",
+            f'Name {num_stages - 1} submodules, or pass split_points="auto".',
+        )
+    for name in split_points:
+        if times[name] != 1:
+            rule = f"the forward pass calls {name!r} {times[name]} times, and a stage begins once"
+            once = [call for call in times if call and times[call] == 1]
+            raise ConfigError.of(value, rule, nearest(name, once))
+
+
+def _layer_bytes(
+    model: nn.Module, calls: Sequence[str], no_split: Collection[str]
+) -> dict[str, int]:
+    """Return the bytes of each layer that is called once, by name in the order of the calls.
+
+    Weights outside such layers count where they are defined: with the layer before them.
+    """
+    times = Counter(calls)
+    sizes: dict[str, int] = {}
+    early, last = 0, ""
+    for name, part in layers_of(own_parts(model), no_split):
+        size = _bytes(part)
+        if isinstance(part, nn.Module) and times[name] == 1:
+            sizes[name], last = size + early, name
+            early = 0
+        elif last:
+            sizes[last] += size
+        else:
+            early += size
+    return {name: sizes[name] for name in calls if name in sizes}
+
+
+def _bytes(part: nn.Module | torch.Tensor) -> int:
+    tensors = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _starts(sizes: Sequence[int], num_stages: int) -> list[int]:
+    """Return where stages but the first begin, such that the largest is as small as can be.
+
+    The largest of the first stages grows with the layers that they have, the next stage shrinks:
+    the best boundary is where they meet (dynamic programming, n · stages · log n).
+    """
+    total = [0, *accumulate(sizes)]
+    largest = [list[float](total)]  # [stages - 1][layers]: bytes of the largest stage
+    cut: list[list[int]] = [[0] * len(total)]
+    for stages in range(2, num_stages + 1):
+        before = largest[-1]
+        row, at = [float("inf")] * len(total), [0] * len(total)
+        for end in range(stages, len(total)):
+            cuts = range(stages - 1, end)
+            meet = bisect_left(cuts, True, key=lambda c: before[c] >= total[end] - total[c])
+            near = cuts[max(0, meet - 1) : meet + 1]
+            at[end] = min(near, key=lambda c: max(before[c], total[end] - total[c]))
+            row[end] = max(before[at[end]], total[end] - total[at[end]])
+        largest.append(row)
+        cut.append(at)
+    starts, end = list[int](), len(sizes)
+    for stages in range(num_stages, 1, -1):
+        end = cut[stages - 1][end]
+        starts.append(end)
+    return starts[::-1]
 
 
 class FlatModel(nn.Module):
