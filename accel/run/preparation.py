@@ -57,7 +57,9 @@ class Preparation:
         """Make models, optimizers, loaders and schedulers fit the run, whatever their order.
 
         Args:
-            args: objects; None stays None, and what is prepared already is returned as it is.
+            args: objects; None stays None. Prepared objects are returned unchanged, but a model
+                whose layers were frozen, unfrozen, added or replaced is wrapped again where its
+                strategy requires that (DDP).
                 A scheduler of your own has `step`, `state_dict`, `load_state_dict`, and one of
                 `get_last_lr`, `get_lr`, `optimizer`; other objects come back with a warning.
             device_placement: for each object, whether it is moved to the device; None: as the
@@ -84,7 +86,7 @@ class Preparation:
         done = self._prepare(new, placement)
         ready = {kind: iter(getattr(done, kind)) for kind in KINDS}
         result = [
-            item if kind is None else next(ready[kind])
+            self._again(item) if kind is None else next(ready[kind])
             for item, kind in zip(args, kinds, strict=True)
         ]
         return result[0] if len(result) == 1 else tuple(result)
@@ -98,7 +100,8 @@ class Preparation:
         """Make a model fit the run.
 
         Args:
-            model: the model.
+            model: the model. A prepared one whose layers were frozen, unfrozen, added or replaced
+                is wrapped again where its strategy requires that (DDP).
             device_placement: whether it is moved to the device; None: as the `Accelerator` does.
             evaluation_mode: whether it is only evaluated: then nothing prepares it for training.
         """
@@ -146,10 +149,25 @@ class Preparation:
 
     def _prepare_one(self, kind: str, item: object, place: bool | None, **options: Any) -> Any:
         if self._is_prepared(item):
-            return item
+            return self._again(item)
         placed = self._accumulation.device_placement if place is None else place
         new, placement = Objects(**{kind: [item]}), Objects(**{kind: [placed]})
         return getattr(self._prepare(new, placement, **options), kind)[0]
+
+    def _again(self, item: Any) -> Any:
+        """Return a prepared model wrapped again if need be, and other objects as they are."""
+        models = self.objects.models
+        for index, model in enumerate(models):
+            if model is item:
+                models[index] = self._strategy.wrap_again(model)
+                self._mark(models[index])
+                return models[index]
+        return item
+
+    def _mark(self, *items: object) -> None:
+        for item in items:
+            for mark in MARKS:
+                setattr(item, mark, True)
 
     def _prepare(
         self,
@@ -168,9 +186,7 @@ class Preparation:
         done = self._strategy.prepare(given, placement, self.objects, evaluation)
         self._num_loaders += len(loaders)
         self.objects.extend(done)
-        for item in (*done.models, *done.optimizers, *done.schedulers, *done.dataloaders):
-            for mark in MARKS:
-                setattr(item, mark, True)
+        self._mark(*done.models, *done.optimizers, *done.schedulers, *done.dataloaders)
         if new.models and new.optimizers and not self._strategy.spec.owns_parameters:
             self._check_parameters(new.optimizers, before)
         return done

@@ -319,6 +319,10 @@ class Strategy(ABC):
         # as soon as it is there.
         return compile_model(model, self.plan.dynamo, self.spec.hooks_inside)
 
+    def wrap_again(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return a prepared `model`, wrapped again if a change of its parameters requires that."""
+        return model
+
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:

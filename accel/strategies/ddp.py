@@ -1,14 +1,18 @@
 """DistributedDataParallel: every process holds the whole model and a part of each batch.
 
+DDP decides once, when it wraps a model, whose gradients it reduces. A layer that is unfrozen later
+would train on each rank's own gradients, without an error. So each forward pass with gradients
+compares the trainable parameters with those that DDP knows, and raises if they differ. Preparing
+the model again wraps it again.
+
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
-import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -27,15 +31,11 @@ from accel.config.handlers import DistributedDataParallelKwargs
 from accel.machine.enums import DDPCommunicationHookType as Hook
 from accel.machine.errors import ConfigError, Problem, nearest
 from accel.optimizer import unwrap_optimizer
+from accel.precision.amp import parameters_of
+from accel.state import GradientState
 from accel.strategies.base import Gradients, Strategy, Sync
-from accel.strategies.ddp_rebuild import (
-    FollowTrainable,
-    RefuseUnfrozen,
-    RefuseUnreduced,
-    WarnOfBypassed,
-    unreduced,
-)
 from accel.strategies.objects import Objects
+from accel.strategies.trainable_changes import Trainable
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -63,11 +63,6 @@ WRAPPERS: dict[Hook, Callable[[CommHook], CommHook]] = {
     Hook.BF16: lambda hook: _renamed(default_hooks.bf16_compress_wrapper(hook)),
 }
 POWER_SGD = (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
-# What lets the reducers of models follow the parameters that are trained.
-_FOLLOWERS: weakref.WeakKeyDictionary[DistributedDataParallel, FollowTrainable] = (
-    weakref.WeakKeyDictionary()
-)
-_NUMBERS = itertools.count()  # of strategies
 HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -96,8 +91,8 @@ class DDPSync(Sync):
                 "unused parameters are looked for in a forward pass that synchronises",
                 "Run the last forward pass outside of no_sync.",
             )
-        _follow(model)
-        _FOLLOWERS[model].check(model)
+        if model in _COMPARED:
+            _COMPARED[model].check(model)
         before = model.require_backward_grad_sync
         model.require_backward_grad_sync = True
         # As a forward outside of no_sync: the reducer waits for every parameter's gradient.
@@ -119,15 +114,71 @@ class DDPSync(Sync):
         return Join(own)
 
 
+class CompareTrainable:
+    """Forward pre-hook that raises if other parameters train than those that DDP knows.
+
+    Copies of a model have a copy of it, which compares the copy's own parameters.
+
+    Attributes:
+        known: the parameters at `prepare`.
+        is_ours: whether the strategy wrapped the model; otherwise the user did.
+        stepped: ids of the optimizers that stepped since the latest forward pass with gradients;
+            None before the first one.
+    """
+
+    stepped: tuple[int, ...] | None = None
+
+    def __init__(self, module: torch.nn.Module, is_ours: bool = True) -> None:
+        self.known = Trainable(module)
+        self.is_ours = is_ours
+
+    def __call__(self, model: torch.nn.Module, *_: object) -> None:
+        """Compare before a forward pass of `model` with gradients."""
+        if torch.is_grad_enabled():
+            self.stepped = ()  # written and not read: torch.compile traces this without a guard
+        if torch.compiler.is_compiling():
+            return
+        if isinstance(model, DistributedDataParallel):
+            if not _is_attached(model):
+                return
+            _COMPARED.setdefault(model, self)  # a copy
+        if torch.is_grad_enabled():
+            self.check(model)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise `ConfigError` if parameters were frozen, unfrozen, added or replaced."""
+        # A model may be frozen as a whole for a while, as a discriminator in the generator's step:
+        # nothing is reduced then.
+        if self.known.changed() and any(p.requires_grad for p in model.parameters()):
+            raise ConfigError.of(
+                f"{type(_inside(model)).__name__}: parameters that were frozen, unfrozen, added or "
+                "replaced after prepare",
+                "DDP averages the gradients of the parameters that required gradients when it "
+                "wrapped the model",
+                "Prepare the model again after the change, between two optimizer steps: "
+                "model = accelerator.prepare(model).",
+            )
+
+
+def _inside(model: torch.nn.Module) -> torch.nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+# Models in DDP, and what compares their parameters.
+_COMPARED: weakref.WeakKeyDictionary[DistributedDataParallel, CompareTrainable] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 class DDPGradients(Gradients):
     """Gradients are those of parameters that a reducer knows."""
 
     def admit(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         entries = list(parameters)
-        reduced = _reduced_ids()
-        own = [p for p in entries if id(p) not in reduced and not hasattr(p, "_ddp_ignored")]
+        known = {id(p) for model in _COMPARED for p in model.parameters()}
+        own = [p for p in entries if id(p) not in known and not hasattr(p, "_ddp_ignored")]
         if own:
-            raise ConfigError(unreduced(f"add_param_group: {len(own)} parameters"))
+            raise ConfigError(_unreduced(f"add_param_group: {len(own)} parameters"))
         return entries
 
 
@@ -141,10 +192,10 @@ class DDPStrategy(Strategy):
         super().__init__(plan, comm, device, precision)
         self.sync = DDPSync()
         self.gradients = DDPGradients(self.gradients.scaler)
-        self._number = next(_NUMBERS)
-        # Models that no reducer knows: they are only evaluated, or had nothing to train.
-        self._unreduced: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        comm.before_exit(_detach_all)
+        self._evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # Models that had nothing to train, with their hooks.
+        self._frozen: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+        comm.before_exit(_detach)
 
     def prepare(
         self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
@@ -158,59 +209,157 @@ class DDPStrategy(Strategy):
     ) -> torch.nn.Module:
         """Return `model` in DDP, unless it is one already, or has nothing to train."""
         if isinstance(model, DistributedDataParallel):
-            _follow(model)
+            _compare(model, is_ours=False)
             return model
         model = super().wrap_model(model, place, evaluation)
-        if evaluation or not any(parameter.requires_grad for parameter in model.parameters()):
-            self._unreduced.add(model)
-            if not evaluation:
-                model.register_forward_pre_hook(RefuseUnfrozen(model))
+        if evaluation:
+            self._evaluated.add(model)
             return model
-        handler = self.plan.ddp
-        arguments = {k: v for k, v in handler.to_kwargs().items() if k not in HOOK_FIELDS}
-        wrapped = DistributedDataParallel(model, device_ids=_device_ids(model), **arguments)
-        register_hook(wrapped, handler)
-        _follow(wrapped, self._number)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            self._frozen[model] = model.register_forward_pre_hook(CompareTrainable(model))
+            return model
+        wrapped = DistributedDataParallel(model, **self._arguments(model))
+        register_hook(wrapped, self.plan.ddp)
+        _compare(wrapped, is_ours=True)
         return wrapped
+
+    def wrap_again(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap `model` again, in place, if other parameters train than those that DDP knows.
+
+        A model that had nothing to train returns in DDP. Every rank calls this.
+        """
+        if model in self._frozen and any(p.requires_grad for p in model.parameters()):
+            self._frozen.pop(model).remove()
+            return self.wrap_model(model, place=False)
+        if not isinstance(model, DistributedDataParallel) or model not in _COMPARED:
+            return model
+        compared = _COMPARED[model]
+        if compared.known.changed():
+            _check_again(model, compared.is_ours)
+            self._rebuild(model)
+            compared.known = Trainable(model.module)
+        return model
+
+    def _rebuild(self, model: DistributedDataParallel) -> None:
+        """Construct `model` anew in place, so that all references to it stay valid."""
+        hooks = list(model._comm_hooks)
+        kept = {name: vars(model)[name] for name in vars(torch.nn.Module())}  # hooks, and the mode
+        DistributedDataParallel.__init__(model, model.module, **self._arguments(model.module))
+        vars(model).update(kept)
+        register_hook(model, self.plan.ddp)
+        for hook, state in () if model._comm_hooks else hooks:  # the user's
+            model.register_comm_hook(state, hook)
+
+    def _arguments(self, model: torch.nn.Module) -> dict[str, Any]:
+        given = self.plan.ddp.to_kwargs()
+        own = {name: value for name, value in given.items() if name not in HOOK_FIELDS}
+        return {**own, "device_ids": _device_ids(model)}
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
-        """Return `optimizer`, which refuses, or warns of, gradients that are not averaged."""
+        """Return `optimizer`, which warns of gradients that are not averaged."""
         own = unwrap_optimizer(optimizer)
-        own.register_step_pre_hook(RefuseUnreduced(self._unreduced_ids))
-        own.register_step_pre_hook(WarnOfBypassed(_FOLLOWERS))
+        ids = {id(p) for model in self._evaluated for p in model.parameters()}
+        count = sum(id(p) in ids and p.requires_grad for p in parameters_of(own))
+        if count:
+            raise ConfigError(_unreduced(f"prepare: {count} parameters of an optimizer"))
+        own.register_step_pre_hook(WarnOfBypassed())
         return super().wrap_optimizer(optimizer, place)
 
-    def _unreduced_ids(self) -> set[int]:
-        """Return the ids of the parameters of prepared models whose gradients nobody averages."""
-        if not self._unreduced:
-            return set()
-        return {id(p) for model in self._unreduced for p in model.parameters()} - _reduced_ids()
-
     def close(self) -> None:
-        """Take the reducers from the models, so that no thread of theirs outlives the group."""
+        """Remove the reducers of all models, so that no thread of theirs outlives the group."""
         super().close()
-        for model, owner in _wrapped_here():
-            if owner == self._number:
-                _detach(model)
+        _detach()
 
 
-def _reduced_ids() -> set[int]:
-    return {id(p) for model in _FOLLOWERS for p in model.parameters()}
+def _detach() -> None:
+    """Remove the process group from models that we wrapped, and from copies of them.
+
+    Their `forward` is then that of their module. gloo's threads end with the last reference to the
+    group. If a model drops it later, the process aborts, or waits for ever for a thread that waits
+    for the interpreter.
+    """
+    for model, compared in list(_COMPARED.items()):
+        if compared.is_ours and _is_attached(model):
+            model.forward = model.module.forward  # type: ignore[method-assign]
+            model._comm_hooks.clear()
+            for name in ("reducer", "logger", "process_group"):
+                delattr(model, name)
+
+
+def _is_attached(model: DistributedDataParallel) -> bool:
+    return "reducer" in vars(model)
+
+
+class WarnOfBypassed:
+    """Step pre-hook of an optimizer that warns once of gradients which DDP has not averaged.
+
+    DDP averages gradients of forward passes of the prepared model only. A call of the module inside
+    (``unwrap_model(model)(x)``, ``model.module.encode(x)``) trains on each rank's own gradients.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Warn before a step without a forward pass since the last step of `optimizer`."""
+        for model, compared in () if self._warned else list(_COMPARED.items()):
+            if compared.stepped is not None and id(optimizer) not in compared.stepped:
+                compared.stepped = (*compared.stepped, id(optimizer))
+                continue
+            ignored = model.parameters_to_ignore
+            ids = {id(p) for name, p in model.module.named_parameters() if name not in ignored}
+            count = sum(id(p) in ids and p.grad is not None for p in parameters_of(optimizer))
+            if count:
+                self._warned = True
+                warnings.warn(str(_bypassed(model, count)), stacklevel=5)
+
+
+def _compare(model: DistributedDataParallel, is_ours: bool) -> None:
+    if model not in _COMPARED:
+        _COMPARED[model] = CompareTrainable(model.module, is_ours)
+        model.register_forward_pre_hook(_COMPARED[model])
+
+
+def _check_again(model: DistributedDataParallel, is_ours: bool) -> None:
+    """Raise `ConfigError` if `model` cannot be wrapped again here."""
+    value = f"prepare: {type(model.module).__name__} again, whose trainable parameters changed"
+    if not is_ours:
+        rule = "you wrapped it in DistributedDataParallel"
+        remedy = "Wrap its module again, and prepare that."
+        raise ConfigError.of(value, rule, remedy)
+    if not GradientState().sync_gradients:
+        rule = "gradients of this window of accumulation are not averaged yet"
+        raise ConfigError.of(value, rule, "Change parameters between two optimizer steps.")
+
+
+def _bypassed(model: DistributedDataParallel, count: int) -> Problem:
+    name = type(model.module).__name__
+    return Problem(
+        f"optimizer.step: {count} gradients of {name} without a forward pass of the prepared model "
+        "since the last step",
+        "DDP averages gradients in its own forward and backward pass: those of "
+        "unwrap_model(model)(…) and model.module.method(…) stay each rank's own, and ranks drift "
+        "apart",
+        "Call model(…), whose forward calls the method; or average them yourself: "
+        "accelerator.reduce(p.grad, 'mean').",
+    )
+
+
+def _unreduced(value: str) -> Problem:
+    return Problem(
+        f"{value} of no model that DDP trains",
+        "their gradients are not averaged over the ranks, which would drift apart",
+        "Make them part of a prepared model before, and prepare it without evaluation_mode.",
+    )
 
 
 def _device_ids(model: torch.nn.Module) -> list[torch.device] | None:
-    """Return the one accelerator that the model lies on, or None (CPU, or several)."""
+    """Return the one accelerator that the model is on, or None (CPU, or several)."""
     devices = {parameter.device for parameter in model.parameters()}
     single = devices.pop() if len(devices) == 1 else None
     return None if single is None or single.type == "cpu" else [single]
-
-
-def _follow(model: DistributedDataParallel, owner: int | None = None) -> None:
-    if model not in _FOLLOWERS:
-        _FOLLOWERS[model] = FollowTrainable(model, owner)
-        model.register_forward_pre_hook(_FOLLOWERS[model])
 
 
 def _knows_its_graph(model: DistributedDataParallel) -> bool:
@@ -221,38 +370,6 @@ def _knows_its_graph(model: DistributedDataParallel) -> bool:
     nothing, because they are then the same on every process.
     """
     return not model.static_graph or model._static_graph_delay_allreduce_enqueued
-
-
-def _detach(model: DistributedDataParallel) -> None:
-    """Let go of the process group in `model`, whose forward is from now on that of its module.
-
-    gloo's threads end with the last reference to the group. Where that is dropped later, as with a
-    model, the process aborts, or waits for ever for a thread that waits for the interpreter.
-    """
-    model.forward = model.module.forward  # type: ignore[method-assign]
-    model._comm_hooks.clear()
-    for name in ("reducer", "logger", "process_group"):
-        delattr(model, name)
-
-
-def _detach_all() -> None:
-    for model, _ in _wrapped_here():
-        _detach(model)
-
-
-def _wrapped_here() -> list[tuple[DistributedDataParallel, int]]:
-    """Return the models in DDP that strategies wrapped, and copies of them, with whose they are.
-
-    Those that hold the process group; a model that the user wrapped stays as it is.
-    """
-    models = [found for found in gc.get_objects() if type(found) is DistributedDataParallel]
-    return [
-        (model, hook.owner)
-        for model in models
-        if "reducer" in model.__dict__
-        for hook in model._forward_pre_hooks.values()
-        if type(hook) is FollowTrainable and hook.owner is not None
-    ]
 
 
 def _join_problems(joinables: Sequence[object]) -> list[Problem]:

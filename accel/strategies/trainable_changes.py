@@ -37,11 +37,6 @@ class Trainable:
             or not _same(self._module_dicts, self._children)
         )
 
-    @property
-    def trained(self) -> list[torch.nn.Parameter]:
-        """Those that required gradients."""
-        return [p for p, flag in zip(self.parameters, self.flags, strict=True) if flag]
-
 
 def _same(dicts: Iterable[dict[str, T]], entries: list[T]) -> bool:
     found = list(chain.from_iterable(map(dict.values, dicts)))

@@ -1,4 +1,7 @@
-"""Layers that are frozen, unfrozen, or added after `prepare`: trained as by a plain loop."""
+"""E3, E5: layers that are frozen, unfrozen or added after `prepare` train as in a plain loop.
+
+Under DDP the model is prepared again after each change; without that, the next forward raises.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class Grown(torch.nn.Module):
 
 
 def changes(grows: bool, rank: int = 0) -> dict[int, Any]:
-    """Return what becomes of a model, by micro-batch: also within windows of two."""
+    """Return the changes of a model, by micro-batch: between windows of two."""
 
     def unfreeze(model: Any, optimizer: Any) -> None:
         model.encoder.requires_grad_(True)
@@ -68,7 +71,7 @@ def changes(grows: bool, rank: int = 0) -> dict[int, Any]:
     def thaw(model: Any, optimizer: Any) -> None:
         model.requires_grad_(True)
 
-    found = {3: unfreeze, 7: freeze, 12: thaw}
+    found = {4: unfreeze, 8: freeze, 12: thaw}
     return found | {10: grow} if grows else found
 
 
@@ -109,7 +112,9 @@ def trained(
     own = accelerator.unwrap_model(model)
     schedule = changes(grows, accelerator.process_index)
     for index in range(MICRO_BATCHES):
-        schedule.get(index, lambda *_: None)(own, optimizer)
+        if index in schedule:
+            schedule[index](own, optimizer)
+            assert accelerator.prepare(model) is model
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model(inputs_of(index)[rank::size])))
             optimizer.step()
@@ -164,10 +169,74 @@ def ones_and_threes(accelerator: Accelerator) -> torch.Tensor:
     return torch.full((1, WIDTH), 1.0 + 2 * accelerator.process_index)
 
 
-def kept() -> None:
-    """Hooks of the user's and of the handler's see the gradients of what is unfrozen, too."""
+def gradient_after(accelerator: Accelerator, model: Any, trains: bool) -> torch.Tensor | None:
+    """Freeze or unfreeze the encoder, prepare again; return its gradient, equal on all ranks."""
+    own = accelerator.unwrap_model(model)
+    own.encoder.requires_grad_(trains)
+    assert accelerator.prepare_model(model) is model
+    model.zero_grad()
+    model(ones_and_threes(accelerator)).square().sum().backward()
+    gradient = own.encoder.weight.grad
+    assert gradient is None or torch.equal(*accelerator.gather(gradient[None]))
+    return gradient
+
+
+def raises_until_prepared_again() -> None:
     accelerator = Accelerator(cpu=True)
+    net = Net()
+    model = accelerator.prepare(net)
+    for layer, trains in ((net.encoder, True), (net.body, False)):
+        layer.requires_grad_(trains)
+        with pytest.raises(ConfigError, match=r"Net: .* model = accelerator\.prepare\(model\)"):
+            model(ones_and_threes(accelerator))
+        with torch.no_grad():
+            model(ones_and_threes(accelerator))
+        model = accelerator.prepare(model)
+        model(ones_and_threes(accelerator)).sum().backward()
+    accelerator.end_training()
+    net.requires_grad_(True)
+    model(ones_and_threes(Accelerator(cpu=True))).sum().backward()  # no group: nothing to average
+
+
+def refused_within_a_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(Net())
+    with accelerator.accumulate(model):
+        model(ones_and_threes(accelerator)).sum().backward()
+    model.module.encoder.requires_grad_(True)
+    with pytest.raises(ConfigError, match="between two optimizer steps"):
+        accelerator.prepare(model)
+    accelerator.end_training()
+
+
+def wrapped_by_the_user() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.parallel.DistributedDataParallel(Net()))
+    model.module.encoder.requires_grad_(True)
+    with pytest.raises(ConfigError, match="you wrapped it in DistributedDataParallel"):
+        accelerator.prepare(model)
+    accelerator.end_training()
+
+
+def frozen_at_prepare() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = Net().requires_grad_(False)
+    model = accelerator.prepare(net)
+    model(ones_and_threes(accelerator))
+    net.body.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"Net: .* accelerator\.prepare\(model\)"):
+        model(ones_and_threes(accelerator))
+    model = accelerator.prepare(model)
+    assert type(model).__name__ == "DistributedDataParallel"
+    model(ones_and_threes(accelerator)).square().sum().backward()
+    assert torch.equal(*accelerator.gather(net.body.weight.grad[None]))
+    accelerator.end_training()
+
+
+def hooks_stay() -> None:
+    """Hooks of the user stay, and the mode of the model."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Net()).eval()
     calls: list[int] = []
 
     def hook(state: Any, bucket: torch.distributed.GradBucket) -> Any:
@@ -178,20 +247,18 @@ def kept() -> None:
 
     hook.__annotations__ = {"bucket": torch.distributed.GradBucket}  # which torch looks at
     model.register_comm_hook(None, hook)
-    sizes = []
-    for index in range(4):
-        model.module.encoder.requires_grad_(index % 2 == 1)
-        model(ones_and_threes(accelerator)).square().sum().backward()
-        sizes.append(sum(calls))
-        calls.clear()
+    forwards: list[str] = []
+    model.register_forward_hook(lambda *_: forwards.append("called"))
+    for trains in (True, False):
+        gradient_after(accelerator, model, trains)
     count = WIDTH * WIDTH + WIDTH
-    assert sizes == [count + 2 * WIDTH, 2 * count + 2 * WIDTH] * 2
-    assert len(model._comm_hooks) == 1
+    assert sum(calls) == 3 * count + 4 * WIDTH
+    assert len(forwards) == 2
+    assert not model.training
     accelerator.end_training()
 
 
 def compressed() -> None:
-    """What PowerSGD remembers of buckets goes with them."""
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
     handler = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option=options)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
@@ -200,6 +267,7 @@ def compressed() -> None:
     for index in range(10):
         if index in (4, 7):
             model.module.encoder.requires_grad_(index == 4)
+            accelerator.prepare(model)
         accelerator.backward(model(inputs_of(index + accelerator.process_index)).square().sum())
         optimizer.step()
         optimizer.zero_grad()
@@ -209,12 +277,12 @@ def compressed() -> None:
 
 
 def toggled() -> None:
-    """A discriminator that is frozen for its generator's step keeps its reducer."""
+    """A discriminator that is frozen as a whole for its generator's step needs nothing."""
     accelerator = Accelerator(cpu=True)
     generator, discriminator = accelerator.prepare(
         torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1)
     )
-    reducer, found = discriminator.reducer, []
+    found = []
     for _ in range(3):
         for trains in (True, False):
             discriminator.requires_grad_(trains)
@@ -223,152 +291,76 @@ def toggled() -> None:
             trained = discriminator if trains else generator
             found.append(trained.module.weight.grad.clone())
             trained.zero_grad()
-    assert discriminator.reducer is reducer
     every = accelerator.gather(torch.cat([gradient.flatten() for gradient in found])[None])
     assert torch.equal(every[0], every[1])
     accelerator.end_training()
 
 
 def triggered() -> None:
-    """Forward passes without synchronization, and then a backward pass with it."""
+    """A synchronization that is triggered after forwards without one compares, too."""
     accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(WIDTH, 1)
-    model.weight.requires_grad_(False)
-    model = accelerator.prepare(model)
-    model.module.weight.requires_grad_(True)
+    model = accelerator.prepare(Net())
     with accelerator.no_sync(model):
         loss = model(ones_and_threes(accelerator)).sum()
-    with accelerator.trigger_sync_in_backward(model):
-        loss.backward()
-    assert model.module.weight.grad.unique().tolist() == [2.0]
+    model.module.encoder.requires_grad_(True)
+    with pytest.raises(ConfigError, match="frozen, unfrozen, added or replaced"):
+        with accelerator.trigger_sync_in_backward(model):
+            loss.backward()
     accelerator.end_training()
 
 
 def copied() -> None:
-    """Copies of a model in DDP follow their own parameters, not those of the original."""
+    """Copies of a model in DDP compare their own parameters, and end with the group."""
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Net())
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for twin in (model, *twins):
-        twin(ones_and_threes(accelerator)).sum().backward()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         twin.module.encoder.requires_grad_(True)
-        twin.zero_grad()
-        twin(ones_and_threes(accelerator)).square().sum().backward()
-        gradient = twin.module.encoder.weight.grad
-        assert torch.equal(*accelerator.gather(gradient[None]))
+        model(ones_and_threes(accelerator)).sum().backward()
+        with pytest.raises(ConfigError, match="frozen, unfrozen, added or replaced"):
+            twin(ones_and_threes(accelerator))
+        twin.module.encoder.requires_grad_(False)
+        twin(ones_and_threes(accelerator)).sum().backward()
+        assert torch.equal(*accelerator.gather(twin.module.body.weight.grad[None]))
     accelerator.end_training()
-    # Else the group ends with the last of them: gloo's threads then wait for the interpreter, which
-    # waits for them.
-    assert not any("reducer" in twin.__dict__ for twin in (model, *twins))
+    # gloo's threads would wait for the interpreter, which would wait for them.
+    assert "reducer" not in twin.__dict__
 
 
 def compiled() -> None:
-    """A compiled model, whose graphs are made anew."""
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=False)
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
     model = accelerator.prepare(Net())
-    for unfrozen in (False, True, False, True):
-        accelerator.unwrap_model(model).encoder.requires_grad_(unfrozen)
-        model.zero_grad()
-        model(ones_and_threes(accelerator)).square().sum().backward()
-        gradient = accelerator.unwrap_model(model).encoder.weight.grad
-        assert (gradient is not None) is unfrozen
-        assert gradient is None or torch.equal(*accelerator.gather(gradient[None]))
+    for trains in (False, True, False, True):
+        assert (gradient_after(accelerator, model, trains) is not None) is trains
     accelerator.end_training()
 
 
-def probed() -> None:
-    """A new head over a model that is frozen as a whole is averaged, too."""
+def evaluated() -> None:
     accelerator = Accelerator(cpu=True)
-    model = Net()
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    net = accelerator.unwrap_model(model)
-    net.requires_grad_(False)
-    torch.manual_seed(accelerator.process_index)
-    net.norm = torch.nn.Linear(WIDTH, WIDTH)
-    optimizer.add_param_group({"params": net.norm.parameters()})
-    for index in range(3):
-        accelerator.backward(loss_of(model(inputs_of(2 * index + accelerator.process_index))))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(*accelerator.gather(net.norm.weight.detach()[None]))
-    accelerator.end_training()
-
-
-class Branches(torch.nn.Module):
-    """Each rank uses a layer of its own, and one is used by none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = torch.nn.ModuleList(torch.nn.Linear(2, 1 + i, bias=False) for i in range(3))
-        self.shared = torch.nn.Linear(2, 1, bias=False)
-
-    def forward(self, inputs: torch.Tensor, rank: int) -> torch.Tensor:
-        return self.own[rank](inputs).sum() + self.shared(inputs).sum()
-
-
-def frozen_within_a_window() -> None:
-    """Gradients of layers that only some ranks used are averaged with zeros of the others."""
-    handler = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-    net, rank = Branches(), accelerator.process_index
-    model = accelerator.prepare(net)
-    inputs = torch.full((1, 2), rank + 1.0)
-    with accelerator.no_sync(model):
-        model(inputs, rank).backward()
-    net.own.requires_grad_(False)
-    model(inputs, rank).backward()
-    found = [None if p.grad is None else p.grad.unique().tolist() for p in net.own.parameters()]
-    assert found == [[0.5], [1.0], None]
-    accelerator.end_training()
-
-
-def refused() -> None:
-    accelerator = Accelerator(cpu=True)
-    frozen = accelerator.prepare(Net().requires_grad_(False))
-    frozen(ones_and_threes(accelerator))
-    frozen.body.requires_grad_(True)
-    with torch.no_grad():
-        frozen(ones_and_threes(accelerator))
-    with pytest.raises(ConfigError, match="Net: 2 of 6 parameters require gradients, and none"):
-        frozen(ones_and_threes(accelerator))
     judge = accelerator.prepare_model(Net(), evaluation_mode=True)
     judge(ones_and_threes(accelerator)).sum().backward()
-    wrong = accelerator.prepare_optimizer(torch.optim.SGD(judge.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=r"optimizer\.step: 4 parameters of no model that DDP"):
-        wrong.step()
+    with pytest.raises(ConfigError, match=r"prepare: 4 parameters .* of no model that DDP"):
+        accelerator.prepare_optimizer(torch.optim.SGD(judge.parameters(), lr=0.1))
     net = Net()
-    model, optimizer = accelerator.prepare(net, sgd(net))
+    _, optimizer = accelerator.prepare(net, sgd(net))
     with pytest.raises(ConfigError, match="add_param_group: 1 parameters of no model"):
         optimizer.add_param_group({"params": torch.nn.Parameter(torch.zeros(1))})
-    with accelerator.join_uneven_inputs([model]):
-        net.encoder.requires_grad_(True)
-        with pytest.raises(ConfigError, match="outside of join_uneven_inputs"):
-            model(ones_and_threes(accelerator))
-        net.encoder.requires_grad_(False)
     accelerator.end_training()
 
 
 CASES = [
-    kept,
-    compressed,
-    toggled,
-    triggered,
-    copied,
-    compiled,
-    probed,
-    frozen_within_a_window,
-    refused,
+    *(raises_until_prepared_again, refused_within_a_window, wrapped_by_the_user),
+    *(frozen_at_prepare, hooks_stay, compressed, toggled, triggered, copied, compiled, evaluated),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_reducers_are_rebuilt_with_all_that_belongs_to_them(case: Any) -> None:
+def test_ddp_knows_what_trains(case: Any) -> None:
     run_distributed(case, 2)
 
 
 def bypassed(path: str) -> None:
-    """What trains past the prepared model is told of, once; what does not is not."""
+    """Gradients that bypass the prepared model cause one warning."""
     accelerator = Accelerator(cpu=True)
     net = Net()
     model, optimizer = accelerator.prepare(net, sgd(net))
@@ -382,12 +374,9 @@ def bypassed(path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model)
-        optimizer.step()  # by the same gradients
         second.step()
         with accelerator.no_sync(model):
             step(model)
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.step()
         optimizer.zero_grad()
         step(lambda values: model(values) + net.body(values))
         optimizer.zero_grad()
