@@ -5,15 +5,10 @@ Importing this package imports neither torch nor an optional package; using a na
 
 from __future__ import annotations
 
-from accel import _lazy
+from accel import _exports
 
 # Release of the documented API that this package offers: libraries choose their calls by it.
 __version__ = "1.15.0"
 
-
-def __getattr__(name: str) -> object:
-    return _lazy.attribute(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return _lazy.names(__name__)
+_exports.install()
+__all__, __getattr__, __dir__ = _exports.lazy(__name__)

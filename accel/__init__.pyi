@@ -1,5 +1,5 @@
-# The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
-# Lines `from accel import` name documented modules, which are there after `import accel`, too.
+# Written by `python -m tests.stubs` from the table in `accel/_exports.py`.
+# ruff: noqa
 from accel import accelerator as accelerator
 from accel import big_modeling as big_modeling
 from accel import checkpointing as checkpointing

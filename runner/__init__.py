@@ -5,20 +5,36 @@ Nor does it import `accel`: the command first reorders `sys.path` (`runner.recip
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import importlib
 from typing import Any
+
+# Public names and their modules. No module here has one of these names: importing it would replace
+# the name. `__init__.pyi` says the same to type checkers.
+_HOMES = {
+    "global_weight": "accel.run.loss_normalization",
+    "normalize_loss": "accel.run.loss_normalization",
+    "Data": "runner.data.datasets",
+    "MicroBatch": "runner.data.micro_batch_window",
+    "Window": "runner.data.micro_batch_window",
+    "load": "runner.inference.load",
+    "register": "runner.recipe.registry",
+    "Callback": "runner.training.callback",
+    "Objective": "runner.training.objective",
+    "clip_gradients": "runner.training.optimizer_step",
+    "keep_valid": "runner.training.optimizer_step",
+    "optimizer_step": "runner.training.optimizer_step",
+    "Step": "runner.training.step",
+    "SupervisedStep": "runner.training.step",
+}
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    # Asked for before a submodule is imported (`from runner import cli`), too.
-    if find_spec(f"{__name__}.{name}") is not None:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from accel import _lazy
-
-    return _lazy.attribute(__name__, name)
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:
-    from accel import _lazy
-
-    return _lazy.names(__name__)
+    return sorted({*globals(), *_HOMES})

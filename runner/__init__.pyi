@@ -1,5 +1,4 @@
-# The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
-# No module may have one of these names: importing it would replace the name.
+# The names of `runner/__init__.py`, for type checkers.
 from accel.run.loss_normalization import global_weight as global_weight
 from accel.run.loss_normalization import normalize_loss as normalize_loss
 from runner.data.datasets import Data as Data

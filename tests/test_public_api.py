@@ -1,12 +1,16 @@
-"""Every documented name is importable from its documented path, with its documented signature."""
+"""E1: documented names are importable from their documented paths, with documented signatures."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import inspect
+import os
+import pickle
 import subprocess
 from pathlib import Path
-from types import ModuleType
+from unittest import mock
 
 import pytest
 
@@ -14,8 +18,9 @@ import accel
 import accel.utils
 import runner
 from accel import Accelerator
-from accel._lazy import public_names
-from tests.helpers import python
+from accel._exports import EXPORTS
+from tests.helpers import ROOT, python
+from tests.stubs import stubs
 
 # Paths as in the documentation, the package's name apart.
 DOCUMENTED = {
@@ -211,18 +216,72 @@ def test_documented_attributes_exist() -> None:
     assert [name for name in PROPERTIES.split() if not hasattr(accelerator, name)] == []
 
 
-@pytest.mark.parametrize("package", [accel, accel.utils, runner])
-def test_every_name_of_the_table_is_there(package: ModuleType) -> None:
-    assert package.__all__ == list(public_names(package.__name__))
-    assert set(package.__all__) <= set(dir(package))
-    for name in package.__all__:
-        assert getattr(package, name) is not None
-
-
-@pytest.mark.parametrize("path", ["accel.data_loader", "accel.tracking", "accel.checkpointing"])
-def test_the_other_facades_say_what_they_hold(path: str) -> None:
+@pytest.mark.parametrize("path", sorted({*EXPORTS, "runner"} - {"accel.utils.constants"}))
+def test_every_name_of_a_documented_module_is_there(path: str) -> None:
     module = importlib.import_module(path)
-    assert all(hasattr(module, name) for name in module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+    assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
+
+
+def test_type_checkers_are_told_of_the_same_names() -> None:
+    """Mended by ``python -m tests.stubs``."""
+    assert {path: path.read_text() for path in stubs()} == stubs()
+    lines = ast.parse(Path(runner.__file__).with_suffix(".pyi").read_text()).body
+    told = {
+        alias.name: line.module
+        for line in lines
+        if isinstance(line, ast.ImportFrom)
+        for alias in line.names
+    }
+    assert told == runner._HOMES
+
+
+@pytest.mark.parametrize("path", ["utils", "utils.dataclasses", "utils.tqdm", "state", "hooks"])
+def test_a_documented_module_is_there_after_the_import_of_its_package(path: str) -> None:
+    """In a process of its own: another test may have imported the module."""
+    names = {"utils.tqdm": "run.progress.tqdm"}  # the function, as documented
+    home = names.get(path, path)
+    code = f"import accel, accel.{path}, accel.{home.rpartition('.')[0] or path}\n"
+    code += f"assert accel.{path} is accel.{home}"
+    subprocess.run(python("-c", code), check=True, timeout=120)
+
+
+def test_a_documented_module_is_a_module() -> None:
+    """Its names can be patched, and what pickles by them is found again."""
+    with mock.patch("accel.utils.other.save", 3):
+        assert importlib.import_module("accel.utils.other").save == 3
+    assert accel.utils.other.save is accel.utils.save
+    assert pickle.loads(b"caccel.utils.dataclasses\nProjectConfiguration\n.") is (
+        accel.utils.ProjectConfiguration
+    )
+    assert importlib.util.find_spec("accel.hooks") is not None
+
+
+CHECKED = """
+import accel
+from accel.hooks import ModelHook
+from accel.utils.dataclasses import ProjectConfiguration
+ModelHook().detach_hook(3, 4)
+accel.utils.set_seed(0)
+accel.utils.is_torch_tensor(0)
+accel.utils.dataclasses.ProjectConfiguration(nothing=1)
+accel.state.PartialState().num_processes
+"""
+
+
+@pytest.mark.slow  # minutes: the checker reads torch
+def test_a_type_checker_knows_the_documented_modules(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="the extra `check` installs it")
+    (tmp_path / "script.py").write_text(CHECKED)
+    command = python("-m", "mypy", "--config-file=", str(tmp_path / "script.py"))
+    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=environment
+    )
+    first, second, count = answer.stdout.splitlines()
+    assert 'Too many arguments for "detach_hook"' in first
+    assert 'Unexpected keyword argument "nothing" for "ProjectConfiguration"' in second
+    assert "Found 2 errors" in count
 
 
 def test_a_submodule_of_the_runner_is_imported_without_the_engine() -> None:
@@ -235,6 +294,8 @@ def test_a_submodule_of_the_runner_is_imported_without_the_engine() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'accel' has no attribute 'Acelerator'"):
         accel.Acelerator  # noqa: B018
+    for name in ("_lazy_", "__wrapped__"):
+        assert not hasattr(accel, name)
     assert {"Accelerator", "PartialState"} <= set(dir(accel))
 
 

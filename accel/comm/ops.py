@@ -402,7 +402,11 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 class ConvertOutputsToFp32(Generic[P, R]):
-    """A function whose outputs are turned into fp32; it can be pickled if the function can."""
+    """Converts the outputs of a function to fp32. It can be pickled if the function can.
+
+    Args:
+        model_forward: the function.
+    """
 
     def __init__(self, model_forward: Callable[P, R]) -> None:
         functools.update_wrapper(self, model_forward)

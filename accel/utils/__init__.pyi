@@ -1,6 +1,8 @@
-# The table of public names and their modules: type checkers read it, and `accel._lazy` at run time.
+# Written by `python -m tests.stubs` from the table in `accel/_exports.py`.
+# ruff: noqa
 from accel.checkpoint.export import save as save
 from accel.checkpoint.serialization import load as load
+from accel.comm.ops import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accel.comm.ops import broadcast as broadcast
 from accel.comm.ops import broadcast_object_list as broadcast_object_list
 from accel.comm.ops import concatenate as concatenate
@@ -49,6 +51,7 @@ from accel.machine.enums import CustomDtype as CustomDtype
 from accel.machine.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from accel.machine.enums import DistributedType as DistributedType
 from accel.machine.enums import DynamoBackend as DynamoBackend
+from accel.machine.enums import FP8BackendType as FP8BackendType
 from accel.machine.enums import LoggerType as LoggerType
 from accel.machine.enums import PrecisionType as PrecisionType
 from accel.machine.enums import RNGType as RNGType
@@ -80,8 +83,8 @@ from accel.machine.imports import is_cuda_available as is_cuda_available
 from accel.machine.imports import is_datasets_available as is_datasets_available
 from accel.machine.imports import is_deepspeed_available as is_deepspeed_available
 from accel.machine.imports import is_dvclive_available as is_dvclive_available
-from accel.machine.imports import is_fp8_available as is_fp8_available
 from accel.machine.imports import is_fp16_available as is_fp16_available
+from accel.machine.imports import is_fp8_available as is_fp8_available
 from accel.machine.imports import is_hpu_available as is_hpu_available
 from accel.machine.imports import is_import_timer_available as is_import_timer_available
 from accel.machine.imports import is_ipex_available as is_ipex_available
@@ -136,6 +139,7 @@ from accel.machine.numa import override_numa_affinity as override_numa_affinity
 from accel.machine.numa import set_numa_affinity as set_numa_affinity
 from accel.machine.tree import honor_type as honor_type
 from accel.machine.tree import is_namedtuple as is_namedtuple
+from accel.machine.tree import is_tensor as is_tensor
 from accel.machine.tree import merge_dicts as merge_dicts
 from accel.machine.tree import recursively_apply as recursively_apply
 from accel.precision.amp import (
@@ -162,7 +166,6 @@ from accel.strategies.deepspeed.wrappers import (
 from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
 from accel.strategies.mesh.grad_scaler import get_grad_scaler as get_grad_scaler
-from accel.strategies.mesh.merge import merge_fsdp_weights as merge_fsdp_weights
 from accel.strategies.mesh.utilities import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )
@@ -173,6 +176,9 @@ from accel.strategies.mesh.utilities import fsdp2_load_full_state_dict as fsdp2_
 from accel.strategies.mesh.utilities import fsdp2_prepare_model as fsdp2_prepare_model
 from accel.strategies.mesh.utilities import (
     fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+)
+from accel.strategies.mesh.utilities import (
+    get_parameters_from_modules as get_parameters_from_modules,
 )
 from accel.strategies.mesh.utilities import load_fsdp_model as load_fsdp_model
 from accel.strategies.mesh.utilities import load_fsdp_optimizer as load_fsdp_optimizer
@@ -207,16 +213,15 @@ from accel.utils.constants import SCALER_NAME as SCALER_NAME
 from accel.utils.constants import SCHEDULER_NAME as SCHEDULER_NAME
 from accel.utils.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel.utils.constants import WEIGHTS_NAME as WEIGHTS_NAME
-from accel.utils.operations import is_torch_tensor as is_torch_tensor
 from accel.weights.device_map import check_device_map as check_device_map
+from accel.weights.device_map import clean_device_map as clean_device_map
 from accel.weights.device_map import get_balanced_memory as get_balanced_memory
 from accel.weights.device_map import get_max_memory as get_max_memory
 from accel.weights.device_map import infer_auto_device_map as infer_auto_device_map
+from accel.weights.files import merge_weights as merge_weights
 from accel.weights.folder import OffloadedWeightsLoader as OffloadedWeightsLoader
 from accel.weights.folder import PrefixedDataset as PrefixedDataset
-from accel.weights.folder import (
-    extract_submodules_state_dict as extract_submodules_state_dict,
-)
+from accel.weights.folder import extract_submodules_state_dict as extract_submodules_state_dict
 from accel.weights.folder import load_offloaded_weight as load_offloaded_weight
 from accel.weights.folder import offload_state_dict as offload_state_dict
 from accel.weights.folder import offload_weight as offload_weight
@@ -226,21 +231,29 @@ from accel.weights.load import load_state_dict as load_state_dict
 from accel.weights.quantize import load_and_quantize_model as load_and_quantize_model
 from accel.weights.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accel.weights.sizes import compute_module_sizes as compute_module_sizes
+from accel.weights.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
 from accel.weights.sizes import convert_bytes as convert_bytes
 from accel.weights.sizes import convert_file_size_to_int as convert_file_size_to_int
 from accel.weights.sizes import dtype_byte_size as dtype_byte_size
 from accel.weights.sizes import get_max_layer_size as get_max_layer_size
+from accel.weights.sizes import get_module_leaves as get_module_leaves
 from accel.weights.state import align_module_device as align_module_device
+from accel.weights.state import get_state_dict_from_offload as get_state_dict_from_offload
+from accel.weights.state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 from accel.weights.state import has_offloaded_params as has_offloaded_params
 from accel.weights.state import load_offloaded_weights as load_offloaded_weights
+from accel.weights.tensors import check_device_same as check_device_same
 from accel.weights.tensors import check_tied_parameters_in_config as check_tied_parameters_in_config
 from accel.weights.tensors import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
 )
 from accel.weights.tensors import find_tied_parameters as find_tied_parameters
+from accel.weights.tensors import get_non_persistent_buffers as get_non_persistent_buffers
 from accel.weights.tensors import id_tensor_storage as id_tensor_storage
 from accel.weights.tensors import named_module_tensors as named_module_tensors
 from accel.weights.tensors import retie_parameters as retie_parameters
 from accel.weights.tensors import set_module_tensor_to_device as set_module_tensor_to_device
 
 __all__: list[str]
+is_torch_tensor = is_tensor
+merge_fsdp_weights = merge_weights

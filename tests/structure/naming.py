@@ -47,14 +47,14 @@ ROOMS = re.compile(
     r"accel/strategies/.*"
     r"|accel/config/(fsdp|deepspeed|tensor_parallel|megatron)\w*\.py"
     r"|accel/config/parallel\.py"  # `tensor_parallel.py`, as it was once called
-    r"|accel/utils/\w+\.py"  # documented modules, which re-export documented names
+    r"|accel/_exports\.py|accel/utils/\w+\.py"  # the table of documented names, and constants
 )
 # The same without the files that all strategies share, where none is to be named either.
 OWN_FILES = re.compile(
     r"accel/strategies/(mesh|deepspeed|megatron)/.*"
     r"|accel/strategies/(table|default_specs|ddp\w*|single)\.py"
     r"|accel/config/(fsdp|deepspeed|tensor_parallel|megatron)\w*\.py"
-    r"|accel/utils/\w+\.py"
+    r"|accel/_exports\.py|accel/utils/\w+\.py"
 )
 NAMES = re.compile(
     r"fsdp|fully_?shard|deep_?speed|megatron|(?<![a-z])ddp(?![a-z])|distributed_?data_?parallel"
