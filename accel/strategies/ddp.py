@@ -234,7 +234,8 @@ class DDPStrategy(Strategy):
         if not isinstance(model, DistributedDataParallel) or model not in _COMPARED:
             return model
         compared = _COMPARED[model]
-        if compared.known.changed():
+        # What is frozen as a whole has nothing to reduce.
+        if compared.known.changed() and any(p.requires_grad for p in model.parameters()):
             _check_again(model, compared.is_ours)
             self._rebuild(model)
             compared.known = Trainable(model.module)

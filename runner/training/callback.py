@@ -16,6 +16,9 @@ class Callback:
     is saved in checkpoints. `loop.stop(reason)` ends training at the next step boundary; every
     process must call it at the same step. Random draws in an event do not affect training. Only in
     `on_step`, which is called too often to restore the generators, they would: it must not draw.
+
+    An event may freeze and unfreeze layers, on all ranks alike: models are prepared again before
+    the next step. An optimizer that lacks unfrozen parameters gets them by `add_param_group`.
     """
 
     def on_start(self, loop: Run) -> None:

@@ -31,7 +31,7 @@ from runner.training.evaluation_schedule import Evaluations
 from runner.training.metrics import StepMeter, Stopwatch
 from runner.training.micro_batch_check import check as check_gradients
 from runner.training.recorder import Recorder
-from runner.training.setup import prepare
+from runner.training.setup import TrainedLayers, prepare
 from runner.training.state import Stop, TrainState
 from runner.training.stopping import TIME_IS_UP, StopFlag
 from runner.training.train_log import TrainLog
@@ -183,6 +183,7 @@ class Loop:
             self._evaluate_and_save()
 
     def _train_step(self, window: Window) -> None:
+        self._trained_layers.follow()
         given = self.step.train(self.accelerator, window, self.recipe.trainer)
         values = return_checks.tensors(self.step, "train", given)
         if not self._begun:
@@ -228,6 +229,7 @@ class Loop:
 
     def _prepare(self) -> None:
         self._prepared = prepare(self, self.callbacks, self.meter)
+        self._trained_layers = TrainedLayers(self)
         self.schedulers = self._prepared.schedulers
         on_evaluate = partial(self._notify, "on_evaluate")
         self._evaluations = Evaluations(

@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.machine.errors import ConfigError
+from accel.strategies.trainable_changes import Trainable
 from runner.data.train_eval_batches import EvalBatches, TrainBatches
 from runner.training.checkpointing import OWN, RunState, Stateful
 from runner.training.saved_hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
+    import torch
+
     from runner.training.callback import Callback
     from runner.training.current_run import Run
     from runner.training.metrics import StepMeter
+
+MOST_NAMES = 5  # of parameters, in a note
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,43 @@ def prepare(run: Run, callbacks: Mapping[str, Callback], meter: StepMeter) -> Pr
         plateaus=[s for s in schedulers.values() if isinstance(s, ReduceLROnPlateau)],
         saved=saved,
     )
+
+
+class TrainedLayers:
+    """Wraps models again after their layers were frozen, unfrozen, added or replaced.
+
+    A note names trainable parameters that no optimizer has, once.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._known = {name: Trainable(model) for name, model in run.step.models.items()}
+        self._noted = False
+
+    def follow(self) -> None:
+        """Compare the models with the last call. Every process calls this between two steps."""
+        step, accelerator = self._run.step, self._run.accelerator
+        for name, known in self._known.items():
+            if known.changed():
+                step.models[name] = accelerator.prepare_model(step.models[name])
+                self._known[name] = Trainable(step.models[name])
+                if not accelerator.strategy.spec.owns_parameters:
+                    self._note_unoptimized(accelerator.unwrap_model(step.models[name]))
+
+    def _note_unoptimized(self, model: torch.nn.Module) -> None:
+        groups = [g for one in self._run.step.optimizers.values() for g in one.param_groups]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        names = [name for name, parameter in trained if id(parameter) not in held]
+        if not names or self._noted:
+            return
+        self._noted = True
+        shown = ", ".join(names[:MOST_NAMES]) + ", …" * (len(names) > MOST_NAMES)
+        self._run.display.note(
+            f"{shown}: trainable since step {self._run.state.step}, and no optimizer has them, so "
+            "they stay as they are. Add them in the callback that unfreezes them: "
+            "loop.step.optimizers[name].add_param_group({'params': layer.parameters()})."
+        )
 
 
 def _prepare_models(run: Run) -> None:
