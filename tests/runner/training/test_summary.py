@@ -30,9 +30,3 @@ def test_the_header_of_a_finished_run_names_its_last_epoch(tmp_path: Path) -> No
     loop = loops.build(tmp_path, recipe_of(), resume_from=newest(tmp_path))
     loop.run()
     assert dict(header_rows(loop))["resumed"] == "checkpoint_3 (step 20, epoch 4)"
-
-
-def test_the_readme_compiles_nothing_under_zero3() -> None:
-    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
-    lines = [line for line in readme.splitlines() if "compile=" in line]
-    assert not [line for line in lines if "zero3" in line]

@@ -1,0 +1,216 @@
+"""Read the code blocks of README and of `docs/`, and play them as a reader would.
+
+A block's language may be followed by marks:
+
+- ``file=PATH``: the block is the content of that file.
+- ``cd=FOLDER``: its commands run there.
+- ``continues``: a Python block that needs those before it.
+- ``short``: runs of these commands are cut short after some steps.
+- ``slow``: a Python block that is only played with the slow tests.
+- ``cluster``: the commands need a cluster; their recipes are checked, and nothing is started.
+- ``skip="REASON"``: not played.
+
+The run directories of the texts, ``runs/NAME/20260101-120000-1a2b``, stand for the newest run of
+that name. Machines without a GPU start the processes of ``multi_gpu`` on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests import commands
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN = re.compile(r"runs/(\w+)/20260101-120000-1a2b")
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
+SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
+SECONDS = 300.0
+# Commands of `runner` that take no recipe, and so no `--cfg job`.
+LOOKING = [[name] for name in ("list", "show", "compare", "report", "eval", "predict", "again")]
+CHECK = """
+import json, sys
+from runner import cli
+
+refused = [arguments for arguments in json.loads(sys.argv[1]) if cli.main(arguments) != 0]
+sys.exit(f"refused: {refused}" if refused else 0)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block.
+
+    Attributes:
+        language: e.g. "bash".
+        marks: what follows the language, by name; without a value "".
+        text: the code.
+        line: its place in the document, for messages.
+    """
+
+    language: str
+    marks: dict[str, str]
+    text: str
+    line: int
+
+    def commands(self) -> list[list[str]]:
+        """Return the commands of a shell block, or those that a console block shows after "$"."""
+        text = self.text.replace("\\\n", " ")
+        lines = text.splitlines()
+        if self.language == "console":
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+    def answers(self) -> list[str]:
+        """Return the lines that a console block shows as output."""
+        if self.language != "console":
+            return []
+        return [line for line in self.text.splitlines() if not line.startswith("$ ")]
+
+
+def blocks(document: Path) -> list[Block]:
+    """Return the code blocks of a document, in order."""
+    text = document.read_text(encoding="utf-8")
+    return [
+        Block(
+            found[1],
+            {name: value for name, _, value in (m.partition("=") for m in shlex.split(found[2]))},
+            found[3],
+            text.count("\n", 0, found.start()) + 1,
+        )
+        for found in BLOCK.finditer(text)
+    ]
+
+
+class Reader:
+    """Plays a document in a folder of its own.
+
+    Args:
+        document: README.md, or a guide.
+        folder: where files are written and commands run.
+        real: whether commands run as they stand; otherwise recipes are composed and checked only.
+    """
+
+    def __init__(self, document: Path, folder: Path, real: bool) -> None:
+        self.blocks = [block for block in blocks(document) if "skip" not in block.marks]
+        self.folder = folder
+        self.real = real
+        self._imported: list[str] = []  # blocks of Python that later ones continue
+
+    def failures(self) -> list[str]:
+        """Play all blocks and return what went wrong: the line of the block, and the output."""
+        for block in self.blocks:
+            if "file" in block.marks:
+                path = self.folder / block.marks["file"]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(block.text)
+        return [
+            f"line {block.line}: {wrong}"
+            for block in self.blocks
+            if "file" not in block.marks
+            for wrong in self._played(block)
+        ]
+
+    def _played(self, block: Block) -> Iterator[str]:
+        if block.language == "python":
+            yield from self._python(block)
+        elif block.language not in ("bash", "console"):
+            if block.language not in ("text", "diff"):
+                yield f"a block of {block.language} without file=PATH"
+        elif self.real and "cluster" not in block.marks:
+            yield from self._commands(block)
+        else:
+            yield from self._checks(block)
+
+    def _python(self, block: Block) -> Iterator[str]:
+        before = self._imported if "continues" in block.marks else []
+        self._imported = [*before, block.text]
+        text = "\n".join(self._imported)
+        compile(text, f"block of line {block.line}", "exec")
+        if self.real or not ("slow" in block.marks or RUN.search(text)):
+            yield from self._run("-c", self._with_runs(text), cwd=self.folder)
+
+    def _commands(self, block: Block) -> Iterator[str]:
+        """Run the commands of a block."""
+        for program, *given in block.commands():
+            if program in ("pip", "make") or "examples/" in "".join(given[:1]):
+                continue  # `_checks` looks at the one, `tests/examples` runs the other
+            arguments = [self._with_runs(argument) for argument in on_this_machine(given)]
+            if "short" in block.marks and not any(a in ("--cfg", "--help") for a in given):
+                arguments += SHORT
+            module = ["-m", program] if program in ("runner", "accel") else []
+            cwd = self.folder / block.marks.get("cd", "")
+            yield from self._run(*module, *arguments, cwd=cwd, answers=block.answers())
+
+    def _checks(self, block: Block) -> Iterator[str]:
+        """Compose the recipes that the commands of a block name."""
+        checks = []
+        for program, *arguments in block.commands():
+            yield from unknown([program, *arguments])
+            named = any(RUN.search(argument) for argument in arguments)
+            if program == "runner" and arguments[:1] not in LOOKING and not named:
+                check = "--dry-run" if arguments[:1] == ["submit"] else "--cfg=job"
+                checks.append([a for a in arguments if a not in ("--dry-run", "--cfg", "job")])
+                checks[-1].append(check)
+        if checks:
+            arguments = ["-c", CHECK, json.dumps(checks)]
+            cwd = self.folder / block.marks.get("cd", "")
+            yield from self._run(*arguments, cwd=cwd, answers=block.answers())
+
+    def _run(self, *arguments: str, cwd: Path, answers: Sequence[str] = ()) -> Iterator[str]:
+        path = os.pathsep.join([str(ROOT), str(cwd)])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        ended = commands.run(*arguments, cwd=cwd, environment=environment, timeout=SECONDS)
+        output = ended.stdout + ended.stderr
+        expected = [line.strip() for line in answers if line.strip() not in ("", "…")]
+        missing = [line for line in expected if line not in output]
+        if missing or (ended.returncode != 0 and not expected):
+            ending = f"ended with {ended.returncode}, missing {missing}"
+            yield f"{arguments[-8:]} {ending}\n{output[-1500:]}"
+
+    def _with_runs(self, text: str) -> str:
+        """Return `text` with directories of real runs; one is trained where there is none."""
+        for found in RUN.finditer(text):
+            self._require_run(found[1])
+        return RUN.sub(lambda found: str(self._runs(found[1])[-1]), text)
+
+    def _runs(self, name: str) -> list[Path]:
+        found = self.folder.glob(f"**/runs/{name}/2*/summary.json")
+        return sorted((path.parent for path in found), key=lambda path: path.name)
+
+    def _require_run(self, name: str) -> None:
+        if not self._runs(name):
+            failed = list(self._run("-m", "runner", f"name={name}", *SHORT, cwd=self.folder))
+            assert not failed, failed
+
+
+def on_this_machine(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with CPU processes in place of GPUs, if there are none."""
+    if torch.cuda.is_available():
+        return list(arguments)
+    return [argument.replace("multi_gpu", "multi_cpu") for argument in arguments]
+
+
+def unknown(command: Sequence[str]) -> list[str]:
+    """Return the targets of `make`, or the extras of `pip install`, that this project lacks."""
+    program, *arguments = command
+    if program == "make":
+        known = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+        wanted = arguments[:1]
+    elif program == "pip":
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        known = list(project["optional-dependencies"])
+        found = re.findall(r"(?:accel-runner|\.)\[([\w,]+)\]", " ".join(arguments))
+        wanted = [extra for names in found for extra in names.split(",")]
+    else:
+        return []
+    return [f"{program} {name}: there is none" for name in wanted if name not in known]
