@@ -1,4 +1,4 @@
-"""The layers hold, read from the source: nothing is imported."""
+"""E6, X1: the layers hold, read from the source: nothing is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every public name of accel says what it does and what it takes."""
+"""E1: every public name of accel has a docstring that describes its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster of the tests leaves nothing behind, whatever ends the test."""
+"""R3: the cluster of the tests leaves nothing behind, whatever ends the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation's examples show the same with the package they were written for.
+"""E1: examples of the reference show the same with the package they were written for.
 
 Needs the extra `compare`, which nothing else does: ``pip install -e .[compare]``.
 """

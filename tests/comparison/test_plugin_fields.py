@@ -1,4 +1,4 @@
-"""Fields that nobody gave read as they do in the documented package, or the reason is here.
+"""E1: fields that nobody gave read as in the documented package, or the reason is here.
 
 Needs the extra `compare`, which nothing else does: ``pip install -e .[compare]``.
 """

@@ -1,4 +1,4 @@
-"""The scripts of `examples/scripts/` have the same metrics with the documented package.
+"""E1: the scripts of `examples/scripts/` have the same metrics with the documented package.
 
 Needs the extra `compare`, which nothing else does: ``pip install -e .[compare]``.
 """

@@ -1,4 +1,4 @@
-"""The conformance table fits the code: names, parameters, defaults, tests."""
+"""E1: the conformance table fits the code: names, parameters, defaults, tests."""
 
 from __future__ import annotations
 

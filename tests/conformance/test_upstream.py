@@ -1,4 +1,4 @@
-"""Each of the upstream release's documented names is there, or its absence has a reason."""
+"""E1: each documented name of the upstream release is there, or its absence has a reason."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ A block's language may be followed by marks:
 
 - ``file=PATH``: the block is the content of that file.
 - ``cd=FOLDER``: its commands run there.
-- ``continues``: a Python block that needs those before it.
 - ``short``: runs of these commands are cut short after some steps.
 - ``slow``: a Python block that is only played with the slow tests.
 - ``cluster``: the commands need a cluster; their recipes are checked, and nothing is started.
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from accel.machine.imports import is_available
 from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,19 +62,16 @@ class Block:
     text: str
     line: int
 
-    def commands(self) -> list[list[str]]:
-        """Return the commands of a shell block, or those that a console block shows after "$"."""
-        text = self.text.replace("\\\n", " ")
-        lines = text.splitlines()
-        if self.language == "console":
-            lines = [line[2:] for line in lines if line.startswith("$ ")]
-        return [words for line in lines if (words := shlex.split(line, comments=True))]
+    def commands(self) -> list[tuple[list[str], list[str]]]:
+        """Return each command of a shell or console block, and the lines that it shows as output.
 
-    def answers(self) -> list[str]:
-        """Return the lines that a console block shows as output."""
+        A console block shows commands after "$ ", and lines of their output.
+        """
         if self.language != "console":
-            return []
-        return [line for line in self.text.splitlines() if not line.startswith("$ ")]
+            lines = self.text.replace("\\\n", " ").splitlines()
+            return [(words, []) for line in lines if (words := shlex.split(line, comments=True))]
+        shown = [part.splitlines() for part in re.split(r"^\$ ", self.text, flags=re.M)[1:]]
+        return [(shlex.split(line), answers) for line, *answers in shown]
 
 
 def blocks(document: Path) -> list[Block]:
@@ -104,7 +101,6 @@ class Reader:
         self.blocks = [block for block in blocks(document) if "skip" not in block.marks]
         self.folder = folder
         self.real = real
-        self._imported: list[str] = []  # blocks of Python that later ones continue
 
     def failures(self) -> list[str]:
         """Play all blocks and return what went wrong: the line of the block, and the output."""
@@ -132,16 +128,13 @@ class Reader:
             yield from self._checks(block)
 
     def _python(self, block: Block) -> Iterator[str]:
-        before = self._imported if "continues" in block.marks else []
-        self._imported = [*before, block.text]
-        text = "\n".join(self._imported)
-        compile(text, f"block of line {block.line}", "exec")
-        if self.real or not ("slow" in block.marks or RUN.search(text)):
-            yield from self._run("-c", self._with_runs(text), cwd=self.folder)
+        compile(block.text, f"block of line {block.line}", "exec")
+        if self.real or not ("slow" in block.marks or RUN.search(block.text)):
+            yield from self._run("-c", self._with_runs(block.text), cwd=self.folder)
 
     def _commands(self, block: Block) -> Iterator[str]:
         """Run the commands of a block."""
-        for program, *given in block.commands():
+        for (program, *given), answers in block.commands():
             if program in ("pip", "make") or "examples/" in "".join(given[:1]):
                 continue  # `_checks` looks at the one, `tests/examples` runs the other
             arguments = [self._with_runs(argument) for argument in on_this_machine(given)]
@@ -149,22 +142,22 @@ class Reader:
                 arguments += SHORT
             module = ["-m", program] if program in ("runner", "accel") else []
             cwd = self.folder / block.marks.get("cd", "")
-            yield from self._run(*module, *arguments, cwd=cwd, answers=block.answers())
+            yield from self._run(*module, *arguments, cwd=cwd, answers=answers)
 
     def _checks(self, block: Block) -> Iterator[str]:
         """Compose the recipes that the commands of a block name."""
-        checks = []
-        for program, *arguments in block.commands():
+        checks, expected = [], []
+        for (program, *arguments), answers in block.commands():
+            expected += answers
             yield from unknown([program, *arguments])
-            named = any(RUN.search(argument) for argument in arguments)
-            if program == "runner" and arguments[:1] not in LOOKING and not named:
+            if program == "runner" and arguments[:1] not in LOOKING and checkable(arguments):
                 check = "--dry-run" if arguments[:1] == ["submit"] else "--cfg=job"
                 checks.append([a for a in arguments if a not in ("--dry-run", "--cfg", "job")])
                 checks[-1].append(check)
         if checks:
             arguments = ["-c", CHECK, json.dumps(checks)]
             cwd = self.folder / block.marks.get("cd", "")
-            yield from self._run(*arguments, cwd=cwd, answers=block.answers())
+            yield from self._run(*arguments, cwd=cwd, answers=expected)
 
     def _run(self, *arguments: str, cwd: Path, answers: Sequence[str] = ()) -> Iterator[str]:
         path = os.pathsep.join([str(ROOT), str(cwd)])
@@ -191,6 +184,12 @@ class Reader:
         if not self._runs(name):
             failed = list(self._run("-m", "runner", f"name={name}", *SHORT, cwd=self.folder))
             assert not failed, failed
+
+
+def checkable(arguments: Sequence[str]) -> bool:
+    """Return whether a recipe can be composed with what is installed, without a run."""
+    text = " ".join(arguments)
+    return not RUN.search(text) and ("=ray" not in text or is_available("ray"))
 
 
 def on_this_machine(arguments: Sequence[str]) -> list[str]:

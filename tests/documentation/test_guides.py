@@ -1,4 +1,4 @@
-"""C2, L1: README and the guides say what is: their commands and code are played, links lead on."""
+"""C2, L1, R10: the commands and code of README and the guides run, and their links lead on."""
 
 from __future__ import annotations
 

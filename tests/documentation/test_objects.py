@@ -1,4 +1,4 @@
-"""Examples of the documentation about handlers, profiling and loaders do what it says."""
+"""E1: examples of the reference about handlers, profiling and loaders do what it says."""
 
 from __future__ import annotations
 

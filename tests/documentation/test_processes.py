@@ -1,4 +1,4 @@
-"""Examples of the documentation print on each process what their comments say."""
+"""E1: examples of the reference print on each process what their comments say."""
 
 from __future__ import annotations
 

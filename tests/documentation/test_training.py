@@ -1,4 +1,4 @@
-"""What training examples of the documentation leave is what a loop written by hand leaves."""
+"""E1, E3: training examples of the reference leave what a loop written by hand leaves."""
 
 from __future__ import annotations
 

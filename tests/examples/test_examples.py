@@ -1,4 +1,4 @@
-"""The three training scripts: what they reach, on one process and two, and resumed."""
+"""E1, R1, R2: the three training scripts reach their figures on 1 and 2 processes, and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each script of `examples/scripts/` on 1 and 2 processes: its metrics, and the files it leaves."""
+"""E1, R1: each script of `examples/scripts/` on 1 and 2 processes: its metrics and files."""
 
 from __future__ import annotations
 

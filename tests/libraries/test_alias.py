@@ -1,4 +1,4 @@
-"""The import alias: each module of `accelerate` is accel's own, whatever is installed."""
+"""E1: under the import alias, each module of `accelerate` is accel's own."""
 
 from __future__ import annotations
 

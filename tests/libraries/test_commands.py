@@ -1,4 +1,4 @@
-"""trl's command line, which starts its trainings through the package's own launcher."""
+"""E1: trl's command line, which starts trainings through the package's launcher."""
 
 from __future__ import annotations
 

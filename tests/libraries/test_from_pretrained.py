@@ -1,4 +1,4 @@
-"""transformers' `from_pretrained(device_map="auto")` with `accel` in the other package's place."""
+"""E1, E4: transformers' `from_pretrained(device_map="auto")` over `accel`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Libraries written for the public package train the same on `accel`: losses, weights, files."""
+"""E1: libraries for the public package train the same on `accel`: losses, weights, files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random loaders are read whole, and resumed in the order that they had.
+"""E2: random loaders are read whole, and resumed in the order that they had.
 
 The same ones each time; `python -m tests.loaders` draws others with a fresh seed.
 """

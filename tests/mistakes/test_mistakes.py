@@ -1,4 +1,4 @@
-"""Mistakes are answered as a person needs it: a few fixed ones, and many by a fresh seed."""
+"""C1: mistakes are refused with a useful answer: a few fixed ones, and many by a fresh seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix in a reduced form: every backend on few processes, and controls that must be red.
+"""R1, R5, E3: a reduced parity matrix: every strategy on few processes, and red controls.
 
 An engine of each kind is tried always, the other backends by the slow tests.
 """

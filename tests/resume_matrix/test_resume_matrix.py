@@ -1,4 +1,4 @@
-"""The reduced matrix: a few system calls, and what can be had without them."""
+"""R2, R4: the reduced matrix of kills: a few system calls, and none at all."""
 
 from __future__ import annotations
 

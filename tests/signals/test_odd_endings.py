@@ -1,4 +1,4 @@
-"""What user code may do to a process of a run: exit code, culprit, the user's frame, no orphans."""
+"""R9, R10: endings by user code: exit code, culprit, the user's frame, no orphans."""
 
 from __future__ import annotations
 

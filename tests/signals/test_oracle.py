@@ -1,4 +1,4 @@
-"""The oracle of the matrix: a run that left something else than a person expects is told."""
+"""R3, R9, R10: the oracle of the matrix notices a run that ended in another way."""
 
 from __future__ import annotations
 

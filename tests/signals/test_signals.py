@@ -1,4 +1,4 @@
-"""A few cells of the matrix; `python -m tests.signals` runs all cells."""
+"""R3, R9, R10: a few cells of the matrix; `python -m tests.signals` runs all cells."""
 
 from __future__ import annotations
 

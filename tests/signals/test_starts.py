@@ -1,4 +1,4 @@
-"""Some ways to start and to end a run; `python -m tests.signals.starts` runs all of them."""
+"""R3, R9, R10: some starts and endings; `python -m tests.signals.starts` runs all of them."""
 
 from __future__ import annotations
 

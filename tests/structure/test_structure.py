@@ -1,4 +1,4 @@
-"""Budgets of code lines, names of strategies and circles of imports."""
+"""E6, X1: budgets of code lines, names of strategies and circles of imports."""
 
 from __future__ import annotations
 

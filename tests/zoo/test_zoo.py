@@ -1,4 +1,4 @@
-"""The zoo in a reduced form; ``python -m tests.zoo`` runs all of it."""
+"""R1, E3, E5: the zoo of models in a reduced form; ``python -m tests.zoo`` runs all of it."""
 
 from __future__ import annotations
 
