@@ -252,7 +252,7 @@ def _handlers_restored() -> Iterator[None]:
 def _check_forkable() -> None:
     if not hasattr(os, "fork"):
         rule = "notebooks start processes by fork, which this operating system lacks"
-        raise ConfigError.of(f"sys.platform={sys.platform!r}", rule, "Use runner launch SCRIPT.")
+        raise ConfigError.of(f"sys.platform={sys.platform!r}", rule, "Use accel launch SCRIPT.")
     if PartialState._shared_state:
         raise StateError(
             "This process has an Accelerator, which its forks would share. Build it inside the "

@@ -1,4 +1,4 @@
-"""The file of settings that `runner launch` starts scripts with.
+"""``accel config``: the file of settings that `accel launch` starts scripts with.
 
 Keys and place are those of the public package's command line, so that either reads the other's.
 
@@ -7,12 +7,14 @@ Source: https://huggingface.co/docs/accelerate/package_reference/cli
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from accel.commands.program import CommandParser
 from accel.machine import device, env
 from accel.machine.enums import ComputeEnvironment, DistributedType, PrecisionType
 from accel.machine.errors import ConfigError, Problems, nearest, unknown_choice
@@ -41,6 +43,7 @@ WHERE = (
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("gpu_ids", "same_network", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval"),
 )
+FILE_HELP = "the settings of `accel launch` (default: in HF_HOME, else ~/.cache/huggingface)"
 DYNAMO, FP8 = "dynamo_config", "fp8_config"
 # Keys of the section of fp8, which its name is the prefix of; two spellings of one are documented.
 FP8_KEYS = {
@@ -111,7 +114,7 @@ def _maker(kind: str) -> str:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | Literal[False]:
-    """Write the settings of this machine for `runner launch`, unless there are some.
+    """Write the settings of this machine for `accel launch`, unless there are some.
 
     Args:
         mixed_precision: no, fp16, bf16 or fp8.
@@ -190,7 +193,7 @@ def load(path: Path) -> dict[str, object]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        remedy = "Name another file, or write one: runner config default --config_file FILE."
+        remedy = "Name another file, or write one: accel config default --config_file FILE."
         raise ConfigError.of(f"{path}", f"it cannot be read ({error})", remedy) from error
     if not isinstance(settings, dict):
         raise ConfigError.of(f"{path}", "it holds key: value lines", "Correct it.")
@@ -226,7 +229,7 @@ def _check_keys(path: Path, settings: Mapping[str, object], found: Problems) -> 
     for place, name, value in _entries(settings, sections):
         where = f"{path}: {place + '.' if place else ''}{name}"
         if name in refused and not _is_empty(value):
-            found.add(f"{where}={value!r}", "`runner launch` does not offer it", refused[name])
+            found.add(f"{where}={value!r}", "`accel launch` does not offer it", refused[name])
         elif name not in keys[place] and place not in refused:
             found.add(where, "unknown key", nearest(name, keys[place]))
 
@@ -246,3 +249,103 @@ def _is_empty(value: object) -> bool:
     if isinstance(value, (dict, list)):
         return all(map(_is_empty, value.values() if isinstance(value, dict) else value))
     return (value.strip().lower() if isinstance(value, str) else value) in EMPTY
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the settings of `accel launch`: by questions, for this machine, or brought up to date.
+
+    Raises:
+        ConfigError: if nobody answers, or the file to update cannot be read.
+    """
+    parser = CommandParser(prog="accel config", description="Write settings of accel launch.")
+    what = "default: those of this machine; update: add keys that a file lacks"
+    parser.add_argument("action", nargs="?", choices=("default", "update"), help=what)
+    add_file(parser)
+    names = ("--mixed_precision", "--mixed-precision")
+    parser.add_argument(*names, choices=PrecisionType.list(), default="no")
+    found = parser.parse_args(list(arguments))
+    path = file_of(found)
+    settings = basic_config(found.mixed_precision)
+    if found.action == "default" and path.exists():
+        remedy = "Remove it first, or name another with --config_file; update adds keys to it."
+        raise ConfigError.of(f"{path}", "it is there already", remedy)
+    if found.action == "update":
+        settings |= load(path)
+    elif found.action is None:
+        settings |= _answers(settings)
+    write(settings, path)
+    print(f"Settings written to {path}")
+    return 0
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names a file of settings."""
+    parser.add_argument("--config_file", "--config-file", type=Path, help=FILE_HELP)
+
+
+def file_of(found: argparse.Namespace) -> Path:
+    """Return the file of settings that a command line names, or the default one."""
+    path: Path | None = found.config_file
+    return default_config_file() if path is None else path
+
+
+def _answers(default: dict[str, object]) -> dict[str, object]:
+    """Ask for the settings that people change; an empty answer takes the default."""
+    answers: dict[str, object] = {}
+    on_cpu = _ask("Compute on the CPU (yes, no)", default["use_cpu"], _boolean)
+    answers["use_cpu"] = on_cpu
+    answers["num_machines"] = _ask("Number of machines", 1, _positive)
+    if answers["num_machines"] != 1:
+        answers["machine_rank"] = _ask("Rank of this machine", 0, int)
+        answers["main_process_ip"] = _ask("Address of the machine of rank 0", "127.0.0.1", str)
+        answers["main_process_port"] = _ask("Port there", 29500, _positive)
+    number = _ask("Number of processes on all machines", default["num_processes"], _positive)
+    answers["num_processes"] = number
+    known = [name for name, plugin in strategies().items() if plugin.kind]
+    question = f"Strategy (none, {', '.join(known)})"
+    strategy = str(_ask(question, "none", _one_of(("none", *known))))
+    if strategy in known:
+        kind, answers[f"{strategy}_config"] = strategy.upper(), {}
+    else:
+        kind = "NO" if number == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
+    precision = _one_of(PrecisionType.list())
+    answers["mixed_precision"] = _ask("Precision (no, fp16, bf16, fp8)", "no", precision)
+    return {**answers, "distributed_type": kind}
+
+
+def _ask(question: str, default: object, parse: Callable[[str], object]) -> object:
+    while True:
+        try:
+            text = input(f"{question} [{default}]: ").strip()
+        except EOFError:
+            remedy = "Use accel config default, which asks nothing."
+            raise ConfigError.of(f"{question}", "nobody answers", remedy) from None
+        try:
+            return parse(text) if text else default
+        except ValueError as error:
+            print(error)
+
+
+def _boolean(text: str) -> bool:
+    value = env.parse_bool(text)
+    if value is None:
+        raise ValueError(f"{text!r} is neither yes nor no")
+    return value
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(f"{text} is less than 1")
+    return int(text)
+
+
+def _one_of(known: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in known:
+            raise ValueError(f"{text!r} is none of {', '.join(known)}")
+        return text.lower()
+
+    return parse

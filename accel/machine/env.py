@@ -20,7 +20,7 @@ from accel.machine.errors import ConfigError, Problem
 
 FunctionOrClass = TypeVar("FunctionOrClass", bound=Callable[..., object])
 
-LAUNCHER = "ACCELERATE_LAUNCHER_PID"  # set by `runner launch` for its processes
+LAUNCHER = "ACCELERATE_LAUNCHER_PID"  # set by `accel launch` for its processes
 # What is read of ``ACCELERATE_*`` beside the variables of strategies.
 NAMES = (
     *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", LAUNCHER),
@@ -265,7 +265,7 @@ class Environment:
         accumulation_steps: default of `Accelerator(gradient_accumulation_steps=…)`.
         use_cpu: whether accelerators are ignored.
         debug: whether operations check shapes over ranks first.
-        launcher: process id of `runner launch`, if it is the parent of this process.
+        launcher: process id of `accel launch`, if it is the parent of this process.
         cpu_affinity: whether each process runs on the CPUs of one NUMA node (`accel.machine.numa`).
         dynamo_backend: default of `Accelerator(dynamo_backend=…)`.
         dynamo_mode: default of `TorchDynamoPlugin(mode=…)`; likewise the next three.

@@ -47,7 +47,7 @@ def resolve_fp8(
         mixed_precision: of the run.
         source: where it was given, for messages.
         device_type: where the run computes: TransformerEngine does on CUDA alone.
-        variables: of the environment; `runner launch` writes ``ACCELERATE_FP8_*``.
+        variables: of the environment; `accel launch` writes ``ACCELERATE_FP8_*``.
         found: gets what contradicts itself or is not installed.
     """
     _check_recipes([type(recipe).__name__ for recipe in given], mixed_precision, found)
@@ -148,7 +148,7 @@ _FIELDS: dict[str, Callable[[str], object]] = {
     "enable_fsdp_float8_all_gather": _flag,
     "pad_inner_dim": _flag,
 }
-# The settings of `runner launch` (``fp8_config`` of its file, ``--fp8_*``) and their variables.
+# The settings of `accel launch` (``fp8_config`` of its file, ``--fp8_*``) and their variables.
 LAUNCHED = {
     "fp8_backend": f"{PREFIX}BACKEND",
     **{
@@ -159,7 +159,7 @@ LAUNCHED = {
 
 
 def check_launched(settings: Mapping[str, object], flags: Collection[str]) -> list[Problem]:
-    """Return what is wrong with the settings of fp8 that `runner launch` hands to a script.
+    """Return what is wrong with the settings of fp8 that `accel launch` hands to a script.
 
     Args:
         settings: of its file and its flags together.
@@ -215,7 +215,7 @@ def _text(value: object) -> str:
 def from_variables(variables: Mapping[str, str]) -> KwargsHandler | None:
     """Return the recipe that ``ACCELERATE_FP8_*`` describe; None: no backend is named.
 
-    Values that the recipe of the backend has no field for are those of another: `runner config`
+    Values that the recipe of the backend has no field for are those of another: `accel config`
     writes all of them. Raise `ConfigError` for a value that makes no sense.
     """
     backend = variables.get(f"{PREFIX}BACKEND", "").strip().upper()

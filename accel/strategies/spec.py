@@ -48,7 +48,7 @@ class PluginSpec:
         sized: returns the plugin, from the one that is on or None, with the sizes of the axes that
             a run requests; None: these do not switch it on.
         shared: whether later `Accelerator`s of the process that name no plugin take it over.
-        launch_variables: settings of `runner launch` and its file, with the variable of each.
+        launch_variables: settings of `accel launch` and its file, with the variable of each.
         not_launched: further documented settings of it, with what to do instead; "": nothing, they
             have no effect.
     """
@@ -72,7 +72,7 @@ class PluginSpec:
 
     @property
     def refused_launched(self) -> dict[str, str]:
-        """The settings that `runner launch` refuses, with what to do instead."""
+        """The settings that `accel launch` refuses, with what to do instead."""
         return {name: remedy for name, remedy in self.not_launched.items() if remedy}
 
     def variables(self, environment: Environment) -> dict[str, str]:

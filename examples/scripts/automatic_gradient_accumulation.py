@@ -1,7 +1,7 @@
 """Keep the batch size that a training was tuned for, on as little memory as there is.
 
     python examples/scripts/automatic_gradient_accumulation.py --holds 40
-    python -m runner launch --num_processes 2 --cpu \
+    accel launch --num_processes 2 --cpu \
         examples/scripts/automatic_gradient_accumulation.py
 
 A micro-batch that fits is looked for first, on each process by itself; then all of them take the

@@ -1,7 +1,7 @@
 """Train a small Llama on the documentation of Python's standard library, byte by byte.
 
     python examples/scripts/causal_language_model.py --output_dir runs/llama
-    python -m runner launch --num_processes 2 --cpu examples/scripts/causal_language_model.py
+    accel launch --num_processes 2 --cpu examples/scripts/causal_language_model.py
 
 The text is cut into blocks of one length. An optimizer step accumulates gradients over
 micro-batches, each process on its own; the number of samples in a step is the same on any number

@@ -1,7 +1,7 @@
 """Cross-validate a classifier of scikit-learn's digits, and test the ensemble of the folds.
 
     python examples/scripts/cross_validation.py --num_folds 5
-    python -m runner launch --num_processes 2 --cpu examples/scripts/cross_validation.py
+    accel launch --num_processes 2 --cpu examples/scripts/cross_validation.py
 
 Each fold trains a new model on all processes. Metrics are computed over every sample exactly once:
 `gather_for_metrics` drops those that only filled up a last batch.

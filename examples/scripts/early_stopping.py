@@ -1,7 +1,7 @@
 """Stop a training on all processes as soon as one of them sees a reason to.
 
     python examples/scripts/early_stopping.py --patience 20
-    python -m runner launch --num_processes 2 --cpu examples/scripts/early_stopping.py
+    accel launch --num_processes 2 --cpu examples/scripts/early_stopping.py
 
 Each process watches the loss of its own batches, which no other one knows. The first whose loss
 has not improved for `--patience` steps sets a trigger; at the same step all leave the loop.

@@ -1,7 +1,7 @@
 """Train with the largest batch that memory holds: halve it as long as memory runs out.
 
     python examples/scripts/executable_batch_size.py --batch_size 512 --memory_mb 300
-    python -m runner launch --num_processes 2 --cpu examples/scripts/executable_batch_size.py
+    accel launch --num_processes 2 --cpu examples/scripts/executable_batch_size.py
 
 Each process looks for the size by itself, with a step of an unprepared model, which waits for no
 other process; then all take the smallest. (Were a whole training retried, a process that runs out

@@ -1,7 +1,7 @@
 """Train a classifier of scikit-learn's digits and log it to any experiment tracker.
 
     python examples/scripts/experiment_tracking.py --log_with tensorboard --project_dir runs
-    python -m runner launch --num_processes 2 --cpu examples/scripts/experiment_tracking.py
+    accel launch --num_processes 2 --cpu examples/scripts/experiment_tracking.py
 
 Hyperparameters, the loss of steps and the accuracy of epochs go to all trackers that `--log_with`
 names; the main process alone writes.

@@ -1,6 +1,6 @@
 """Train with local SGD: processes exchange weights every few steps, and never gradients.
 
-    python -m runner launch --num_processes 2 --cpu examples/scripts/local_sgd.py
+    accel launch --num_processes 2 --cpu examples/scripts/local_sgd.py
 
 With `--local_sgd_steps 1` two processes train as one does on their batches together, since the mean
 of weights after a step of plain SGD is the step with the mean of gradients.

@@ -1,7 +1,7 @@
 """Train a small language model on one kind of text, then adapt it to another with LoRA.
 
     python examples/scripts/lora.py --output_dir runs/adapter
-    python -m runner launch --num_processes 2 --cpu examples/scripts/lora.py
+    accel launch --num_processes 2 --cpu examples/scripts/lora.py
 
 The base model learns Python's source text; then it is frozen, and low-rank adapters learn to write
 the numbers of a table. Only the adapters are saved.

@@ -1,7 +1,7 @@
 """Profile some steps of a training: the dearest operators, and a trace for Perfetto.
 
     python examples/scripts/profiling.py --output_dir runs/profile
-    python -m runner launch --num_processes 2 --cpu examples/scripts/profiling.py
+    accel launch --num_processes 2 --cpu examples/scripts/profiling.py
 
 The first steps, which are slower, are left out. With `--output_dir`, each process writes
 `profile_<rank>.json` there, which https://ui.perfetto.dev shows.

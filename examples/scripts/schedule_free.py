@@ -1,7 +1,7 @@
 """Train without a learning-rate schedule: the optimizer averages the weights it is evaluated at.
 
     python examples/scripts/schedule_free.py
-    python -m runner launch --num_processes 2 --cpu examples/scripts/schedule_free.py
+    accel launch --num_processes 2 --cpu examples/scripts/schedule_free.py
 
 A schedule-free optimizer holds two sets of weights. `optimizer.train()` and `optimizer.eval()` go
 beside those of the model; without them it trains at one set and evaluates the other's wrong one.

@@ -1,7 +1,7 @@
 """Fine-tune a small BERT to say which module of the standard library some lines are from.
 
     python examples/scripts/text_classification.py
-    python -m runner launch --num_processes 2 --cpu examples/scripts/text_classification.py
+    accel launch --num_processes 2 --cpu examples/scripts/text_classification.py
 
 The model is built from its configuration and the data is Python's own source text, so nothing is
 downloaded. Batches are padded to their longest text and split over the processes.

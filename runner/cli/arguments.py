@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from accel.machine.errors import ConfigError, Problem, closest, did_you_mean, nearest
+from accel.commands import program
+from accel.machine.errors import ConfigError, Problem, nearest
 from runner.recipe import override_mistakes
 from runner.recipe.override_mistakes import COMMANDS
 
@@ -49,21 +50,13 @@ def _parser() -> _Parser:
     return parser
 
 
-class CommandParser(argparse.ArgumentParser):
+class CommandParser(program.CommandParser):
     """Raises `ParserExit` instead of exiting: a SystemExit can only come from the user's code."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         if message:
             self._print_message(message, sys.stderr)
         raise ParserExit(status)
-
-    def error(self, message: str) -> NoReturn:
-        """Report the message, and what a flag that is not known may have meant."""
-        flags = [name for action in self._actions for name in action.option_strings]
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-        close = [found for name in names if (found := closest(name, flags)) is not None]
-        super().error(f"{message}. {did_you_mean(*close)}" if close else message)
 
 
 def long_flags() -> list[str]:

@@ -40,13 +40,6 @@ OF_COMMANDS = {
     "report": ("--output", "--terminal", "--help"),
     "again": ("--dry-run", "--help"),
     "submit": ("--dry-run", "--help"),
-    "launch": ("--config_file", "--num_processes", "--cpu", "--mixed_precision", "--help"),
-    "env": ("--config_file", "--help"),
-    "config": ("--config_file", "--mixed_precision", "--help"),
-    "merge-weights": ("--unsafe_serialization", "--remove_checkpoint_dir", "--help"),
-    "estimate-memory": (
-        *("--num_processes", "--format", "--strategy", "--optimizer", "--json", "--help"),
-    ),
 }
 VALUES = {
     "--cfg": ("job", "hydra", "all"),
@@ -123,7 +116,7 @@ def _candidates(words: Sequence[str], word: str) -> Iterator[str]:
     if command == "submit":
         command, words = None, words[1:]
     if command and len([w for w in words[1:] if "=" not in w and not w.startswith("-")]) == 0:
-        yield from register.model.names() if command == "estimate-memory" else _runs(word)
+        yield from _runs(word)
         return
     if not words:
         yield from COMMANDS

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from accel.commands.program import COMMANDS as OF_ACCEL
 from accel.machine import env, parent_watch
 from accel.machine.errors import ConfigError, Problem
 from accel.machine.imports import load_attribute
@@ -33,10 +34,6 @@ TOOLS = {
     "show": "runner.cli.look:show_run",
     "compare": "runner.cli.look:compare_runs",
     "report": "runner.cli.report:main",
-    "launch": "runner.cli.launch_script:main",
-    "env": "runner.cli.tools:show_environment",
-    "config": "runner.cli.tools:configure",
-    "merge-weights": "runner.cli.tools:merge",
 }
 
 
@@ -79,10 +76,10 @@ def _trusting(imports: Sequence[str]) -> Iterator[None]:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     command = command_line.command(arguments)
-    if command == "estimate-memory":
-        from runner.cli import estimate_memory
-
-        return estimate_memory.main(arguments[1:])
+    if arguments and arguments[0] in OF_ACCEL:
+        raise ConfigError.of(
+            f"runner {arguments[0]}", "it is a command of accel", f"Write accel {arguments[0]}."
+        )
     if command == "again":
         from runner.cli import again
 

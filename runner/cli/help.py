@@ -48,10 +48,6 @@ runner trains a PyTorch model that a recipe describes.
   runner predict RUN_DIR --split test --output FILE   write predictions
   runner predict RUN_DIR --device-map auto …          of a model that is larger than the GPU
   runner submit submit.nodes=2 [key=value ...]        train as a job on Slurm; runner submit --help
-  runner launch [flags] SCRIPT ...                    start a script of accel's on all devices
-  runner config | runner env                          settings of `runner launch`; this machine
-  runner merge-weights DIR FOLDER                     sharded weights into one file
-  runner estimate-memory MODEL [key=value ...]        bytes of weights, gradients and optimizer
   python -m runner ...                                the same
 """
 SWEEP = """\

@@ -7,10 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from accel.machine.errors import Problem, Problems
 from runner.recipe import foreign_names, keys
 
-COMMANDS = (
-    *("eval", "predict", "list", "show", "compare", "report", "again"),
-    *("launch", "submit", "env", "config", "merge-weights", "estimate-memory"),
-)
+COMMANDS = ("eval", "predict", "list", "show", "compare", "report", "again", "submit")
 
 
 def key_for(name: str) -> str | None:

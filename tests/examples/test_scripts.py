@@ -49,7 +49,7 @@ def started(folder: Path, *command: str) -> Metrics:
 @of_some
 def test_the_whole_run(script: Script, tmp_path: Path) -> None:
     path = str(FOLDER / f"{script.name}.py")
-    launch = ("-m", "runner", "launch", "--num_processes", "2", "--cpu")
+    launch = ("-m", "accel.commands", "launch", "--num_processes", "2", "--cpu")
     one = started(tmp_path / "one", path, "--cpu")
     two = started(tmp_path / "two", *launch, path)
     assert [script.shortcomings(metrics) for metrics in (one, two)] == [[], []]

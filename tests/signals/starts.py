@@ -126,7 +126,9 @@ def _lines(cell: Cell, folder: Path) -> list[list[str]]:
         return [[*prefix, *run, "distributed=multi_cpu"]]
     if cell.start == "launch":
         (folder / "train.py").write_text(SCRIPT)
-        return [python("-m", "runner", "launch", "--cpu", "--num_processes", "2", "train.py")]
+        return [
+            python("-m", "accel.commands", "launch", "--cpu", "--num_processes", "2", "train.py")
+        ]
     # A sweep goes on after a job that was killed, and its next job would wait.
     seeds = "seed=0" if cell.strike == "kill worker" else "seed=0,1"
     return [[*python("-c", COMMAND, "-m"), *RECIPE, *WAITING, seeds]]

@@ -24,7 +24,7 @@ from accel.strategies.spec import (
 )
 
 NAME = "deepspeed"
-# Settings of `runner launch`: fields of the plugin, of which two have names of their own there.
+# Settings of `accel launch`: fields of the plugin, of which two have names of their own there.
 LAUNCH_VARIABLES = {
     {
         "hf_ds_config": "deepspeed_config_file",
@@ -32,7 +32,7 @@ LAUNCH_VARIABLES = {
     }.get(field, field): variable
     for variable, field in VARIABLES.items()
 }
-_PER_MACHINE = "Start `runner launch` on each machine that is wanted, with its --machine_rank."
+_PER_MACHINE = "Start `accel launch` on each machine that is wanted, with its --machine_rank."
 NOT_LAUNCHED = {
     "deepspeed_hostfile": _PER_MACHINE,
     "deepspeed_inclusion_filter": _PER_MACHINE,

@@ -1,4 +1,4 @@
-"""What command lines of libraries import of the package's own, over `runner launch`.
+"""What command lines of libraries import of the package's own, over `accel launch`.
 
-They are no part of `accel`, which does not know `runner`.
+They are no part of `accel`: the public package does not document them.
 """

@@ -1,15 +1,15 @@
-"""`runner launch`, as command lines of libraries start it: a parser, and what it found."""
+"""`accel launch`, as command lines of libraries start it: a parser, and what it found."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from runner.cli import launch_script
+from accel.commands import launch
 
 
 class LaunchParser:
-    """Read the arguments of `runner launch`."""
+    """Read the arguments of `accel launch`."""
 
     def parse_args(self, args: Sequence[str]) -> argparse.Namespace:
         """Return what a command line starts.
@@ -20,7 +20,7 @@ class LaunchParser:
         Raises:
             ConfigError: if the flags or the file of settings are refused.
         """
-        return argparse.Namespace(launch=launch_script.parse(args))
+        return argparse.Namespace(launch=launch.parse(args))
 
 
 def launch_command_parser() -> LaunchParser:

@@ -28,8 +28,6 @@ LINES = {
     "runner eval runs/di": [RUN],
     f"runner eval {RUN} --split te": ["test"],
     "runner predict --o": ["--output"],
-    "runner estimate-memory c": ["cnn"],
-    "runner estimate-memory cnn --js": ["--json"],
     "runner resume=": ["resume=auto", f"resume={RUN}"],
     "runner --mul": ["--multirun"],
     "runner --cfg j": ["job"],

@@ -431,3 +431,9 @@ def test_levels_of_loggers_reach_the_jobs_of_a_sweep(tmp_path: Path) -> None:
     assert found == [{"accel": "DEBUG"}] * 2
     assert cli.main(line) == 0  # the same sweep: nothing is left to do
     assert len(list(tmp_path.glob("*/sweep-*"))) == 1
+
+
+@pytest.mark.parametrize("command", ["launch", "config", "env", "merge-weights", "estimate-memory"])
+def test_a_command_of_accel_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "x.py"]) == 2
+    assert f"Write accel {command}." in capsys.readouterr().err

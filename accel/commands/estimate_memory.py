@@ -1,24 +1,35 @@
-"""Bytes that a process would hold of a model: by format of its weights, and strategy."""
+"""``accel estimate-memory``: bytes of a model by format of its weights and strategy."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
+import logging
 import math
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml  # type: ignore[import-untyped]
 from torch import nn
 
+from accel.commands.program import CommandParser
 from accel.config.quantization import BnbQuantizationConfig
-from accel.logging import get_logger
-from accel.machine.errors import ConfigError, Problem, nearest, unknown_choice
+from accel.logging import get_logger, silenced
+from accel.machine.errors import ConfigError, Problem, nearest, text_of, unknown_choice
+from accel.machine.imports import load_attribute, require
 from accel.machine.memory_estimate import Footprint, state_bytes
+from accel.precision.fp8 import CHATTY
 from accel.strategies.spec import MemoryLayout
 from accel.strategies.table import specs
 from accel.weights.quantize import to_quantize
 from accel.weights.sizes import get_max_layer_size, own_parts
+from accel.weights.tensors import init_empty_weights
 
 # Formats that all weights train in, and those of frozen linear layers beside weights in 16 bits.
 TRAINED = ("fp32", "bf16", "pure_bf16")
@@ -27,6 +38,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "int4": {"load_in_4bit": True},
 }
 FORMATS = (*TRAINED, *QUANTIZED)
+CONFIG = "config.json"
+COLUMNS = ("format", "strategy", "weights", "gradients", "optimizer", "total", "largest")
 logger = get_logger(__name__)
 
 _MIXED = "bf16"
@@ -272,3 +285,156 @@ def _largest(model: nn.Module, sizes: dict[str, int]) -> int:
             totals[prefix] = totals.get(prefix, 0) + size
     blocks = getattr(model, "_no_split_modules", None) or ()
     return get_max_layer_size(own_parts(model), totals, blocks)[0]
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what a process would hold of a model, by format of its weights and strategy.
+
+    Raises:
+        ConfigError: if there is no such model, format, strategy or optimizer.
+    """
+    parser = CommandParser(
+        prog="accel estimate-memory",
+        description="Estimate the memory of a model's weights, gradients and optimizer state.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help=f"a folder with a {CONFIG}, or package.module.factory",
+    )
+    add("arguments", metavar="KEY=VALUE", nargs="*", help="arguments of the factory")
+    add("--num_processes", "--num-processes", type=int, default=1, metavar="N")
+    add("--format", action="append", help="fp32, bf16, pure_bf16, int8, int4 (may be repeated)")
+    add("--strategy", action="append", help="how it is distributed (may be repeated)")
+    add("--optimizer", default="AdamW", help="class of torch.optim (default: AdamW)")
+    add("--json", action="store_true", help="print JSON, with bytes")
+    found = parser.parse_intermixed_args(list(arguments))
+    model = _model(found.model, found.arguments)
+    rows = estimates(model, found.num_processes, found.format, found.strategy, found.optimizer)
+    if found.json:
+        print(json.dumps([_plain(one) for one in rows], indent=2))
+    else:
+        _show(model, found.model, found.num_processes, found.optimizer, rows)
+    return 0
+
+
+def _plain(estimate: Estimate) -> dict[str, object]:
+    fields = dataclasses.asdict(estimate)
+    footprint = fields.pop("footprint")
+    return {**fields, **footprint, "total": estimate.total}
+
+
+def _show(
+    model: nn.Module, name: str, num_processes: int, optimizer: str, rows: Sequence[Estimate]
+) -> None:
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{Path(name).name} · {weights:,} parameters · {optimizer} · {num_processes} processes")
+    print()
+    print(_line(COLUMNS))
+    for one in rows:
+        held = one.footprint
+        sizes = (held.parameters, held.gradients, held.optimizer_state, one.total)
+        print(_line((one.format, one.strategy, *map(_size, (*sizes, one.largest_layer)))))
+    print()
+    print("On top come activations, and the largest layer while it is gathered.")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return " ".join([f"{cells[0]:<10} {cells[1]:<10}", *(f"{cell:>10}" for cell in cells[2:])])
+
+
+def _size(num_bytes: float | None) -> str:
+    """Return e.g. "512 B" or "2.6 MB" (powers of ten); "?" for an unknown size."""
+    if num_bytes is None:
+        return "?"
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000 or unit == "GB":
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+
+
+# -- the model -----------------------------------------------------------------------------
+
+
+def _model(name: str, arguments: Sequence[str]) -> nn.Module:
+    """Return the model, its parameters on the meta device."""
+    path = Path(name).expanduser()
+    if path.exists():
+        if arguments:
+            rule, remedy = f"{CONFIG} has all that is to know", "Change it there."
+            raise ConfigError.of(" ".join(arguments), rule, remedy)
+        return _of_transformers(path.parent if path.name == CONFIG else path)
+    factory, given = _factory(name), _parsed(arguments)
+    try:
+        with init_empty_weights(include_buffers=False):
+            made = factory(**given)
+    except TypeError as error:
+        raise ConfigError.of(name, f"{error}", "Correct its arguments.") from error
+    if not isinstance(made, nn.Module):
+        rule = f"it returns {type(made).__name__}, not a torch.nn.Module"
+        raise ConfigError.of(name, rule, "Name a factory of models.")
+    return made
+
+
+def _factory(name: str) -> Callable[..., object]:
+    module, _, attribute = name.rpartition(".")
+    rule = "there is no such folder, and no such package.module.factory"
+    remedy = f"Name the folder of a {CONFIG}, or a factory as package.module.factory."
+    if not module or os.sep in name:
+        raise ConfigError.of(name, rule, remedy)
+    sys.path.append(os.getcwd())  # last, so that a file there hides no package
+    try:
+        found: Callable[..., object] = load_attribute(f"{module}:{attribute}")
+    except (ImportError, AttributeError) as error:
+        raise ConfigError.of(name, f"{rule} ({error})", remedy) from error
+    finally:
+        sys.path.pop()
+    return found
+
+
+def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for argument in arguments:
+        key, given, value = argument.partition("=")
+        if not given or not key.isidentifier():
+            raise ConfigError.of(argument, "it is KEY=VALUE", "Give dim=64, say.")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            rule = f"the value is YAML ({str(error).splitlines()[0]})"
+            raise ConfigError.of(argument, rule, "Correct it, or quote it.") from error
+    return found
+
+
+def _of_transformers(folder: Path) -> nn.Module:
+    """Return the model that a config.json describes, which runs no code of the folder."""
+    if not (folder / CONFIG).is_file():
+        remedy = f"Name a folder that a model was saved in, with its {CONFIG}."
+        raise ConfigError.of(str(folder), f"it holds no {CONFIG}", remedy)
+    transformers = require("transformers", f"accel estimate-memory {folder}", extra="examples")
+    try:
+        with silenced(CHATTY, logging.ERROR):  # transformers imports torchao
+            config = transformers.AutoConfig.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+            named = (getattr(config, "architectures", None) or [""])[0]
+            kind = getattr(transformers, named, None) if named else None
+            with init_empty_weights(include_buffers=True):
+                model: nn.Module = (
+                    transformers.AutoModel.from_config(config) if kind is None else kind(config)
+                )
+    except Exception as error:  # of any kind: the model's own code computes with the values
+        reason = " ".join(text_of(error).split()) or type(error).__name__
+        rule = f"transformers makes no model of its {CONFIG} ({reason})"
+        remedy = "Correct the value there, or name a model that transformers has."
+        raise ConfigError.of(str(folder), rule, remedy) from error
+    tie = getattr(model, "tie_weights", None)
+    if callable(tie):
+        tie()
+    return model

@@ -1,11 +1,13 @@
-"""A script of the user's on all GPUs, or on processes of the CPU, under torchelastic.
+"""``accel launch``: a user's script on all GPUs, or on processes of the CPU, under torchelastic.
 
-Settings come from `accel.commands.launch_config` and the command line. They become one command
-and its variables; the process becomes that command: signals and the exit code are the script's.
+Flags override the file of settings (`accel.commands.launch_config`). Together they become one
+command and its variables; this process becomes that command, so that signals and the exit code are
+the script's.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -13,14 +15,155 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import accel
+from accel.commands import launch_config
 from accel.commands.launch_config import EMPTY, VARIABLES, strategies
-from accel.machine import env, launcher_variables
+from accel.commands.program import CommandParser
+from accel.machine import device, env, launcher_variables
 from accel.machine.enums import PrecisionType
 from accel.machine.errors import ConfigError, Problems, unknown_choice
-from accel.plan.fp8 import check_launched
-from runner.recipe import processes
+from accel.plan.fp8 import LAUNCHED, check_launched
 
 PORT = 29500
+
+# Documented flags without a value, by the setting that each gives, those of strategies apart.
+SWITCHES = {
+    "cpu": "use_cpu",
+    **dict.fromkeys(("multi_gpu", "debug", "enable_cpu_affinity", "same_network")),
+    **dict.fromkeys(("dynamo_use_fullgraph", "dynamo_use_dynamic")),
+    **dict.fromkeys(("dynamo_use_regional_compilation", "fp8_use_autocast_during_eval")),
+}
+VALUES = (
+    *("mixed_precision", "num_processes", "num_machines", "num_cpu_threads_per_process"),
+    *("dynamo_backend", "dynamo_mode", "gpu_ids", "machine_rank", "main_process_ip"),
+    *("main_process_port", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval"),
+    "gradient_accumulation_steps",
+    *(name for name in LAUNCHED if name != "fp8_use_autocast_during_eval"),
+)
+_TPU = "TPUs are not built yet"
+_PLUGINS = "give the plugins to the Accelerator of the script"
+# Documented flags that are refused, or beginnings of their names, and why.
+REFUSED = {
+    **dict.fromkeys(("tpu", "vm", "env", "main_training_function", "downcast_bf16"), _TPU),
+    **dict.fromkeys(("tpu_", "no_tpu_cluster"), _TPU),
+    "ipex": "recent torch has Intel's optimizations built in",
+    "use_parallelism_config": _PLUGINS,
+    "parallelism_config_": _PLUGINS,
+    "aws_": "jobs start on this machine, not on SageMaker",
+    "mpirun_hostfile": "start with mpirun -hostfile FILE python script.py",
+}
+DESCRIPTION = (
+    "Start a script on all GPUs of this machine, or on processes of the CPU. A flag goes before "
+    "the file of settings; names are written with dashes or underscores."
+)
+USAGE = "accel launch [flags] SCRIPT [the script's own arguments]"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start a script; the process becomes the script's launcher.
+
+    Raises:
+        ConfigError: if the flags or the file of settings are refused.
+    """
+    launch = parse(arguments)
+    launch.execute()
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> Launch:
+    """Return what a command line starts.
+
+    Raises:
+        ConfigError: if the flags or the file of settings are refused.
+    """
+    flags = _refuse(arguments)
+    found = _parser().parse_args(flags)
+    settings = _from_file(found.config_file)
+    given = {name: getattr(found, name) for name in (*_switches().values(), *_values())}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings |= given
+    if found.multi_gpu:
+        if found.use_cpu:
+            raise ConfigError.of("--multi_gpu with --cpu", "both choose the device", "Give one.")
+        settings["use_cpu"] = False
+    launched = Script(
+        found.training_script, found.training_script_args, found.module, found.no_python
+    )
+    logs = {"tee": found.tee, "log-dir": found.log_dir, "role": found.role}
+    return plan(settings, launched, [f"--{k}={v}" for k, v in logs.items() if v], given)
+
+
+def _from_file(name: str | None) -> dict[str, object]:
+    if name is not None:
+        return launch_config.read(Path(name))
+    default = launch_config.default_config_file()
+    return launch_config.read(default) if default.is_file() else {}
+
+
+def _switches() -> dict[str, str]:
+    """Return the flags without a value, with the setting of each."""
+    on = {f"use_{name}": None for name, plugin in strategies().items() if plugin.kind}
+    return {name: setting or name for name, setting in {**SWITCHES, **on}.items()}
+
+
+def _values() -> list[str]:
+    """Return the flags with a value."""
+    of_strategies = [name for one in strategies().values() for name in one.launch_variables]
+    return [*VALUES, *of_strategies]
+
+
+def _refused() -> dict[str, str]:
+    """Return why a flag, or each that begins so, is refused."""
+    refused = dict(REFUSED)
+    for name, plugin in strategies().items():
+        refused |= plugin.refused_launched
+        if plugin.kind is None:
+            refused |= dict.fromkeys((f"use_{name}", f"{name}_"), f"{name} is not built yet")
+    return refused
+
+
+def _refuse(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, or raise the reason of a documented flag that is refused."""
+    takes_value = ("config_file", "log_dir", "role", "tee", "t", *_values())
+    waiting = list(arguments)
+    while waiting and waiting[0].startswith("-"):
+        argument = waiting.pop(0)
+        name, given, _ = argument.lstrip("-").replace("-", "_").partition("=")
+        refused = _refused()
+        beginning = next((one for one in refused if one[-1] == "_" and name.startswith(one)), name)
+        if beginning in refused:
+            raise ConfigError.of(argument, refused[beginning], "Leave it out.")
+        if name in takes_value and not given:
+            del waiting[:1]
+    return list(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="accel launch", usage=USAGE, description=DESCRIPTION, allow_abbrev=False
+    )
+
+    def add(name: str, **options: object) -> None:
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*spellings, **options)  # type: ignore[arg-type]
+
+    add("config_file", help="settings (default: the file that `accel config` writes)")
+    for name, setting in _switches().items():
+        add(name, dest=setting, action="store_true", default=None)
+    ignored = [flag for one in strategies().values() for flag in one.not_launched]
+    for name in [*_values(), *ignored]:
+        add(name, metavar=name.rpartition("_")[2].upper())
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    add("no_python", action="store_true", help="SCRIPT is a program of its own")
+    parser.add_argument("-q", "--quiet", action="store_true", help="of no effect")
+    parser.add_argument("-t", "--tee", help="streams that go to log files, too (torchrun's)")
+    add("log_dir", help="folder of those log files")
+    add("role", help="name of the processes in logs")
+    parser.add_argument("training_script", metavar="SCRIPT")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, metavar="…")
+    return parser
+
+
+# -- the command that a command line becomes ---------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -135,7 +278,7 @@ def plan(
     if settings.get("monitor_interval") is not None:
         options.append(f"--monitor-interval={settings['monitor_interval']}")
     options += _rendezvous(settings, machines, rank)
-    head = [sys.executable, "-m", "runner.launch.agent", *options, *torchrun, *script.flags]
+    head = [sys.executable, "-m", "accel.commands.agent", *options, *torchrun, *script.flags]
     return Launch([*head, script.name, *script.arguments], variables | launcher_variables.OWN_STORE)
 
 
@@ -175,7 +318,7 @@ def _local_processes(settings: Mapping[str, object], machines: int, found: Probl
     on_cpu = settings.get("use_cpu") in (True, "true", "True")
     ids = _gpu_ids(settings)
     if total is None or total == 0:
-        present = len(ids) if ids else 0 if on_cpu else processes.num_accelerators()
+        present = len(ids) if ids else 0 if on_cpu else num_gpus()
         return max(1, present)
     number = _number(settings, "num_processes", 1, found)
     if number < 1 or machines < 1 or number % machines:
@@ -185,7 +328,7 @@ def _local_processes(settings: Mapping[str, object], machines: int, found: Probl
     local = number // machines
     if on_cpu or local == 1:
         return local
-    present = len(ids) if ids else processes.num_accelerators()
+    present = len(ids) if ids else num_gpus()
     if 0 < present < local:
         rule = f"each process has a GPU of its own, and this machine offers {present}"
         found.add(f"num_processes={number}", rule, f"Give --num_processes={present * machines}.")
@@ -193,6 +336,12 @@ def _local_processes(settings: Mapping[str, object], machines: int, found: Probl
         rule = "torch finds no GPU on this machine"
         found.add(f"num_processes={number}", rule, "Give --cpu for processes on the CPU.")
     return local
+
+
+def num_gpus() -> int:
+    """Return how many GPUs (or alike) torch finds on this machine."""
+    kind = device.default_device_type()
+    return 0 if kind == "cpu" else device.device_count(kind)
 
 
 def _gpu_ids(settings: Mapping[str, object]) -> list[str]:

@@ -1,8 +1,11 @@
-"""Estimates of what a process holds, beside what it does hold."""
+"""``accel estimate-memory``: estimates, beside what a process does hold (E4)."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 from torch import nn
 
 from accel import Accelerator, FullyShardedDataParallelPlugin
-from accel.commands.model_memory import Estimate, estimates, layouts
+from accel.commands.estimate_memory import Estimate, estimates, layouts
+from accel.commands.program import REFUSED, main
 from accel.machine.errors import ConfigError
 from accel.machine.memory_estimate import Footprint
 from accel.utils import BnbQuantizationConfig, DeepSpeedPlugin, load_and_quantize_model
@@ -215,3 +219,120 @@ def test_a_frozen_model_has_neither_gradients_nor_state() -> None:
 def test_what_does_not_exist_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         estimates(model(), **given)
+
+
+# -- the command ---
+
+SIZES = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 50}
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def estimated(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert main(["estimate-memory", *arguments, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["estimate-memory", *arguments]) == REFUSED
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from transformers import GPT2Config  # seconds, in each process that collects this file
+
+    config = GPT2Config(**SIZES, **SPECIAL)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    own = GPT2LMHeadModel(GPT2Config(**SIZES, **SPECIAL))
+    tensors = [*own.parameters(), *own.buffers()]  # the head has the embedding's weight
+    held = sum(tensor.nbytes for tensor in tensors)
+    options = ("--format", "fp32", "--strategy", "ddp")
+    for place in (folder, folder / "config.json"):
+        (found,) = estimated(capsys, str(place), *options)
+        assert found["parameters"] == held
+        assert found["gradients"] == sum(parameter.nbytes for parameter in own.parameters())
+        assert found["total"] == held + found["gradients"] + found["optimizer_state"]
+
+
+def test_what_torchao_logs_at_import_is_not_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import AutoConfig
+
+    right = AutoConfig.from_pretrained
+
+    def chatty(*args: Any, **kwargs: Any) -> Any:
+        logging.getLogger("torchao").warning("Failed to load")
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", chatty)
+    assert main(["estimate-memory", str(folder), "--strategy", "ddp"]) == 0
+    assert "Failed to load" not in caplog.text
+
+
+def test_a_headless_model_is_the_plain_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    (with_head,) = estimated(capsys, str(folder), "--format", "fp32", "--strategy", "ddp")
+    path.write_text(json.dumps({**config, "architectures": None}))
+    (without,) = estimated(capsys, str(folder), "--format", "fp32", "--strategy", "ddp")
+    assert without["parameters"] == with_head["parameters"]  # tied
+
+
+CNN = "runner.builtin.digits.cnn"
+
+
+def test_a_dotted_name(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("torch.nn.Linear", "in_features=4", "out_features=8", "--format", "fp32")
+    found = estimated(capsys, *arguments)
+    assert found[0]["parameters"] == 4 * torch.nn.Linear(4, 8).weight.numel() + 32
+
+
+def test_a_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate-memory", CNN, "--num_processes", "2", "--optimizer", "LBFGS"]) == 0
+    shown = capsys.readouterr().out
+    assert "38,314 parameters · LBFGS · 2 processes" in shown
+    assert "153.3 kB" in shown
+    assert "?" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_what_makes_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "it holds no config.json" in refused(capsys, str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    assert "transformers makes no model" in refused(capsys, str(tmp_path))
+    assert "has all that is to know" in refused(capsys, str(tmp_path), "n_layer=2")
+    assert "package.module.factory" in refused(capsys, "cnnn")
+    assert "there is no such folder" in refused(capsys, "./cnnn")
+    assert "there is no such folder" in refused(capsys, str(tmp_path / "v1.5"))
+    assert "it is KEY=VALUE" in refused(capsys, CNN, "wide")
+    assert "width=[: the value is YAML" in refused(capsys, CNN, "width=[")
+    assert "widht" in refused(capsys, CNN, "widht=2")
+    assert "not a torch.nn.Module" in refused(capsys, "os.getcwd")
+    assert "Choose format='fp32'" in refused(capsys, CNN, "--format", "fp8")
+    assert "format='fp31'" in refused(capsys, CNN, "--format", "fp31")
+    assert "'AdamW'" in refused(capsys, CNN, "--optimizer", "adamw")
+    assert "none" in refused(capsys, CNN, "--format", "int8")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"n_layer": "two"}, {"n_embd": 33}, {"vocab_size": -1}, {"n_embd": None}]
+)
+def test_a_wrong_value_of_a_folder_is_refused(
+    wrong: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **wrong}))
+    message = refused(capsys, str(folder))
+    assert "transformers makes no model of its config.json" in message
+    assert "Correct the value there" in message

@@ -1,4 +1,4 @@
-"""torchrun, with exit codes that are the script's: ``python -m runner.launch.agent FLAGS SCRIPT``.
+"""torchrun, with exit codes that are the script's: ``python -m accel.commands.agent FLAGS SCRIPT``.
 
 Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 """
@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from accel.machine import env
-from runner.exit_codes import OF_SIGNAL
+
+OF_SIGNAL = 128  # and its number: how a shell says that a signal has ended a command
 
 
 def main(arguments: Sequence[str]) -> int:
