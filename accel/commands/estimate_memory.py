@@ -18,7 +18,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from torch import nn
 
-from accel.commands.program import CommandParser
+from accel.commands import CommandParser
 from accel.config.quantization import BnbQuantizationConfig
 from accel.logging import get_logger, silenced
 from accel.machine.errors import ConfigError, Problem, nearest, text_of, unknown_choice

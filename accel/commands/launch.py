@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import accel
-from accel.commands import launch_config
+from accel.commands import CommandParser, launch_config
 from accel.commands.launch_config import EMPTY, VARIABLES, strategies
-from accel.commands.program import CommandParser
 from accel.machine import device, env, launcher_variables
 from accel.machine.enums import PrecisionType
 from accel.machine.errors import ConfigError, Problems, unknown_choice

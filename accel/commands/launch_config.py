@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from accel.commands.program import CommandParser
+from accel.commands import CommandParser
 from accel.machine import device, env
 from accel.machine.enums import ComputeEnvironment, DistributedType, PrecisionType
 from accel.machine.errors import ConfigError, Problems, nearest, unknown_choice

@@ -8,9 +8,10 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from accel.machine.errors import AccelError, ConfigError, MissingPackageError, closest, did_you_mean
+from accel.commands import CommandParser
+from accel.machine.errors import AccelError, ConfigError, MissingPackageError
 from accel.machine.imports import load_attribute
 
 COMMANDS = {
@@ -25,18 +26,6 @@ COMMANDS = {
 }
 PACKAGES = ("accel-runner", "torch", "numpy", "safetensors")
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-
-
-class CommandParser(argparse.ArgumentParser):
-    """An argparse parser that suggests the nearest flag."""
-
-    def error(self, message: str) -> NoReturn:
-        """Report an error, and the known flag that an unknown one resembles."""
-        flags = [name for action in self._actions for name in action.option_strings]
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-        close = [found for name in names if (found := closest(name, flags)) is not None]
-        super().error(f"{message}. {did_you_mean(*close)}" if close else message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

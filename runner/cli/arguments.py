@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from accel.commands import program
+from accel import commands
 from accel.machine.errors import ConfigError, Problem, nearest
 from runner.recipe import override_mistakes
 from runner.recipe.override_mistakes import COMMANDS
@@ -50,7 +50,7 @@ def _parser() -> _Parser:
     return parser
 
 
-class CommandParser(program.CommandParser):
+class CommandParser(commands.CommandParser):
     """Raises `ParserExit` instead of exiting: a SystemExit can only come from the user's code."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:

@@ -17,7 +17,7 @@ PARTS = {
     "examples": ("examples",),
 }
 # Code lines that a part may have, and files of `accel` and `runner` together.
-BUDGETS = {"accel": 26_400, "runner": 23_900, "tests": 68_700}
+BUDGETS = {"accel": 26_900, "runner": 23_400, "tests": 68_700}
 MAX_FILES = 469
 # Helpers are what no test runner collects.
 HELPERS = "    of it helpers"
