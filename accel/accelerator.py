@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from accel._delegate import connect, delegate
-from accel.checkpoint.contents import RunObjects
 from accel.checkpoint.session import CheckpointSession
 from accel.comm.processes import ProcessControl
 from accel.config.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs, check_handler
@@ -25,7 +23,7 @@ from accel.logging import get_logger
 from accel.machine.enums import DynamoBackend, PrecisionType, RNGType
 from accel.optimizer import AcceleratedOptimizer
 from accel.plan.arguments import ONE_BY_DEFAULT, Arguments
-from accel.plan.plan import Plan, resolve
+from accel.plan.plan import resolve
 from accel.precision.build import build_precision
 from accel.run import profiling
 from accel.run.accumulation import Accumulation
@@ -33,7 +31,7 @@ from accel.run.collectives import Collectives
 from accel.run.preparation import Preparation
 from accel.run.settings import RunSettings
 from accel.scheduler import AcceleratedScheduler
-from accel.state import AcceleratorState, GradientState, current_environment, settled_arguments
+from accel.state import AcceleratorState, current_environment, settled_arguments
 from accel.strategies.base import strategy_class
 from accel.strategies.objects import Objects
 from accel.trackers.base import GeneralTracker
@@ -43,8 +41,13 @@ from accel.trackers.table import Choice, Wanted, filter_trackers
 logger = get_logger(__name__)
 
 
-class Accelerator(ProcessControl, RunSettings):
+class Accelerator(
+    ProcessControl, RunSettings, Preparation, Accumulation, Collectives, CheckpointSession
+):
     """One run: its processes, device, precision, and the objects it trains.
+
+    Its methods are those of the base classes, one for each subject, which call each other by
+    `self`: a subclass that overrides one of them changes the others.
 
     Args:
         device_placement: whether prepared objects and batches are moved to the device.
@@ -87,10 +90,10 @@ class Accelerator(ProcessControl, RunSettings):
         device: where this process computes.
         precision: the number format.
         strategy: how the model is distributed.
-        preparation: prepares objects, and holds them.
-        accumulation: windows of micro-batches, backward passes, clipping.
-        collectives: gathering and reducing over processes.
-        checkpoints: saves and restores the run.
+        device_placement: whether objects that are prepared from now on, and batches, are moved to
+            the device.
+        gradient_state: where gradient accumulation stands.
+        scaler: the gradient scaler of fp16, or None.
         tracker_group: the experiment trackers.
 
     Raises:
@@ -139,19 +142,39 @@ class Accelerator(ProcessControl, RunSettings):
         use_seedable_sampler: bool | None = None,
         kwarg_handler: Sequence[KwargsHandler] | None = None,
     ) -> None:
-        plan = resolve(settled_arguments(Arguments.of(locals())), current_environment())
+        arguments = Arguments(
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            device=device,
+            dataloader_config=dataloader_config,
+            plugins={
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+                "fsdp_plugin": fsdp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+            },
+            strategy_plugins=strategy_plugins,
+            rng_types=rng_types,
+            project_dir=project_dir,
+            logging_dir=logging_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            kwarg_handler=kwarg_handler,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            dispatch_batches=dispatch_batches,
+            even_batches=even_batches,
+            use_seedable_sampler=use_seedable_sampler,
+            parallelism_config=parallelism_config,
+        )
+        plan = resolve(settled_arguments(arguments), current_environment())
         chosen = filter_trackers(log_with, plan.project.logging_dir)
-        self._set_up(plan, cpu, chosen)
-        for note in plan.notes:
-            logger.warning(note)
-        if any(name.startswith("ACCELERATE_") for name in plan.environment.variables):
-            from accel.plan import misspelt_variables
-
-            for note in misspelt_variables.notes(plan.environment.variables):
-                logger.warning_once("%s", note)
-        connect(self, Accelerator, per_step=("accumulate", "backward"))
-
-    def _set_up(self, plan: Plan, cpu: bool, trackers: list[Choice]) -> None:
         self.state = AcceleratorState(cpu=cpu, _from_accelerator=True, _plan=plan)
         self.plan = plan = self.state.settle(plan)
         self.comm = self.state.comm
@@ -159,42 +182,22 @@ class Accelerator(ProcessControl, RunSettings):
         self.precision = build_precision(plan)
         kind = strategy_class(plan.spec)  # imported only where it is chosen
         self.strategy = kind(plan, self.comm, self.device, self.precision)
-        objects = Objects()
-        self.accumulation = Accumulation(plan, self.strategy, objects)
-        self.preparation = Preparation(plan, self.strategy, self.accumulation, objects)
-        self.collectives = Collectives(plan, self.comm, self.gradient_state)
-        self.tracker_group = TrackerGroup(trackers, self.logging_dir, self.is_main_process)
-        self.checkpoints = CheckpointSession(
-            RunObjects(
-                plan, self.comm, self.strategy, objects, self.accumulation, self.tracker_group
-            )
-        )
+        self._objects = Objects()
+        self._start_accumulation()
+        self._start_collectives()
+        self.tracker_group = TrackerGroup(chosen, self.logging_dir, self.is_main_process)
+        self._start_checkpoints(self.tracker_group)
+        self._tell_notes()
 
-    # -- preparing -----------------------------------------------------------------------------
+    def _tell_notes(self) -> None:
+        for note in self.plan.notes:
+            logger.warning(note)
+        variables = self.plan.environment.variables
+        if any(name.startswith("ACCELERATE_") for name in variables):
+            from accel.plan import misspelt_variables
 
-    prepare = delegate("preparation", Preparation.prepare)
-    prepare_model = delegate("preparation", Preparation.prepare_model)
-    prepare_optimizer = delegate("preparation", Preparation.prepare_optimizer)
-    prepare_scheduler = delegate("preparation", Preparation.prepare_scheduler)
-    prepare_data_loader = delegate("preparation", Preparation.prepare_data_loader)
-    unwrap_model = delegate("preparation", Preparation.unwrap_model)
-    skip_first_batches = delegate("preparation", Preparation.skip_first_batches)
-    verify_device_map = delegate("preparation", Preparation.verify_device_map)
-    free_memory = delegate("preparation", Preparation.free_memory)
-    clear = delegate("preparation", Preparation.clear)
-
-    # -- the step ------------------------------------------------------------------------------
-
-    accumulate = delegate("accumulation", Accumulation.accumulate)
-    no_sync = delegate("accumulation", Accumulation.no_sync)
-    trigger_sync_in_backward = delegate("accumulation", Accumulation.trigger_sync_in_backward)
-    join_uneven_inputs = delegate("accumulation", Accumulation.join_uneven_inputs)
-    backward = delegate("accumulation", Accumulation.backward)
-    forward_backward = delegate("accumulation", Accumulation.forward_backward)
-    lomo_backward = delegate("accumulation", Accumulation.lomo_backward)
-    unscale_gradients = delegate("accumulation", Accumulation.unscale_gradients)
-    clip_grad_norm_ = delegate("accumulation", Accumulation.clip_grad_norm_)
-    clip_grad_value_ = delegate("accumulation", Accumulation.clip_grad_value_)
+            for note in misspelt_variables.notes(variables):
+                logger.warning_once("%s", note)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
@@ -211,41 +214,89 @@ class Accelerator(ProcessControl, RunSettings):
         check_handler(autocast_handler, AutocastKwargs, "autocast")
         return self.precision.autocast(autocast_handler)
 
-    # -- collectives ---------------------------------------------------------------------------
-
-    gather = delegate("collectives", Collectives.gather)
-    gather_for_metrics = delegate("collectives", Collectives.gather_for_metrics)
-    reduce = delegate("collectives", Collectives.reduce)
-    pad_across_processes = delegate("collectives", Collectives.pad_across_processes)
-    set_trigger = delegate("collectives", Collectives.set_trigger)
-    check_trigger = delegate("collectives", Collectives.check_trigger)
-    check_breakpoint = delegate("collectives", Collectives.check_breakpoint)
-
-    # -- checkpoints ---------------------------------------------------------------------------
-
-    save_state = delegate("checkpoints", CheckpointSession.save_state)
-    load_state = delegate("checkpoints", CheckpointSession.load_state)
-    register_for_checkpointing = delegate(
-        "checkpoints", CheckpointSession.register_for_checkpointing
-    )
-    register_save_state_pre_hook = delegate(
-        "checkpoints", CheckpointSession.register_save_state_pre_hook
-    )
-    register_load_state_pre_hook = delegate(
-        "checkpoints", CheckpointSession.register_load_state_pre_hook
-    )
-    save = delegate("checkpoints", CheckpointSession.save)
-    save_model = delegate("checkpoints", CheckpointSession.save_model)
-    save_native = delegate("checkpoints", CheckpointSession.save_native)
-    load_native = delegate("checkpoints", CheckpointSession.load_native)
-    get_state_dict = delegate("checkpoints", CheckpointSession.get_state_dict)
-
     # -- trackers ------------------------------------------------------------------------------
 
-    init_trackers = delegate("tracker_group", TrackerGroup.init_trackers)
-    get_tracker = delegate("tracker_group", TrackerGroup.get_tracker)
-    log = delegate("tracker_group", TrackerGroup.log)
-    log_images = delegate("tracker_group", TrackerGroup.log_images)
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, object] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
+        """Open a run in every tracker of `log_with`, and record the hyper-parameters.
+
+        Runs that are open are closed first. After `load_state`, the trackers continue the runs that
+        the checkpoint names, unless `init_kwargs` name others. Runs that no `end_training` closes
+        are closed at the exit of the process, after an exception too. One that ends with
+        `sys.exit(3)` is closed as a success: Python does not tell that code at exit. Raise an
+        exception instead.
+
+        Args:
+            project_name: name of the run or project, as the tracker takes it.
+            config: hyper-parameters; may be nested.
+            init_kwargs: arguments of each tracker by its name, e.g.
+                ``{"tensorboard": {"flush_secs": 10}}``. Those of a tracker that `log_with` does
+                not choose take no effect.
+
+        Raises:
+            ConfigError: if `init_kwargs` has a name that no tracker has, or an argument that it
+                does not take.
+        """
+        self.tracker_group.open(project_name, config, init_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker of this run.
+
+        Args:
+            name: its name, e.g. "tensorboard".
+            unwrap: whether to return the object of the tracking library instead.
+
+        Returns:
+            The tracker. On a process where it does not log: one whose methods do nothing, or None
+            for `unwrap`.
+
+        Raises:
+            ConfigError: if no tracker of that name is used.
+            StateError: before `init_trackers`.
+        """
+        return self.tracker_group.get(name, unwrap)
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record values in every tracker.
+
+        Args:
+            values: by name: numbers, 0-d tensors, text or dicts of numbers.
+            step: optimizer step.
+            log_kwargs: arguments of each tracker's own call, by its name; as `init_kwargs`.
+
+        Raises:
+            ConfigError: if `log_kwargs` has a name that no tracker has.
+            Exception: that of the first tracker that fails, after all others have the values.
+        """
+        self.tracker_group.log(values, step, log_kwargs or {})
+
+    def log_images(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record images in every tracker that has them.
+
+        Args:
+            values: by name: images [N, C, H, W], or as the trackers take them.
+            step: optimizer step.
+            log_kwargs: arguments of each tracker's own call, by its name; as `init_kwargs`.
+
+        Raises:
+            ConfigError: if `log_kwargs` has a name that no tracker has.
+            NotImplementedError: if none of the trackers has images.
+        """
+        self.tracker_group.log_images(values, step, log_kwargs or {})
 
     @property
     def log_with(self) -> list[Choice]:
@@ -265,92 +316,27 @@ class Accelerator(ProcessControl, RunSettings):
     def trackers(self, trackers: list[GeneralTracker]) -> None:
         self.tracker_group.trackers = trackers
 
-    # -- where the run stands ------------------------------------------------------------------
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """Where gradient accumulation stands."""
-        return self.accumulation.gradient_state
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16, or None."""
-        return self.accumulation.scaler
-
-    @scaler.setter
-    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self.accumulation.scaler = scaler
-
-    @property
-    def device_placement(self) -> bool:
-        """Whether objects that are prepared from now on, and batches, are moved to the device."""
-        return self.accumulation.device_placement
-
-    @device_placement.setter
-    def device_placement(self, device_placement: bool) -> None:
-        self.accumulation.device_placement = device_placement
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """The micro-batches of an optimizer step."""
-        return self.accumulation.gradient_accumulation_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self.accumulation.gradient_accumulation_steps = num_steps
-
-    @property
-    def step(self) -> int:
-        """The micro-batches since the end of the last pass over a loader."""
-        return self.accumulation.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.accumulation.step = step
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends an optimizer step."""
-        return self.accumulation.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync_gradients: bool) -> None:
-        self.accumulation.sync_gradients = sync_gradients
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether any optimizer's last step was skipped because gradients overflowed."""
-        return self.accumulation.optimizer_step_was_skipped
-
-    @property
-    def has_lomo_optimizer(self) -> bool:
-        """Whether a prepared optimizer updates weights in the backward pass, as LOMO does."""
-        return self.accumulation.has_lomo_optimizer
-
-    @property
-    def flag_tensor(self) -> torch.Tensor:
-        """[1] 1 where this process set its trigger since the last check, else 0."""
-        return self.collectives.flag_tensor
+    # -- prepared objects, by the names that libraries know ------------------------------------
 
     @property
     def _models(self) -> list[torch.nn.Module]:
-        return self.preparation.objects.models
+        return self._objects.models
 
     @property
     def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self.preparation.objects.optimizers
+        return self._objects.optimizers
 
     @property
     def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self.preparation.objects.schedulers
+        return self._objects.schedulers
 
     @property
     def _dataloaders(self) -> list[Any]:
-        return self.preparation.objects.dataloaders
+        return self._objects.dataloaders
 
     @property
     def _custom_objects(self) -> list[Any]:
-        return self.preparation.objects.custom
+        return self._objects.custom
 
     # -- around the run ------------------------------------------------------------------------
 

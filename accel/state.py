@@ -165,8 +165,7 @@ class AcceleratorState(SharedState):
         _plan: Plan | None = None,
         **kwargs: Any,
     ) -> None:
-        arguments = Arguments.of(locals())
-        arguments.kwargs_handlers = _init_handler(kwargs)
+        handlers = _init_handler(kwargs)  # unknown names are refused where the rest is settled, too
         self.__dict__ = self._shared_state
         if _from_accelerator and PartialState._shared_state and PartialState().comm.closed:
             AcceleratorState._reset_state(reset_partial_state=True)  # a run that has ended
@@ -174,6 +173,19 @@ class AcceleratorState(SharedState):
             self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
             return
         if _plan is None:
+            arguments = Arguments(
+                mixed_precision=mixed_precision,
+                cpu=cpu,
+                dynamo_plugin=dynamo_plugin,
+                plugins={
+                    "deepspeed_plugin": deepspeed_plugin,
+                    "fsdp_plugin": fsdp_plugin,
+                    "megatron_lm_plugin": megatron_lm_plugin,
+                    "torch_tp_plugin": torch_tp_plugin,
+                },
+                parallelism_config=parallelism_config,
+                kwargs_handlers=handlers,
+            )
             _plan = resolve(arguments, current_environment())
         partial = PartialState(cpu, _plan=_plan)
         if _plan.backend is not None and partial.backend is None:  # an engine wants a group of one

@@ -21,7 +21,6 @@ LAYERS: list[tuple[str, int]] = [
     ("accel._exports", 9),
     ("accel.utils", 9),
     ("accel.commands", 9),
-    ("accel._delegate", 0),
     ("accel.machine", 0),
     ("accel.data.window_ends", 0),
     ("accel.strategies.objects", 0),
@@ -143,7 +142,7 @@ TOP = {
 
 def test_a_file_at_the_top_of_the_engine_is_a_documented_module() -> None:
     found = {path.stem for path in (ROOT / "accel").glob("*.py")}
-    assert found == {"__init__", "_exports", "_delegate", *TOP}
+    assert found == {"__init__", "_exports", *TOP}
 
 
 def test_working_code_never_imports_a_facade() -> None:

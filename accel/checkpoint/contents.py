@@ -29,7 +29,6 @@ class RunObjects:
     """What a checkpoint is made of.
 
     Args:
-        plan: the resolved configuration.
         comm: how processes talk.
         strategy: how models are distributed.
         objects: prepared and registered ones.
@@ -37,12 +36,16 @@ class RunObjects:
         trackers: their run ids are kept, so that a resumed run continues them.
     """
 
-    plan: Plan
     comm: Communicator
     strategy: Strategy
     objects: Objects
     accumulation: Accumulation
     trackers: TrackerGroup
+
+    @property
+    def plan(self) -> Plan:
+        """The resolved configuration."""
+        return self.strategy.plan
 
     @property
     def writes(self) -> bool:

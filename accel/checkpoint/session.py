@@ -16,7 +16,10 @@ from accel.comm.all_or_none import together
 from accel.machine.errors import CheckpointError, ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
-    from accel.strategies.base import NativeFormat
+    from accel.comm.base import Communicator
+    from accel.strategies.base import NativeFormat, Strategy
+    from accel.strategies.objects import Objects
+    from accel.trackers.group import TrackerGroup
 
 # What writes and reads is imported where it is first called: few scripts start with it, and the
 # import of the engine is to be cheap.
@@ -24,10 +27,15 @@ _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
 class CheckpointSession:
-    """Saves and restores the state of a run, and exports models."""
+    """Saves and restores the state of a run, exports models: a part of the `Accelerator`."""
 
-    def __init__(self, run: RunObjects) -> None:
-        self._run = run
+    comm: Communicator
+    strategy: Strategy
+    _objects: Objects
+
+    def _start_checkpoints(self, trackers: TrackerGroup) -> None:
+        accumulation: Any = self
+        self._run = RunObjects(self.comm, self.strategy, self._objects, accumulation, trackers)
         self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
@@ -35,7 +43,6 @@ class CheckpointSession:
 
     def save_state(
         self,
-        /,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         *,
@@ -80,7 +87,6 @@ class CheckpointSession:
 
     def load_state(
         self,
-        /,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: Mapping[str, object] | None = None,
         *,

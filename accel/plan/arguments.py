@@ -72,7 +72,7 @@ class Arguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
-        """Return the arguments among `given`, the local names of a function that takes them."""
+        """Return keyword arguments of `Accelerator` without those that decide nothing here."""
         known = {field.name for field in dataclasses.fields(cls)} - {"plugins", "accumulation"}
         names = [name for plugin in plugins() for name in (plugin.argument, *plugin.aliases)]
         return cls(

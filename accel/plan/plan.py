@@ -108,20 +108,13 @@ class Plan:
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...]
     debug: bool
-    given_handlers: set[type[KwargsHandler]] = field(compare=False)
+    given_handlers: frozenset[type[KwargsHandler]] = field(compare=False)
     notes: tuple[str, ...]
     environment: Environment = field(repr=False)
 
     def plugin(self, name: str) -> Any:
         """Return the plugin called `name`; None where it is off."""
         return self.plugins.get(name)
-
-    def assign(self, name: str, value: object) -> None:
-        """Change what a documented attribute of an `Accelerator` sets, for objects prepared later.
-
-        It is changed in place, as all that read it hold this plan.
-        """
-        object.__setattr__(self, name, value)
 
 
 def resolve(arguments: Arguments, environment: Environment) -> Plan:
@@ -183,7 +176,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
         step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
         rng_types=rng_types,
         debug=environment.debug,
-        given_handlers=set(handlers),
+        given_handlers=frozenset(handlers),
         notes=(
             *choice.spec.notes(request),
             *_unread(choice, handlers.values()),

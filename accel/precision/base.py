@@ -25,10 +25,17 @@ FLOAT8_LAYER = "accel.precision.float8_layer"  # it imports torchao
 
 
 class Precision:
-    """Full precision. `dtype` is that of matrix products under autocast; None: no autocast."""
+    """Full precision.
+
+    Attributes:
+        name: of the format.
+        dtype: of matrix products under autocast; None: no autocast.
+        handler: how the forward pass is cast.
+    """
 
     name = "no"
     dtype: torch.dtype | None = None
+    handler: AutocastKwargs
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Return the context of a forward pass; `handler` takes the place of the run's own."""

@@ -20,13 +20,12 @@ def build_precision(plan: Plan) -> Precision:
         return Precision()
     if name not in COMPUTE_DTYPES:
         raise ConfigError(unknown_choice("mixed_precision", name, ("no", *COMPUTE_DTYPES)))
-    amp = AmpPrecision(name, plan.device_type, plan.autocast)
     if plan.fp8.backend == FP8BackendType.AO:
         from accel.precision.fp8 import TorchaoPrecision
 
-        return TorchaoPrecision(amp, plan.fp8.recipe, plan.device)
+        return TorchaoPrecision(plan.fp8.recipe, plan.device, plan.autocast)
     if plan.fp8.backend == FP8BackendType.TE:
         from accel.precision.transformer_engine import TransformerEnginePrecision
 
-        return TransformerEnginePrecision(amp, plan.fp8.recipe)
-    return amp
+        return TransformerEnginePrecision(plan.fp8.recipe, plan.device_type, plan.autocast)
+    return AmpPrecision(name, plan.device_type, plan.autocast)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from accel.logging import get_logger, silenced
 from accel.machine.errors import ConfigError
 from accel.machine.imports import require
 from accel.precision.amp import AmpPrecision
-from accel.precision.base import Precision
 from accel.precision.fp8_filters import choose_layers, has_own_weight
 
 logger = get_logger(__name__)
@@ -72,28 +70,19 @@ def linear_config(recipe: AORecipeKwargs, device: torch.device) -> Any:
     return dataclasses.replace(found, emulate=found.emulate or not has_hardware(device))
 
 
-class TorchaoPrecision(Precision):
+class TorchaoPrecision(AmpPrecision):
     """bf16 autocast around layers that torchao converts.
 
     Args:
-        amp: autocast.
         recipe: which layers, and how they are scaled.
         device: where the run computes.
+        autocast: how the forward pass is cast.
     """
 
-    name = "fp8"
-
-    def __init__(self, amp: AmpPrecision, recipe: Any, device: torch.device) -> None:
-        self.dtype = amp.dtype
-        self.amp = amp
+    def __init__(self, recipe: Any, device: torch.device, autocast: AutocastKwargs) -> None:
+        super().__init__("fp8", device.type, autocast)
         self.recipe: AORecipeKwargs = recipe
         self.device = device
-
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
-        return self.amp.autocast(handler)
-
-    def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
-        self.amp.wrap_forward(model, outputs_in_fp32)
 
     def convert(
         self,

@@ -25,7 +25,6 @@ from accel.machine.errors import ConfigError, Problems
 from accel.machine.imports import require
 from accel.precision import engine_scales
 from accel.precision.amp import AmpPrecision
-from accel.precision.base import Precision
 from accel.precision.fp8_filters import choose_layers, is_plain
 from accel.precision.wrapping import wrap_forward
 
@@ -287,28 +286,23 @@ def apply_fp8_autowrap(
     return model
 
 
-class TransformerEnginePrecision(Precision):
+class TransformerEnginePrecision(AmpPrecision):
     """bf16 autocast, and TransformerEngine's autocast around layers of its own.
 
     Args:
-        amp: torch's autocast.
         handler: the recipe.
+        device_type: where the run computes.
+        autocast: how the forward pass is cast.
     """
 
-    name = "fp8"
-
-    def __init__(self, amp: AmpPrecision, handler: Any) -> None:
-        self.dtype = amp.dtype
-        self.amp = amp
-        self.handler: Recipe = handler
+    def __init__(self, handler: Any, device_type: str, autocast: AutocastKwargs) -> None:
+        super().__init__("fp8", device_type, autocast)
+        self.recipe_handler: Recipe = handler
         self.recipe = engine_recipe(handler)
 
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
-        return self.amp.autocast(handler)
-
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
-        evaluates = bool(self.handler.use_autocast_during_eval)
-        context = ModelContext(model, self.amp, self.recipe, evaluates)
+        evaluates = bool(self.recipe_handler.use_autocast_during_eval)
+        context = ModelContext(model, self, self.recipe, evaluates)
         wrap_forward(model, context, outputs_in_fp32)
 
     def convert(

@@ -26,28 +26,34 @@ Batch = TypeVar("Batch")
 
 
 class Accumulation:
-    """Windows of micro-batches, their backward passes and the clipping of their gradients.
+    """Windows of micro-batches, their backward passes, clipping: a part of the `Accelerator`.
 
     Attributes:
+        plan: everything decided, frozen.
+        strategy: how the model is distributed.
         device_placement: whether micro-batches, and objects that are prepared from now on, are
             moved to the device.
         gradient_state: where the current window stands.
         scaler: the gradient scaler of fp16, or None.
     """
 
-    def __init__(self, plan: Plan, strategy: Strategy, objects: Objects) -> None:
-        self._plan = plan
-        self._strategy = strategy
-        self._objects = objects
-        self.device_placement = plan.device_placement
-        self.gradient_state = GradientState(plan.accumulation)
-        self.scaler: Any = strategy.gradients.scaler
+    plan: Plan
+    strategy: Strategy
+    device_placement: bool
+    gradient_state: GradientState
+    scaler: Any
+    _objects: Objects
+
+    def _start_accumulation(self) -> None:
+        self.device_placement = self.plan.device_placement
+        self.gradient_state = GradientState(self.plan.accumulation)
+        self.scaler = self.strategy.gradients.scaler
         self._windows = Windows(self.gradient_state)
         self._model_types: set[type] = set()
-        self._divides_loss = not strategy.spec.owns_accumulation
+        self._divides_loss = not self.strategy.spec.owns_accumulation
         self._has_windows = False
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Forget the open window, and set `step` to 0."""
         self.step = 0
         self.gradient_state._start_over()
@@ -61,7 +67,7 @@ class Accumulation:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, num_steps: int) -> None:
-        plugin = dataclasses.replace(self._plan.accumulation, num_steps=num_steps)
+        plugin = dataclasses.replace(self.plan.accumulation, num_steps=num_steps)
         self.gradient_state = GradientState(plugin)
 
     @property
@@ -122,7 +128,7 @@ class Accumulation:
                 self._admit_model(model)
         if sync_gradients is None and self.gradient_state.num_steps == 1:
             return self._windows
-        return _MicroBatchContext(self, self._strategy, models, sync_gradients)
+        return _MicroBatchContext(self, self.strategy, models, sync_gradients)
 
     def _admit_model(self, model: torch.nn.Module) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -143,7 +149,7 @@ class Accumulation:
         self._sum_in_fp32(is_new=False)
         with ExitStack() as stack:
             for entry in self._objects.models if model is None else [model]:
-                stack.enter_context(self._strategy.sync.no_sync(entry))
+                stack.enter_context(self.strategy.sync.no_sync(entry))
             yield
 
     def _sum_in_fp32(self, is_new: bool) -> None:
@@ -158,7 +164,7 @@ class Accumulation:
         Args:
             model: the prepared model.
         """
-        return self._strategy.sync.trigger(model)
+        return self.strategy.sync.trigger(model)
 
     @contextlib.contextmanager
     def join_uneven_inputs(
@@ -173,11 +179,11 @@ class Accumulation:
             even_batches: takes the place of the loaders' own setting inside the context. Streams
                 keep theirs, and so do all loaders where the backend cannot join.
         """
-        if self._plan.world_size == 1:
+        if self.plan.world_size == 1:
             yield
             return
-        own = even_batches if self._strategy.sync.joins_uneven else None
-        with self._even_batches(own), self._strategy.sync.join(joinables):
+        own = even_batches if self.strategy.sync.joins_uneven else None
+        with self._even_batches(own), self.strategy.sync.join(joinables):
             yield
 
     @contextlib.contextmanager
@@ -204,7 +210,7 @@ class Accumulation:
 
     # -- the step ------------------------------------------------------------------------------
 
-    def backward(self, /, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of `loss` over the micro-batches of a step, scaled under fp16.
 
         Args:
@@ -221,7 +227,7 @@ class Accumulation:
             loss = self.scaler.scale(loss)
         if self._has_windows:
             sum_unfrozen_in_fp32(map(unwrap_optimizer, self._objects.optimizers))
-        self._strategy.backward(loss, **kwargs)
+        self.strategy.backward(loss, **kwargs)
 
     def forward_backward(
         self,
@@ -256,7 +262,7 @@ class Accumulation:
         window = list(micro_batches)
         if len(window) > 1:
             self._sum_in_fp32(is_new=True)
-        losses = self._strategy.forward_backward(model, window, loss_fn, self)
+        losses = self.strategy.forward_backward(model, window, loss_fn, self)
         self.step, self.sync_gradients = 0, True  # whatever the strategy did, the window ends here
         return losses
 
@@ -329,7 +335,7 @@ class Accumulation:
             StateError: under fp16 while gradients are still accumulated.
         """
         tensors, held = self._unscaled(parameters)
-        norm = self._strategy.gradients.clip_norm(tensors, max_norm, norm_type=norm_type)
+        norm = self.strategy.gradients.clip_norm(tensors, max_norm, norm_type=norm_type)
         if held and isinstance(self.scaler, StepScaler):
             self.scaler.skip_unless_finite(norm, held)
         return norm
@@ -346,7 +352,7 @@ class Accumulation:
         Raises:
             StateError: under fp16 while gradients are still accumulated.
         """
-        self._strategy.gradients.clip_value(self._unscaled(parameters)[0], clip_value)
+        self.strategy.gradients.clip_value(self._unscaled(parameters)[0], clip_value)
 
     def _unscaled(
         self, parameters: torch.Tensor | Iterable[torch.Tensor]
@@ -361,7 +367,7 @@ class Accumulation:
                 "Gradients are clipped while they are accumulated, and what is added later is "
                 "still scaled. Clip inside `if accelerator.sync_gradients:`."
             )
-        tensors = self._strategy.gradients.stepped(tensors)
+        tensors = self.strategy.gradients.stepped(tensors)
         loose = {id(tensor): tensor for tensor in tensors}
         given = set(loose)
         for optimizer in self._objects.optimizers:

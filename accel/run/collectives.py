@@ -49,16 +49,22 @@ def _batch_of(loader: Any) -> _Batch:
 
 
 class Collectives:
-    """Collective operations of a run."""
+    """Collective operations of a run: a part of the `Accelerator`.
 
-    def __init__(self, plan: Plan, comm: Communicator, gradient_state: GradientState) -> None:
-        self._device = plan.device
-        self._dims = plan.parallel_dims
-        self._comm = comm
-        self._gradient_state = gradient_state
+    Attributes:
+        plan: everything decided, frozen.
+        comm: how processes talk.
+        gradient_state: where the current window, and the pass over a loader, stand.
+    """
+
+    plan: Plan
+    comm: Communicator
+    gradient_state: GradientState
+
+    def _start_collectives(self) -> None:
         self._trigger = False
         self._warned: set[str] = set()
-        # Of the pass under way in a single process: its `Reading`, and how many rows were gathered
+        # In a single process: the `Reading` of the pass under way, and how many rows were gathered
         # of full batches.
         self._full_rows: tuple[object, set[int]] = None, set()
 
@@ -102,10 +108,10 @@ class Collectives:
             As `gather`; for objects, the lists of all processes in one, or a list of what is no
             list by rank. A single process gets the objects as they are.
         """
-        leaders = self._dims.dp_leaders
+        leaders = self.plan.parallel_dims.dp_leaders
         last = self._in_hand()
         are_objects = use_gather_object or not _only_tensors(input_data)
-        if self._comm.world_size == 1:
+        if self.comm.world_size == 1:
             cut = self._without_those_of_full_batches
             return input_data if are_objects else recursively_apply(cut, input_data)
         if are_objects:
@@ -119,13 +125,13 @@ class Collectives:
             # Where processes gave different numbers, rows do not belong to samples evenly.
             return self._without_repetitions(data, last, even=len(counts) == 1)
         data = ops.gather(input_data)
-        if len(leaders) < self._comm.world_size:
-            data = recursively_apply(_distinct, data, leaders, self._comm.world_size)
+        if len(leaders) < self.comm.world_size:
+            data = recursively_apply(_distinct, data, leaders, self.comm.world_size)
         return recursively_apply(self._without_repetitions, data, last)
 
     def _in_hand(self) -> list[_Batch]:
         """Return the counts of the batches in hand, one of which has repetitions; else []."""
-        state = self._gradient_state
+        state = self.gradient_state
         if not state.in_dataloader:
             real, size = state.abandoned_remainder
             return [_Batch(real, size, in_hand=False)] if 0 < real < size else []
@@ -150,7 +156,7 @@ class Collectives:
         if not ended:
             self._tell_late(len(rows))
             return rows
-        if even and len(rows) == len(self._dims.dp_leaders) and ended[0].in_hand:
+        if even and len(rows) == len(self.plan.parallel_dims.dp_leaders) and ended[0].in_hand:
             return self._without_repeating_processes(rows, ended)
         fits = [last for last in ended if even and last.real_rows(len(rows)) is not None]
         kept = {last.real_rows(len(rows)) for last in fits}
@@ -192,7 +198,7 @@ class Collectives:
 
     def _without_those_of_full_batches(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of the batch in hand; of a loss for a full one, as many as it has."""
-        active: Any = self._gradient_state.active_dataloader
+        active: Any = self.gradient_state.active_dataloader
         if active is None or active.reading is None or rows.ndim != 1:
             return rows
         if self._full_rows[0] is not active.reading:
@@ -214,7 +220,7 @@ class Collectives:
             logger.warning(message, *values)
 
     def _tell_late(self, num_rows: int) -> None:
-        size, repeated = self._gradient_state.passed
+        size, repeated = self.gradient_state.passed
         if repeated and num_rows % size == 0:
             self._warn_once(
                 "gather_for_metrics: %d rows after a pass that gave %d samples, %d of them "
@@ -263,7 +269,11 @@ class Collectives:
     @property
     def flag_tensor(self) -> torch.Tensor:
         """[1] 1 where this process set its trigger since the last check, else 0."""
-        return torch.tensor([self._trigger], dtype=torch.int32, device=self._device)
+        return torch.tensor([self._trigger], dtype=torch.int32, device=self.plan.device)
+
+    @flag_tensor.setter
+    def flag_tensor(self, flag_tensor: torch.Tensor | None) -> None:
+        self._trigger = flag_tensor is not None and bool(flag_tensor.any())
 
     def set_trigger(self) -> None:
         """Set this process's trigger, which `check_trigger` finds on every process."""
@@ -273,7 +283,7 @@ class Collectives:
         """Return whether any process set its trigger, and reset it. Call it on every process."""
         flag = self.flag_tensor
         self._trigger = False
-        return bool(self._comm.all_reduce(flag, "max").item())
+        return bool(self.comm.all_reduce(flag, "max").item())
 
     def check_breakpoint(self) -> bool:
         """Do what `check_trigger` does, by the name that an example of the documentation uses."""

@@ -24,7 +24,6 @@ from accel.strategies.objects import Objects
 
 if TYPE_CHECKING:
     from accel.plan.plan import Plan
-    from accel.run.accumulation import Accumulation
     from accel.strategies.base import Strategy
 
 KINDS = ("models", "optimizers", "schedulers", "dataloaders")
@@ -36,18 +35,23 @@ MARKS = ("_is_accelerate_prepared", "_is_accelerator_prepared")
 
 
 class Preparation:
-    """Prepares objects for a run, and holds what it prepared."""
+    """Prepares objects for a run, and holds what it prepared: a part of the `Accelerator`.
 
-    def __init__(
-        self, plan: Plan, strategy: Strategy, accumulation: Accumulation, objects: Objects
-    ) -> None:
-        self._plan = plan
-        self._strategy = strategy
-        self._accumulation = accumulation
-        self._num_loaders = 0  # each draws permutations of its own
-        self.objects = objects
+    Attributes:
+        plan: everything decided, frozen.
+        strategy: how the model is distributed.
+        device_placement: whether objects that are prepared from now on, and batches, are moved to
+            the device.
+    """
 
-    def reserve_loaders(self, count: int) -> None:
+    plan: Plan
+    strategy: Strategy
+    device_placement: bool
+    _objects: Objects
+    _restart: Callable[[], None]
+    _num_loaders = 0  # each draws permutations of its own
+
+    def _reserve_loaders(self, count: int) -> None:
         """Leave the permutations of the next loaders to those that are prepared elsewhere."""
         self._num_loaders += count
 
@@ -150,16 +154,16 @@ class Preparation:
     def _prepare_one(self, kind: str, item: object, place: bool | None, **options: Any) -> Any:
         if self._is_prepared(item):
             return self._again(item)
-        placed = self._accumulation.device_placement if place is None else place
+        placed = self.device_placement if place is None else place
         new, placement = Objects(**{kind: [item]}), Objects(**{kind: [placed]})
         return getattr(self._prepare(new, placement, **options), kind)[0]
 
     def _again(self, item: Any) -> Any:
         """Return a prepared model wrapped again if need be, and other objects as they are."""
-        models = self.objects.models
+        models = self._objects.models
         for index, model in enumerate(models):
             if model is item:
-                models[index] = self._strategy.wrap_again(model)
+                models[index] = self.strategy.wrap_again(model)
                 self._mark(models[index])
                 return models[index]
         return item
@@ -183,11 +187,11 @@ class Preparation:
         loaders = self._loaders(new.dataloaders, placement.dataloaders, slice_fn)
         before = {id(p): p for model in new.models for p in model.parameters()}
         given = replace(new, dataloaders=loaders)
-        done = self._strategy.prepare(given, placement, self.objects, evaluation)
+        done = self.strategy.prepare(given, placement, self._objects, evaluation)
         self._num_loaders += len(loaders)
-        self.objects.extend(done)
+        self._objects.extend(done)
         self._mark(*done.models, *done.optimizers, *done.schedulers, *done.dataloaders)
-        if new.models and new.optimizers and not self._strategy.spec.owns_parameters:
+        if new.models and new.optimizers and not self.strategy.spec.owns_parameters:
             self._check_parameters(new.optimizers, before)
         return done
 
@@ -199,7 +203,7 @@ class Preparation:
     ) -> list[Any]:
         return [
             prepare_for(
-                self._plan,
+                self.plan,
                 loader,
                 loader_index=self._num_loaders + position,
                 put_on_device=place,
@@ -212,14 +216,14 @@ class Preparation:
         self, args: Sequence[object], given: Sequence[bool | None] | None
     ) -> Sequence[bool]:
         if given is None:
-            return [self._accumulation.device_placement] * len(args)
+            return [self.device_placement] * len(args)
         if len(given) != len(args):
             raise ConfigError.of(
                 f"prepare: device_placement has {len(given)} entries for {len(args)} objects",
                 "there is one for each object",
                 "Give as many, or leave it out.",
             )
-        return [self._accumulation.device_placement if place is None else place for place in given]
+        return [self.device_placement if place is None else place for place in given]
 
     def _kind(self, item: object) -> str | None:
         """Return what `item` is, a field of `Objects`; None for what is left as it is."""
@@ -247,11 +251,11 @@ class Preparation:
         return None
 
     def _is_prepared(self, item: object) -> bool:
-        known = (self.objects.models, self.objects.optimizers, self.objects.dataloaders)
+        known = (self._objects.models, self._objects.optimizers, self._objects.dataloaders)
         return isinstance(item, PREPARED) or any(item is entry for kind in known for entry in kind)
 
     def _refuse_device_maps(self, models: Iterable[torch.nn.Module]) -> None:
-        dp_size = self._plan.parallel_dims.dp_size
+        dp_size = self.plan.parallel_dims.dp_size
         if dp_size > 1 and any(self.verify_device_map(model) for model in models):
             raise ConfigError.of(
                 "prepare: a model with a device map over several devices",
@@ -266,12 +270,12 @@ class Preparation:
 
         `before`: the parameters of the call's models, as they were given, by id.
         """
-        known = {id(p) for model in self.objects.models for p in model.parameters()}
+        known = {id(p) for model in self._objects.models for p in model.parameters()}
         problems = []
         for index, optimizer in enumerate(optimizers):
             strange = [p for p in parameters_of(optimizer) if id(p) not in known]
             replaced = sum(id(p) in before for p in strange)
-            several, here = self._plan.world_size > 1, self._plan.device.type
+            several, here = self.plan.world_size > 1, self.plan.device.type
             apart = sum(several or p.device.type != here for p in strange)
             if replaced or apart:
                 problems.append(_parameter_problem(index, len(strange), replaced > 0))
@@ -329,9 +333,9 @@ class Preparation:
         Returns:
             As many None as there are `objects`: ``a, b = accelerator.free_memory(a, b)``.
         """
-        self.objects.clear_prepared()
+        self._objects.clear_prepared()
         self._num_loaders = 0
-        self._accumulation.restart()
+        self._restart()
         return release_memory(*objects)
 
     def clear(self, *objects: object) -> list[None]:

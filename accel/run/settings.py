@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from accel.config.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    check_handler,
 )
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel.plan.plan import Plan
+    from accel.precision.base import Precision
     from accel.state import AcceleratorState
     from accel.strategies.base import Strategy
 
@@ -45,11 +47,13 @@ class RunSettings:
         plan: everything decided, frozen.
         state: who this process is, and what the run was set up with.
         strategy: how the model is distributed.
+        precision: the number format.
     """
 
     plan: Plan
     state: AcceleratorState
     strategy: Strategy
+    precision: Precision
 
     # -- precision -----------------------------------------------------------------------------
 
@@ -84,7 +88,15 @@ class RunSettings:
 
     @native_amp.setter
     def native_amp(self, native_amp: bool) -> None:
-        self.plan.autocast.enabled = native_amp
+        self._cast(dataclasses.replace(self.plan.autocast, enabled=native_amp))
+
+    def _cast(self, handler: AutocastKwargs) -> None:
+        self._change(autocast=handler)
+        self.precision.handler = handler
+
+    def _change(self, **settings: Any) -> None:
+        """Take over other settings, for objects that are prepared later."""
+        self.plan = self.strategy.plan = dataclasses.replace(self.plan, **settings)
 
     @property
     def fp8_backend(self) -> FP8BackendType:
@@ -117,7 +129,7 @@ class RunSettings:
 
     @autocast_handler.setter
     def autocast_handler(self, handler: AutocastKwargs | None) -> None:
-        self._replace(self.plan.autocast, handler)
+        self._cast(self._replaced(AutocastKwargs, handler))
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
@@ -126,7 +138,7 @@ class RunSettings:
 
     @ddp_handler.setter
     def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
-        self._replace(self.plan.ddp, handler)
+        self._change(ddp=self._replaced(DistributedDataParallelKwargs, handler))
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
@@ -135,7 +147,7 @@ class RunSettings:
 
     @profile_handler.setter
     def profile_handler(self, handler: ProfileKwargs | None) -> None:
-        self._replace(self.plan.profile, handler)
+        self._change(profile=self._replaced(ProfileKwargs, handler))
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
@@ -148,21 +160,14 @@ class RunSettings:
         return self._given(self.plan.init)
 
     def _given(self, handler: Handler) -> Handler | None:
-        return handler if type(handler) in self.plan.given_handlers else None
+        return handler if isinstance(handler, tuple(self.plan.given_handlers)) else None
 
-    def _replace(self, current: Handler, handler: Handler | None) -> None:
-        """Let the run's handler, which others hold, have the values of another; None: defaults."""
-        kind = type(current)
-        values = kind() if handler is None else handler
-        if not isinstance(values, kind):
-            rule, remedy = f"a {kind.__name__} is required", f"Give {kind.__name__}(…) or None."
-            raise ConfigError.of(f"{type(handler).__name__} as a handler", rule, remedy)
-        for name, value in vars(values).items():
-            setattr(current, name, value)
-        if handler is None:
-            self.plan.given_handlers.discard(kind)
-        else:
-            self.plan.given_handlers.add(kind)
+    def _replaced(self, kind: type[Handler], handler: Handler | None) -> Handler:
+        """Note whether a handler of this kind is given; return it, or the default one."""
+        check_handler(handler, kind, "a handler of the run")
+        others = self.plan.given_handlers - {kind}
+        self._change(given_handlers=others if handler is None else others | {kind})
+        return kind() if handler is None else handler
 
     # -- parallelism ---------------------------------------------------------------------------
 
@@ -272,8 +277,13 @@ class RunSettings:
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders that are prepared from now on behave; its fields may be set."""
+        """How loaders that are prepared from now on behave."""
         return self.plan.dataloader
+
+    @dataloader_config.setter
+    def dataloader_config(self, dataloader_config: DataLoaderConfiguration) -> None:
+        _check_kind("dataloader_config", dataloader_config, DataLoaderConfiguration)
+        self._change(dataloader=dataloader_config)
 
     @property
     def split_batches(self) -> bool:
@@ -330,9 +340,7 @@ class RunSettings:
         self._set_loading("use_stateful_dataloader", use_stateful_dataloader)
 
     def _set_loading(self, name: str, value: object) -> None:
-        config = self.plan.dataloader
-        checked = dataclasses.replace(config, **{name: value})  # type: ignore[arg-type]
-        setattr(config, name, getattr(checked, name))
+        self._change(dataloader=dataclasses.replace(self.plan.dataloader, **{name: value}))  # type: ignore[arg-type]
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -348,7 +356,7 @@ class RunSettings:
         arguments = Arguments(step_scheduler_with_optimizer=step_scheduler_with_optimizer)
         value = getattr(arguments.checked(found), name)
         found.raise_if()
-        self.plan.assign(name, value)
+        self._change(**{name: value})
 
     @property
     def rng_types(self) -> tuple[str, ...]:
@@ -360,12 +368,17 @@ class RunSettings:
         found = Problems()
         names = usable_rng_types(rng_types, self.plan.device_type, found)
         found.raise_if()
-        self.plan.assign("rng_types", names)
+        self._change(rng_types=names)
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
         """Where states and logs go."""
         return self.plan.project
+
+    @project_configuration.setter
+    def project_configuration(self, project_configuration: ProjectConfiguration) -> None:
+        _check_kind("project_configuration", project_configuration, ProjectConfiguration)
+        self._change(project=project_configuration)
 
     @property
     def project_dir(self) -> str | None:
@@ -381,3 +394,9 @@ class RunSettings:
     def save_iteration(self) -> int:
         """The number of the next automatically named checkpoint."""
         return self.plan.project.iteration
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        rule, remedy = f"it is a {kind.__name__}", f"Give {kind.__name__}(…)."
+        raise ConfigError.of(f"accelerator.{name}={value!r}", rule, remedy)

@@ -47,32 +47,13 @@ class TrackerGroup:
         self._is_used = False  # since `init_trackers`: an unused run may be exchanged
         self._opening = Opening("", None, {})
 
-    def init_trackers(
+    def open(
         self,
         project_name: str,
-        config: Mapping[str, object] | None = None,
-        init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
+        config: Mapping[str, object] | None,
+        arguments: Mapping[str, Mapping[str, object]],
     ) -> None:
-        """Open a run in every tracker of `log_with`, and record the hyper-parameters.
-
-        Runs that are open are closed first. After `load_state`, the trackers continue the runs that
-        the checkpoint names, unless `init_kwargs` name others. Runs that no `end_training` closes
-        are closed at the exit of the process, after an exception too. One that ends with
-        `sys.exit(3)` is closed as a success: Python does not tell that code at exit. Raise an
-        exception instead.
-
-        Args:
-            project_name: name of the run or project, as the tracker takes it.
-            config: hyper-parameters; may be nested.
-            init_kwargs: arguments of each tracker by its name, e.g.
-                ``{"tensorboard": {"flush_secs": 10}}``. Those of a tracker that `log_with` does
-                not choose take no effect.
-
-        Raises:
-            ConfigError: if `init_kwargs` has a name that no tracker has, or an argument that it
-                does not take.
-        """
-        arguments = init_kwargs or {}
+        """Open a run in every tracker of `log_with`: `Accelerator.init_trackers`."""
         self._check_names("init_kwargs", arguments)
         self.finish()
         self._opening, self._is_used = Opening(project_name, config, arguments), False
@@ -188,21 +169,8 @@ class TrackerGroup:
             tracker.resume_arguments(run_id),
         )
 
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker of this run.
-
-        Args:
-            name: its name, e.g. "tensorboard".
-            unwrap: whether to return the object of the tracking library instead.
-
-        Returns:
-            The tracker. On a process where it does not log: one whose methods do nothing, or None
-            for `unwrap`.
-
-        Raises:
-            ConfigError: if no tracker of that name is used.
-            StateError: before `init_trackers`.
-        """
+    def get(self, name: str, unwrap: bool = False) -> Any:
+        """Return an open tracker: `Accelerator.get_tracker`."""
         self._is_used = True
         for tracker in self.trackers:
             if tracker.name == name:
@@ -217,21 +185,10 @@ class TrackerGroup:
     def log(
         self,
         values: dict[str, Any],
-        step: int | None = None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        step: int | None,
+        own: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Record values in every tracker.
-
-        Args:
-            values: by name: numbers, 0-d tensors, text or dicts of numbers.
-            step: optimizer step.
-            log_kwargs: arguments of each tracker's own call, by its name; as `init_kwargs`.
-
-        Raises:
-            ConfigError: if `log_kwargs` has a name that no tracker has.
-            Exception: that of the first tracker that fails, after all others have the values.
-        """
-        own = log_kwargs or {}
+        """Record values in every tracker: `Accelerator.log`."""
         self._check_names("log_kwargs", own)
         self._use("log")
         _each(self.trackers, lambda one: one.log(values, step=step, **own.get(one.name, {})))
@@ -250,21 +207,10 @@ class TrackerGroup:
     def log_images(
         self,
         values: dict[str, Any],
-        step: int | None = None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        step: int | None,
+        own: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Record images in every tracker that has them.
-
-        Args:
-            values: by name: images [N, C, H, W], or as the trackers take them.
-            step: optimizer step.
-            log_kwargs: arguments of each tracker's own call, by its name; as `init_kwargs`.
-
-        Raises:
-            ConfigError: if `log_kwargs` has a name that no tracker has.
-            NotImplementedError: if none of the trackers has images.
-        """
-        own = log_kwargs or {}
+        """Record images in every tracker that has them: `Accelerator.log_images`."""
         self._check_names("log_kwargs", own)
         self._use("log_images")
         able = [tracker for tracker in self.trackers if _has_images(tracker)]

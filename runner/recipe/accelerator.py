@@ -55,7 +55,7 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
         project_config=_project(recipe, run_dir),
     )
     # Loader 0 is the run's own: one that an objective prepares draws other permutations.
-    accelerator.preparation.reserve_loaders(2)
+    accelerator._reserve_loaders(2)
     return accelerator
 
 

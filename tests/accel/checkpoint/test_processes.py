@@ -101,7 +101,7 @@ def rotate(folder: str) -> list[str]:
 def save_on_each_node(folder: str) -> str:
     run = build(project_config=ProjectConfiguration(project_dir=folder, save_on_each_node=True))
     # As if each process were on a node of its own.
-    object.__setattr__(run.accelerator.plan, "local_rank", 0)
+    run.accelerator._change(local_rank=0)
     with pytest.raises(CheckpointError) as caught:
         run.accelerator.save_state(folder)
     return str(caught.value)

@@ -210,7 +210,7 @@ def test_positions_of_stateful_loaders_have_files_of_their_own(tmp_path: Path) -
     run = build()
     loaders = [Positioned([1]), Positioned([2])]
     loaders[1].position = 7
-    run.accelerator.preparation.objects.dataloaders.extend(loaders)
+    run.accelerator._objects.dataloaders.extend(loaders)
     run.accelerator.save_state(tmp_path)
     assert {"dl_state_dict_1.bin", "dl_state_dict_2.bin", "sampler_2.bin"} < set(names(tmp_path))
     loaders[0].position = loaders[1].position = 0
@@ -375,7 +375,7 @@ def test_schedules_with_functions_keep_what_torch_keeps(tmp_path: Path) -> None:
     run = build()
     plain = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 0.5**step)
-    run.accelerator.preparation.objects.schedulers.append(schedule)
+    run.accelerator._objects.schedulers.append(schedule)
     plain.step()
     schedule.step()
     run.accelerator.save_state(tmp_path)

@@ -291,7 +291,7 @@ def test_free_memory_lets_go_of_everything() -> None:
     model, *_ = accelerator.prepare(*parts())
     accelerator.step = 3
     assert accelerator.free_memory(model, "more") == [None, None]
-    assert accelerator.preparation.objects == Objects()
+    assert accelerator._objects == Objects()
     assert accelerator.step == 0
     accelerator.prepare(model)
     assert accelerator.clear() == []

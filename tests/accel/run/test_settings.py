@@ -47,7 +47,36 @@ def test_the_settings_of_loaders_are_read_and_set() -> None:
     for name, value in SETTINGS.items():
         assert getattr(accelerator, name) is value
         setattr(accelerator, name, not value)
-        assert getattr(accelerator, name) is getattr(config, name) is not value
+        assert getattr(accelerator, name) is getattr(accelerator.dataloader_config, name)
+        assert getattr(accelerator, name) is not value
+    assert config == DataLoaderConfiguration(**SETTINGS), "the caller's own stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dataloader_config", DataLoaderConfiguration(split_batches=True)),
+        ("project_configuration", ProjectConfiguration("here")),
+    ],
+)
+def test_a_configuration_is_assigned_as_a_whole(name: str, value: object) -> None:
+    """E1: for what is prepared or saved from then on."""
+    accelerator = Accelerator(cpu=True)
+    setattr(accelerator, name, value)
+    assert getattr(accelerator, name) is value
+    assert accelerator.split_batches is (name == "dataloader_config")
+    assert accelerator.project_dir == ("here" if name == "project_configuration" else None)
+    with pytest.raises(ConfigError, match=f"{name}=3: it is a {type(value).__name__}"):
+        setattr(accelerator, name, 3)
+
+
+def test_the_flag_of_the_trigger_is_assigned() -> None:
+    """E1: as scripts that reset it do."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.flag_tensor = torch.ones(1, dtype=torch.int32)
+    assert accelerator.flag_tensor.item() == 1
+    accelerator.flag_tensor = None
+    assert accelerator.check_trigger() is False
 
 
 def test_a_setting_of_loaders_is_a_boolean() -> None:
@@ -176,7 +205,7 @@ RANKS = (
 def test_ranks_along_the_axes(rank: int, expected: tuple[int, ...], saves: bool) -> None:
     accelerator = Accelerator(cpu=True)
     dims = ParallelDims(dp_replicate=2, dp_shard=2, tp=2, rank=rank)
-    object.__setattr__(accelerator.plan, "parallel_dims", dims)
+    accelerator._change(parallel_dims=dims)
     assert tuple(getattr(accelerator, name) for name in RANKS) == expected
     assert accelerator.should_save_model is saves
 
@@ -185,7 +214,7 @@ def test_ranks_along_the_axes(rank: int, expected: tuple[int, ...], saves: bool)
 def test_ranks_along_axes_that_are_not_built(axis: str, rank: int) -> None:
     accelerator = Accelerator(cpu=True)
     dims = ParallelDims(**{axis: 2}, rank=rank)
-    object.__setattr__(accelerator.plan, "parallel_dims", dims)
+    accelerator._change(parallel_dims=dims)
     found = accelerator.pipeline_parallel_rank, accelerator.context_parallel_rank
     assert found == ((1, 0) if axis == "pp" else (0, 1))
     assert accelerator.should_save_model is (axis == "pp")
@@ -249,7 +278,7 @@ def test_the_recipe_of_fp8_is_that_of_its_library() -> None:
     assert accelerator.te_recipe_handler is None
     other = TERecipeKwargs()
     fp8 = dataclasses.replace(accelerator.plan.fp8, backend=FP8BackendType.TE, recipe=other)
-    object.__setattr__(accelerator.plan, "fp8", fp8)
+    accelerator.plan = dataclasses.replace(accelerator.plan, fp8=fp8)
     assert accelerator.te_recipe_handler is other
     assert accelerator.ao_recipe_handler is None
 
@@ -262,7 +291,7 @@ def test_a_handler_that_is_set_takes_the_place_of_the_first(name: str) -> None:
     setattr(accelerator, name, None)
     assert getattr(accelerator, name) is None
     setattr(accelerator, name, None)
-    with pytest.raises(ConfigError, match=r"GradScalerKwargs as a handler: a \w+ is required"):
+    with pytest.raises(ConfigError, match=r"GradScalerKwargs\(.*it takes \w+Kwargs"):
         setattr(accelerator, name, HANDLERS["scaler_handler"])
 
 

@@ -143,7 +143,7 @@ class Positioned(DataLoaderShard):
 def keep_positions(path: str) -> None:
     plain, split = build(), build(tp={"tp_size": 2})
     for accelerator in (plain, split):
-        accelerator.preparation.objects.dataloaders.append(Positioned([1]))
+        accelerator._objects.dataloaders.append(Positioned([1]))
     plain.save_state(path)
     plain.load_state(path)
     with pytest.raises(CheckpointError, match="as many processes and replicas"):
