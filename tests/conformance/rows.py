@@ -63,6 +63,11 @@ class P:
     keyword: bool = False
 
 
+def given(test: str, /, **defaults: Any) -> dict[str, P]:
+    """Return parameters with their documented defaults that one test exercises."""
+    return {name: P(default, test) for name, default in defaults.items()}
+
+
 def required(test: str, *names: str) -> dict[str, P]:
     """Return parameters without a default that one test exercises."""
     return {name: P(REQUIRED, test) for name in names}
@@ -112,6 +117,11 @@ class Entry:
         """Return whether the name is an enumeration."""
         found = self.object()
         return inspect.isclass(found) and issubclass(found, enum.Enum)
+
+
+def one_test(name: str, test: str, noop: NoOp = NoOp.NONE, /, **defaults: Any) -> Entry:
+    """Return the entry of a callable that one test exercises, with all of its parameters."""
+    return Entry(name, test, noop, given(test, **defaults))
 
 
 @dataclass(frozen=True)

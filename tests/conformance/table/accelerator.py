@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test
 
 WHO = "test_one_process_is_every_kind_of_process"
 MOVED = "test_a_model_is_moved_unless_told_otherwise"
@@ -96,23 +96,18 @@ ENTRIES = [
         MOVED,
         NoOp.FIRST,
         {
-            "model": P(REQUIRED, MOVED),
-            "device_placement": P(None, MOVED),
+            **given(MOVED, model=REQUIRED, device_placement=None),
             "evaluation_mode": P(False, EVALUATED),
         },
     ),
-    Entry(
+    one_test(
         "accel:Accelerator.prepare_optimizer",
         PREPARED_ALONE,
         NoOp.FIRST,
-        {"optimizer": P(REQUIRED, PREPARED_ALONE), "device_placement": P(None, PREPARED_ALONE)},
+        optimizer=REQUIRED,
+        device_placement=None,
     ),
-    Entry(
-        "accel:Accelerator.prepare_scheduler",
-        PREPARED_ALONE,
-        NoOp.FIRST,
-        {"scheduler": P(REQUIRED, PREPARED_ALONE)},
-    ),
+    one_test("accel:Accelerator.prepare_scheduler", PREPARED_ALONE, NoOp.FIRST, scheduler=REQUIRED),
     Entry(
         "accel:Accelerator.unwrap_model",
         UNWRAPPED,
@@ -126,39 +121,28 @@ ENTRIES = [
         "accel:Accelerator.profile",
         "test_profiling_needs_no_handler",
         NoOp.CONTEXT,
-        {"profile_handler": P(None, RUNS_OWN)},
+        given(RUNS_OWN, profile_handler=None),
     ),
-    Entry("accel:Accelerator.verify_device_map", MAPS, parameters={"model": P(REQUIRED, MAPS)}),
+    one_test("accel:Accelerator.verify_device_map", MAPS, model=REQUIRED),
     Entry(
         "accel:Accelerator.get_tracker",
         OWN_TRACKER,
         parameters={"name": P(REQUIRED, OWN_TRACKER), "unwrap": P(False, BOARD)},
     ),
-    Entry(
+    one_test(
         "accel:Accelerator.init_trackers",
         OWN_TRACKER,
-        parameters={
-            "project_name": P(REQUIRED, OWN_TRACKER),
-            "config": P(None, OWN_TRACKER),
-            "init_kwargs": P(None, OWN_TRACKER),
-        },
+        project_name=REQUIRED,
+        config=None,
+        init_kwargs=None,
     ),
     Entry(
         "accel:Accelerator.log_images",
         OWN_TRACKER,
         parameters={
-            "values": P(REQUIRED, OWN_TRACKER),
-            "step": P(None, OWN_TRACKER),
+            **given(OWN_TRACKER, values=REQUIRED, step=None),
             "log_kwargs": P(None, "test_arguments_of_a_call_name_a_tracker[None-log_images]"),
         },
     ),
-    Entry(
-        "accel:Accelerator.log",
-        OWN_TRACKER,
-        parameters={
-            "values": P(REQUIRED, OWN_TRACKER),
-            "step": P(None, OWN_TRACKER),
-            "log_kwargs": P(None, OWN_TRACKER),
-        },
-    ),
+    one_test("accel:Accelerator.log", OWN_TRACKER, values=REQUIRED, step=None, log_kwargs=None),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test
 
 SHARES = "test_the_documented_examples"
 STREAM = "test_the_documented_example"
@@ -34,10 +34,13 @@ SAMPLER_ENTRIES = [
         "accel.data_loader:BatchSamplerShard",
         SHARES,
         parameters={
-            "batch_sampler": P(REQUIRED, SHARES),
-            "num_processes": P(1, SHARES),
-            "process_index": P(0, SHARES),
-            "split_batches": P(False, SHARES),
+            **given(
+                SHARES,
+                batch_sampler=REQUIRED,
+                num_processes=1,
+                process_index=0,
+                split_batches=False,
+            ),
             "even_batches": P(True, "test_uneven_batches_are_left_as_they_are"),
         },
         attributes={"total_length": "test_uneven_batches_are_left_as_they_are"},
@@ -46,18 +49,15 @@ SAMPLER_ENTRIES = [
         "accel.data_loader:IterableDatasetShard",
         STREAM,
         parameters={
-            "dataset": P(REQUIRED, STREAM),
-            "batch_size": P(1, STREAM),
+            **given(STREAM, dataset=REQUIRED, batch_size=1),
             "drop_last": P(False, "test_a_short_last_round_is_left_out_or_completed"),
-            "num_processes": P(1, STREAM),
-            "process_index": P(0, STREAM),
-            "split_batches": P(False, STREAM),
+            **given(STREAM, num_processes=1, process_index=0, split_batches=False),
         },
     ),
-    Entry(
+    one_test(
         "accel.data_loader:IterableDatasetShard.set_epoch",
         "test_the_epoch_reaches_the_stream",
-        parameters={"epoch": P(REQUIRED, "test_the_epoch_reaches_the_stream")},
+        epoch=REQUIRED,
     ),
     Entry(
         "accel.data_loader:SeedableRandomSampler",
@@ -66,10 +66,10 @@ SAMPLER_ENTRIES = [
             "data_seed": P(None, "test_the_order_is_a_function_of_seed_and_epoch", keyword=True)
         },
     ),
-    Entry(
+    one_test(
         "accel.data_loader:SeedableRandomSampler.set_epoch",
         "test_the_order_is_a_function_of_seed_and_epoch",
-        parameters={"epoch": P(REQUIRED, "test_the_order_is_a_function_of_seed_and_epoch")},
+        epoch=REQUIRED,
     ),
 ]
 
@@ -80,8 +80,7 @@ LOADER_ENTRIES = [
         parameters={
             "dataset": P(REQUIRED, SKIPS),
             "device": P(None, "test_a_shard_puts_batches_on_the_device"),
-            "rng_types": P(None, ORDER),
-            "synchronized_generator": P(None, ORDER),
+            **given(ORDER, rng_types=None, synchronized_generator=None),
             "skip_batches": P(0, SKIPS),
             "use_stateful_dataloader": P(False, STATEFUL),
             "_drop_last": P(False, "test_a_shard_that_dropped_the_rest_has_no_remainder"),
@@ -97,17 +96,16 @@ LOADER_ENTRIES = [
             "total_dataset_length": LENGTHS,
         },
     ),
-    Entry(
+    one_test(
         "accel.data_loader:DataLoaderShard.set_epoch",
         "test_a_shard_hands_on_the_epoch",
-        parameters={"epoch": P(REQUIRED, "test_a_shard_hands_on_the_epoch")},
+        epoch=REQUIRED,
     ),
     Entry(
         "accel.data_loader:DataLoaderDispatcher",
         DEALS,
         parameters={
-            "dataset": P(REQUIRED, DEALS),
-            "split_batches": P(False, DEALS),
+            **given(DEALS, dataset=REQUIRED, split_batches=False),
             "skip_batches": P(0, "test_a_dispatcher_skips_rounds"),
             "use_stateful_dataloader": P(False, STATEFUL),
             "_drop_last": P(False, "test_a_dispatcher_drops_the_last_round"),
@@ -125,10 +123,10 @@ LOADER_ENTRIES = [
             "total_dataset_length": DISPATCHER_LENGTHS,
         },
     ),
-    Entry(
+    one_test(
         "accel.data_loader:DataLoaderDispatcher.set_epoch",
         "test_a_dispatcher_hands_on_the_epoch",
-        parameters={"epoch": P(REQUIRED, "test_a_dispatcher_hands_on_the_epoch")},
+        epoch=REQUIRED,
     ),
     Entry(
         "accel.data_loader:prepare_data_loader",
@@ -137,27 +135,19 @@ LOADER_ENTRIES = [
         parameters={
             "dataloader": P(REQUIRED, SHARING),
             "device": P(None, PLACEMENT),
-            "num_processes": P(None, SHARING),
-            "process_index": P(None, SHARING),
-            "split_batches": P(False, SHARING),
+            **given(SHARING, num_processes=None, process_index=None, split_batches=False),
             "put_on_device": P(False, PLACEMENT),
             "rng_types": P(None, SEEDED),
             "dispatch_batches": P(None, WHO),
             "even_batches": P(True, SHARING),
             "slice_fn_for_dispatch": P(None, CUT),
-            "use_seedable_sampler": P(False, SEEDED),
-            "data_seed": P(None, SEEDED),
+            **given(SEEDED, use_seedable_sampler=False, data_seed=None),
             "non_blocking": P(False, PLACEMENT),
             "use_stateful_dataloader": P(False, "test_loaders_of_torchdata"),
             "torch_device_mesh": P(None, MESH),
         },
     ),
-    Entry(
-        "accel:skip_first_batches",
-        SKIPPED,
-        NoOp.FIRST,
-        {"dataloader": P(REQUIRED, SKIPPED), "num_batches": P(0, SKIPPED)},
-    ),
+    one_test("accel:skip_first_batches", SKIPPED, NoOp.FIRST, dataloader=REQUIRED, num_batches=0),
 ]
 
 ACCELERATOR_ENTRIES = [
@@ -174,14 +164,12 @@ ACCELERATOR_ENTRIES = [
             "slice_fn_for_dispatch": P(None, CUT),
         },
     ),
-    Entry(
+    one_test(
         "accel:Accelerator.skip_first_batches",
         SKIPPED_BY_ACCELERATOR,
         NoOp.FIRST,
-        {
-            "dataloader": P(REQUIRED, SKIPPED_BY_ACCELERATOR),
-            "num_batches": P(0, SKIPPED_BY_ACCELERATOR),
-        },
+        dataloader=REQUIRED,
+        num_batches=0,
     ),
     Entry(
         "accel.utils:DataLoaderConfiguration",
@@ -208,16 +196,8 @@ RANDOM_ENTRIES = [
             "deterministic": P(False, "test_deterministic"),
         },
     ),
-    Entry(
-        "accel.utils:synchronize_rng_state",
-        STATES,
-        parameters={"rng_type": P(None, STATES), "generator": P(None, STATES)},
-    ),
-    Entry(
-        "accel.utils:synchronize_rng_states",
-        STATES,
-        parameters={"rng_types": P(REQUIRED, STATES), "generator": P(None, STATES)},
-    ),
+    one_test("accel.utils:synchronize_rng_state", STATES, rng_type=None, generator=None),
+    one_test("accel.utils:synchronize_rng_states", STATES, rng_types=REQUIRED, generator=None),
     Entry(
         "accel.utils:RNGType",
         call=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
 
 STEPPED = "test_what_prepare_returns_steps_and_drops_gradients"
 ALONE = "test_stand_ins_cannot_step_alone"
@@ -20,7 +20,7 @@ CONFIGURATION = "accel.utils:HfDeepSpeedConfig"
 
 def query(name: str, test: str) -> Entry:
     """Return the rows of a query of the configuration by dotted key."""
-    return Entry(f"{CONFIGURATION}.{name}", test, parameters={"ds_key_long": P(REQUIRED, test)})
+    return one_test(f"{CONFIGURATION}.{name}", test, ds_key_long=REQUIRED)
 
 
 PLACEHOLDERS = [
@@ -29,8 +29,7 @@ PLACEHOLDERS = [
         FILLED,
         parameters={
             "params": P(REQUIRED, FILLED),
-            "lr": P(0.001, AUTO),
-            "weight_decay": P(0, AUTO),
+            **given(AUTO, lr=0.001, weight_decay=0),
             "kwargs": P(REQUIRED, FILLED, keyword=True),
         },
         attributes=dict.fromkeys(("params", "values", "defaulted"), FILLED),
@@ -41,8 +40,7 @@ PLACEHOLDERS = [
         AUTO,
         parameters={
             "optimizer": P(REQUIRED, ALONE),
-            "total_num_steps": P(None, AUTO),
-            "warmup_num_steps": P(0, AUTO),
+            **given(AUTO, total_num_steps=None, warmup_num_steps=0),
             "lr_scheduler_callable": P(None, STEPPED),
             "kwargs": P(REQUIRED, SCHEDULE, keyword=True),
         },
@@ -61,43 +59,28 @@ PREPARED = [
             STEPPED,
         ),
     ),
-    Entry(f"{OPTIMIZER}.step", STEPPED, parameters={"closure": P(None, STEPPED)}),
+    one_test(f"{OPTIMIZER}.step", STEPPED, closure=None),
     # set_to_none makes no difference, as the engine decides: no mutant would.
     Entry(f"{OPTIMIZER}.zero_grad", STEPPED),
     Entry(f"{OPTIMIZER}.add_param_group", STEPPED),
-    Entry(
-        SCHEDULER,
-        STEPPED,
-        parameters=required(STEPPED, "scheduler", "optimizers"),
-    ),
+    one_test(SCHEDULER, STEPPED, scheduler=REQUIRED, optimizers=REQUIRED),
 ]
 QUERIES = [
     Entry(
         CONFIGURATION,
         ANSWERS,
-        parameters={"config_file_or_dict": P(REQUIRED, ANSWERS)},
+        parameters=required(ANSWERS, "config_file_or_dict"),
         attributes={"config": CHANGED, "place": A_FILE},
     ),
     query("find_config_node", CHANGED),
     query("is_true", ANSWERS),
     query("is_false", ANSWERS),
-    Entry(
-        f"{CONFIGURATION}.get_value",
-        ANSWERS,
-        parameters={"ds_key_long": P(REQUIRED, ANSWERS), "default": P(None, ANSWERS)},
-    ),
-    Entry(
-        f"{CONFIGURATION}.del_config_sub_tree",
-        CHANGED,
-        parameters={"ds_key_long": P(REQUIRED, CHANGED), "must_exist": P(False, CHANGED)},
+    one_test(f"{CONFIGURATION}.get_value", ANSWERS, ds_key_long=REQUIRED, default=None),
+    one_test(
+        f"{CONFIGURATION}.del_config_sub_tree", CHANGED, ds_key_long=REQUIRED, must_exist=False
     ),
     *(Entry(f"{CONFIGURATION}.{name}", ANSWERS) for name in ("is_zero2", "is_zero3", "is_offload")),
-    Entry(
-        "accel.utils:get_active_deepspeed_plugin",
-        ACTIVE,
-        NoOp.FIRST,
-        {"state": P(REQUIRED, ACTIVE)},
-    ),
+    one_test("accel.utils:get_active_deepspeed_plugin", ACTIVE, NoOp.FIRST, state=REQUIRED),
 ]
 
 ENTRIES = [*PLACEHOLDERS, *PREPARED, *QUERIES]

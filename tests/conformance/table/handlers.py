@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test
 
 OFF = "test_autocast_is_off_where_it_is_not_enabled"
 CACHE = "test_autocast_keeps_casts_of_weights_unless_it_is_told_not_to"
@@ -94,27 +94,19 @@ ENTRIES = [
         "accel.utils:convert_model",
         SWAPPED,
         parameters={
-            "model": P(REQUIRED, SWAPPED),
-            "to_transformer_engine": P(True, SWAPPED),
-            "_convert_linear": P(True, KINDS),
-            "_convert_ln": P(True, KINDS),
+            **given(SWAPPED, model=REQUIRED, to_transformer_engine=True),
+            **given(KINDS, _convert_linear=True, _convert_ln=True),
         },
         noop=NoOp.NONE,
     ),
-    Entry(
-        "accel.utils:has_transformer_engine_layers",
-        SWAPPED,
-        parameters={"model": P(REQUIRED, SWAPPED)},
-    ),
-    Entry(
+    one_test("accel.utils:has_transformer_engine_layers", SWAPPED, model=REQUIRED),
+    one_test(
         "accel.utils:contextual_fp8_autocast",
         IN_FP8,
-        parameters={
-            "model_forward": P(REQUIRED, IN_FP8),
-            "fp8_recipe": P(REQUIRED, IN_FP8),
-            "use_during_eval": P(False, IN_FP8),
-        },
-        noop=NoOp.FIRST,
+        NoOp.FIRST,
+        model_forward=REQUIRED,
+        fp8_recipe=REQUIRED,
+        use_during_eval=False,
     ),
     Entry(
         "accel.utils:apply_fp8_autowrap",
@@ -162,28 +154,20 @@ ENTRIES = [
     Entry(
         "accel.utils:ProfileKwargs.build",
         SCHEDULE,
-        parameters={
-            "on_trace_ready": P(None, "test_build_takes_a_callable_where_the_handler_has_none")
-        },
+        parameters=given(
+            "test_build_takes_a_callable_where_the_handler_has_none", on_trace_ready=None
+        ),
     ),
-    Entry(
+    one_test(
         "accel.utils:GradScalerKwargs",
         SCALE,
-        parameters={
-            "init_scale": P(65536.0, SCALE),
-            "growth_factor": P(2.0, SCALE),
-            "backoff_factor": P(0.5, SCALE),
-            "growth_interval": P(2000, SCALE),
-            "enabled": P(True, SCALE),
-        },
+        init_scale=65536.0,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=2000,
+        enabled=True,
     ),
-    Entry(
-        "accel.utils:InitProcessGroupKwargs",
-        GROUP,
-        parameters={
-            "backend": P("nccl", GROUP),
-            "init_method": P(None, GROUP),
-            "timeout": P(None, GROUP),
-        },
+    one_test(
+        "accel.utils:InitProcessGroupKwargs", GROUP, backend="nccl", init_method=None, timeout=None
     ),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
 
 EXECUTION = "test_modules_compute_on_the_execution_device"
 BUFFERS = "test_dispatch.py::test_buffers_are_offloaded_on_request"
@@ -67,14 +67,12 @@ MODELING = [
             "preload_module_classes": P(None, PRELOAD),
         },
     ),
-    Entry(
+    one_test(
         "accel.big_modeling:cpu_offload_with_hook",
         TURNS,
-        parameters={
-            "model": P(REQUIRED, TURNS),
-            "execution_device": P(None, TURNS),
-            "prev_module_hook": P(None, TURNS),
-        },
+        model=REQUIRED,
+        execution_device=None,
+        prev_module_hook=None,
     ),
     Entry(
         "accel.big_modeling:disk_offload",
@@ -107,27 +105,22 @@ MODELING = [
         "accel.big_modeling:init_empty_weights",
         "test_parameters_have_no_memory",
         NoOp.CONTEXT,
-        {"include_buffers": P(None, "test_buffers_stay_unless_they_are_included")},
+        given("test_buffers_stay_unless_they_are_included", include_buffers=None),
     ),
     Entry(
         "accel.big_modeling:load_checkpoint_and_dispatch",
         SPREAD,
         NoOp.FIRST,
         {
-            **required(SPREAD, "model", "checkpoint"),
-            "device_map": P(None, SPREAD),
-            "max_memory": P(None, DECIDES),
-            "no_split_module_classes": P(None, DECIDES),
+            **given(SPREAD, model=REQUIRED, checkpoint=REQUIRED, device_map=None),
+            **given(DECIDES, max_memory=None, no_split_module_classes=None),
             "offload_folder": P(None, SPREAD),
             "offload_buffers": P(False, "test_load.py::test_buffers_are_offloaded_on_request"),
             "dtype": P(None, DECIDES),
             "offload_state_dict": P(None, "test_load.py::test_legacy_files_may_be_mapped"),
-            "skip_keys": P(None, OPTIONS),
-            "preload_module_classes": P(None, OPTIONS),
-            "force_hooks": P(False, OPTIONS),
+            **given(OPTIONS, skip_keys=None, preload_module_classes=None, force_hooks=False),
             "strict": P(False, "test_load.py::test_names_must_match_if_strict"),
-            "full_state_dict": P(True, PROCESSES),
-            "broadcast_from_rank0": P(False, PROCESSES),
+            **given(PROCESSES, full_state_dict=True, broadcast_from_rank0=False),
         },
         choices={
             "device_map": {
@@ -180,7 +173,7 @@ HOOK_CLASSES = [
         dict.fromkeys(("init_hook", "pre_forward", "post_forward", "detach_hook"), NOTHING),
         {},
     ),
-    Entry("accel.hooks:SequentialHook", ORDER, parameters={"hooks": P(REQUIRED, ORDER)}),
+    one_test("accel.hooks:SequentialHook", ORDER, hooks=REQUIRED),
     *members(
         "SequentialHook",
         dict.fromkeys(("init_hook", "pre_forward", "post_forward", "detach_hook"), ORDER),
@@ -218,8 +211,7 @@ HOOK_FUNCTIONS = [
         parameters={
             "module": P(REQUIRED, BLOCKS),
             "execution_device": P(None, "test_blocks_run_where_the_mapping_says"),
-            "offload": P(False, BLOCKS),
-            "weights_map": P(None, BLOCKS),
+            **given(BLOCKS, offload=False, weights_map=None),
             "offload_buffers": P(False, "test_buffers_of_blocks_are_offloaded_on_request"),
             "module_name": P("", "test_a_part_has_a_name_in_the_mappings"),
             "skip_keys": P(None, "test_skipped_keys_of_blocks_stay"),
@@ -243,11 +235,7 @@ HOOK_FUNCTIONS = [
         NoOp.FIRST,
         {"module": P(REQUIRED, CHANGES), "recurse": P(False, REMOVED)},
     ),
-    Entry(
-        "accel.hooks:remove_hook_from_submodules",
-        REMOVED,
-        parameters={"module": P(REQUIRED, REMOVED)},
-    ),
+    one_test("accel.hooks:remove_hook_from_submodules", REMOVED, module=REQUIRED),
 ]
 INFERENCE = [
     Entry(
@@ -278,9 +266,12 @@ QUANTIZATION = [
         {
             **required("test_a_word_places_a_model", "model", "bnb_quantization_config"),
             "weights_location": P(None, "test_quantize.py::test_tied_weights_stay_tied"),
-            "device_map": P(None, "test_a_map_is_made_of_quantized_sizes"),
-            "no_split_module_classes": P(None, "test_a_map_is_made_of_quantized_sizes"),
-            "max_memory": P(None, "test_a_map_is_made_of_quantized_sizes"),
+            **given(
+                "test_a_map_is_made_of_quantized_sizes",
+                device_map=None,
+                no_split_module_classes=None,
+                max_memory=None,
+            ),
             "offload_folder": P(None, "test_offloaded_layers_of_4_bits_are_kept"),
             "offload_state_dict": P(False, "test_quantize.py::test_legacy_files_may_be_mapped"),
         },
@@ -289,12 +280,15 @@ QUANTIZATION = [
         "accel.utils:BnbQuantizationConfig",
         "test_a_word_places_a_model",
         parameters={
-            "load_in_8bit": P(False, "test_settings_reach_the_layers"),
-            "llm_int8_threshold": P(6.0, "test_settings_reach_the_layers"),
-            "load_in_4bit": P(False, "test_settings_reach_the_layers"),
-            "bnb_4bit_quant_type": P("fp4", "test_settings_reach_the_layers"),
-            "bnb_4bit_use_double_quant": P(False, "test_settings_reach_the_layers"),
-            "bnb_4bit_compute_dtype": P("fp16", "test_settings_reach_the_layers"),
+            **given(
+                "test_settings_reach_the_layers",
+                load_in_8bit=False,
+                llm_int8_threshold=6.0,
+                load_in_4bit=False,
+                bnb_4bit_quant_type="fp4",
+                bnb_4bit_use_double_quant=False,
+                bnb_4bit_compute_dtype="fp16",
+            ),
             "torch_dtype": P(None, "test_other_weights_have_the_dtype"),
             "skip_modules": P(None, "test_settings_reach_the_layers"),
             "keep_in_fp32_modules": P(None, "test_other_weights_have_the_dtype"),
@@ -310,16 +304,15 @@ QUANTIZATION = [
     ),
 ]
 UTILITIES = [
-    Entry(
+    one_test(
         "accel.utils:align_module_device",
         A_WHILE,
         NoOp.CONTEXT,
-        {"module": P(REQUIRED, A_WHILE), "execution_device": P(None, A_WHILE)},
+        module=REQUIRED,
+        execution_device=None,
     ),
-    Entry(
-        "accel.utils:calculate_maximum_sizes",
-        "test_a_model_and_its_largest_layer",
-        parameters={"model": P(REQUIRED, "test_a_model_and_its_largest_layer")},
+    one_test(
+        "accel.utils:calculate_maximum_sizes", "test_a_model_and_its_largest_layer", model=REQUIRED
     ),
     Entry(
         "accel.utils:compute_module_sizes",
@@ -335,43 +328,41 @@ UTILITIES = [
         "accel.utils:get_balanced_memory",
         BALANCED,
         parameters={
-            "model": P(REQUIRED, BALANCED),
-            "max_memory": P(None, BALANCED),
+            **given(BALANCED, model=REQUIRED, max_memory=None),
             "no_split_module_classes": P(None, "test_blocks_need_more_room_than_layers"),
-            "dtype": P(None, HALF),
-            "special_dtypes": P(None, HALF),
+            **given(HALF, dtype=None, special_dtypes=None),
             "low_zero": P(False, "test_the_first_device_may_get_little"),
         },
     ),
-    Entry(
+    one_test(
         "accel.utils:get_max_layer_size",
         LARGEST,
-        parameters=required(LARGEST, "modules", "module_sizes", "no_split_module_classes"),
+        modules=REQUIRED,
+        module_sizes=REQUIRED,
+        no_split_module_classes=REQUIRED,
     ),
-    Entry(
-        "accel.utils:has_offloaded_params",
-        "test_offloaded_parameters_are_noticed",
-        parameters={"module": P(REQUIRED, "test_offloaded_parameters_are_noticed")},
+    one_test(
+        "accel.utils:has_offloaded_params", "test_offloaded_parameters_are_noticed", module=REQUIRED
     ),
     Entry(
         "accel.utils:infer_auto_device_map",
         FILLED,
         parameters={
-            "model": P(REQUIRED, FILLED),
-            "max_memory": P(None, FILLED),
+            **given(FILLED, model=REQUIRED, max_memory=None),
             "no_split_module_classes": P(None, "test_blocks_are_not_split"),
-            "dtype": P(None, DTYPE),
-            "special_dtypes": P(None, DTYPE),
+            **given(DTYPE, dtype=None, special_dtypes=None),
             "verbose": P(False, "test_decisions_are_logged_on_request"),
             "clean_result": P(True, "test_entries_stay_apart_on_request"),
             "offload_buffers": P(False, "test_buffers_of_offloaded_modules_need_room"),
             "fallback_allocation": P(False, "test_a_later_module_is_tried_on_request"),
         },
     ),
-    Entry(
+    one_test(
         "accel.utils:load_offloaded_weights",
         INTO_MODEL,
-        parameters=required(INTO_MODEL, "model", "index", "offload_folder"),
+        model=REQUIRED,
+        index=REQUIRED,
+        offload_folder=REQUIRED,
     ),
     Entry(
         "accel.utils:load_state_dict",
@@ -381,16 +372,8 @@ UTILITIES = [
             "device_map": P(None, "test_weights_of_a_file_are_placed"),
         },
     ),
-    Entry(
-        "accel.utils:offload_state_dict",
-        TO_FOLDER,
-        parameters=required(TO_FOLDER, "save_dir", "state_dict"),
-    ),
-    Entry(
-        "accel.utils:retie_parameters",
-        RETIED,
-        parameters=required(RETIED, "model", "tied_params"),
-    ),
+    one_test("accel.utils:offload_state_dict", TO_FOLDER, save_dir=REQUIRED, state_dict=REQUIRED),
+    one_test("accel.utils:retie_parameters", RETIED, model=REQUIRED, tied_params=REQUIRED),
     Entry(
         "accel.utils:set_module_tensor_to_device",
         "test_a_tensor_is_placed",

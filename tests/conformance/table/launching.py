@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test
 
 MERGED = "test_shards_of_two_processes_are_merged[model]"
 
@@ -24,8 +24,7 @@ ENTRIES = [
         "accel:debug_launcher",
         DEBUGGED,
         parameters={
-            "function": P(REQUIRED, DEBUGGED),
-            "args": P((), DEBUGGED),
+            **given(DEBUGGED, function=REQUIRED, args=()),
             "num_processes": P(2, "test_the_number_of_processes_to_debug_with"),
         },
     ),
@@ -33,75 +32,45 @@ ENTRIES = [
         "accel:notebook_launcher",
         TRAINED,
         parameters={
-            "function": P(REQUIRED, TRAINED),
-            "args": P((), TRAINED),
+            **given(TRAINED, function=REQUIRED, args=()),
             "num_processes": P(None, NODES),
             "mixed_precision": P("no", "test_one_process_is_the_notebook_itself"),
-            "use_port": P("29500", NODES),
-            "master_addr": P("127.0.0.1", NODES),
-            "node_rank": P(0, NODES),
-            "num_nodes": P(1, NODES),
-            "rdzv_backend": P("static", NODES),
-            "rdzv_endpoint": P("", NODES),
-            "rdzv_conf": P(None, NODES),
-            "rdzv_id": P("none", NODES),
+            **given(
+                NODES,
+                use_port="29500",
+                master_addr="127.0.0.1",
+                node_rank=0,
+                num_nodes=1,
+                rdzv_backend="static",
+                rdzv_endpoint="",
+                rdzv_conf=None,
+                rdzv_id="none",
+            ),
             "max_restarts": P(0, "test_a_failed_group_starts_anew"),
-            "monitor_interval": P(0.1, NODES),
-            "log_line_prefix_template": P(None, NODES),
+            **given(NODES, monitor_interval=0.1, log_line_prefix_template=None),
         },
     ),
-    Entry("accel.utils:is_port_in_use", LISTENED, parameters={"port": P(None, LISTENED)}),
+    one_test("accel.utils:is_port_in_use", LISTENED, port=None),
     Entry(
         "accel.utils:PrepareForLaunch",
         RANKED,
         parameters={
-            "launcher": P(REQUIRED, RANKED),
-            "distributed_type": P("NO", RANKED),
+            **given(RANKED, launcher=REQUIRED, distributed_type="NO"),
             "debug": P(False, "test_debugging_has_a_launcher_of_its_own"),
         },
     ),
-    Entry(
-        "accel.utils:PrepareForLaunch.__call__",
-        RANKED,
-        parameters={"index": P(REQUIRED, RANKED), "args": P(REQUIRED, RANKED)},
-    ),
-    Entry(
-        "accel.utils:str_to_bool",
-        TRUTH,
-        parameters={"value": P(REQUIRED, TRUTH), "to_bool": P(False, TRUTH)},
-    ),
-    Entry(
-        "accel.utils:parse_flag_from_env",
-        DEFAULTS,
-        parameters={"key": P(REQUIRED, DEFAULTS), "default": P(False, DEFAULTS)},
-    ),
-    Entry(
-        "accel.utils:parse_choice_from_env",
-        DEFAULTS,
-        parameters={"key": P(REQUIRED, DEFAULTS), "default": P("no", DEFAULTS)},
-    ),
-    Entry(
-        "accel.utils:get_int_from_env",
-        NUMBERS,
-        parameters={"env_keys": P(REQUIRED, NUMBERS), "default": P(REQUIRED, NUMBERS)},
-    ),
-    Entry(
-        "accel.utils:patch_environment",
-        PATCHED,
-        NoOp.CONTEXT,
-        parameters={"kwargs": P(REQUIRED, PATCHED)},
-    ),
+    one_test("accel.utils:PrepareForLaunch.__call__", RANKED, index=REQUIRED, args=REQUIRED),
+    one_test("accel.utils:str_to_bool", TRUTH, value=REQUIRED, to_bool=False),
+    one_test("accel.utils:parse_flag_from_env", DEFAULTS, key=REQUIRED, default=False),
+    one_test("accel.utils:parse_choice_from_env", DEFAULTS, key=REQUIRED, default="no"),
+    one_test("accel.utils:get_int_from_env", NUMBERS, env_keys=REQUIRED, default=REQUIRED),
+    one_test("accel.utils:patch_environment", PATCHED, NoOp.CONTEXT, kwargs=REQUIRED),
     Entry(
         "accel.utils:clear_environment",
         "test_variables_are_cleared_in_a_context",
         NoOp.CONTEXT,
     ),
-    Entry(
-        "accel.utils:purge_accelerate_environment",
-        PURGED,
-        NoOp.FIRST,
-        parameters={"func_or_cls": P(REQUIRED, PURGED)},
-    ),
+    one_test("accel.utils:purge_accelerate_environment", PURGED, NoOp.FIRST, func_or_cls=REQUIRED),
     Entry(
         "accel.utils:write_basic_config",
         "test_the_machines_settings_are_those_of_the_public_package",
@@ -110,30 +79,21 @@ ENTRIES = [
             "save_location": P(None, "test_the_machines_settings_are_those_of_the_public_package"),
         },
     ),
-    Entry(
+    one_test(
         "accel.utils.environment:override_numa_affinity",
         IN_TURN,
-        parameters={
-            "local_process_index": P(REQUIRED, IN_TURN),
-            "verbose": P(None, IN_TURN),
-        },
+        local_process_index=REQUIRED,
+        verbose=None,
     ),
-    Entry(
-        "accel.utils:set_numa_affinity",
-        BOUND_ONCE,
-        parameters={
-            "local_process_index": P(REQUIRED, BOUND_ONCE),
-            "verbose": P(None, BOUND_ONCE),
-        },
+    one_test(
+        "accel.utils:set_numa_affinity", BOUND_ONCE, local_process_index=REQUIRED, verbose=None
     ),
-    Entry(
+    one_test(
         "accel.utils:merge_fsdp_weights",
         MERGED,
-        parameters={
-            "checkpoint_dir": P(REQUIRED, MERGED),
-            "output_path": P(REQUIRED, MERGED),
-            "safe_serialization": P(True, MERGED),
-            "remove_checkpoint_dir": P(False, MERGED),
-        },
+        checkpoint_dir=REQUIRED,
+        output_path=REQUIRED,
+        safe_serialization=True,
+        remove_checkpoint_dir=False,
     ),
 ]

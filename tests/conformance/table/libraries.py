@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
 
 AVERAGED = "test_two_processes_train_as_by_hand[2]"
 PLAIN = "test_without_it_gradients_are_averaged_at_every_step"
@@ -58,7 +58,7 @@ UTILS = "accel.utils:"
 def device_check(kind: str) -> Entry:
     test = f"test_devices_that_a_package_plugs_into_torch[{kind}]"
     name = f"{UTILS}is_{kind}_available"
-    return Entry(name, test, parameters={"check_device": P(False, test)})
+    return one_test(name, test, check_device=False)
 
 
 def of_sharded_model(name: str, last: str, adapter: bool, optimizer: bool = False) -> Entry:
@@ -81,17 +81,15 @@ ENTRIES = [
         for name in PACKAGES
     ),
     *(Entry(f"{UTILS}is_{name}_available", test) for name, test in CHECKS.items()),
-    Entry(UTILS + "is_bnb_available", BITS, parameters={"min_version": P(None, BITS)}),
-    Entry(UTILS + "is_mps_available", APPLE, parameters={"min_version": P("1.12", APPLE)}),
-    Entry(UTILS + "is_hpu_available", GAUDI, parameters={"init_hccl": P(False, GAUDI)}),
+    one_test(UTILS + "is_bnb_available", BITS, min_version=None),
+    one_test(UTILS + "is_mps_available", APPLE, min_version="1.12"),
+    one_test(UTILS + "is_hpu_available", GAUDI, init_hccl=False),
     Entry(UTILS + "install_xla", "test_a_running_program_installs_nothing"),
     Entry(
         "accel.local_sgd:LocalSGD",
         AVERAGED,
         parameters={
-            "accelerator": P(REQUIRED, AVERAGED),
-            "model": P(REQUIRED, AVERAGED),
-            "local_sgd_steps": P(REQUIRED, AVERAGED),
+            **required(AVERAGED, "accelerator", "model", "local_sgd_steps"),
             "enabled": P(True, PLAIN),
         },
     ),
@@ -115,57 +113,41 @@ ENTRIES = [
         UTILS + "fsdp2_load_full_state_dict",
         FULL,
         parameters={
-            "accelerator": P(REQUIRED, FULL),
-            "model": P(REQUIRED, FULL),
-            "full_sd": P(REQUIRED, FULL),
+            **required(FULL, "accelerator", "model", "full_sd"),
             "cpu_offload": P(False, RESTS),
         },
     ),
-    Entry(
-        UTILS + "fsdp2_prepare_model",
-        FULL,
-        parameters={"accelerator": P(REQUIRED, FULL), "model": P(REQUIRED, FULL)},
+    one_test(UTILS + "fsdp2_prepare_model", FULL, accelerator=REQUIRED, model=REQUIRED),
+    one_test(
+        UTILS + "fsdp2_switch_optimizer_parameters", FOLLOWS, optimizer=REQUIRED, mapping=REQUIRED
     ),
-    Entry(
-        UTILS + "fsdp2_switch_optimizer_parameters",
-        FOLLOWS,
-        parameters={"optimizer": P(REQUIRED, FOLLOWS), "mapping": P(REQUIRED, FOLLOWS)},
-    ),
-    Entry(
+    one_test(
         "accel.utils.fsdp_utils:get_parameters_from_modules",
         IGNORED,
-        parameters={
-            "modules": P(REQUIRED, IGNORED),
-            "model": P(REQUIRED, IGNORED),
-            "device": P(None, IGNORED),
-        },
+        modules=REQUIRED,
+        model=REQUIRED,
+        device=None,
     ),
-    Entry(UTILS + "listify", NUMBERS, NoOp.FIRST, {"data": P(REQUIRED, NUMBERS)}),
+    one_test(UTILS + "listify", NUMBERS, NoOp.FIRST, data=REQUIRED),
     Entry(
         UTILS + "load",
         LOADED,
         parameters={
-            "f": P(REQUIRED, LOADED),
-            "map_location": P(None, LOADED),
+            **given(LOADED, f=REQUIRED, map_location=None),
             "kwargs": P(REQUIRED, LOADED, keyword=True),
         },
     ),
-    Entry(
-        UTILS + "get_module_children_bottom_up",
-        ORDER,
-        parameters={"model": P(REQUIRED, ORDER), "return_fqns": P(False, ORDER)},
+    one_test(UTILS + "get_module_children_bottom_up", ORDER, model=REQUIRED, return_fqns=False),
+    one_test(UTILS + "is_peft_model", PEFT, model=REQUIRED),
+    one_test(
+        "accel.utils.dataclasses:get_module_class_from_name", NAMED, module=REQUIRED, name=REQUIRED
     ),
-    Entry(UTILS + "is_peft_model", PEFT, parameters={"model": P(REQUIRED, PEFT)}),
-    Entry(
-        "accel.utils.dataclasses:get_module_class_from_name",
-        NAMED,
-        parameters={"module": P(REQUIRED, NAMED), "name": P(REQUIRED, NAMED)},
-    ),
-    Entry(
+    one_test(
         UTILS + "get_mixed_precision_context_manager",
         CONTEXT,
         NoOp.CONTEXT,
-        {"native_amp": P(False, CONTEXT), "autocast_kwargs": P(None, CONTEXT)},
+        native_amp=False,
+        autocast_kwargs=None,
     ),
     Entry(
         UTILS + "get_grad_scaler",
@@ -175,17 +157,12 @@ ENTRIES = [
             "kwargs": P(REQUIRED, OWN_SCALER, keyword=True),
         },
     ),
-    Entry(
-        "accel.utils.deepspeed:DeepSpeedEngineWrapper",
-        ENGINE,
-        parameters={"engine": P(REQUIRED, ENGINE)},
-    ),
+    one_test("accel.utils.deepspeed:DeepSpeedEngineWrapper", ENGINE, engine=REQUIRED),
     Entry(
         "accel.utils.deepspeed:DeepSpeedEngineWrapper.backward",
         ENGINE,
         parameters={
-            "loss": P(REQUIRED, ENGINE),
-            "sync_gradients": P(True, ENGINE),
+            **given(ENGINE, loss=REQUIRED, sync_gradients=True),
             "kwargs": P(REQUIRED, ENGINE, keyword=True),
         },
     ),
@@ -204,11 +181,7 @@ ENTRIES = [
         call=False,
     ),
     Entry("accel.data_loader:DataLoaderShard.get_sampler", SAMPLER),
-    Entry(
-        "accel.data_loader:DataLoaderShard.set_sampler",
-        SAMPLER,
-        parameters={"sampler": P(REQUIRED, SAMPLER)},
-    ),
+    one_test("accel.data_loader:DataLoaderShard.set_sampler", SAMPLER, sampler=REQUIRED),
     Entry("accel.data_loader:DataLoaderShard.begin", BY_HAND),
     Entry("accel.data_loader:DataLoaderShard.end", BY_HAND),
     Entry("accel.data_loader:DataLoaderShard.reset", BY_HAND),

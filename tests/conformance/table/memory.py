@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, one_test
 
 SHRINK = "test_batches_shrink_until_they_fit"
 RELEASED = "test_release_memory"
@@ -25,22 +25,11 @@ ENTRIES = [
             "reduce_batch_size_fn": P(None, "test_a_rule_of_ones_own"),
         },
     ),
-    Entry(UTILS + "release_memory", RELEASED, parameters={"objects": P(REQUIRED, RELEASED)}),
-    Entry(
-        UTILS + "clear_device_cache",
-        COLLECTED,
-        parameters={"garbage_collection": P(False, COLLECTED)},
-    ),
-    Entry(
-        UTILS + "should_reduce_batch_size", SPEAKS, parameters={"exception": P(REQUIRED, SPEAKS)}
-    ),
-    Entry(
-        UTILS + "convert_file_size_to_int",
-        FROM_TEXT,
-        NoOp.FIRST,
-        {"size": P(REQUIRED, FROM_TEXT)},
-    ),
-    Entry(UTILS + "convert_bytes", AS_TEXT, NoOp.FIRST, {"size": P(REQUIRED, AS_TEXT)}),
-    Entry(UTILS + "dtype_byte_size", DTYPE, parameters={"dtype": P(REQUIRED, DTYPE)}),
-    Entry(UTILS + "get_max_memory", IN_ORDER, NoOp.FIRST, {"max_memory": P(None, IN_ORDER)}),
+    one_test(UTILS + "release_memory", RELEASED, objects=REQUIRED),
+    one_test(UTILS + "clear_device_cache", COLLECTED, garbage_collection=False),
+    one_test(UTILS + "should_reduce_batch_size", SPEAKS, exception=REQUIRED),
+    one_test(UTILS + "convert_file_size_to_int", FROM_TEXT, NoOp.FIRST, size=REQUIRED),
+    one_test(UTILS + "convert_bytes", AS_TEXT, NoOp.FIRST, size=REQUIRED),
+    one_test(UTILS + "dtype_byte_size", DTYPE, dtype=REQUIRED),
+    one_test(UTILS + "get_max_memory", IN_ORDER, NoOp.FIRST, max_memory=None),
 ]

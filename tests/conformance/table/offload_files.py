@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, given, one_test
 
 BACK = "test_a_weight_comes_back_bit_for_bit"
 INDEX = "test_an_index_is_added_to_if_there_is_one"
@@ -20,75 +20,56 @@ UTILS = "accel.utils:"
 
 
 FILES = [
-    Entry(
+    one_test(
         UTILS + "offload_weight",
         BACK,
-        parameters={
-            **required(BACK, "weight", "weight_name", "offload_folder"),
-            "index": P(None, BACK),
-        },
+        weight=REQUIRED,
+        weight_name=REQUIRED,
+        offload_folder=REQUIRED,
+        index=None,
     ),
-    Entry(
-        UTILS + "load_offloaded_weight",
-        BACK,
-        parameters=required(BACK, "weight_file", "weight_info"),
-    ),
-    Entry(
-        UTILS + "save_offload_index", INDEX, parameters=required(INDEX, "index", "offload_folder")
-    ),
+    one_test(UTILS + "load_offloaded_weight", BACK, weight_file=REQUIRED, weight_info=REQUIRED),
+    one_test(UTILS + "save_offload_index", INDEX, index=REQUIRED, offload_folder=REQUIRED),
     Entry(
         UTILS + "OffloadedWeightsLoader",
         MEMORY_FIRST,
         parameters={
-            "state_dict": P(None, MEMORY_FIRST),
-            "save_folder": P(None, MEMORY_FIRST),
-            "index": P(None, IN_PLACE),
-            "device": P(None, IN_PLACE),
+            **given(MEMORY_FIRST, state_dict=None, save_folder=None),
+            **given(IN_PLACE, index=None, device=None),
         },
     ),
-    Entry(
-        UTILS + "OffloadedWeightsLoader.in_memory",
-        MEMORY_FIRST,
-        parameters=required(MEMORY_FIRST, "key"),
-    ),
-    Entry(UTILS + "PrefixedDataset", PART, parameters=required(PART, "dataset", "prefix")),
-    Entry(
+    one_test(UTILS + "OffloadedWeightsLoader.in_memory", MEMORY_FIRST, key=REQUIRED),
+    one_test(UTILS + "PrefixedDataset", PART, dataset=REQUIRED, prefix=REQUIRED),
+    one_test(
         UTILS + "extract_submodules_state_dict",
         PART,
         NoOp.FIRST,
-        required(PART, "state_dict", "submodule_names"),
+        state_dict=REQUIRED,
+        submodule_names=REQUIRED,
     ),
 ]
 TENSORS_BY_NAME = [
-    Entry(
+    one_test(
         UTILS + "named_module_tensors",
         LISTED,
-        parameters={
-            "module": P(REQUIRED, LISTED),
-            "include_buffers": P(True, LISTED),
-            "recurse": P(False, LISTED),
-            "remove_non_persistent": P(False, LISTED),
-        },
+        module=REQUIRED,
+        include_buffers=True,
+        recurse=False,
+        remove_non_persistent=False,
     ),
     # Its kwargs make no difference, as the documented call shows: no mutant would.
-    Entry(UTILS + "find_tied_parameters", TIED, parameters=required(TIED, "model")),
-    Entry(
-        UTILS + "check_tied_parameters_in_config",
-        CONFIGURED,
-        parameters=required(CONFIGURED, "model"),
-    ),
-    Entry(
+    one_test(UTILS + "find_tied_parameters", TIED, model=REQUIRED),
+    one_test(UTILS + "check_tied_parameters_in_config", CONFIGURED, model=REQUIRED),
+    one_test(
         UTILS + "check_tied_parameters_on_same_device",
         ONE_DEVICE,
-        parameters=required(ONE_DEVICE, "tied_params", "device_map"),
+        tied_params=REQUIRED,
+        device_map=REQUIRED,
     ),
-    Entry(UTILS + "id_tensor_storage", IDENTITY, parameters=required(IDENTITY, "tensor")),
-    Entry(UTILS + "check_device_map", MAPPED, parameters=required(MAPPED, "model", "device_map")),
-    Entry(
-        "accel:init_on_device",
-        ON_DEVICE,
-        NoOp.CONTEXT,
-        {"device": P(REQUIRED, ON_DEVICE), "include_buffers": P(None, ON_DEVICE)},
+    one_test(UTILS + "id_tensor_storage", IDENTITY, tensor=REQUIRED),
+    one_test(UTILS + "check_device_map", MAPPED, model=REQUIRED, device_map=REQUIRED),
+    one_test(
+        "accel:init_on_device", ON_DEVICE, NoOp.CONTEXT, device=REQUIRED, include_buffers=None
     ),
 ]
 

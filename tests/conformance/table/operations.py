@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.machine.tree import is_tensor
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
 
 COLLECTIVES = "test_collectives[2]"
 LAYOUTS = "test_tensors_of_any_layout_travel_in_one_collective[2]"
@@ -22,120 +22,70 @@ METRICS = "test_each_sample_counts_once[False-9-5-2]"
 
 def padding(name: str, test: str) -> Entry:
     """Return the rows of the function or the method that pads."""
-    return Entry(
-        name,
-        test,
-        NoOp.FIRST,
-        {
-            "tensor": P(REQUIRED, test),
-            "dim": P(0, test),
-            "pad_index": P(0, test),
-            "pad_first": P(False, test),
-        },
-    )
+    return one_test(name, test, NoOp.FIRST, tensor=REQUIRED, dim=0, pad_index=0, pad_first=False)
 
 
 ENTRIES = [
-    Entry("accel.utils:gather", COLLECTIVES, NoOp.FIRST, {"tensor": P(REQUIRED, COLLECTIVES)}),
-    Entry(
-        "accel.utils:gather_object", COLLECTIVES, NoOp.FIRST, {"object": P(REQUIRED, COLLECTIVES)}
-    ),
-    Entry(
-        "accel.utils:broadcast",
-        COLLECTIVES,
-        NoOp.FIRST,
-        {"tensor": P(REQUIRED, COLLECTIVES), "from_process": P(0, COLLECTIVES)},
-    ),
-    Entry(
+    one_test("accel.utils:gather", COLLECTIVES, NoOp.FIRST, tensor=REQUIRED),
+    one_test("accel.utils:gather_object", COLLECTIVES, NoOp.FIRST, object=REQUIRED),
+    one_test("accel.utils:broadcast", COLLECTIVES, NoOp.FIRST, tensor=REQUIRED, from_process=0),
+    one_test(
         "accel.utils:broadcast_object_list",
         COLLECTIVES,
         NoOp.FIRST,
-        {"object_list": P(REQUIRED, COLLECTIVES), "from_process": P(0, COLLECTIVES)},
+        object_list=REQUIRED,
+        from_process=0,
     ),
     Entry(
         "accel.utils:reduce",
         LAYOUTS,
         NoOp.FIRST,
-        {
-            "tensor": P(REQUIRED, LAYOUTS),
-            "reduction": P("mean", LAYOUTS),
-            "scale": P(1.0, COLLECTIVES),
-        },
+        {**given(LAYOUTS, tensor=REQUIRED, reduction="mean"), "scale": P(1.0, COLLECTIVES)},
         choices={"reduction": {"sum": LAYOUTS, "mean": COLLECTIVES, "none": COLLECTIVES}},
     ),
     padding("accel.utils:pad_across_processes", PADDING),
-    Entry(
-        "accel.utils:concatenate",
-        JOINED,
-        NoOp.FIRST,
-        {"data": P(REQUIRED, JOINED), "dim": P(0, JOINED)},
-    ),
+    one_test("accel.utils:concatenate", JOINED, NoOp.FIRST, data=REQUIRED, dim=0),
     Entry(
         "accel.utils:send_to_device",
         SENT,
         NoOp.FIRST,
         {
-            "tensor": P(REQUIRED, SENT),
-            "device": P(REQUIRED, SENT),
+            **required(SENT, "tensor", "device"),
             "non_blocking": P(False, "test_copies_may_overlap_with_computation"),
             "skip_keys": P(None, SENT),
         },
     ),
-    Entry(
-        "accel.utils:slice_tensors",
-        SLICED,
-        NoOp.FIRST,
-        {"data": P(REQUIRED, SLICED), "tensor_slice": P(REQUIRED, SLICED)},
-    ),
-    Entry("accel.utils:find_batch_size", SLICED, NoOp.NONE, {"data": P(REQUIRED, SLICED)}),
-    Entry("accel.utils:convert_to_fp32", FP32, NoOp.FIRST, {"tensor": P(REQUIRED, FP32)}),
-    Entry(
-        "accel.utils:convert_outputs_to_fp32",
-        OUTPUTS,
-        NoOp.FIRST,
-        {"model_forward": P(REQUIRED, OUTPUTS)},
-    ),
+    one_test("accel.utils:slice_tensors", SLICED, NoOp.FIRST, data=REQUIRED, tensor_slice=REQUIRED),
+    one_test("accel.utils:find_batch_size", SLICED, data=REQUIRED),
+    one_test("accel.utils:convert_to_fp32", FP32, NoOp.FIRST, tensor=REQUIRED),
+    one_test("accel.utils:convert_outputs_to_fp32", OUTPUTS, NoOp.FIRST, model_forward=REQUIRED),
     Entry(
         "accel.utils:recursively_apply",
         TYPES,
         parameters={
-            "func": P(REQUIRED, TYPES),
-            "data": P(REQUIRED, TYPES),
+            **required(TYPES, "func", "data"),
             "args": P(REQUIRED, HANDED_ON),
             "test_type": P(is_tensor, "test_other_leaves_by_test"),
             "error_on_other_type": P(False, "test_other_types_may_be_an_error"),
             "kwargs": P(REQUIRED, HANDED_ON),
         },
     ),
-    Entry(
-        "accel.utils:honor_type",
-        TYPES,
-        NoOp.FIRST,
-        {"original": P(REQUIRED, TYPES), "values": P(REQUIRED, TYPES)},
-    ),
-    Entry("accel.utils:is_namedtuple", TYPES, parameters={"value": P(REQUIRED, TYPES)}),
-    Entry(
-        "accel.utils:merge_dicts",
-        MERGED,
-        NoOp.FIRST,
-        {"source": P(REQUIRED, MERGED), "destination": P(REQUIRED, MERGED)},
-    ),
-    Entry("accel:Accelerator.gather", EXCHANGES, NoOp.FIRST, {"tensor": P(REQUIRED, EXCHANGES)}),
-    Entry(
+    one_test("accel.utils:honor_type", TYPES, NoOp.FIRST, original=REQUIRED, values=REQUIRED),
+    one_test("accel.utils:is_namedtuple", TYPES, value=REQUIRED),
+    one_test("accel.utils:merge_dicts", MERGED, NoOp.FIRST, source=REQUIRED, destination=REQUIRED),
+    one_test("accel:Accelerator.gather", EXCHANGES, NoOp.FIRST, tensor=REQUIRED),
+    one_test(
         "accel:Accelerator.gather_for_metrics",
         METRICS,
         NoOp.FIRST,
-        {"input_data": P(REQUIRED, METRICS), "use_gather_object": P(False, METRICS)},
+        input_data=REQUIRED,
+        use_gather_object=False,
     ),
     Entry(
         "accel:Accelerator.reduce",
         EXCHANGES,
         NoOp.FIRST,
-        {
-            "tensor": P(REQUIRED, EXCHANGES),
-            "reduction": P("sum", EXCHANGES),
-            "scale": P(1.0, EXCHANGES),
-        },
+        given(EXCHANGES, tensor=REQUIRED, reduction="sum", scale=1.0),
         choices={"reduction": {"sum": EXCHANGES, "mean": EXCHANGES}},
     ),
     padding("accel:Accelerator.pad_across_processes", EXCHANGES),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.machine.enums import DynamoBackend
-from tests.conformance.rows import REQUIRED, Entry, P
+from tests.conformance.rows import REQUIRED, Entry, P, given, one_test
 
 POLICY = "test_a_policy_becomes_a_function_with_the_same_units[fields0]"
 PRECISION = "test_a_precision_becomes_a_policy"
@@ -83,17 +83,15 @@ ENTRIES = [
             ),
         )
     ),
-    Entry(FSDP + "set_auto_wrap_policy", POLICY, parameters={"model": P(REQUIRED, POLICY)}),
-    Entry(
+    one_test(FSDP + "set_auto_wrap_policy", POLICY, model=REQUIRED),
+    one_test(
         FSDP + "set_mixed_precision",
         PRECISION,
-        parameters={
-            "mixed_precision": P(REQUIRED, PRECISION),
-            "buffer_autocast": P(False, PRECISION),
-            "override": P(False, PRECISION),
-        },
+        mixed_precision=REQUIRED,
+        buffer_autocast=False,
+        override=False,
     ),
-    Entry(FSDP + "set_state_dict_type", KIND, parameters={"state_dict_type": P(None, KIND)}),
+    one_test(FSDP + "set_state_dict_type", KIND, state_dict_type=None),
     Entry(FSDP + "set_cpu_offload", OFFLOAD),
     Entry(FSDP + "validate_cpu_offload", OFFLOAD),
     Entry(FSDP + "validate_mixed_precision_policy", "test_an_assigned_policy_is_checked"),
@@ -112,27 +110,17 @@ ENTRIES = [
         DEEPSPEED + "fill_match",
         ONE,
         parameters={
-            "ds_key_long": P(REQUIRED, ONE),
-            "mismatches": P(None, ONE),
-            "must_match": P(True, ONE),
+            **given(ONE, ds_key_long=REQUIRED, mismatches=None, must_match=True),
             "kwargs": P(REQUIRED, ONE, keyword=True),
         },
     ),
-    Entry(
-        DEEPSPEED + "set_mixed_precision",
-        WRITTEN,
-        parameters={"mixed_precision": P(REQUIRED, WRITTEN)},
-    ),
+    one_test(DEEPSPEED + "set_mixed_precision", WRITTEN, mixed_precision=REQUIRED),
     Entry(DEEPSPEED + "set_deepspeed_weakref", SEEN),
-    Entry(DEEPSPEED + "set_moe_leaf_modules", LEAVES, parameters={"model": P(REQUIRED, LEAVES)}),
-    Entry(
-        "accel:DistributedDataParallelKwargs.register_comm_hook",
-        HOOK,
-        parameters={"model": P(REQUIRED, HOOK)},
-    ),
+    one_test(DEEPSPEED + "set_moe_leaf_modules", LEAVES, model=REQUIRED),
+    one_test("accel:DistributedDataParallelKwargs.register_comm_hook", HOOK, model=REQUIRED),
     Entry(
         "accel:KwargsHandler.to_dict",
-        parameters={"ignore_keys": P((), "test_fields_are_skipped_by_name")},
+        parameters=given("test_fields_are_skipped_by_name", ignore_keys=()),
         call=False,
     ),
 ]

@@ -5,7 +5,7 @@ The constructor of the `Accelerator` and what it trains are in other files.
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, one_test
 
 WHO = "test_who_a_process_is[2]"
 DECORATED = "test_decorators_in_both_forms[2]"
@@ -35,7 +35,7 @@ def control(owner: str) -> list[Entry]:
         for name in ("main_process_first", "local_main_process_first")
     ]
     decorators = [
-        Entry(f"{owner}.{name}", DECORATED, NoOp.DECORATOR, {"function": P(None, DECORATED)})
+        one_test(f"{owner}.{name}", DECORATED, NoOp.DECORATOR, function=None)
         for name in ("on_main_process", "on_local_main_process", "on_last_process")
     ]
     of_one = [

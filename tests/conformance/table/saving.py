@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, P, required
+from tests.conformance.rows import REQUIRED, Entry, P, one_test, required
 
 SAVED = "test_an_object_is_saved"
 SAVED_BY_FUNCTION = "test_the_function_saves_an_object"
@@ -24,26 +24,19 @@ REFUSED = "test_other_options_are_refused"
 NATIVE = "test_what_the_format_has_no_place_for_is_refused"
 
 ENTRIES = [
-    Entry(
-        "accel:Accelerator.save_native",
-        NATIVE,
-        parameters=required(NATIVE, "model", "save_directory"),
-    ),
-    Entry(
+    one_test("accel:Accelerator.save_native", NATIVE, model=REQUIRED, save_directory=REQUIRED),
+    one_test(
         "accel:Accelerator.load_native",
         NATIVE,
-        parameters={
-            "model": P(REQUIRED, NATIVE),
-            "input_dir": P(REQUIRED, NATIVE),
-            "trust_pickle": P(False, NATIVE),
-        },
+        model=REQUIRED,
+        input_dir=REQUIRED,
+        trust_pickle=False,
     ),
     Entry(
         "accel:Accelerator.save",
         SAVED,
         parameters={
-            "obj": P(REQUIRED, SAVED),
-            "f": P(REQUIRED, SAVED),
+            **required(SAVED, "obj", "f"),
             "safe_serialization": P(False, "test_an_object_is_saved_as_safetensors"),
         },
     ),
@@ -51,8 +44,7 @@ ENTRIES = [
         "accel:Accelerator.save_model",
         EXPORTED,
         parameters={
-            "model": P(REQUIRED, EXPORTED),
-            "save_directory": P(REQUIRED, EXPORTED),
+            **required(EXPORTED, "model", "save_directory"),
             "max_shard_size": P("10GB", "test_an_export_is_split_into_shards"),
             "safe_serialization": P(True, "test_an_export_may_be_what_torch_saves"),
         },
@@ -85,28 +77,15 @@ ENTRIES = [
             "load_model_func_kwargs": P({}, UNKNOWN, keyword=True),
         },
     ),
-    Entry(
-        "accel:Accelerator.register_for_checkpointing",
-        REGISTERED,
-        parameters={"objects": P(REQUIRED, REGISTERED)},
-    ),
-    Entry(
-        "accel:Accelerator.register_save_state_pre_hook",
-        SAVE_HOOK,
-        parameters={"hook": P(REQUIRED, SAVE_HOOK)},
-    ),
-    Entry(
-        "accel:Accelerator.register_load_state_pre_hook",
-        LOAD_HOOK,
-        parameters={"hook": P(REQUIRED, LOAD_HOOK)},
-    ),
+    one_test("accel:Accelerator.register_for_checkpointing", REGISTERED, objects=REQUIRED),
+    one_test("accel:Accelerator.register_save_state_pre_hook", SAVE_HOOK, hook=REQUIRED),
+    one_test("accel:Accelerator.register_load_state_pre_hook", LOAD_HOOK, hook=REQUIRED),
     Entry("accel:Accelerator", attributes={"save_iteration": NEXT}, call=False),
     Entry(
         "accel.utils:save",
         SAVED_BY_FUNCTION,
         parameters={
-            "obj": P(REQUIRED, SAVED_BY_FUNCTION),
-            "f": P(REQUIRED, SAVED_BY_FUNCTION),
+            **required(SAVED_BY_FUNCTION, "obj", "f"),
             "save_on_each_node": P(False, NODES),
             "safe_serialization": P(False, "test_the_function_saves_safetensors"),
         },
@@ -149,11 +128,9 @@ ENTRIES = [
             "save_on_each_node": FIELDS,
         },
     ),
-    Entry(
+    one_test(
         "accel.utils:ProjectConfiguration.set_directories",
         "test_the_folders_of_a_project_may_be_set_later",
-        parameters={
-            "project_dir": P(None, "test_the_folders_of_a_project_may_be_set_later"),
-        },
+        project_dir=None,
     ),
 ]

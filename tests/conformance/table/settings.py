@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, P
+from tests.conformance.rows import REQUIRED, Entry, P, given, one_test
 
 LOADERS = "test_the_settings_of_loaders_are_read_and_set"
 GIVEN = "test_handlers_are_those_that_were_given"
@@ -112,8 +112,7 @@ ENTRIES = [
         "accel.parallelism_config:ParallelismConfig",
         PROPERTIES,
         parameters={
-            "dp_replicate_size": P(1, SHARDS),
-            "dp_shard_size": P(1, SHARDS),
+            **given(SHARDS, dp_replicate_size=1, dp_shard_size=1),
             "tp_size": P(1, SPLIT_WEIGHTS),
             "cp_size": P(1, "test_what_is_not_built_yet_is_refused[cp_size]"),
             "cp_backend": P("torch", "test_values_that_are_none[wrong3-cp_backend]"),
@@ -133,11 +132,9 @@ ENTRIES = [
             )
         },
     ),
-    Entry(
+    one_test(
         "accel.parallelism_config:ParallelismConfig.build_device_mesh",
         "test_the_mesh_has_the_axes_above_one",
-        parameters={
-            "device_type": P(REQUIRED, "test_the_mesh_has_the_axes_above_one"),
-        },
+        device_type=REQUIRED,
     ),
 ]

@@ -3,7 +3,7 @@ classes, internals)."""
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
 
 WINDOWS = "test_a_window_ends_with_the_loader_unless_told_otherwise"
 SEVERAL = "test_several_models_exchange_gradients_where_their_window_ends[2]"
@@ -37,60 +37,37 @@ EQUAL_STEPS = "test_any_number_of_processes_makes_the_exact_steps[2-own]"
 WINDOW = "test_a_window_is_that_of_a_plain_loop[1]"
 
 METHODS = [
-    Entry(
+    one_test(
         "accel:Accelerator.forward_backward",
         WINDOW,
-        parameters=required(WINDOW, "model", "micro_batches", "loss_fn"),
+        model=REQUIRED,
+        micro_batches=REQUIRED,
+        loss_fn=REQUIRED,
     ),
-    Entry("accel:Accelerator.accumulate", WINDOWS, NoOp.CONTEXT, {"models": P(REQUIRED, SEVERAL)}),
-    Entry(
-        "accel:Accelerator.backward",
-        BACKWARD,
-        parameters={"loss": P(REQUIRED, BACKWARD), "kwargs": P(REQUIRED, BACKWARD)},
-    ),
-    Entry(
-        "accel:Accelerator.lomo_backward",
-        LOMO,
-        parameters={"loss": P(REQUIRED, LOMO), "learning_rate": P(REQUIRED, LOMO)},
-    ),
-    Entry(
+    Entry("accel:Accelerator.accumulate", WINDOWS, NoOp.CONTEXT, required(SEVERAL, "models")),
+    one_test("accel:Accelerator.backward", BACKWARD, loss=REQUIRED, kwargs=REQUIRED),
+    one_test("accel:Accelerator.lomo_backward", LOMO, loss=REQUIRED, learning_rate=REQUIRED),
+    one_test(
         "accel:Accelerator.clip_grad_norm_",
         CLIPPED,
-        parameters={
-            "parameters": P(REQUIRED, CLIPPED),
-            "max_norm": P(REQUIRED, CLIPPED),
-            "norm_type": P(2, CLIPPED),
-        },
+        parameters=REQUIRED,
+        max_norm=REQUIRED,
+        norm_type=2,
     ),
-    Entry(
-        "accel:Accelerator.clip_grad_value_",
-        CLIPPED,
-        parameters={"parameters": P(REQUIRED, CLIPPED), "clip_value": P(REQUIRED, CLIPPED)},
+    one_test(
+        "accel:Accelerator.clip_grad_value_", CLIPPED, parameters=REQUIRED, clip_value=REQUIRED
     ),
-    Entry(
-        "accel:Accelerator.unscale_gradients",
-        UNSCALED,
-        parameters={"optimizer": P(None, UNSCALED)},
-    ),
-    Entry("accel:Accelerator.no_sync", EXCHANGES, NoOp.CONTEXT, {"model": P(None, EXCHANGES)}),
-    Entry(
-        "accel:Accelerator.trigger_sync_in_backward",
-        EXCHANGES,
-        NoOp.CONTEXT,
-        {"model": P(REQUIRED, EXCHANGES)},
-    ),
-    Entry(
+    one_test("accel:Accelerator.unscale_gradients", UNSCALED, optimizer=None),
+    one_test("accel:Accelerator.no_sync", EXCHANGES, NoOp.CONTEXT, model=None),
+    one_test("accel:Accelerator.trigger_sync_in_backward", EXCHANGES, NoOp.CONTEXT, model=REQUIRED),
+    one_test(
         "accel:Accelerator.join_uneven_inputs",
         UNEVEN,
         NoOp.CONTEXT,
-        {"joinables": P(REQUIRED, UNEVEN), "even_batches": P(None, UNEVEN)},
+        joinables=REQUIRED,
+        even_batches=None,
     ),
-    Entry(
-        "accel:Accelerator.autocast",
-        AUTOCAST,
-        NoOp.CONTEXT,
-        {"autocast_handler": P(None, AUTOCAST)},
-    ),
+    one_test("accel:Accelerator.autocast", AUTOCAST, NoOp.CONTEXT, autocast_handler=None),
 ]
 
 SETTINGS_OF_A_RUN = [
@@ -119,7 +96,7 @@ SETTINGS_OF_A_RUN = [
     Entry(
         "accel.state:GradientState",
         SETTINGS,
-        parameters={"gradient_accumulation_plugin": P(None, SETTINGS)},
+        parameters=given(SETTINGS, gradient_accumulation_plugin=None),
         attributes={
             "end_of_dataloader": READ,
             "remainder": READ,
@@ -151,24 +128,12 @@ WRAPPERS = [
     Entry(
         "accel.optimizer:AcceleratedOptimizer.step",
         WAITS,
-        parameters={"closure": P(None, CLOSURE)},
+        parameters=given(CLOSURE, closure=None),
     ),
-    Entry(
-        "accel.optimizer:AcceleratedOptimizer.zero_grad",
-        WAITS,
-        parameters={"set_to_none": P(None, WAITS)},
-    ),
-    Entry(
-        "accel.optimizer:AcceleratedOptimizer.add_param_group",
-        WRAPPED,
-        parameters={"param_group": P(REQUIRED, WRAPPED)},
-    ),
+    one_test("accel.optimizer:AcceleratedOptimizer.zero_grad", WAITS, set_to_none=None),
+    one_test("accel.optimizer:AcceleratedOptimizer.add_param_group", WRAPPED, param_group=REQUIRED),
     Entry("accel.optimizer:AcceleratedOptimizer.state_dict", STATE),
-    Entry(
-        "accel.optimizer:AcceleratedOptimizer.load_state_dict",
-        STATE,
-        parameters={"state_dict": P(REQUIRED, STATE)},
-    ),
+    one_test("accel.optimizer:AcceleratedOptimizer.load_state_dict", STATE, state_dict=REQUIRED),
     Entry("accel.optimizer:AcceleratedOptimizer.train", SWITCHED),
     Entry("accel.optimizer:AcceleratedOptimizer.eval", SWITCHED),
     Entry(
@@ -184,18 +149,15 @@ WRAPPERS = [
     Entry(
         "accel.scheduler:AcceleratedScheduler.step",
         SCHEDULED,
-        parameters={
-            "args": P(REQUIRED, "test_a_plateau_counts_measurements_not_processes[1]"),
-            "kwargs": P(REQUIRED, "test_a_plateau_counts_measurements_not_processes[1]"),
-        },
+        parameters=required(
+            "test_a_plateau_counts_measurements_not_processes[1]", "args", "kwargs"
+        ),
     ),
     Entry("accel.scheduler:AcceleratedScheduler.get_last_lr", SCHEDULED),
     Entry("accel.scheduler:AcceleratedScheduler.get_lr", SCHEDULE_STATE),
     Entry("accel.scheduler:AcceleratedScheduler.state_dict", SCHEDULE_STATE),
-    Entry(
-        "accel.scheduler:AcceleratedScheduler.load_state_dict",
-        SCHEDULE_STATE,
-        parameters={"state_dict": P(REQUIRED, SCHEDULE_STATE)},
+    one_test(
+        "accel.scheduler:AcceleratedScheduler.load_state_dict", SCHEDULE_STATE, state_dict=REQUIRED
     ),
 ]
 
@@ -204,17 +166,13 @@ NORMALISATION = [
         "accel.run.loss_normalization:normalize_loss",
         EQUAL_STEPS,
         NoOp.FIRST,
-        {
-            "total": P(REQUIRED, NUMBER),
-            "global_weight": P(REQUIRED, NUMBER),
-            "grad_size": P(REQUIRED, NUMBER),
-            "num_steps": P(REQUIRED, NUMBER),
-        },
+        required(NUMBER, "total", "global_weight", "grad_size", "num_steps"),
     ),
-    Entry(
+    one_test(
         "accel.run.loss_normalization:global_weight",
         EQUAL_STEPS,
-        parameters={"weights": P(REQUIRED, EQUAL_STEPS), "accelerator": P(REQUIRED, EQUAL_STEPS)},
+        weights=REQUIRED,
+        accelerator=REQUIRED,
     ),
 ]
 

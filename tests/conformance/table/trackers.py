@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
 
 EVERY = "test_every_tracker_is_one_of_the_documented_words"
 REGISTERED = "test_a_registered_class_is_chosen_by_its_name"
 BOARD = "test_tensorboard_gets_scalars_text_images_and_hyper_parameters"
-LOG = {"values": P(REQUIRED, ""), "step": P(None, "")}
-TABLES = {
-    "table_name": P(REQUIRED, ""),
-    "columns": P(None, ""),
-    "data": P(None, ""),
-    "dataframe": P(None, ""),
-    "step": P(None, ""),
-}
-NAMED = {"run_name": P(REQUIRED, "")}
+LOG = given("", values=REQUIRED, step=None)
+TABLES = given("", table_name=REQUIRED, columns=None, data=None, dataframe=None, step=None)
+NAMED = required("", "run_name")
 # Parameters of the constructor, and the methods besides those of every tracker.
 TRACKERS: dict[str, tuple[str, Mapping[str, P], Mapping[str, Mapping[str, P]]]] = {
     "TensorBoardTracker": (
@@ -34,24 +28,25 @@ TRACKERS: dict[str, tuple[str, Mapping[str, P], Mapping[str, Mapping[str, P]]]] 
     ),
     "ClearMLTracker": (
         "test_clearml",
-        {"run_name": P(None, "")},
+        given("", run_name=None),
         {"log_images": LOG, "log_table": TABLES},
     ),
     "MLflowTracker": (
         "test_mlflow",
+        given(
+            "",
+            experiment_name=None,
+            logging_dir=None,
+            run_id=None,
+            tags=None,
+            nested_run=False,
+            run_name=None,
+            description=None,
+        ),
         {
-            "experiment_name": P(None, ""),
-            "logging_dir": P(None, ""),
-            "run_id": P(None, ""),
-            "tags": P(None, ""),
-            "nested_run": P(False, ""),
-            "run_name": P(None, ""),
-            "description": P(None, ""),
-        },
-        {
-            "log_artifact": {"local_path": P(REQUIRED, ""), "artifact_path": P(None, "")},
-            "log_artifacts": {"local_dir": P(REQUIRED, ""), "artifact_path": P(None, "")},
-            "log_figure": {"figure": P(REQUIRED, ""), "artifact_file": P(REQUIRED, "")},
+            "log_artifact": given("", local_path=REQUIRED, artifact_path=None),
+            "log_artifacts": given("", local_dir=REQUIRED, artifact_path=None),
+            "log_figure": required("", "figure", "artifact_file"),
         },
     ),
     "SwanLabTracker": ("test_swanlab", NAMED, {"log_images": LOG}),
@@ -66,7 +61,7 @@ def _tested(parameters: Mapping[str, P], test: str) -> dict[str, P]:
 def _of(name: str) -> list[Entry]:
     test, parameters, own = TRACKERS[name]
     kind = f"accel.tracking:{name}"
-    methods = {"store_init_configuration": {"values": P(REQUIRED, "")}, "log": LOG, **own}
+    methods = {"store_init_configuration": required("", "values"), "log": LOG, **own}
     attributes = dict.fromkeys(("name", "requires_logging_directory", "main_process_only"), EVERY)
     return [
         Entry(
@@ -81,10 +76,7 @@ def _of(name: str) -> list[Entry]:
 
 ENTRIES = [
     *(entry for name in TRACKERS for entry in _of(name)),
-    Entry(
-        "accel.tracking:register_tracker_class",
-        REGISTERED,
-        NoOp.FIRST,
-        {"tracker_class": P(REQUIRED, REGISTERED)},
+    one_test(
+        "accel.tracking:register_tracker_class", REGISTERED, NoOp.FIRST, tracker_class=REQUIRED
     ),
 ]

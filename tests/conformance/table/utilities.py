@@ -6,7 +6,7 @@ Python's own `enum.EnumType.__call__`; of them only `value` means something for 
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, one_test
 
 ENUMS = "test_values"
 VERSIONS = "test_compare_versions"
@@ -50,27 +50,22 @@ ENTRIES = [
     values("accel.utils:ComputeEnvironment", "LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
     values("accel.utils:SageMakerDistributedType", "NO", "DATA_PARALLEL", "MODEL_PARALLEL"),
     Entry("accel.utils:BaseEnum.list", "test_values[PrecisionType]"),
-    Entry(
+    one_test(
         "accel.utils:compare_versions",
         VERSIONS,
-        parameters=required(VERSIONS, "library_or_version", "operation", "requirement"),
+        library_or_version=REQUIRED,
+        operation=REQUIRED,
+        requirement=REQUIRED,
     ),
-    Entry("accel.utils:is_compiled_module", COMPILED, parameters={"module": P(REQUIRED, COMPILED)}),
-    Entry("accel.utils:is_bf16_available", BF16, parameters={"ignore_tpu": P(False, BF16)}),
-    Entry(
-        "accel.utils:is_torch_version",
-        VERSIONS,
-        parameters={"operation": P(REQUIRED, VERSIONS), "version": P(REQUIRED, VERSIONS)},
-    ),
-    Entry(
-        "accel.utils:is_torch_xla_available",
-        XLA,
-        parameters={"check_is_tpu": P(False, XLA), "check_is_gpu": P(False, XLA)},
-    ),
-    Entry(
+    one_test("accel.utils:is_compiled_module", COMPILED, module=REQUIRED),
+    one_test("accel.utils:is_bf16_available", BF16, ignore_tpu=False),
+    one_test("accel.utils:is_torch_version", VERSIONS, operation=REQUIRED, version=REQUIRED),
+    one_test("accel.utils:is_torch_xla_available", XLA, check_is_tpu=False, check_is_gpu=False),
+    one_test(
         "accel.utils:extract_model_from_parallel",
         EXTRACTED,
         NoOp.FIRST,
-        {"model": P(REQUIRED, EXTRACTED), "keep_fp32_wrapper": P(True, EXTRACTED)},
+        model=REQUIRED,
+        keep_fp32_wrapper=True,
     ),
 ]
