@@ -8,9 +8,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accel.comm.base import Communicator
-from accel.data.iterable import IterableDatasetShard
-from accel.data.loader_arguments import index_sampler
-from accel.data.samplers import samplers
+from accel.data.samplers import index_sampler, samplers
+from accel.data.stream import IterableDatasetShard
 from accel.machine.errors import CheckpointError, Problem
 
 Description = dict[str, object]
@@ -104,9 +103,10 @@ def load_positions(
             loader.load_state_dict(states[index])
             continue
         state = states[index] or {}
-        order = comm.all_gather_object(state["order"] if comm.rank == behind else None)[behind]
+        own = state["accel"]["order"] if comm.rank == behind else None
+        order = comm.all_gather_object(own)[behind]
         if found[comm.rank] and found[comm.rank][0] > found[behind][0]:
-            loader.load_state_dict({"order": order, "position": {}})
+            loader.load_state_dict({"accel": {"order": order, "position": {}}})
             loader._order.read_elsewhere = True
         else:
             loader.load_state_dict(state)
@@ -116,7 +116,7 @@ def _standing(state: dict[str, Any] | None) -> tuple[Any, ...] | None:
     """Return the epoch and "pass" of a saved state, () if it has none, None if there is none."""
     if state is None:
         return None
-    order = state.get("order")
+    order = state.get("accel", {}).get("order")
     return () if order is None else (order["epoch"], order["order"]["pass"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
@@ -16,15 +17,15 @@ from accel.machine.tree import honor_type, is_namedtuple, like_mapping
 
 # Keys and indices that lead to a part of nested data; () is all of it.
 Path = tuple[Any, ...]
-Samples = torch.Tensor | list[object] | tuple[object, ...]
+Samples = torch.Tensor | np.ndarray | list[object] | tuple[object, ...]
 
 
 class SampleLayout:
     """Knows which parts of a loader's batches have one entry per sample.
 
-    A tensor [B, ...] or a list of B entries is per sample if it has the length B of its batch in
-    every batch of a pass. Everything else is not cut, and must be the same in batches that are
-    joined. `paths` are the parts with one entry per sample; () before the first batch.
+    A tensor or array [B, ...] or a list of B entries is per sample if it has the length B of its
+    batch in every batch of a pass. Everything else is not cut, and must be the same in batches that
+    are joined. `paths` are the parts with one entry per sample; () before the first batch.
 
     Args:
         batch_size: samples of a full batch; None: not known.
@@ -121,6 +122,9 @@ class SampleLayout:
             if isinstance(first, torch.Tensor):
                 self._check_shapes(values, path)
                 return torch.cat(list(values))
+            if isinstance(first, np.ndarray):
+                self._check_shapes(values, path)
+                return np.concatenate(values)
             return type(first)(itertools.chain.from_iterable(values))
         parts = _parts(first)
         if parts is None:
@@ -135,7 +139,7 @@ class SampleLayout:
         pairs = zip(keys, columns, strict=True)
         return _rebuilt(first, [self._joined(column, (*path, key)) for key, column in pairs])
 
-    def _check_shapes(self, tensors: Sequence[torch.Tensor], path: Path) -> None:
+    def _check_shapes(self, tensors: Sequence[torch.Tensor | np.ndarray], path: Path) -> None:
         shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
         if len(shapes) > 1:
             found = " and ".join(str([*tensor.shape]) for tensor in tensors[:2])
@@ -196,6 +200,8 @@ def _repeated(samples: Samples, length: int) -> Samples:
     repeats = -(-length // len(samples))
     if isinstance(samples, torch.Tensor):
         return torch.cat([samples] * repeats)[:length]
+    if isinstance(samples, np.ndarray):
+        return np.concatenate([samples] * repeats)[:length]
     return (samples * repeats)[:length]
 
 
@@ -257,9 +263,12 @@ def _rebuilt(value: object, entries: list[object]) -> object:
 
 
 def _lengths(value: object, lists: bool = True) -> Iterator[int]:
-    """Yield the lengths of the tensors (and lists of plain objects) in nested data."""
+    """Yield the lengths of the tensors (arrays and lists of plain objects) in nested data."""
     if isinstance(value, torch.Tensor):
         if value.ndim:
+            yield len(value)
+    elif isinstance(value, np.ndarray):
+        if lists and value.ndim:
             yield len(value)
     elif _is_plain(value):
         if lists and len(value):
@@ -280,7 +289,7 @@ def _list_lengths(value: object) -> Iterator[int]:
 
 def _sample_paths(value: object, size: int, path: Path = ()) -> Iterator[Path]:
     """Yield the paths of the parts with `size` entries, one per sample."""
-    if isinstance(value, torch.Tensor) or _is_plain(value):
+    if isinstance(value, (torch.Tensor, np.ndarray)) or _is_plain(value):
         if getattr(value, "ndim", 1) and len(value) == size:
             yield path
         return
@@ -302,7 +311,7 @@ def _length_at(value: object, path: Path) -> int | None:
         elif not isinstance(value, (list, tuple)) or key >= len(value):
             return None
         value = value[key]
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
         return len(value) if value.ndim else None
     return len(value) if isinstance(value, (list, tuple)) else None
 
@@ -321,3 +330,29 @@ def _same(one: Any, other: Any) -> bool:
 
 def _named(path: Path) -> str:
     return f"entries {'.'.join(map(str, path))!r}" if path else "tensors"
+
+
+# -- samples in a checkpoint -------------------------------------------------------------------
+
+
+def is_storable(value: object) -> bool:
+    """Return whether a checkpoint can hold samples: tensors, arrays, numbers, text, containers."""
+    if isinstance(value, dict):
+        return is_storable(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_storable, value))
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    plain = (torch.Tensor, np.generic, bool, int, float, str, bytes)
+    return value is None or isinstance(value, plain)
+
+
+def warn_of_lost_samples() -> None:
+    """Warn that a resumed pass pads its last round with other samples than a whole pass would."""
+    problem = Problem(
+        "a position in a pass whose first samples are not saved",
+        "a checkpoint holds tensors, numbers and text only; a short last round is padded with "
+        "samples from where reading continues",
+        "Let the samples be tensors, or set even_batches=False.",
+    )
+    warnings.warn(str(problem), stacklevel=3)

@@ -68,11 +68,6 @@ def _of_the_process() -> list[_Source]:
     ]
 
 
-def process_states() -> list[object]:
-    """Return the states of Python's, NumPy's and torch's own generators, which compare."""
-    return [source.get() for source in _of_the_process()]
-
-
 class PassDraws:
     """The entries that a sampler draws in one pass.
 

@@ -13,19 +13,20 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.comm.ops import send_to_device
-from accel.data import stream_checks
 from accel.data.batch_layout import SampleLayout, cut_samples, num_samples
-from accel.data.completed_batches import CompletedBatchSampler, added_indices
-from accel.data.iterable import IterableDatasetShard
-from accel.data.loader_arguments import SliceFunction, index_sampler
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
     BatchSamplerShard,
+    CompletedBatchSampler,
     SamplerShard,
+    SliceFunction,
+    added_indices,
+    index_sampler,
     last_batch_remainder,
     samplers,
     total_batch_size,
 )
+from accel.data.stream import IterableDatasetShard, handed_over, joined
 from accel.machine.enums import RNGType
 from accel.machine.imports import require
 from accel.machine.tree import iterate
@@ -35,7 +36,7 @@ from accel.state import GradientState, PartialState
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel.data.dispatch_transfer import Round
+    from accel.data.dispatch import Round
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "PreparedLoader", "SkipDataLoader"]
 
@@ -131,7 +132,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             self._synchronize()
             position = self._position()
             skipped = position.get("behind", 0) if position else self.skip_batches
-            batches = self._followed(self._compared(self._batches(skipped)))
+            batches = self._followed(self._batches(skipped))
             for _ in itertools.islice(batches, skipped):
                 pass
             current = next(batches, _END)
@@ -154,22 +155,14 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
     def _get_iterator(self) -> Any:
         if not self._joins_rests:
             return super()._get_iterator()
-        from accel.data import worker_rests
-
-        with worker_rests.handed_over(self):
+        with handed_over(self):
             return super()._get_iterator()
 
-    def _whole(self, batches: Iterator[object], skipped: int) -> Iterator[object]:
+    def _whole(self, batches: Iterator[object]) -> Iterator[object]:
         if not self._joins_rests:
             return batches
-        from accel.data import worker_rests
-
-        order, self._rests = self._order, []
-        if order.replay is None:
-            order.rests_given = 0
-        elif order.rests_given is None:  # the checkpoint is of an earlier version
-            order.rests_given = skipped
-        return worker_rests.joined(self, batches, self._rests, self.epoch, order.rests_given)
+        self._rests = []
+        return joined(self, batches, self._rests, self.epoch)
 
     @property
     def _joins_rests(self) -> bool:
@@ -180,12 +173,6 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
         if self._joins_rests:  # which torch counts as batches, and would warn of
             self._IterableDataset_len_called = None
         return length
-
-    def _compared(self, batches: Iterator[object]) -> Iterator[object]:
-        shard = self.dataset
-        if not isinstance(shard, IterableDatasetShard) or shard.first_round is None:
-            return batches
-        return stream_checks.compared(shard, batches, PartialState().comm)
 
     def _placement(self, batch: object) -> Callable[[object], object] | None:
         """Return what puts a batch on the device, None where batches like `batch` are there."""
@@ -241,7 +228,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             samples from the beginning, so that each process gets as many.
         _non_blocking: whether copies to the device overlap with computation.
         slice_fn: cuts a batch, as ``slice_fn(batch, slice, process_index=…, num_processes=…)``;
-            None: tensors and lists with one entry per sample are cut, the rest is not.
+            None: tensors, arrays and lists with one entry per sample are cut, the rest is not.
         torch_device_mesh: ranks along its axes "tp", "cp", "sp" and "pp" get the same slice.
         iteration: epoch of the first pass.
         device: where slices are put; None leaves them on the CPU.
@@ -380,7 +367,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
     def _exchange(self, state: PartialState, rounds: Iterator[Round]) -> Round | None:
         if state.num_processes == 1:
             return next(rounds, None)
-        from accel.data.dispatch_transfer import receive_round, send_round
+        from accel.data.dispatch import receive_round, send_round
 
         if state.is_main_process:
             return send_round(state.comm, rounds, state.device)
@@ -398,8 +385,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
         return send_to_device(batch, device, non_blocking=self._non_blocking)
 
     def _rounds(self) -> Iterator[Round]:
-        from accel.data.dispatch_rounds import RoundReader, skipped_round
-        from accel.data.dispatch_transfer import Round, with_next
+        from accel.data.dispatch import Round, RoundReader, skipped_round, with_next
 
         name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__qualname__)
         reader = self._reader = RoundReader(
@@ -412,9 +398,9 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             skipped=skipped_round(self),
         )
         position = self._position()
-        if position.get("rounds") is not None:
+        if position.get("position"):
             reader.load_state_dict(position["rounds"])
-        skipped = 0 if position else self.skip_batches
+        skipped = self._behind = position.get("behind", 0) if position else self.skip_batches
         batches = reader.read(self._batches(skipped), skipped)
         for (batch, size, real), following in with_next(self._followed(batches)):
             if following is None:

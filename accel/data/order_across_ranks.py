@@ -22,8 +22,7 @@ from torch.utils.data import (
 
 from accel.comm import rng
 from accel.comm.base import Communicator
-from accel.data.loader_arguments import index_sampler
-from accel.data.order_source import (
+from accel.data.order import (
     Order,
     draws_nothing,
     draws_randomly,
@@ -33,7 +32,7 @@ from accel.data.order_source import (
     order_seed,
     torchdata_iterations,
 )
-from accel.data.samplers import SameBatchSize, SeedableRandomSampler, drawing_sampler
+from accel.data.samplers import SameBatchSize, SeedableRandomSampler, drawing_sampler, index_sampler
 from accel.machine.errors import ConfigError, Problem, StateError
 from accel.state import PartialState
 

@@ -9,11 +9,16 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from accel.comm import rng
-from accel.data.iterable import Rest
-from accel.data.loader_arguments import index_arguments, index_sampler, loader_arguments
-from accel.data.open_pass import Pass, begun_after
+from accel.data.order import Pass, begun_after
 from accel.data.resumable_loader import OrderedLoader
-from accel.data.samplers import SkipBatchSampler, last_batch_processes
+from accel.data.samplers import (
+    SkipBatchSampler,
+    index_arguments,
+    index_sampler,
+    last_batch_processes,
+    loader_arguments,
+)
+from accel.data.stream import Rest
 from accel.data.window_ends import Reading
 from accel.machine.errors import ConfigError
 from accel.state import GradientState
@@ -55,6 +60,7 @@ class PreparedLoader(OrderedLoader):
         self._passes: list[Pass] = []  # that are under way
         self._last_size = 0
         self._rests: list[Rest] = []  # that workers handed over in the pass that began last
+        self._behind = 0  # batches that a stateful loader read since its position
         self._non_blocking = non_blocking
 
     if not TYPE_CHECKING:  # checkers know the attributes that there are
@@ -113,15 +119,9 @@ class PreparedLoader(OrderedLoader):
                 with self._order.opening(self.generators()):
                     for _ in self._index_sampler:
                         pass
-            for _ in self._compared(iter(())):
-                pass
             self._complete(current)
         finally:
             self._leave(current)
-
-    def _compared(self, batches: Iterator[object]) -> Iterator[object]:
-        """Return `batches`, the first of which may be compared with those of other ranks."""
-        return batches
 
     def _position(self) -> dict[str, Any]:
         """Return the position from which the pass now beginning continues; {}: its start."""

@@ -10,33 +10,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe
 
-from accel.comm.base import Communicator
 from accel.config.checks import check_whole
-from accel.data import stream_checks
-from accel.data.completed_batches import CompletedBatchSampler
-from accel.data.iterable import IterableDatasetShard
-from accel.data.loader_arguments import (
-    SliceFunction,
-    index_arguments,
-    index_sampler,
-    loader_arguments,
-)
 from accel.data.loaders import (
     DataLoaderDispatcher,
     DataLoaderShard,
     SkipDataLoader,
     data_rank,
 )
-from accel.data.order_source import generator_of, next_index, order_seed
+from accel.data.order import generator_of, next_index, order_seed
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.samplers import (
     BatchSamplerShard,
+    CompletedBatchSampler,
     SamplerShard,
     SkipBatchSampler,
+    SliceFunction,
     class_name,
     drawing_sampler,
+    index_arguments,
+    index_sampler,
+    loader_arguments,
+    split_problems,
+    unknown_size,
 )
-from accel.data.split_batches import split_problems, unknown_size
+from accel.data.stream import check_split, own_shard, shard_class, uneven_shards, worker_problems
 from accel.machine.enums import RNGType
 from accel.machine.errors import ConfigError, Problems
 from accel.state import PartialState
@@ -73,9 +70,10 @@ def prepare_data_loader(
     at the start of a pass, unless an attribute `same_on_every_rank` says that they need not be. A
     `DistributedSampler` gives the order of all its ranks.
 
-    An iterable data set yields the same stream on every rank. One that shards by rank itself, or
-    shuffles in another order on each rank, is warned of; `same_on_every_rank = True` on it says
-    that all is well (the loader of a stream with shards of its own is left unprepared).
+    An iterable data set yields the same stream on every rank; leave the loader of a stream that
+    shards by rank itself unprepared. Of a Hugging Face stream with at least as many shards as there
+    are processes, each process reads its own shards, and nothing evens out their numbers of
+    samples.
 
     Args:
         dataloader: the loader to shard; one that is prepared already is returned as it is.
@@ -92,7 +90,7 @@ def prepare_data_loader(
         even_batches: whether the last batches are completed from the beginning of the data, so that
             each process has as many. Batch samplers whose batches vary in size want False.
         slice_fn_for_dispatch: cuts a dispatched batch, as ``f(batch, slice, process_index=…,
-            num_processes=…)``; None: tensors along dim 0, and lists of plain objects.
+            num_processes=…)``; None: tensors and arrays along dim 0, and lists of plain objects.
         use_seedable_sampler: whether random samplers are replaced by `SeedableRandomSampler`.
         data_seed: its seed, and that of the loader's own stream, mixed with `loader_index`; None:
             the initial seed of the sampler's generator, or of torch's. Where all ranks read, that
@@ -130,15 +128,15 @@ def prepare_data_loader(
 
     ordering = Ordering(state, count, dispatched, use_seedable_sampler, data_seed, loader_index)
     sampler, order = ordering.of(dataloader)
-    sharding = _Sharding(state.comm, count, index, dispatched, split_batches, even_batches)
+    sharding = _Sharding(count, index, dispatched, split_batches, even_batches)
     dataset, sampler, arguments = sharding.of(dataloader, sampler)
     generator = _generator(dataset, sampler) or order.stream
+    arguments = {"_drop_last": _drops_last(dataloader), **arguments}
     arguments.update(
         device=(state.device if device is None else device) if put_on_device else None,
         rng_types=_usable(rng_types, generator, state.num_processes > 1 and not streamed),
         synchronized_generator=generator,
         use_stateful_dataloader=use_stateful_dataloader,
-        _drop_last=_drops_last(dataloader),
         _non_blocking=non_blocking,
         torch_device_mesh=torch_device_mesh,
     )
@@ -229,7 +227,7 @@ def _check(
     elif split_batches and dispatched and count > 1 and dataloader.batch_sampler is not None:
         problems += [unknown_size(class_name(dataloader.batch_sampler))]
     if isinstance(dataloader.dataset, IterableDataset):
-        problems += stream_checks.worker_problems(
+        problems += worker_problems(
             dataloader.dataset, dataloader.num_workers, dataloader.worker_init_fn
         )
     if isinstance(dataloader.dataset, IterDataPipe) and count > 1:
@@ -263,7 +261,6 @@ def _drops_last(dataloader: DataLoader[object]) -> bool:
 class _Sharding:
     """Which samples this process reads."""
 
-    comm: Communicator
     count: int
     index: int
     dispatched: bool
@@ -281,9 +278,14 @@ class _Sharding:
         if self.count == 1:
             return loader.dataset, sampler, arguments
         if self.dispatched:
-            stream_checks.check_dispatched(self.comm, loader.dataset)
+            check_split(loader.dataset)
             return loader.dataset, sampler, arguments
-        shard = IterableDatasetShard(
+        part = own_shard(loader.dataset, self.count, self.index)
+        if part is not None:  # each process has other samples, none of them a repetition
+            if self.even_batches:
+                warnings.warn(str(uneven_shards(loader.dataset)), stacklevel=3)
+            return part, sampler, arguments | {"_drop_last": True}
+        shard = shard_class(loader.dataset)(
             loader.dataset,
             batch_size=loader.batch_size or 1,
             drop_last=loader.drop_last,
@@ -292,7 +294,6 @@ class _Sharding:
             split_batches=self.split_batches and loader.batch_size is not None,
             even_batches=self.even_batches,
         )
-        shard.first_round = stream_checks.first_round(self.comm, loader)
         arguments["batch_size"] = loader.batch_size and shard.round_size // self.count
         return shard, sampler, arguments
 

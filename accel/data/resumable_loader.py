@@ -13,23 +13,27 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.comm.rng import preserved, synchronize_rng_states
-from accel.data import epochs, worker_signals
-from accel.data.iterable import IterableDatasetShard
-from accel.data.loader_arguments import index_sampler
-from accel.data.open_pass import Start
-from accel.data.order_source import (
+from accel.data import worker_signals
+from accel.data.order import (
     DrawnSampler,
     Order,
+    Start,
+    chosen_epoch,
     generator_of,
+    give_epoch,
     held_generators,
+    keep_epoch,
+    note_epoch,
 )
 from accel.data.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
+    index_sampler,
     sampler_epoch,
     samplers,
     set_sampler_epoch,
 )
+from accel.data.stream import IterableDatasetShard
 from accel.machine.enums import RNGType
 from accel.machine.errors import CheckpointError, Problem
 
@@ -90,16 +94,13 @@ class OrderedLoader(DataLoader[Any]):
         epoch = self._epoch_of_dataset()
         order, generators = self._order, self.generators()
         with order.opening(generators), order.seeding(self, len(generators)):
-            batches: Iterator[object] = self._whole(super().__iter__(), skipped)
+            batches: Iterator[object] = self._whole(super().__iter__())
         if isinstance(self.dataset, IterableDataset) and order.replay is not None:
             batches = self._read_again(batches, (skipped + 1) * self._entries_per_batch)
-        return batches if epoch is None else epochs.kept(self._source, order, batches, epoch)
+        return batches if epoch is None else keep_epoch(self._source, order, batches, epoch)
 
-    def _whole(self, batches: Iterator[object], skipped: int) -> Iterator[object]:
-        """Return the batches of a pass out of those that torch's iterator gives.
-
-        `skipped` of them are skipped by the caller.
-        """
+    def _whole(self, batches: Iterator[object]) -> Iterator[object]:
+        """Return the batches of a pass out of those that torch's iterator gives."""
         return batches
 
     def _read_again(self, batches: Iterator[object], count: int) -> Iterator[object]:
@@ -147,7 +148,7 @@ class OrderedLoader(DataLoader[Any]):
         if not hasattr(self._source, "set_epoch"):
             return None
         epoch = self.epoch
-        if epochs.set_epoch(self._source, self._order, epoch):
+        if give_epoch(self._source, self._order, epoch):
             self._warn_of_persistent_workers(epoch)
         return epoch
 
@@ -169,9 +170,9 @@ class OrderedLoader(DataLoader[Any]):
         resumed = order.resumed is not None or (self._resumes and order.started is not None)
         if order.under_way or resumed or sampler_epoch(sampler) is not None:
             return
-        epoch = epochs.chosen(self._source)
+        epoch = chosen_epoch(self._source)
         if epoch is not None:
-            epochs.note(self._source, order, epoch)
+            note_epoch(self._source, order, epoch)
             self._advance(epoch)
 
     def _advance(self, epoch: int) -> None:
@@ -234,8 +235,7 @@ class OrderedLoader(DataLoader[Any]):
                 states of the generators), "process" and "agreed" (those of the process's own that
                 decide the pass, or None), "drawn" (how far the sampler has drawn, or None),
                 "stream" (whether the last generator is the loader's own, "began_with_stream"
-                whether it was), "samples" of the data set (None: not known) and "rests_given" (in
-                how many first batches workers gave what they had left, as in earlier versions).
+                whether it was) and "samples" of the data set (None: not known).
 
         The first three are as the pass under way, or left early, began.
         """
@@ -261,7 +261,6 @@ class OrderedLoader(DataLoader[Any]):
                 "stream": order.stream is not None,
                 "began_with_stream": begun.stream,
                 "samples": self._num_samples(),
-                "rests_given": order.rests_given,
             },
         }
 
@@ -282,23 +281,18 @@ class OrderedLoader(DataLoader[Any]):
             raise CheckpointError(Problem(value, rule, remedy))
         for sampler, saved in zip(stateful, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
-        order, saved = self._order, state.get("order")
+        order, saved = self._order, state["order"]
         order.cancel()
-        order.rests_given = (saved or {}).get("rests_given")
         order.left = 0
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
-        if saved is None:  # of an earlier version, which kept only the start of a pass
-            stream = order.stream is not None
-            order.restore(Start(state["generators"], stream=stream), self.generators())
-            return
         self._check_samples(saved["samples"])
         if saved["stream"] and order.stream is None and order.draws == "torch":
             order.take_stream()  # saved on several processes
         order.restore(Start(saved["now"], stream=saved["stream"]), self.generators())
         from accel.data.independent_draws import Drawn
 
-        drawn = saved.get("drawn")  # none of an earlier version
+        drawn = saved["drawn"]
         begun = Start(
             state["generators"],
             saved["process"],
@@ -306,7 +300,7 @@ class OrderedLoader(DataLoader[Any]):
             state["epoch"],
             saved["agreed"],
             drawn=None if drawn is None else Drawn(**drawn),
-            stream=saved.get("began_with_stream", saved["stream"]),
+            stream=saved["began_with_stream"],
         )
         order.ended = saved["pass"] == "ended"
         if saved["pass"] == "under way":

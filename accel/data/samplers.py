@@ -3,15 +3,78 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from accel.comm.rng import mix_seeds
-from accel.data.split_batches import split_problems, unknown_size
-from accel.machine.errors import ConfigError, Problems
+from accel.machine.errors import ConfigError, Problem, Problems
+
+
+def split_problems(batch_size: int, num_processes: int) -> list[Problem]:
+    """Return what is wrong with cutting batches of `batch_size` into `num_processes` pieces."""
+    if batch_size % num_processes == 0:
+        return []
+    below = batch_size - batch_size % num_processes
+    sizes = [str(size) for size in (below, below + num_processes) if size > 0]
+    return [
+        Problem(
+            f"split_batches=True with batch_size={batch_size} on {num_processes} processes",
+            "the batch size divides by the number of processes",
+            f"The nearest batch size: {' or '.join(sizes)}.",
+        )
+    ]
+
+
+def unknown_size(name: str) -> Problem:
+    """Return what is wrong with cutting the batches of a batch sampler of class `name`."""
+    return Problem(
+        f"batch sampler {name} without `batch_size`",
+        "to split batches is to know the size of a full one",
+        "Give the sampler an attribute `batch_size`, or set split_batches=False.",
+    )
+
+
+SliceFunction = Callable[..., Any]  # documented `slice_fn`: its part of a batch for a process
+_LOADER_ARGUMENTS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+    "snapshot_every_n_steps",  # StatefulDataLoader
+)
+
+
+def loader_arguments(loader: DataLoader[object]) -> dict[str, Any]:
+    """Return the arguments that build a loader like `loader`, without data set and samplers."""
+    found = {name: getattr(loader, name) for name in _LOADER_ARGUMENTS if hasattr(loader, name)}
+    if not found.get("pin_memory_device"):
+        found.pop("pin_memory_device", None)
+    if isinstance(loader.dataset, IterableDataset):
+        found.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
+    return found
+
+
+def index_sampler(loader: DataLoader[object]) -> Any:
+    """Return what yields a loader's indices: its batch sampler, or its sampler without one."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def index_arguments(loader: DataLoader[object], sampler: object) -> dict[str, Any]:
+    """Return the arguments that make `sampler` yield the indices of a loader like `loader`."""
+    if loader.batch_sampler is None:
+        return {"batch_size": None, "sampler": sampler}
+    return {"batch_sampler": sampler}
+
 
 T = TypeVar("T")
 
@@ -76,10 +139,10 @@ class SeedableRandomSampler(RandomSampler):
         """Take over what decides the order.
 
         Args:
-            state: what `state_dict` returned; earlier versions mixed, and did not say so.
+            state: what `state_dict` returned.
         """
         self.seed, self.epoch = int(state["seed"]), int(state["epoch"])
-        self.is_mixed = bool(state.get("is_mixed", True))
+        self.is_mixed = bool(state["is_mixed"])
 
 
 class AroundBatchSampler:
@@ -453,3 +516,60 @@ def total_batch_size(sampler: object) -> int:
             return inner.round_size
         found = max(found, getattr(inner, "batch_size", None) or 1)
     return found
+
+
+class CompletedBatchSampler(AroundBatchSampler, BatchSampler):
+    """The batches of another sampler, completed to a multiple of the number of processes.
+
+    For batches that one process reads for all: what completes the last round is then known by its
+    indices, so that a pass that skips batches ends with the same samples as a complete one.
+
+    Args:
+        batch_sampler: yields lists of at most `batch_size` indices.
+        num_processes: the number of indices yielded is a multiple of it.
+
+    Attributes:
+        even_batches: whether it completes them at all.
+        added: after a complete pass, how many indices were added at its end.
+    """
+
+    def __init__(self, batch_sampler: BatchSampler, num_processes: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.batch_size = batch_sampler.batch_size
+        self.drop_last = False
+        self.even_batches = True
+        self.added = 0
+
+    def __len__(self) -> int:
+        length = len(self.batch_sampler)
+        if not self.even_batches or not length or not hasattr(self.sampler, "__len__"):
+            return length
+        completed = -(-len(self.sampler) // self.num_processes) * self.num_processes
+        return max(length, -(-completed // self.batch_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.entries(iter(self.batch_sampler))
+
+    def entries(self, inner: Iterator[list[int]]) -> Iterator[list[int]]:
+        """Yield the batches, given those of the sampler inside."""
+        seen = 0
+        head: list[int] = []
+        batch: list[int] = []
+        for following in inner:
+            head += following[: self.num_processes - len(head)]
+            if batch:
+                yield batch
+            batch = following
+            seen += len(batch)
+        added = -seen % self.num_processes if self.even_batches else 0
+        batch = [*batch, *cycle_to(head, added)]
+        for start in range(0, len(batch), self.batch_size):
+            yield batch[start : start + self.batch_size]
+        self.added = added
+
+
+def added_indices(sampler: object) -> int:
+    """Return how many indices at the end of a pass only complete the last round."""
+    found = (inner for inner in samplers(sampler) if isinstance(inner, CompletedBatchSampler))
+    return next((inner.added for inner in found), 0)

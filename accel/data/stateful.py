@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from accel.data.dispatch_rounds import RoundReader
-from accel.data.open_pass import Pass
+from accel.data.dispatch import RoundReader
+from accel.data.order import Pass
 from accel.data.pass_tracking import PreparedLoader
 from accel.state import PartialState
 
@@ -21,16 +22,19 @@ T = TypeVar("T")
 class Tracked(PreparedLoader, StatefulDataLoader):
     """Gives the state after the batch in hand, though one more is prefetched.
 
-    Its state is torchdata's ("position"; {} at the start of a pass) with what a position means
-    nothing without: the order of the samples ("order", as of `PreparedLoader.order_state`), how
-    many entries of the sampler the pass had skipped ("skipped"), and the rounds before it of a
-    dispatched pass ("rounds"). Copies that `skip_first_batches` returns share it. Torchdata's
-    position is that of all workers before one handed over what it had left, and how many batches
-    were given since is counted ("behind"): they are read again, and what was left with them.
+    Its state has torchdata's keys, and under "accel" the entries that a position means nothing
+    without: "order" of the samples (as of `PreparedLoader.order_state`), "skipped" (entries of the
+    sampler that the pass had skipped), "rounds" before it of a dispatched pass, and "behind".
+    Copies that `skip_first_batches` returns share it.
+
+    A pass continues from torchdata's position where that knows the place in the data. Torchdata
+    counts skipped batches twice when it resumes a stream without a state, and workers that handed
+    over what they had left have no place any more. Then "position" under "accel" is the last one
+    that had a place, {} for the start, and "behind" is the number of batches since: they are read
+    again.
     """
 
-    _before: dict[str, object]  # the position before workers handed over what they had left
-    _behind = 0  # batches given since
+    _before: dict[str, Any]  # the last position that knows its place in the data
 
     def _followed(self, units: Iterator[T]) -> Iterator[T]:
         order = self._order
@@ -42,13 +46,28 @@ class Tracked(PreparedLoader, StatefulDataLoader):
         order.states = after, after
 
     def _noted(self) -> dict[str, object]:
-        noted: dict[str, object] = {"skipped": self._skipped_now}
-        if self._rests:
-            self._behind += 1
-            noted["behind"] = self._behind
+        shown = super().state_dict()
+        if not self._rests and self._has_place(shown):
+            self._before, self._behind = shown, 0
         else:
-            self._before = super().state_dict()
-        return {"position": self._before, **noted}
+            self._behind += 1
+        return {
+            "shown": shown,
+            "position": self._before,
+            "behind": self._behind,
+            "skipped": self._skipped_now,
+        }
+
+    def _has_place(self, position: dict[str, Any]) -> bool:
+        """Return whether a position of torchdata knows its place in the data."""
+        if not isinstance(self.dataset, IterableDataset):
+            return True
+        workers = position.get("_snapshot", {}).get("_worker_snapshots", {"": position}).values()
+        return any(
+            one["dataset_state"] is not None
+            or (one.get("fetcher_state") or {}).get("dataset_iter_state") is not None
+            for one in workers
+        )
 
     def _complete(self, current: Pass) -> None:
         super()._complete(current)
@@ -76,26 +95,30 @@ class Tracked(PreparedLoader, StatefulDataLoader):
         With the last batch in hand, and between passes, that is the start of the next pass.
         """
         order = self.order_state()
-        return {"position": {}, **self._reached(order["order"]["pass"]), "order": order}
+        found = dict(self._reached(order["order"]["pass"]))
+        shown: dict[str, Any] = found.pop("shown", {})
+        if found.get("position") is shown:
+            del found["position"]
+        return {**shown, "accel": {**found, "order": order}}
 
-    def _reached(self, kind: str) -> dict[str, object]:
+    def _reached(self, kind: str) -> dict[str, Any]:
         order = self._order
         if order.states is not None and kind in ("under way", "left"):
             return order.states[0]
         if order.position is not None:  # loaded, and not begun
             return order.position
+        shown = {} if self._iterator is None else super().state_dict()
         keeps = hasattr(self.dataset, "state_dict") and self._iterator is not None
         if keeps and (self.num_workers == 0 or self.persistent_workers):
-            return {"position": super().state_dict()}  # the data set counts on from pass to pass
-        return {}
+            return {"shown": shown, "position": shown}  # the data set counts on from pass to pass
+        return {"shown": shown, "position": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass continue from where `state_dict` was taken."""
-        found = dict(state_dict)
+        shown = {name: value for name, value in state_dict.items() if name != "accel"}
+        found = {"position": shown, **state_dict.get("accel", {}), "shown": shown}
         order = found.pop("order", None)
-        if order is None:  # torchdata's only, of an earlier version
-            found = {"position": state_dict}
-        else:
+        if order is not None:  # else it is torchdata's alone
             self.load_order_state(order)
             self._order.resume()
         self._iterator = None

@@ -1,10 +1,11 @@
-"""Dispatched batches: what has one entry per sample is cut, the rest stays whole or is refused."""
+"""E2: dispatched batches are cut where they have one entry per sample, whatever holds them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -23,6 +24,9 @@ def mixed(samples: list[int]) -> dict[str, Any]:
         "anchors": torch.arange(9.0),
         "names": [f"n{sample}" for sample in samples],
         "x": torch.tensor(samples),
+        "rows": np.array([[sample, -sample] for sample in samples]),
+        "texts": np.array([f"n{sample}" for sample in samples]),
+        "grid": np.arange(9),
         "nested": [{"boxes": torch.full((sample % 3, 4), sample)} for sample in samples],
         "pair": (torch.tensor(samples) * 2, tuple(samples)),
         "unit": "px",
@@ -53,6 +57,9 @@ def read_mixed(length: int, batch_size: int, split: bool) -> list[dict[str, Any]
         assert batch["size"] == (224, 320)
         assert torch.equal(batch["anchors"], torch.arange(9.0))
         assert batch["unit"] == "px"
+        assert batch["rows"].tolist() == [[n, -n] for n in samples]
+        assert batch["texts"].tolist() == words(samples)
+        assert batch["grid"].tolist() == list(range(9))
         assert batch["names"] == words(samples)
         assert [len(entry["boxes"]) for entry in batch["nested"]] == [n % 3 for n in samples]
         assert batch["pair"][0].tolist() == [2 * n for n in samples]

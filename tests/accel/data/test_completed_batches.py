@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import BatchSampler
 
-from accel.data.completed_batches import CompletedBatchSampler, added_indices
-from accel.data.samplers import SkipBatchSampler
+from accel.data.samplers import CompletedBatchSampler, SkipBatchSampler, added_indices
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from accel.data.iterable import IterableDatasetShard
+from accel.data.stream import IterableDatasetShard
 from accel.machine.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accel.data.pass_tracking import PreparedLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
@@ -113,18 +113,6 @@ def test_a_saved_state_has_the_order_of_the_pass_under_way(seedable: bool) -> No
     resumed.load_order_state(state)
     assert values(skip_first_batches(resumed, 2)) == seen[2:]
     assert values(resumed) == following
-
-
-def test_a_state_of_an_earlier_version_is_loaded() -> None:
-    generator = torch.Generator().manual_seed(8)
-    wanted = list(RandomSampler(range(12), generator=torch.Generator().manual_seed(8)))
-    old = {"epoch": 2, "samplers": [], "generators": [generator.get_state()]}
-    loader = prepare_data_loader(
-        DataLoader(range(12), batch_size=3, shuffle=True), num_processes=2, process_index=0
-    )
-    loader.load_order_state(old)
-    assert loader.epoch == 2
-    assert flat(loader) == wanted[:3] + wanted[6:9]
 
 
 def test_another_data_set_than_the_saved_one_is_warned_of() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from accel.comm.rng import mix_seeds
+from accel.data.order import Order
 from accel.data.order_across_ranks import AgreedSampler
-from accel.data.order_source import Order
 from accel.data.samplers import (
     BatchSamplerShard,
     SamplerShard,
@@ -224,18 +224,6 @@ def test_the_order_is_that_of_torch_for_the_sum_of_seed_and_epoch() -> None:
     sampler.set_epoch(4)
     expected = torch.randperm(50, generator=torch.Generator().manual_seed(7))
     assert list(sampler) == expected.tolist()
-
-
-def test_a_state_of_an_earlier_version_has_the_order_that_it_had() -> None:
-    before = SeedableRandomSampler(range(50), data_seed=3, is_mixed=True)
-    before.set_epoch(2)
-    state = before.state_dict()
-    del state["is_mixed"]
-    after = SeedableRandomSampler(range(50), data_seed=0)
-    after.load_state_dict(state)
-    assert list(after) == list(before)
-    after.load_state_dict(SeedableRandomSampler(range(50), data_seed=3).state_dict())
-    assert not after.is_mixed
 
 
 def test_mixed_neighbouring_seeds_and_epochs_share_no_order() -> None:

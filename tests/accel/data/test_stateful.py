@@ -180,9 +180,9 @@ def test_first_samples_that_no_checkpoint_can_hold_are_told_of() -> None:
     def things(samples: list[int]) -> list[Any]:
         return [Thing() for _ in samples]
 
-    loader = of_two(Eleven(), 0, things)
+    loader = of_two(Counted(), 0, things)
     next(iter(loader))
-    again = of_two(Eleven(), 0, things)
+    again = of_two(Counted(), 0, things)
     again.load_state_dict(loader.state_dict())
     with pytest.warns(UserWarning, match="first samples are not saved"):
         assert len(list(again)) == 2

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.data.iterable import IterableDatasetShard
 from accel.data.loaders import DataLoaderShard
-from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.data.worker_rests import _packed
+from accel.data.prepare import prepare_data_loader
+from accel.data.stream import IterableDatasetShard, _packed
+from accel.machine.errors import ConfigError
 from tests.accel.data.parts import values
 from tests.helpers import run_distributed
 
@@ -174,57 +174,9 @@ def test_a_shard_in_a_loader_made_by_hand() -> None:
     assert sorted(set(flat(found))) == list(range(10))
 
 
-@pytest.mark.parametrize(("given", "read"), [(2, 16), (3, 19), (4, 27), (6, 41)])
-def test_a_pass_that_an_earlier_version_saved_goes_on(given: int, read: int) -> None:
-    """Its batches: 0-7, 11-18, 8-10 completed, 19-26, 27-34, 35-40 completed."""
-    found = []
-    for loader in loaders([11, 30], 2):
-        batches: Any = iter(loader)
-        next(batches)
-        state = loader.order_state()
-        batches.close()
-        del state["order"]["rests_given"]
-        loader.load_order_state(state)
-        batches = iter(skip_first_batches(loader, given))
-        first = next(batches, None)
-        state = loader.order_state()  # of a resumed pass, which is resumed again
-        batches.close()
-        loader.load_order_state(state)
-        found.append(values(skip_first_batches(loader, given)))
-        if first is not None:
-            assert found[-1][0] == first.tolist()
-            assert len(values(loader)) == 6
-    left = [*range(8), *range(11, 19), 8, 9, 10, *range(19, 41)][read:]
-    assert [len(batches) for batches in found] == [-(-len(left) // (2 * SIZE))] * 2
-    rows = [row for pair in zip(*found, strict=True) for batch in pair for row in batch]
-    assert sorted(rows[: len(left)]) == sorted(left)
-
-
-class Opened(Parts):
-    """Yields what cannot be pickled, as decoders of audio files."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in super().__iter__():
-            yield lambda number=number: number
-
-
-def call(samples: list[Any]) -> torch.Tensor:
-    return torch.tensor([sample() for sample in samples])
-
-
-def test_samples_that_cannot_be_pickled_are_warned_of() -> None:
-    stream = DataLoader(Opened([11, 12]), SIZE, num_workers=2, collate_fn=call)
-    made = [
-        prepare_data_loader(stream, num_processes=2, process_index=rank, dispatch_batches=False)
-        for rank in range(2)
-    ]
-    found = []
-    for loader in made:
-        with pytest.warns(UserWarning, match="samples that cannot be pickled"):
-            found.append(values(loader))
-    assert [len(batches) for batches in found] == [4, 4]
-    assert set(flat(found)) == set(range(23))
-    assert made[0].dataset.remainder == -1
+def test_samples_that_cannot_be_pickled_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be pickled"):
+        _packed([lambda: 0])
 
 
 def test_a_part_of_a_large_tensor_is_packed_alone() -> None:
@@ -303,33 +255,6 @@ def test_a_pass_is_resumed_after_each_batch(
     lengths: list[int], stateful: bool, tmp_path: Path
 ) -> None:
     assert run_distributed(resumed, 2, str(tmp_path), lengths, stateful) == [[], []]
-
-
-def of_hugging_face(rows: int) -> tuple[list[int], list[int]]:
-    """Return what `gather_for_metrics` returns of a stream of shards, and what this rank read."""
-    datasets = pytest.importorskip("datasets")
-    config = DataLoaderConfiguration(dispatch_batches=False)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    table = datasets.Dataset.from_dict({"x": list(range(rows))})
-    stream = table.to_iterable_dataset(num_shards=4)
-    loader = accelerator.prepare(DataLoader(stream, 8, num_workers=2))
-    seen: list[int] = []
-    mine: list[int] = []
-    for batch in loader:
-        mine += batch["x"].tolist()
-        seen += accelerator.gather_for_metrics(batch["x"]).tolist()
-    accelerator.end_training()
-    return sorted(seen), mine
-
-
-@pytest.mark.parametrize("rows", [pytest.param(400, marks=pytest.mark.slow), 23])
-def test_a_stream_of_shards_is_read_once(rows: int) -> None:
-    pytest.importorskip("datasets")
-    found = run_distributed(of_hugging_face, 2, rows)
-    assert [seen for seen, _ in found] == [list(range(rows))] * 2
-    shares = [mine for _, mine in found]
-    assert len(shares[0]) == len(shares[1]) == -(-rows // 16) * 8
-    assert sorted({*shares[0], *shares[1]}) == list(range(rows))
 
 
 @pytest.mark.slow

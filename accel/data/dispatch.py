@@ -1,20 +1,28 @@
-"""The rounds that one process reads for all: batches joined, and the last one completed."""
+"""The rounds that one process reads for all: batches joined, padded at the end, and sent."""
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from accel.comm import rng
-from accel.data.batch_layout import Path, SampleLayout, Samples
-from accel.data.loader_arguments import index_sampler
-from accel.data.samplers import SkipBatchSampler, samplers
-from accel.machine.errors import Problem
+from accel.comm.base import Communicator
+from accel.comm.ops import broadcast, send_to_device
+from accel.data.batch_layout import (
+    Path,
+    SampleLayout,
+    Samples,
+    is_storable,
+    warn_of_lost_samples,
+)
+from accel.data.samplers import SkipBatchSampler, index_sampler, samplers
+from accel.machine.errors import StateError
+from accel.machine.tree import flatten, iterate, recursively_apply
 
 
 class RoundReader:
@@ -100,7 +108,7 @@ class RoundReader:
     def state_dict(self) -> dict[str, Any]:
         """Return the state with which a resumed pass continues after the round in hand."""
         head = self._head
-        if head is not None and not all(_is_plain(leaf) for leaf in head.values()):
+        if head is not None and not is_storable(list(head.values())):
             head = None  # a checkpoint holds no objects of other classes
         return {
             "layout": self.layout.state_dict(),
@@ -113,18 +121,11 @@ class RoundReader:
         """Take over what `state_dict` returned."""
         self.layout.load_state_dict(state["layout"])
         self._rest = list(state["rest"])
-        if self.full_size is not None:  # earlier versions took the first round's size
-            self._full = state["full"]
+        self._full = state["full"]
         if state["head"] is not None:
             self._head = {tuple(path): leaf for path, leaf in state["head"]}
         elif self.completes:
-            problem = Problem(
-                "a position in a pass whose first samples are not saved",
-                "a checkpoint holds tensors, numbers and text only; a short last round is "
-                "completed with samples from where reading continues",
-                "Let collate_fn return tensors, or set even_batches=False.",
-            )
-            warnings.warn(str(problem), stacklevel=2)
+            warn_of_lost_samples()
 
 
 def skipped_round(loader: Any) -> Callable[[], list[object]] | None:
@@ -150,7 +151,75 @@ def _fetched(loader: Any, sampler: SkipBatchSampler) -> list[object]:
         return [loader.collate_fn(several(indices)) for indices in sampler.first]
 
 
-def _is_plain(leaf: object) -> bool:
-    if isinstance(leaf, (list, tuple)):
-        return all(map(_is_plain, leaf))
-    return leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str, bytes))
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, by which a process receives it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Describe `tensor`."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Round:
+    """The samples that all processes together compute on at the same time.
+
+    Attributes:
+        size: how many samples, those that only complete the round included.
+        real: how many samples are no repetitions.
+        following: how many samples the next round has; None if this is the last.
+        paths: the parts of the batch that have one entry per sample.
+    """
+
+    batch: Any
+    size: int
+    real: int
+    following: int | None
+    paths: tuple[Path, ...]
+
+
+def with_next(items: Iterator[T]) -> Iterator[tuple[T, T | None]]:
+    """Yield each item with the one after it; the last with None."""
+    current = next(items, None)
+    while current is not None:
+        following = next(items, None)
+        yield current, following
+        current = following
+
+
+def send_round(comm: Communicator, rounds: Iterator[Round], device: torch.device) -> Round | None:
+    """Read the next round on the main process and give it to the others.
+
+    A failure to read is sent to them, so that none waits.
+    """
+    try:
+        found = next(rounds, None)
+    except Exception as error:
+        comm.broadcast_objects([f"{type(error).__name__}: {error}"])
+        raise
+    if found is None:
+        comm.broadcast_objects([None])
+        return None
+    batch = send_to_device(found.batch, device)
+    comm.broadcast_objects([replace(found, batch=recursively_apply(TensorSpec.of, batch))])
+    broadcast(list(iterate(batch)))
+    return replace(found, batch=batch)
+
+
+def receive_round(comm: Communicator, device: torch.device) -> Round | None:
+    """Take the next round from the main process; `StateError` if it failed to read it."""
+    (header,) = comm.broadcast_objects([None])
+    if header is None:
+        return None
+    if isinstance(header, str):
+        raise StateError(f"The main process failed to read a batch for all: {header}")
+    specs, rebuild = flatten(header.batch, test_type=lambda value: isinstance(value, TensorSpec))
+    empty = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+    return replace(header, batch=rebuild(broadcast(empty)))

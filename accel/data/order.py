@@ -1,4 +1,4 @@
-"""Where the order of a loader's samples comes from, and the states that draw it again."""
+"""Where the order of a loader's samples comes from: passes, generators and epochs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,17 +24,99 @@ from torch.utils.data import (
 )
 
 from accel.comm import rng
-from accel.data.completed_batches import CompletedBatchSampler
-from accel.data.open_pass import Pass, Start
 from accel.data.samplers import (
+    CompletedBatchSampler,
     SeedableRandomSampler,
     SkipBatchSampler,
     drawing_sampler,
     samplers,
     total_batch_size,
 )
+from accel.data.window_ends import Reading
 from accel.machine.errors import Problem
 from accel.state import PartialState
+
+if TYPE_CHECKING:
+    from accel.data.independent_draws import Drawn, PassDraws
+
+
+@dataclass
+class Start:
+    """The states that decide the order of a pass, as they were when it began.
+
+    Attributes:
+        generators: states of the generators that the loader and its samplers hold.
+        process: states of the process's own generators that the sampler may draw from, or None.
+        samplers: state dicts of the samplers that have one, outermost first.
+        epoch: number of the pass, None where the loader does not know it.
+        agreed: states of the process's generators when indices for all ranks were drawn, or None.
+        draws: the draws of the pass, where its sampler is not known; None before they begin.
+        drawn: how far the sampler of a pass that is drawn again had drawn, or None.
+        stream: whether the last of `generators` is the loader's own stream of permutations.
+    """
+
+    generators: list[torch.Tensor]
+    process: dict[str, object] | None = None
+    samplers: list[dict[str, object]] = field(default_factory=list)
+    epoch: int | None = None
+    agreed: dict[str, object] | None = None
+    draws: PassDraws | None = None
+    drawn: Drawn | None = None
+    stream: bool = False
+
+    def __getstate__(self) -> dict[str, object]:
+        # Generators are not pickled; how far they were drawn from is.
+        return {**self.__dict__, "draws": None, "drawn": self.so_far()}
+
+    def so_far(self) -> Drawn | None:
+        """Return how far the sampler has drawn; None where its order needs no such record."""
+        return self.drawn if self.draws is None else self.draws.drawn()
+
+    def keep_drawn(self) -> None:
+        """Note how far the sampler has drawn, before generators are set to draw again."""
+        self.drawn, self.draws = self.so_far(), None
+
+
+@dataclass(eq=False)
+class Pass:
+    """A pass under way; other fields are values of the pass around it, restored when it ends.
+
+    Attributes:
+        epoch: its number.
+        given: how many batches it gave.
+        in_hand: real samples, and all, of the batch in hand over all processes, where the main
+            process read it; None elsewhere.
+        total: samples of all its batches, and how many were repetitions, where that is known so.
+        num_begun: how many passes had begun over any loader when the batch was given, likewise.
+        is_complete: whether it gave all its batches.
+        others: the loaders that were read when it began, with the batches that they had given.
+    """
+
+    epoch: int
+    end_of_dataloader: bool
+    remainder: int
+    reading: Reading | None
+    started: Start | None
+    at_end: int | None
+    given: int = 0
+    in_hand: tuple[int, int] | None = None
+    total: tuple[int, int] = (0, 0)
+    num_begun: int = 0
+    is_complete: bool = False
+    others: list[tuple[Any, int]] = field(default_factory=list)
+
+    def note(self, real: int, size: int, num_begun: int) -> None:
+        """Note that a batch is given, `real` of whose `size` samples are no repetitions."""
+        self.given += 1
+        self.in_hand, self.num_begun = (real, size), num_begun
+        self.total = self.total[0] + size, self.total[1] + size - real
+
+
+def begun_after(current: Pass, passes: Sequence[Pass]) -> Pass | None:
+    """Return the first of `passes` that began after `current`; it restores what `current` shows."""
+    following = passes[passes.index(current) + 1 :]
+    return following[0] if following else None
+
 
 _RANDOM = {kind.__iter__ for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)}
 _KNOWN = _RANDOM | {
@@ -69,8 +152,6 @@ class Order:
         left: how many passes of the present epoch were left early.
         read_elsewhere: whether the next pass is empty: this rank had read its batches when a
             checkpoint was saved in which other ranks had not.
-        rests_given: in how many first batches of the pass under way workers gave what they had
-            left, as in earlier versions; None: in those that the next pass skips.
         states: positions behind the batch in hand and the one fetched ahead (of stateful loaders).
         position: a loaded position from which the next pass continues, or None.
         loaded_into: what the loader skips that it was loaded into: entries of the sampler, and
@@ -94,7 +175,6 @@ class Order:
         self.epoch_set: int | None = None
         self.left = 0
         self.read_elsewhere = False
-        self.rests_given: int | None = 0
         self.states: tuple[dict[str, object], dict[str, object]] | None = None
         self.position: dict[str, Any] | None = None
         self.loaded_into: tuple[int, int] = (0, 0)
@@ -219,8 +299,6 @@ class Order:
             if other and PartialState().is_main_process:
                 warnings.warn(str(_other_entries(sampler)), stacklevel=2)
             yield from again
-        elif self.again is not None and unknown and length_of(sampler) is not None:
-            yield from entries  # of a checkpoint of an earlier version
         while found := draws.draw(entries, chunk):
             yield from found
 
@@ -393,3 +471,75 @@ def order_seed(generator: object, data_seed: int | None, loader_index: int) -> i
     else:
         base, first = torch.initial_seed(), 0
     return base if loader_index == first else rng.mix_seeds(base, loader_index)
+
+
+# The order of the loader that set the epoch of a data set last, by the id of the data set. While an
+# order lives, so do its loader and the data set: ids are not mistaken for those of earlier objects.
+_SETTERS: dict[int, weakref.ref[Order]] = {}
+# The epoch that it set, with the data set (None: it allows no weak references).
+_EPOCHS: dict[int, tuple[int, weakref.ref[object] | None]] = {}
+_END = object()
+
+
+class TakesEpoch(Protocol):
+    """A data set that is given the number of each pass."""
+
+    def set_epoch(self, epoch: int, /) -> object:
+        """Take the number of the next pass, from 0 on."""
+
+
+def chosen_epoch(dataset: object) -> int | None:
+    """Return the epoch that the caller gave a data set since a loader did, None if it gave none.
+
+    It is seen where the data set keeps it as `epoch` or `_epoch`.
+    """
+    if not hasattr(dataset, "set_epoch"):
+        return None
+    epoch = getattr(dataset, "epoch", getattr(dataset, "_epoch", None))
+    if isinstance(epoch, torch.Tensor) and epoch.numel() == 1:  # shared with workers
+        epoch = int(epoch)
+    is_epoch = type(epoch) is int and epoch >= 0
+    return epoch if is_epoch and epoch != _last_set(dataset) else None
+
+
+def give_epoch(dataset: TakesEpoch, order: Order, epoch: int) -> bool:
+    """Give the data set the epoch, unless `order` set it last; return whether it was given."""
+    last = _SETTERS.get(id(dataset))
+    if last is not None and last() is order and order.epoch_set == epoch:
+        return False
+    dataset.set_epoch(epoch)
+    note_epoch(dataset, order, epoch)
+    return True
+
+
+def keep_epoch(
+    dataset: TakesEpoch, order: Order, batches: Iterator[object], epoch: int
+) -> Iterator[object]:
+    """Yield `batches`; set `epoch` again where another loader set one of its own meanwhile."""
+    while True:
+        last = _SETTERS.get(id(dataset))
+        if last is None or last() is not order:
+            dataset.set_epoch(epoch)
+            note_epoch(dataset, order, epoch)
+        batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+def note_epoch(dataset: object, order: Order, epoch: int) -> None:
+    """Note that `dataset` has the epoch of the loader of `order`."""
+    _SETTERS[id(dataset)] = weakref.ref(order)
+    try:
+        _EPOCHS[id(dataset)] = epoch, weakref.ref(dataset)
+    except TypeError:  # of a class with __slots__
+        _EPOCHS[id(dataset)] = epoch, None
+    order.epoch_set = epoch
+
+
+def _last_set(dataset: object) -> int:
+    """Return the epoch that a loader set last; 0, where epochs begin, if none did."""
+    epoch, reference = _EPOCHS.get(id(dataset), (0, None))
+    setter = _SETTERS.get(id(dataset))
+    is_alive = setter is not None and setter() is not None
+    return epoch if is_alive or (reference is not None and reference() is dataset) else 0
