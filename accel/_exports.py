@@ -107,7 +107,7 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "accel.data_loader": {
-        "accel.data.iterable": ("IterableDatasetShard",),
+        "accel.data.stream": ("IterableDatasetShard",),
         "accel.data.loaders": ("DataLoaderDispatcher", "DataLoaderShard", "SkipDataLoader"),
         "accel.data.prepare": ("prepare_data_loader", "skip_first_batches"),
         "accel.data.samplers": ("BatchSamplerShard", "SeedableRandomSampler", "SkipBatchSampler"),

@@ -1,6 +1,5 @@
 # Written by `python -m tests.stubs` from the table in `accel/_exports.py`.
 # ruff: noqa
-from accel.data.iterable import IterableDatasetShard as IterableDatasetShard
 from accel.data.loaders import DataLoaderDispatcher as DataLoaderDispatcher
 from accel.data.loaders import DataLoaderShard as DataLoaderShard
 from accel.data.loaders import SkipDataLoader as SkipDataLoader
@@ -9,5 +8,6 @@ from accel.data.prepare import skip_first_batches as skip_first_batches
 from accel.data.samplers import BatchSamplerShard as BatchSamplerShard
 from accel.data.samplers import SeedableRandomSampler as SeedableRandomSampler
 from accel.data.samplers import SkipBatchSampler as SkipBatchSampler
+from accel.data.stream import IterableDatasetShard as IterableDatasetShard
 
 __all__: list[str]
