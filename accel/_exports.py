@@ -186,8 +186,7 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "accel.utils.dataclasses": {
-        "accel.config.deepspeed": ("DeepSpeedPlugin",),
-        "accel.config.deepspeed_active": ("get_active_deepspeed_plugin",),
+        "accel.config.deepspeed": ("DeepSpeedPlugin", "get_active_deepspeed_plugin"),
         "accel.config.fp8": (
             "AORecipeKwargs",
             "FP8RecipeKwargs",
@@ -227,7 +226,7 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "accel.utils.deepspeed": {
-        "accel.config.deepspeed_active": ("get_active_deepspeed_plugin",),
+        "accel.config.deepspeed": ("get_active_deepspeed_plugin",),
         "accel.config.deepspeed_json": ("HfDeepSpeedConfig",),
         "accel.strategies.deepspeed.wrappers": (
             "DeepSpeedEngineWrapper",

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, NoReturn
 
 from accel.comm.connect import connect
 from accel.comm.processes import SharedState
-from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.deepspeed_active import active, named
+from accel.config.deepspeed import DeepSpeedPlugin, active, named
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.parallelism import ParallelismConfig

@@ -8,43 +8,44 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
-from accel.config.checks import check_choice, check_minimum
-from accel.config.deepspeed_defaults import (
+from accel.config.checks import FieldDefaults, check_choice, check_minimum
+from accel.config.deepspeed_json import (
+    AUTO,
     DEFAULT_STAGE,
+    DEVICES,
     KEYS,
     NO_PATH,
     PLACEHOLDERS,
     STAGE,
-    placeholders,
-    shown_fields,
-    without_placeholders,
-)
-from accel.config.deepspeed_filled import FilledConfig
-from accel.config.deepspeed_json import (
-    AUTO,
-    DEVICES,
     Config,
+    FilledConfig,
     HfDeepSpeedConfig,
     autos,
-    leaves,
+    placeholders,
     set_at,
+    shown_fields,
     stage_problems,
     validate,
     value_at,
+    without_placeholders,
 )
-from accel.config.field_defaults import FieldDefaults
+from accel.machine import env
 from accel.machine.env import parse_bool
 from accel.machine.errors import ConfigError, Problem, Problems, nearest, unknown_choice
 
 if TYPE_CHECKING:
     import torch
 
+
+PREFIXES = ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING")
 # Documented environment variables, with the field that each fills.
 VARIABLES = {
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "hf_ds_config",
@@ -81,8 +82,8 @@ class DeepSpeedPlugin(FieldDefaults, FilledConfig):
             It reads back as an `HfDeepSpeedConfig`, the given one or a new one, whose `config` is
             `deepspeed_config`.
         gradient_accumulation_steps: micro-batches per optimizer step; "auto": those of the run.
-        gradient_clipping: maximum norm of the gradients; "auto": they are not clipped, unless
-            `Accelerator.clip_grad_norm_` is called.
+        gradient_clipping: maximum norm of the gradients. "auto": they are clipped by
+            `Accelerator.clip_grad_norm_` alone, but an "auto" in `hf_ds_config` is 1.0 without it.
         zero_stage: 0 (nothing is sharded), 1 (optimizer state), 2 (and gradients) or 3 (and
             parameters); not given: that of the configuration, else 2.
         is_train_batch_min: whether the smallest batch size of the prepared loaders counts, or the
@@ -91,9 +92,9 @@ class DeepSpeedPlugin(FieldDefaults, FilledConfig):
         offload_param_device: where parameters are kept under stage 3: none, cpu or nvme.
         offload_optimizer_nvme_path: folder for the optimizer state on nvme.
         offload_param_nvme_path: folder for the parameters on nvme.
-        zero3_init_flag: whether models are partitioned while they are built, under stage 3; not
-            given: those of transformers are, whose `from_pretrained` then loads them shard by
-            shard, so that it shows True.
+        zero3_init_flag: whether models are partitioned while they are built. Not given: under stage
+            3 those of transformers are, whose `from_pretrained` then loads them shard by shard, so
+            that it shows True. Under other stages it is False.
         zero3_save_16bit_model: whether the engine's own export may gather weights under stage 3.
         transformer_moe_cls_names: names of mixture-of-experts classes, separated by commas, whose
             parameters stage 3 gathers all at once.
@@ -136,8 +137,14 @@ class DeepSpeedPlugin(FieldDefaults, FilledConfig):
         self._resolved: Config = {}  # values in it that `prepare` gave in place of "auto"
         self._seen_by_transformers: HfDeepSpeedConfig | None = None
         self._selection = Selection()
-        ConfigError.raise_if(_field_problems(self))
-        self._show_config()
+        ConfigError.raise_if(self.fill(env.prefixed(*PREFIXES)))
+        if self.given("zero3_init_flag") and self.zero_stage != 3:
+            warnings.warn(
+                "DeepSpeedPlugin: zero3_init_flag=True has no effect under ZeRO "
+                f"{self.zero_stage}, and is False.",
+                stacklevel=3,
+            )
+            self.zero3_init_flag = False
 
     @property
     def selected(self) -> bool:
@@ -313,7 +320,6 @@ class DeepSpeedPlugin(FieldDefaults, FilledConfig):
         Args:
             variables: those that are set, by name; "", "none" and "auto" leave a field None.
         """
-        is_changed = self._is_outline and any(leaves(self.given_config()))
         self._hide_defaults(self._shown())
         rule = "unknown variable of DeepSpeedPlugin"
         problems = [
@@ -324,11 +330,6 @@ class DeepSpeedPlugin(FieldDefaults, FilledConfig):
         for name, field in VARIABLES.items():
             text = variables.get(name, "")
             if getattr(self, field) is not None or text.lower() in ("", "none", AUTO):
-                continue
-            if field == "hf_ds_config" and is_changed:
-                rule = "the plugin's deepspeed_config was changed, which the file would replace"
-                remedy = "Give DeepSpeedPlugin(hf_ds_config=…), and change deepspeed_config then."
-                problems.append(Problem(f"{name}={text} (environment)", rule, remedy))
                 continue
             try:
                 value = _parsed(field, text)
@@ -440,3 +441,92 @@ def _field_problems(plugin: DeepSpeedPlugin) -> list[Problem]:
             value = f"DeepSpeedPlugin.offload_{name}_device='nvme'"
             problems.add(value, rule, f"Give {path}=…")
     return problems
+
+
+class HasPlugins(Protocol):
+    """A state of a run, as `AcceleratorState`."""
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """DeepSpeed's active plugin; None where it is off."""
+
+
+def active(plugins: Mapping[str, DeepSpeedPlugin] | None) -> DeepSpeedPlugin | None:
+    """Return the plugin that is selected; None where none is, or DeepSpeed is off."""
+    return next((plugin for plugin in (plugins or {}).values() if plugin.selected), None)
+
+
+def named(plugins: Mapping[str, DeepSpeedPlugin] | None, name: str) -> DeepSpeedPlugin:
+    """Return the plugin called `name`, or raise `ConfigError`."""
+    if plugins is None or name not in plugins:
+        raise ConfigError(unknown_choice("DeepSpeed plugin", name, plugins or {}))
+    return plugins[name]
+
+
+def get_active_deepspeed_plugin(state: HasPlugins) -> DeepSpeedPlugin:
+    """Return DeepSpeed's active plugin, which the next `prepare` follows.
+
+    Args:
+        state: of a run under DeepSpeed.
+
+    Raises:
+        ConfigError: if DeepSpeed is off.
+    """
+    plugin = state.deepspeed_plugin
+    if plugin is None:
+        raise ConfigError.of(
+            "get_active_deepspeed_plugin",
+            "DeepSpeed is off",
+            "Switch it on with Accelerator(deepspeed_plugin=…).",
+        )
+    return plugin
+
+
+class Claims:
+    """Merge DeepSpeed's configuration with the plugin's fields and the values of the run.
+
+    `problems` takes values that are given twice and differ. Raises `ConfigError` if the
+    configuration cannot be read.
+    """
+
+    def __init__(self, plugin: DeepSpeedPlugin) -> None:
+        self.plugin = plugin
+        self.config = plugin.stated_config()
+        self.problems = Problems()
+        self._owners: dict[str, str] = {}
+        for field, key in KEYS.items():
+            value = plugin.given(field)
+            if value is not None:
+                self.claim(key, value, plugin.source(field))
+        for key, (value, source) in plugin.decided.items():
+            self.claim(key, value, source)
+
+    def claim(self, key: str, value: object, source: str) -> None:
+        """Set `key`, or note that the configuration has another value than `source`."""
+        found = value_at(self.config, key)
+        if found in (None, AUTO):
+            set_at(self.config, key, value)
+            self._owners[key] = source
+        elif not is_equal(found, value):
+            owner = self._owners.get(key) or self.plugin.filled_by(key)
+            remedy = f'Write "auto" for {key}, or make them equal.'
+            first = owner or f"{self.plugin.place}: {key}={found!r}"
+            self.problems.add(
+                f"{first} with {source}",
+                "given in two places with different values",
+                "Make them equal, or remove one." if owner else remedy,
+            )
+
+    def default(self, key: str, value: object) -> None:
+        """Set `key` where the configuration has no value."""
+        if value_at(self.config, key) in (None, AUTO):
+            set_at(self.config, key, value)
+
+
+def is_equal(found: object, value: object) -> bool:
+    """Return whether two values of a configuration are equal, up to rounding."""
+    if isinstance(found, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(found) == len(value) and all(map(is_equal, found, value))
+    if isinstance(found, (int, float)) and isinstance(value, (int, float)):
+        return math.isclose(found, value, rel_tol=1e-9)
+    return bool(str(found) == str(value))

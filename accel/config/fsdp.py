@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel.config.checks import check_minimum
-from accel.config.field_defaults import FieldDefaults
+from accel.config.checks import FieldDefaults, check_minimum
 from accel.config.fsdp_setters import DTYPES, ShardingSetters
 from accel.config.fsdp_state_dicts import (
     StateDictConfigField,
@@ -20,6 +19,7 @@ from accel.config.fsdp_state_dicts import (
     is_translatable,
     says_what_holds,
 )
+from accel.machine import env
 from accel.machine.env import parse_bool
 from accel.machine.errors import NotBuiltError, Problem, Problems, nearest, not_built
 
@@ -55,6 +55,12 @@ SWITCH_FIELDS = (
     "activation_checkpointing_offload",
     "cpu_ram_efficient_loading",
 )
+# Fields that say one thing together.
+TOGETHER = (
+    ("sharding_strategy", "reshard_after_forward", "dp_replicate_size"),
+    ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"),
+)
+PREFIX = "FSDP_"  # of documented environment variables
 # The meaning of fields that nobody gave, which they show.
 DEFAULTS: dict[str, object] = {
     "reshard_after_forward": True,
@@ -177,6 +183,8 @@ class FullyShardedDataParallelPlugin(ShardingSetters, FieldDefaults):
 
     def __post_init__(self, _defaulted: Mapping[str, object] | None) -> None:
         self._hide_defaults(_defaulted)
+        for name, value in self.lacking(env.prefixed(PREFIX)).items():
+            setattr(self, name, value)
         problems = Problems()
         _parse_switches(self, problems)
         replaced = _translate(self, problems)
@@ -192,6 +200,25 @@ class FullyShardedDataParallelPlugin(ShardingSetters, FieldDefaults):
                 stacklevel=3,
             )
         self._show_defaults(DEFAULTS)
+
+    def lacking(self, variables: Mapping[str, str]) -> dict[str, Any]:
+        """Return the fields that nobody gave and that environment variables fill.
+
+        A field that says how parameters are sharded or wrapped decides for its group of fields.
+
+        Args:
+            variables: those that begin with ``FSDP_``.
+
+        Raises:
+            ConfigError: naming each one whose text makes no sense.
+        """
+        fields = from_variables(
+            {name.removeprefix(PREFIX): text for name, text in variables.items()}
+        )
+        for group in TOGETHER:
+            if any(self.given(name) is not None for name in group):
+                fields = {name: value for name, value in fields.items() if name not in group}
+        return {name: value for name, value in fields.items() if self.given(name) is None}
 
 
 def from_variables(variables: Mapping[str, str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from accel.config.checks import check_choice, check_minimum, check_types
+from accel.machine import env
 from accel.machine.errors import Problems
 
 if TYPE_CHECKING:
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 # Axes as the documentation names them, outermost first: the field of each is ``<axis>_size``.
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 NOT_BUILT = {"cp": "context parallelism", "sp": "sequence parallelism"}
+DEFAULTS = {
+    **{f"{axis}_size": 1 for axis in AXES},
+    "cp_backend": "torch",
+    "sp_backend": "deepspeed",
+}
+# Axes that a built mesh joins into one, by the name of that.
+JOINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
 # Documented environment variables, without their prefix: the field that each one fills.
 PREFIX = "PARALLELISM_CONFIG_"
 SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -32,6 +44,9 @@ VARIABLES = {
 @dataclass
 class ParallelismConfig:
     """How many processes compute along each parallel axis; their product is the world size.
+
+    An argument that is not given takes the environment variable ``PARALLELISM_CONFIG_…``, else 1
+    or the only backend.
 
     A size above 1 switches what it names on where nothing else does: `dp_shard_size` FSDP2 with its
     defaults, `tp_size` tensor parallelism by the model's own plan.
@@ -57,19 +72,23 @@ class ParallelismConfig:
         >>> accelerator = Accelerator(parallelism_config=config)
     """
 
-    dp_replicate_size: int = 1
-    dp_shard_size: int = 1
-    tp_size: int = 1
-    cp_size: int = 1
-    cp_backend: str = "torch"
-    sp_size: int = 1
-    sp_backend: str = "deepspeed"
+    dp_replicate_size: int = None  # type: ignore[assignment]  # never None once it is built
+    dp_shard_size: int = None  # type: ignore[assignment]
+    tp_size: int = None  # type: ignore[assignment]
+    cp_size: int = None  # type: ignore[assignment]
+    cp_backend: str = None  # type: ignore[assignment]
+    sp_size: int = None  # type: ignore[assignment]
+    sp_backend: str = None  # type: ignore[assignment]
     tp_handler: object = None
     cp_handler: object = None
     sp_handler: object = None
 
     def __post_init__(self) -> None:
         problems = Problems()
+        given = fields_of(env.prefixed(PREFIX), problems)
+        for field, default in DEFAULTS.items():
+            if getattr(self, field) is None:
+                setattr(self, field, given.get(field, default))
         check_types(self, problems)
         for axis in AXES:
             check_minimum(self, f"{axis}_size", 1, problems)
@@ -178,6 +197,9 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Return a mesh of the axes of a size above 1; None where there is none.
 
+        It also answers to the joined axes "dp", "dp_shard_cp" and "dp_cp", if any of their axes are
+        in it.
+
         Every rank calls this, inside the process group of all.
 
         Args:
@@ -188,9 +210,17 @@ class ParallelismConfig:
         axes = self.active_mesh_dims
         if not axes:
             return None
-        return init_device_mesh(
-            device_type, tuple(self.size(axis) for axis in axes), mesh_dim_names=tuple(axes)
-        )
+        sizes = tuple(self.size(axis) for axis in axes)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes))
+        join_axes(mesh)
+        return mesh
+
+
+def join_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """Let `mesh` answer to the joined axes that it has parts of; return their meshes, 1-D."""
+    names = mesh.mesh_dim_names or ()
+    parts = {joined: tuple(a for a in axes if a in names) for joined, axes in JOINED.items()}
+    return [mesh[axes]._flatten(joined) for joined, axes in parts.items() if axes]
 
 
 def from_variables(variables: Mapping[str, str]) -> ParallelismConfig:
@@ -203,6 +233,13 @@ def from_variables(variables: Mapping[str, str]) -> ParallelismConfig:
         ConfigError: naming each one whose text makes no sense.
     """
     problems = Problems()
+    fields = fields_of(variables, problems)
+    problems.raise_if()
+    return ParallelismConfig(**fields)  # type: ignore[arg-type]
+
+
+def fields_of(variables: Mapping[str, str], problems: Problems) -> dict[str, int | str]:
+    """Return the fields that environment variables give; add a problem for each invalid one."""
     fields: dict[str, int | str] = {}
     for name, field in VARIABLES.items():
         text = variables.get(f"{PREFIX}{name}", "").strip()
@@ -211,5 +248,4 @@ def from_variables(variables: Mapping[str, str]) -> ParallelismConfig:
             problems.add(value, "expected a number, at least 1", "Correct it.")
         elif text:
             fields[field] = int(text) if field.endswith("_size") else text
-    problems.raise_if()
-    return ParallelismConfig(**fields)  # type: ignore[arg-type]
+    return fields

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from accel.config.checks import as_enum, check_choice, check_minimum, check_types
 from accel.config.handlers import KwargsHandler
+from accel.machine import env
 from accel.machine.enums import DynamoBackend
 from accel.machine.errors import Problem, Problems
+
+
+def _text(variable: str) -> str | None:
+    return env.read(variable) or None
 
 
 @dataclass
@@ -109,14 +114,30 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
 
+# Environment variables of `TorchDynamoPlugin` by field, with their readers.
+VARIABLES: dict[str, tuple[str, Callable[[str], str | bool | None]]] = {
+    "backend": ("ACCELERATE_DYNAMO_BACKEND", _text),
+    "mode": ("ACCELERATE_DYNAMO_MODE", _text),
+    "fullgraph": ("ACCELERATE_DYNAMO_USE_FULLGRAPH", env.optional_flag),
+    "dynamic": ("ACCELERATE_DYNAMO_USE_DYNAMIC", env.optional_flag),
+    "use_regional_compilation": (
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        env.optional_flag,
+    ),
+}
+
+
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """How models are compiled with `torch.compile`.
 
+    An argument that is None takes the environment variable ``ACCELERATE_DYNAMO_…`` (BACKEND, MODE,
+    USE_FULLGRAPH, USE_DYNAMIC, USE_REGIONAL_COMPILATION), if that is set.
+
     Args:
-        backend: a value of `DynamoBackend`; "no" and None do not compile.
+        backend: a value of `DynamoBackend`; None: "no", which does not compile.
         mode: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs, of inductor.
-        fullgraph: whether a graph break is an error.
+        fullgraph: whether a graph break is an error; None: it is not.
         dynamic: whether shapes are symbolic; None lets torch decide.
         options: options of the backend, by name; not together with `mode`.
         disable: whether `torch.compile` does nothing (for tests).
@@ -126,15 +147,19 @@ class TorchDynamoPlugin(KwargsHandler):
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
 
-    backend: Any = DynamoBackend.NO
+    backend: Any = None
     mode: Any = None
-    fullgraph: bool = False
+    fullgraph: bool | None = None
     dynamic: bool | None = None
     options: Any = None
     disable: bool = False
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
+        for name, (variable, read) in VARIABLES.items():
+            if getattr(self, name) is None:
+                setattr(self, name, read(variable))
+        self.fullgraph = bool(self.fullgraph) if self.fullgraph is None else self.fullgraph
         self.backend = DynamoBackend.NO if self.backend is None else str(self.backend).lower()
         as_enum(self, "backend", DynamoBackend)
         problems = Problems()

@@ -40,6 +40,15 @@ def parse_bool(text: object) -> bool | None:
     return _BOOLEANS.get(str(text).strip().lower())
 
 
+def prefixed(*prefixes: str) -> dict[str, str]:
+    """Return the variables whose names begin with one of `prefixes` and that are not blank."""
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(prefixes) and text.strip()
+    }
+
+
 def read(name: str, default: str | None = None) -> str | None:
     """Return the variable `name`, or `default` where it is not set."""
     return os.environ.get(name, default)

@@ -273,6 +273,17 @@ class RunSettings:
         """DeepSpeed's active plugin, which the next `prepare` follows; None where it is off."""
         return self.state.deepspeed_plugin
 
+    @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """DeepSpeed's configuration of the active plugin; None where it is off."""
+        plugin = self.state.deepspeed_plugin
+        return None if plugin is None else plugin.deepspeed_config
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """DeepSpeed's engine that trains, whose `backward` makes the step, too; None before."""
+        return self.strategy.wrapped_engine
+
     # -- loaders -------------------------------------------------------------------------------
 
     @property

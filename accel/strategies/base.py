@@ -277,6 +277,11 @@ class Strategy(ABC):
         """The `DeviceMesh` of the run, if the strategy has one."""
         return None
 
+    @property
+    def wrapped_engine(self) -> object | None:
+        """The engine that trains, wrapped for loops by hand; None without an engine."""
+        return None
+
     # -- preparing -------------------------------------------------------------------------
 
     def prepare(

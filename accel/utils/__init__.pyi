@@ -22,7 +22,7 @@ from accel.comm.rng import synchronize_rng_state as synchronize_rng_state
 from accel.comm.rng import synchronize_rng_states as synchronize_rng_states
 from accel.commands.launch_config import write_basic_config as write_basic_config
 from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from accel.config.deepspeed_active import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accel.config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs

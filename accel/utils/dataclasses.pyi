@@ -1,7 +1,7 @@
 # Written by `python -m tests.stubs` from the table in `accel/_exports.py`.
 # ruff: noqa
 from accel.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from accel.config.deepspeed_active import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accel.config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accel.config.fp8 import AORecipeKwargs as AORecipeKwargs
 from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs

@@ -1,6 +1,6 @@
 # Written by `python -m tests.stubs` from the table in `accel/_exports.py`.
 # ruff: noqa
-from accel.config.deepspeed_active import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accel.config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accel.strategies.deepspeed.wrappers import (

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accel.config.field_defaults import FieldDefaults
+from accel.config.checks import FieldDefaults
 from accel.machine.errors import ConfigError, Problem
 from runner.recipe import keys, trust
 from runner.recipe.schema import PLUGINS, Recipe

@@ -23,8 +23,8 @@ NAMING = {
     "accel/config/parallelism.py": 3,
     "accel/machine/enums.py": 3,
     "accel/machine/imports.py": 2,
-    "accel/run/settings.py": 9,
-    "accel/state.py": 26,
+    "accel/run/settings.py": 13,
+    "accel/state.py": 25,
     "accel/strategies/non_elementwise_optimizers.py": 1,
 }
 

@@ -87,6 +87,13 @@ def check_devices(settings: Settings, package: ModuleType) -> None:
                 "DeepSpeed's asynchronous I/O cannot be built on this machine",
                 "Install libaio's development files, or use 'cpu'.",
             )
+        if (name, device) == ("param", "cpu") and settings.stage < lowest:
+            logger.warning_once(
+                f"offload_param_device='cpu' has no effect under ZeRO {settings.stage}: "
+                "only stage 3 offloads parameters."
+            )
+            del settings.config[ZERO]["offload_param"]
+            continue
         lowest = 3 if device == "nvme" else lowest
         if device != "none" and settings.stage < lowest:
             settings.problems.add(

@@ -12,6 +12,7 @@ from typing import final
 import torch
 
 from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.deepspeed_json import AUTO, value_at
 from accel.machine.errors import ConfigError, Problem, Problems
 from accel.strategies.base import Gradients, Sync
 from accel.strategies.deepspeed.wrappers import DeepSpeedOptimizerWrapper, TrainedEngine
@@ -95,7 +96,8 @@ def _clip_problems(
     norm_type: float,
 ) -> list[Problem]:
     call, problems = f"clip_grad_norm_(…, {max_norm})", Problems()
-    if optimizer.clipping not in (0.0, float(max_norm)) and max_norm != math.inf:
+    is_open = value_at(plugin.stated_config(), "gradient_clipping") == AUTO
+    if optimizer.clipping not in (0.0, float(max_norm)) and max_norm != math.inf and not is_open:
         source = f"{plugin.place}: gradient_clipping={optimizer.clipping}"
         if plugin.given("gradient_clipping") is not None:
             source = plugin.source("gradient_clipping")

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.deepspeed_conflicts import Claims, is_equal
-from accel.config.deepspeed_defaults import KEYS
-from accel.config.deepspeed_json import AUTO, Config, autos, set_at, value_at
+from accel.config.deepspeed import Claims, DeepSpeedPlugin, is_equal
+from accel.config.deepspeed_json import AUTO, KEYS, Config, autos, set_at, value_at
 from accel.machine.errors import nearest
 from accel.precision.wrapping import MakeContext
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
@@ -32,6 +30,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 ZERO = "zero_optimization"
 UNTESTED = "zero_allow_untested_optimizer"
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}  # `torch_autocast.dtype` by precision
+AUTO_CLIPPING = 1.0  # maximum norm of gradients, for "auto" where nothing gives one
 # The parameters that each schedule of DeepSpeed takes from the run.
 SCHEDULES = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"),
@@ -84,7 +83,8 @@ class Settings(Claims):
         if ACCUMULATION not in self.plugin.decided:  # else already compared
             self.claim(ACCUMULATION, steps, f"Accelerator(gradient_accumulation_steps={steps})")
         self._resolve_precision()
-        self.default("gradient_clipping", 0.0)
+        is_open = value_at(self.config, "gradient_clipping") == AUTO
+        self.default("gradient_clipping", AUTO_CLIPPING if is_open else 0.0)
         self._resolve_batch_sizes(batch_sizes, steps)
         self.default(UNTESTED, True)  # `checks.check_kind` knows more of them than DeepSpeed
         self.default("zero_force_ds_cpu_optimizer", False)
@@ -240,7 +240,8 @@ class Settings(Claims):
             self._resolve_rate(f"{params}.warmup_max_lr", optimizer)
         for name in ("warmup_num_steps", "total_num_steps"):
             key, given = f"{params}.{name}", getattr(scheduler, name)
-            if given and (name in taken or value_at(self.config, key) is not None):
+            is_given = bool(given) or (given is not None and value_at(self.config, key) == AUTO)
+            if is_given and (name in taken or value_at(self.config, key) is not None):
                 self.claim(key, given, f"DummyScheduler({name}={given})")
         lacks = value_at(self.config, f"{params}.total_num_steps") is None
         if "total_num_steps" in taken and lacks:

@@ -6,9 +6,14 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
-from accel.config.deepspeed import VARIABLES, DeepSpeedPlugin, share_selection
-from accel.config.deepspeed_active import active
-from accel.config.deepspeed_conflicts import Claims
+from accel.config.deepspeed import (
+    PREFIXES,
+    VARIABLES,
+    Claims,
+    DeepSpeedPlugin,
+    active,
+    share_selection,
+)
 from accel.config.deepspeed_json import Config, value_at
 from accel.machine.enums import DistributedType
 from accel.machine.errors import ConfigError, Problem, Problems
@@ -167,7 +172,7 @@ SPEC = StrategySpec(
             argument="deepspeed_plugin",
             aliases=("deepspeed_plugins",),
             switch="ACCELERATE_USE_DEEPSPEED",
-            prefixes=("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING"),
+            prefixes=PREFIXES,
             read=_read,
             adopt=_adopt,
             frozen_fields=_frozen_fields,

@@ -35,6 +35,7 @@ from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
 from accel.strategies.deepspeed.state import ZeroState
 from accel.strategies.deepspeed.universal import UniversalCheckpoint
 from accel.strategies.deepspeed.wrappers import (
+    DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     DummyScheduler,
@@ -66,6 +67,9 @@ class DeepSpeedStrategy(Strategy):
         super().__init__(plan, comm, device, precision)
         ConfigError.raise_if(checks.plan_problems(plan))
         plugins = plan.plugin("deepspeed").values()
+        formats = {n: {"enabled": plan.mixed_precision == n} for n in ("bf16", "fp16")}
+        for plugin in plugins:  # documented: "auto" reads as the run's value from here on
+            plugin.resolve(formats)
         self.package = initialize.import_deepspeed(device)
         comm.before_exit(self._leave_group)
         self._trained = TrainedEngine(plan)
@@ -83,6 +87,11 @@ class DeepSpeedStrategy(Strategy):
     @property
     def plugin(self) -> DeepSpeedPlugin:
         return self._trained.plugin
+
+    @property
+    def wrapped_engine(self) -> DeepSpeedEngineWrapper | None:
+        optimizer = self._trained.optimizer()
+        return None if optimizer is None else DeepSpeedEngineWrapper(optimizer.engine)
 
     # -- building models -------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
-from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.deepspeed_active import active
+from accel.config.deepspeed import DeepSpeedPlugin, active
 from accel.machine.errors import ConfigError, StateError
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler

@@ -77,15 +77,15 @@ class DestroyedGroup:
 
 
 def destroy_mesh(
-    mesh: DeviceMesh, models: Iterable[torch.nn.Module], groups_exist: bool = True
+    built: Iterable[DeviceMesh], models: Iterable[torch.nn.Module], groups_exist: bool = True
 ) -> None:
-    """Destroy the process groups of a mesh, but for the default one, and drop references to them.
+    """Destroy the process groups of meshes, but for the default one, and drop references to them.
 
-    Every rank calls this, with no collective under way. `models` are distributed over the mesh;
+    Every rank calls this, with no collective under way. `models` are distributed over a mesh;
     `groups_exist` is false if the groups were destroyed with the default group.
     """
     infos = list(mesh_infos(models))
-    meshes = {id(known): known for known in (mesh, *(info.mesh for info in infos))}
+    meshes = {id(known): known for known in (*built, *(info.mesh for info in infos))}
     groups: dict[int, dist.ProcessGroup] = {}
     if groups_exist:
         groups = {id(group): group for known in meshes.values() for group in known.get_all_groups()}

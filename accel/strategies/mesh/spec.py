@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from accel.config.fsdp import VARIABLES, FullyShardedDataParallelPlugin, from_variables
+from accel.config.fsdp import PREFIX, VARIABLES, FullyShardedDataParallelPlugin, from_variables
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.machine.enums import DistributedType
@@ -21,29 +21,16 @@ from accel.strategies.spec import (
     require_kind,
 )
 
-# Fields of the FSDP plugin that say one thing together.
-TOGETHER = (
-    ("sharding_strategy", "reshard_after_forward", "dp_replicate_size"),
-    ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"),
-)
 FSDP, TENSOR_PARALLEL = "fsdp", "tensor_parallel"
-PREFIX = "FSDP_"
 
 
 def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
-    """Return the FSDP plugin, with the fields that it leaves open from the environment.
-
-    A field that says how parameters are sharded or wrapped decides for its group of fields.
-    """
+    """Return the FSDP plugin, with the fields that it leaves open from the environment."""
     kind = FullyShardedDataParallelPlugin
-    plugin = None if given is None else require_kind("fsdp_plugin", given, kind)
-    fields = from_variables({name.removeprefix(PREFIX): text for name, text in variables.items()})
-    if plugin is None:
-        return kind(**fields)
-    for group in TOGETHER:
-        if any(plugin.given(name) is not None for name in group):
-            fields = {name: value for name, value in fields.items() if name not in group}
-    lacking = {name: value for name, value in fields.items() if plugin.given(name) is None}
+    if given is None:
+        return kind(**from_variables({n.removeprefix(PREFIX): v for n, v in variables.items()}))
+    plugin = require_kind("fsdp_plugin", given, kind)
+    lacking = plugin.lacking(variables)
     return plugin.with_given(**lacking) if lacking else plugin
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.comm.rng import synchronize_rng_states
+from accel.config.parallelism import join_axes
 from accel.machine.device import synchronize
 from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
@@ -72,7 +73,7 @@ class MeshModels(LiveModels):
 
     def __init__(self, mesh: DeviceMesh, comm: Communicator) -> None:
         super().__init__()
-        self.mesh = mesh
+        self._meshes = [mesh, *join_axes(mesh)]
         self.is_destroyed = False
         self._comm = comm
         comm.before_exit(self.destroy)
@@ -81,7 +82,7 @@ class MeshModels(LiveModels):
         """Destroy the mesh and its process groups, without any collective."""
         if not self.is_destroyed:
             self.is_destroyed = True
-            destroy_mesh(self.mesh, list(self), self.in_group())
+            destroy_mesh(self._meshes, list(self), self.in_group())
             self.clear()
 
     def in_group(self) -> bool:

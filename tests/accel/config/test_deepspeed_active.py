@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from accel.config.deepspeed import DeepSpeedPlugin, share_selection
-from accel.config.deepspeed_active import active, get_active_deepspeed_plugin, named
+from accel.config.deepspeed import (
+    DeepSpeedPlugin,
+    active,
+    get_active_deepspeed_plugin,
+    named,
+    share_selection,
+)
 from accel.machine.errors import ConfigError
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.deepspeed_conflicts import Claims
+from accel.config.deepspeed import Claims, DeepSpeedPlugin
 from accel.machine.errors import ConfigError
 from tests.accel.strategies.deepspeed.helpers import completed
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from accel.config.deepspeed_defaults import (
+from accel.config.deepspeed_json import (
     PLACEHOLDERS,
+    HfDeepSpeedConfig,
     placeholders,
     shown_fields,
+    value_at,
     without_placeholders,
 )
-from accel.config.deepspeed_json import HfDeepSpeedConfig, value_at
 
 
 def test_an_outline_has_every_placeholder_and_is_valid() -> None:

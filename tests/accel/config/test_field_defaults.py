@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel.config.field_defaults import FieldDefaults
+from accel.config.checks import FieldDefaults
 
 
 @dataclass

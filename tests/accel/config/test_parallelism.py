@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed.device_mesh
 
+from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.parallelism import ParallelismConfig, from_variables
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
@@ -15,6 +15,7 @@ from accel.machine.errors import ConfigError, NotBuiltError
 from accel.plan.arguments import Arguments
 from accel.plan.dims import AXES
 from accel.plan.plan import Plan, resolve
+from tests.helpers import run_distributed
 
 
 def world(size: int, **variables: str) -> Environment:
@@ -88,16 +89,23 @@ def test_what_is_not_built_yet_is_refused(option: dict[str, Any]) -> None:
         ParallelismConfig(**option)
 
 
-def test_the_mesh_has_the_axes_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        torch.distributed.device_mesh,
-        "init_device_mesh",
-        lambda kind, shape, mesh_dim_names: made.append((kind, shape, mesh_dim_names)) or made,
-    )
+def built_meshes() -> None:
+    """The joined axes are those of the mesh of a configuration, and of a run."""
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    built = config.build_device_mesh("cpu")
+    assert built is not None
+    assert built.mesh_dim_names == ("dp_replicate", "dp_shard")
+    for mesh in (built, accelerator.torch_device_mesh):
+        sizes = {name: mesh[name].size() for name in ("dp", "dp_shard_cp", "dp_cp")}
+        assert sizes == {"dp": 4, "dp_shard_cp": 2, "dp_cp": 4}
+        assert mesh["dp"].get_local_rank() == accelerator.process_index
+    accelerator.end_training()
+
+
+def test_a_mesh_answers_to_joined_axes() -> None:
     assert ParallelismConfig().build_device_mesh("cpu") is None
-    assert ParallelismConfig(dp_replicate_size=2, tp_size=3).build_device_mesh("cpu") is made
-    assert made == [("cpu", (2, 3), ("dp_replicate", "tp"))]
+    run_distributed(built_meshes, 4)
 
 
 # -- what a run makes of them ------------------------------------------------------------------

@@ -12,6 +12,7 @@ SCALED = "test_the_scaler_comes_back"
 ONE = "test_what_a_run_of_one_process_shows"
 LATER = "test_generators_and_schedulers_are_set_for_what_is_prepared_later"
 NO_FP8 = "test_a_run_without_fp8_says_so"
+ENGINE = "test_an_accelerator_shows_its_engine_as_documented"
 TWO = "test_what_a_sharded_run_of_two_processes_shows"
 RANKS = "test_ranks_along_the_axes[0-expected0-True]"
 OTHER_RANKS = "test_ranks_along_axes_that_are_not_built[pp-1]"
@@ -44,6 +45,8 @@ ENTRIES = [
             "fp8_recipe_handler": FP8,
             "native_amp": "test_autocast_is_switched_off",
             "deepspeed_plugin": "test_the_active_plugin_of_deepspeed",
+            "deepspeed_config": ENGINE,
+            "deepspeed_engine_wrapped": ENGINE,
             "is_fsdp2": TWO,
             "is_composable_parallelism_enabled": TWO,
             "multi_device": TWO,
@@ -112,12 +115,12 @@ ENTRIES = [
         "accel.parallelism_config:ParallelismConfig",
         PROPERTIES,
         parameters={
-            **given(SHARDS, dp_replicate_size=1, dp_shard_size=1),
-            "tp_size": P(1, SPLIT_WEIGHTS),
-            "cp_size": P(1, "test_what_is_not_built_yet_is_refused[cp_size]"),
-            "cp_backend": P("torch", "test_values_that_are_none[wrong3-cp_backend]"),
-            "sp_size": P(1, "test_what_is_not_built_yet_is_refused[sp_size]"),
-            "sp_backend": P("deepspeed", "test_values_that_are_none[wrong4-sp_backend]"),
+            **given(SHARDS, dp_replicate_size=None, dp_shard_size=None),
+            "tp_size": P(None, SPLIT_WEIGHTS),
+            "cp_size": P(None, "test_what_is_not_built_yet_is_refused[cp_size]"),
+            "cp_backend": P(None, "test_values_that_are_none[wrong3-cp_backend]"),
+            "sp_size": P(None, "test_what_is_not_built_yet_is_refused[sp_size]"),
+            "sp_backend": P(None, "test_values_that_are_none[wrong4-sp_backend]"),
             "tp_handler": P(None, "test_what_is_not_built_yet_is_refused[tp_handler]"),
             "cp_handler": P(None, "test_what_is_not_built_yet_is_refused[cp_handler]"),
             "sp_handler": P(None, "test_what_is_not_built_yet_is_refused[sp_handler]"),
@@ -134,7 +137,7 @@ ENTRIES = [
     ),
     one_test(
         "accel.parallelism_config:ParallelismConfig.build_device_mesh",
-        "test_the_mesh_has_the_axes_above_one",
+        "test_a_mesh_answers_to_joined_axes",
         device_type=REQUIRED,
     ),
 ]

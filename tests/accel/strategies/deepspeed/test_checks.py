@@ -80,18 +80,14 @@ def refuses() -> None:
 
 
 def refuses_devices() -> None:
-    plugin = DeepSpeedPlugin(
-        zero_stage=2, offload_param_device="cpu", transformer_moe_cls_names="Expert"
-    )
+    plugin = DeepSpeedPlugin(zero_stage=2, transformer_moe_cls_names="Expert")
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
     model = build()
     with pytest.raises(ConfigError, match="only stage 3 shards a model that is not trained"):
         accelerator.prepare(model)
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="no module of class Expert"):
         accelerator.prepare(second := build(), adamw(second))
-    assert "offload_param_device='cpu' with ZeRO 2" in str(error.value)
-    assert "no module of class Expert" in str(error.value)
     accelerator.end_training()
     plugin = DeepSpeedPlugin(offload_optimizer_device="nvme", offload_optimizer_nvme_path="/")
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)

@@ -286,8 +286,19 @@ def test_a_schedule_and_its_stand_in_do_not_disagree() -> None:
     assert scheduled("WarmupDecayLR", dict(params), nobodys) == params
     with pytest.raises(ConfigError, match="WarmupDecayLR without total_num_steps"):
         scheduled("WarmupDecayLR", {}, dummy)
-    with pytest.raises(ConfigError, match='warmup_num_steps="auto": it cannot be resolved'):
-        scheduled("WarmupLR", {"warmup_num_steps": "auto"}, dummy)
+    with pytest.raises(ConfigError, match='total_num_steps="auto": it cannot be resolved'):
+        scheduled("WarmupDecayLR", {"total_num_steps": "auto"}, dummy)
+
+
+def test_values_that_are_auto_and_that_nobody_gives() -> None:
+    """E1: "auto" is a norm of 1.0, and the warm-up of a `DummyScheduler`'s default."""
+    auto = {"gradient_clipping": "auto"}
+    assert completed(DeepSpeedPlugin(auto))["gradient_clipping"] == 1.0
+    assert completed(DeepSpeedPlugin(auto, gradient_clipping=0.3))["gradient_clipping"] == 0.3
+    assert completed(DeepSpeedPlugin())["gradient_clipping"] == 0.0
+    dummy = DummyOptim(torch.nn.Linear(6, 5).parameters(), lr=0.02)
+    found = scheduled("WarmupLR", {"warmup_num_steps": "auto"}, dummy)
+    assert found["warmup_num_steps"] == 0
 
 
 @pytest.mark.parametrize(

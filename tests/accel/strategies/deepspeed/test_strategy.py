@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.deepspeed_active import get_active_deepspeed_plugin
+from accel.config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
 from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState
 from tests.accel.strategies.deepspeed.helpers import (
@@ -211,3 +210,28 @@ def compiles() -> None:
 @pytest.mark.slow  # the parity matrix has them, too
 def test_compiled_models_train_as_a_plain_loop() -> None:
     run_distributed(compiles, 2)
+
+
+def as_documented() -> None:
+    """E1: what scripts of the public package ask of an `Accelerator` under DeepSpeed."""
+    config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+    plugin = DeepSpeedPlugin(config, zero_stage=2, offload_param_device="cpu")
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", deepspeed_plugin=plugin)
+    assert plugin.deepspeed_config["bf16"]["enabled"] is True
+    assert plugin.deepspeed_config["fp16"]["enabled"] is False
+    assert accelerator.deepspeed_config is plugin.deepspeed_config
+    assert accelerator.deepspeed_engine_wrapped is None
+    model = build()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    assert model.gradient_clipping() == 1.0
+    accelerator.backward(model(torch.ones(2, 5)).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    accelerator.deepspeed_engine_wrapped.backward(model(torch.ones(2, 5)).sum())
+    assert not all(map(torch.equal, before, model.parameters()))
+    accelerator.end_training()
+
+
+def test_an_accelerator_shows_its_engine_as_documented() -> None:
+    run_distributed(as_documented, 2)
