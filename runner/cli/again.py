@@ -100,6 +100,7 @@ def _all_made(runs: Sequence[tuple[RunRecord, Examined]], found: argparse.Namesp
 
 def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
     from runner.recipe import composition, diagnose, hydra_setup
+    from runner.run_dir import directory
     from runner.run_dir.job import Job
 
     refused = [o for o in overrides if hydra_setup.key_of(o) == "resume"]
@@ -110,16 +111,15 @@ def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
     for line in diagnose.overridden(overrides):
         print(line, file=sys.stderr)
     with hydra_setup.session():
-        examined = composition.again(run.path, diagnose.unique(overrides))
+        examined = composition.again(directory.frozen(run.path), diagnose.unique(overrides))
     return replace(examined, recipe=replace(examined.recipe, resume=None))
 
 
 def _require(prepared: Sequence[Examined]) -> None:
-    from runner.recipe import parts
-    from runner.training import startup
+    from runner.training import build, startup
 
     startup.announce(prepared[0].recipe.name)
-    parts.require(prepared, trust.missing_packages())
+    build.require(prepared, trust.missing_packages())
 
 
 def _tell(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> None:

@@ -192,8 +192,9 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
 
 def _train_alone(overrides: Sequence[str], config_name: str) -> int:
     from runner.launch import member, rendezvous, warm_workers
-    from runner.recipe import hydra_setup, parts
+    from runner.recipe import hydra_setup
     from runner.sweep import jobs, settings
+    from runner.training import build
 
     ConfigError.raise_if(settings.misplaced(overrides))
     with hydra_setup.session(overrides):
@@ -216,7 +217,7 @@ def _train_alone(overrides: Sequence[str], config_name: str) -> int:
         if not comes_first:
             require_names()
         with rendezvous.ending_with() as ended:
-            parts.require([examined], problems)
+            build.require([examined], problems)
             return ended(_train_one(examined))
 
 
@@ -231,7 +232,7 @@ def _examine(overrides: Sequence[str], config_name: str) -> Examined:
     value = requested.partition("=")[2].strip("'\"")
     if requested and value not in (resumable.AUTO, "null", ""):
         run_dir = directory.existing(value, "resume=")
-        return _resumed(composition.resumed(run_dir, new), str(run_dir))
+        return _resumed(composition.resumed(directory.frozen(run_dir), new), str(run_dir))
     examined = composition.new_run(overrides, config_name)
     if examined.problems:
         return examined
@@ -292,8 +293,8 @@ def _train_one(examined: Examined) -> int:
 def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
     """Train the jobs of a sweep, each in processes of its own, where the launcher puts them."""
     from runner.launch import rendezvous
-    from runner.recipe import parts
     from runner.sweep import command
+    from runner.training import build
 
     request = command.Request.of(overrides, config_name)
 
@@ -303,15 +304,16 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
             remedy = "Leave distributed.rdzv_endpoint out, or start the runs one by one."
             raise ConfigError.of("distributed=multi_node with --multirun", rule, remedy)
         startup.announce(examined[0].recipe.name if examined else "")
-        parts.require(examined, missing)
+        build.require(examined, missing)
 
     return command.train(request, lambda found: _require_names(found, missing), require, _hydra)
 
 
 def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     """Print the jobs of a sweep, or one recipe's check, and start nothing."""
-    from runner.recipe import hydra_setup, parts
+    from runner.recipe import hydra_setup
     from runner.sweep import command, jobs
+    from runner.training import build
 
     if not flags.multirun:
         with hydra_setup.session(overrides):
@@ -328,7 +330,7 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
         print("\n".join([*([f"# {note}"] if note else ()), *command.recipe_lines(found)]))
         return DONE
     startup.announce(found[0].recipe.name)
-    parts.require(found, missing)
+    build.require(found, missing)
     if flags.multirun:
         print("\n".join(filter(None, [*command.listing(found), note])))
     print("The configuration is valid; nothing was started (--dry-run).")

@@ -36,9 +36,9 @@ def main(arguments: Sequence[str], examine: Callable[[Sequence[str], str], Exami
         ConfigError: if the recipe is refused, there is no Slurm, or it refuses the job.
     """
     from runner.launch import batch_script, submit
-    from runner.recipe import diagnose, hydra_setup, parts
+    from runner.recipe import diagnose, hydra_setup
     from runner.sweep import jobs
-    from runner.training import startup
+    from runner.training import build, startup
 
     flags = command_line.parse(arguments)
     if flags.help:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str], examine: Callable[[Sequence[str], str], Exami
     except ConfigError as error:  # how many processes there are to check for is not known
         raise ConfigError(*dict.fromkeys([*missing, *examined.problems, *error.problems])) from None
     with place:
-        parts.require([examined], missing)
+        build.require([examined], missing)
     if flags.dry_run:
         print(batch_script.text(recipe, Path("RUN_DIR"), str(Path.cwd())), end="")
         return DONE

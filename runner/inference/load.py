@@ -77,10 +77,10 @@ def restored_step(path: Path, recipe: Recipe, placement: Placement | None = None
     from accel import init_empty_weights
     from accel.checkpoint.load import read_model
     from accel.comm.rng import preserved
-    from runner.recipe import parts
+    from runner.training import build
 
     with preserved():
-        step = parts.build_step(recipe, None if placement is None else init_empty_weights())
+        step = build.build_step(recipe, None if placement is None else init_empty_weights())
     for index, (name, model) in enumerate(step.models.items()):
         try:
             if placement is not None:

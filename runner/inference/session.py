@@ -31,14 +31,15 @@ from runner.inference.load import (
     step_of,
 )
 from runner.inference.placement import Placement
-from runner.recipe import composition, diagnose, hydra_setup, parts, processes
+from runner.recipe import composition, diagnose, hydra_setup, processes
 from runner.recipe.batch_plan import plan_batches
+from runner.recipe.factory import check_factories
 from runner.recipe.schema import PLUGINS, Distributed, Recipe, Trainer
 from runner.run_dir import data_files, directory, json_files, reproduction
 from runner.run_dir.job import Job
 from runner.run_dir.json_files import JsonObject
 from runner.run_dir.numerics import Numerics, choose
-from runner.training import log_levels, startup
+from runner.training import build, log_levels, startup
 from runner.training.heartbeat import Progress
 
 if TYPE_CHECKING:
@@ -383,9 +384,11 @@ def _overridden(request: Request) -> tuple[Recipe, Mapping[str, str]]:
     for line in diagnose.overridden(request.overrides):
         print(line, file=sys.stderr)
     with hydra_setup.session():
-        examined = composition.resumed(request.run_dir, request.overrides, trains=False)
+        examined = composition.resumed(
+            directory.frozen(request.run_dir), request.overrides, trains=False
+        )
         recipe = composition.require(examined)
-    ConfigError.raise_if(parts.check_factories(recipe))
+    ConfigError.raise_if(check_factories(recipe))
     return recipe, examined.log_levels
 
 
@@ -455,11 +458,10 @@ def _same_batches(recipe: Recipe, number: int) -> Trainer:
 @contextlib.contextmanager
 def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
     from accel.comm.rng import set_seed
-    from runner.recipe.accelerator import running
 
     # Nothing is logged, and no state is saved.
     recipe.tracker = replace(recipe.tracker, log_with=[])
-    with running(recipe, run_dir, plan_batches(recipe.trainer, 1, None)) as accelerator:
+    with build.running(recipe, run_dir, plan_batches(recipe.trainer, 1, None)) as accelerator:
         set_seed(recipe.seed, deterministic=recipe.deterministic)
         yield accelerator
 
@@ -469,7 +471,7 @@ def _batches(
 ) -> dict[str, EvalBatches]:
     from runner.data.train_eval_batches import EvalBatches
 
-    data = parts.build_data(recipe)
+    data = build.build_data(recipe)
     lacking = [split for split in splits if getattr(data, split) is None]
     ConfigError.raise_if(
         [

@@ -18,9 +18,9 @@ from accel.machine.imports import is_available
 RUN = (
     *("torch", "torch._dynamo", "torch.utils.data", "torch.utils.tensorboard"),
     *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.single"),
-    *("runner.recipe.parts", "runner.recipe.accelerator", "runner.training.loop"),
+    *("runner.training.build", "runner.recipe.engine", "runner.training.loop"),
     *("runner.launch.worker", "runner.launch.watchdog", "runner.recipe.hydra_setup"),
-    *("runner.builtin.optimizers", "runner.recipe.deferred_init_check"),
+    *("runner.builtin.optimizers"),
     *("runner.data.train_eval_batches", "rich.progress"),
     *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
 )

@@ -139,11 +139,9 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     from accel.checkpoint import disk_full
     from accel.comm.rng import set_seed
     from runner.launch import watchdog
-    from runner.recipe import deferred_init_check, processes
-    from runner.recipe.accelerator import running
+    from runner.recipe import processes
     from runner.recipe.batch_plan import plan_batches
-    from runner.recipe.parts import build_parts
-    from runner.training import pruning
+    from runner.training import build, pruning
     from runner.training.loop import Loop
 
     here = Environment.read()
@@ -153,12 +151,12 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
         disk_full.told("the run", job.run_dir),
         of_the_recipe(),
         watchdog.watching(recipe, job.run_dir, stop, here.rank or 0, here.world_size),
-        running(recipe, job.run_dir, plan) as accelerator,
+        build.running(recipe, job.run_dir, plan) as accelerator,
     ):
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
-        deferred_init_check.check(recipe)
-        parts = build_parts(recipe, accelerator.strategy.init_context())
+        build.require_deferred_init(recipe)
+        parts = build.build_parts(recipe, accelerator.strategy.init_context())
         loop = Loop(
             recipe,
             job.run_dir,

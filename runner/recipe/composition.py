@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -13,8 +12,21 @@ from omegaconf.errors import OmegaConfBaseException
 from accel.machine.errors import ConfigError, Problem
 from runner.recipe import conf_files, diagnose, hydra_setup, resumed_recipe, serialization
 from runner.recipe.schema import Recipe
-from runner.run_dir import directory
-from runner.run_dir.job import Job
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The recorded recipe of a run, and the command that it was composed from.
+
+    `plain` is the recipe in plain containers, `cwd` the folder of the command, `origin` the
+    fingerprint of the files that this was read from.
+    """
+
+    plain: dict[str, object]
+    overrides: tuple[str, ...] = ()
+    config_name: str = hydra_setup.PRIMARY
+    cwd: str = "."
+    origin: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -64,92 +76,76 @@ def unresolved(error: OmegaConfBaseException) -> Problem:
     return Problem(f"{where}{key}", rule, "Give it a value.")
 
 
-def resumed(run_dir: str | Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Examined:
+def resumed(run: Frozen, overrides: Sequence[str] = (), *, trains: bool = True) -> Examined:
     """Return the recipe with which a run is resumed: its frozen one, with the new overrides.
 
     Later changes of files in `conf/` are ignored: only values that the new overrides change are
     taken from them. Call it inside a session. Overrides come without `resume`; where the run
     `trains` further, some keys must not change.
-
-    Raises:
-        ConfigError: if the directory is no run.
     """
-    origin = directory.fingerprint(Path(run_dir))
-    found = replace(_resumed(run_dir, overrides, trains), origin=origin)
+    limits = {".".join(path) for path in resumed_recipe.PER_INVOCATION}
+    own = tuple(o for o in run.overrides if hydra_setup.key_of(o) not in limits)
+    kept = replace(run, plain=resumed_recipe.without_limits(run.plain))
+    found = replace(_changed(kept, own, overrides, trains), origin=run.origin)
     return found if found.problems else replace(found, log_levels=hydra_setup.log_levels(overrides))
 
 
-def again(run_dir: str | Path, overrides: Sequence[str] = ()) -> Examined:
-    """Return the recipe of a new run that does as `run_dir` describes, limits included.
+def again(run: Frozen, overrides: Sequence[str] = ()) -> Examined:
+    """Return the recipe of a new run that does as `run` describes, limits included.
 
     As `resumed`, but any key may change. Call it inside a session.
-
-    Raises:
-        ConfigError: if the directory is no run.
     """
-    job, plain = Job.read(run_dir)
-    found = _changed(job, plain, list(job.overrides), overrides, trains=False)
+    found = _changed(run, run.overrides, overrides, trains=False)
     return found if found.problems else replace(found, log_levels=hydra_setup.log_levels(overrides))
 
 
-def _resumed(run_dir: str | Path, overrides: Sequence[str], trains: bool) -> Examined:
-    job, plain = Job.read(run_dir)
-    limits = {".".join(path) for path in resumed_recipe.PER_INVOCATION}
-    own = [o for o in job.overrides if hydra_setup.key_of(o) not in limits]
-    return _changed(job, resumed_recipe.without_limits(plain), own, overrides, trains)
-
-
-def _changed(
-    job: Job, frozen: dict[str, object], own: list[str], overrides: Sequence[str], trains: bool
-) -> Examined:
-    """Return a frozen recipe, composed from a job's `own` overrides, with new ones."""
+def _changed(run: Frozen, own: Sequence[str], overrides: Sequence[str], trains: bool) -> Examined:
+    """Return a frozen recipe, composed from a run's `own` overrides, with new ones."""
     if not overrides:
-        found, problems = serialization.examine(frozen)
-        return Examined(found, problems, job.overrides, job.config_name)
+        found, problems = serialization.examine(run.plain)
+        return Examined(found, problems, run.overrides, run.config_name)
     if any(hydra_setup.key_of(override) == hydra_setup.SEARCHED for override in own):
         # Of the folders that the run was composed from, and of those that are new to it.
         with hydra_setup.session([*own, *overrides]):
-            return _recomposed(job, frozen, own, overrides, trains)
-    return _recomposed(job, frozen, own, overrides, trains)
+            return _recomposed(run, own, overrides, trains)
+    return _recomposed(run, own, overrides, trains)
 
 
 def _recomposed(
-    job: Job, frozen: dict[str, object], own: list[str], overrides: Sequence[str], trains: bool
+    run: Frozen, own: Sequence[str], overrides: Sequence[str], trains: bool
 ) -> Examined:
     merged = hydra_setup.merge(own, overrides)
-    before, lost = diagnose.examine(own, job.config_name)
+    before, lost = diagnose.examine(own, run.config_name)
     if lost:  # a file that the run was composed from is missing: its frozen recipe is the base
-        return _applied_to_frozen(frozen, job, overrides, trains)
-    after, problems = diagnose.examine(merged, job.config_name)
+        return _applied_to_frozen(run, overrides, trains)
+    after, problems = diagnose.examine(merged, run.config_name)
     try:
-        changed = _with_changes(frozen, before, after, overrides)
+        changed = _with_changes(run.plain, before, after, overrides)
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
-        return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
-    return _examine_changed(frozen, changed, job, problems, merged, trains)
+        return Examined(Recipe(), problems, tuple(merged), run.config_name, composed=False)
+    return _examine_changed(run, changed, problems, merged, trains)
 
 
-def _applied_to_frozen(
-    frozen: dict[str, object], job: Job, overrides: Sequence[str], trains: bool
-) -> Examined:
+def _applied_to_frozen(run: Frozen, overrides: Sequence[str], trains: bool) -> Examined:
     """Return a run's recorded recipe with new overrides: groups from today's files, then values."""
-    merged = hydra_setup.merge(job.overrides, overrides)
+    merged = hydra_setup.merge(run.overrides, overrides)
     groups = hydra_setup.groups()
     choices = [o for o in overrides if hydra_setup.key_of(o) in groups]
     values = [o for o in overrides if o not in choices]
-    changed: Mapping[str, object] = frozen
+    changed: Mapping[str, object] = run.plain
     problems: list[Problem] = []
     try:
         if choices:
             after, problems = diagnose.examine(choices, hydra_setup.PRIMARY)
             before, _ = diagnose.examine([], hydra_setup.PRIMARY)
-            changed = _with_changes(frozen, before, after, choices)
+            changed = _with_changes(run.plain, before, after, choices)
         config, wrong = diagnose.applied(values, changed)
         changed = hydra_setup.plain(config)
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
-        return Examined(Recipe(), problems, tuple(merged), job.config_name, composed=False)
-    return _examine_changed(frozen, changed, job, [*problems, *wrong], merged, trains)
+        return Examined(Recipe(), problems, tuple(merged), run.config_name, composed=False)
+    return _examine_changed(run, changed, [*problems, *wrong], merged, trains)
 
 
 def _with_changes(
@@ -161,21 +157,20 @@ def _with_changes(
 
 
 def _examine_changed(
-    frozen: dict[str, object],
+    run: Frozen,
     changed: Mapping[str, object],
-    job: Job,
     problems: Sequence[Problem],
     merged: Sequence[str],
     trains: bool,
 ) -> Examined:
     """Return the recipe that a run is resumed with, and its problems and forbidden changes."""
-    found, wrong = serialization.examine(resumed_recipe.same_places(frozen, job.cwd, changed))
+    found, wrong = serialization.examine(resumed_recipe.same_places(run.plain, run.cwd, changed))
     kept = (
-        resumed_recipe.refusals(frozen, serialization.to_plain(found))
+        resumed_recipe.refusals(run.plain, serialization.to_plain(found))
         if trains and not wrong
         else []
     )
-    return Examined(found, [*problems, *wrong, *kept], tuple(merged), job.config_name)
+    return Examined(found, [*problems, *wrong, *kept], tuple(merged), run.config_name)
 
 
 def to_yaml(found: Recipe) -> str:

@@ -6,7 +6,7 @@ Call these inside a Hydra session: they read the folders of its search path.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from accel.machine.errors import Problem, Problems, nearest
 from runner.recipe import keys, paths, static_checks
 from runner.recipe.registry import register
 from runner.recipe.schema import Recipe
-from runner.run_dir.atomic_update import CONFIG
-from runner.run_dir.job import JOB
 
 PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.M)
 MAX_PROBLEMS = 8  # problems of one file that are reported at once
@@ -58,13 +56,8 @@ def own_files() -> Iterator[tuple[Path, str]]:
 
 
 def _recipes_below(folder: Path) -> list[Path]:
-    """Return the files of a folder of recipes; of a run, which may be linked, those beside it."""
-    return sorted(paths.files_below(folder, ".yaml", is_last=_are_of_a_run))
-
-
-def _are_of_a_run(names: Set[str]) -> bool:
-    """Return whether a folder that has files of these names is that of a run."""
-    return {CONFIG, JOB} <= names
+    """Return the files of a folder of recipes, in the order of their names."""
+    return sorted(paths.files_below(folder, ".yaml"))
 
 
 def file_of(name: str) -> Path | None:

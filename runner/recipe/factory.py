@@ -6,10 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel.machine.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem, Problems
 from runner.recipe import argument_errors, signatures, trust
-from runner.recipe.factory_nodes import name_and_arguments, num_given, with_node_key
-from runner.recipe.registry import Registry
+from runner.recipe.factory_nodes import (
+    STEP_PARTS,
+    name_and_arguments,
+    nodes_of,
+    num_given,
+    step_problems,
+    with_node_key,
+)
+from runner.recipe.registry import Registry, register
+from runner.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -50,14 +58,10 @@ class Factory:
         """Call the factory with the runner's arguments and those of the recipe.
 
         Raises:
-            ConfigError: if a value is refused, or the factory returns an object of the wrong kind.
+            ConfigError: if a value is refused.
         """
-        from runner.recipe import factory_results
-
         with argument_errors.factory_errors(self.key, self.place, self.arguments):
-            made = self.function(*given, **named, **self._instantiated())
-        factory_results.check(self.key, self.place, made)
-        return made
+            return self.function(*given, **named, **self._instantiated())
 
     def _instantiated(self) -> dict[str, object]:
         if not self.has_targets:
@@ -78,6 +82,27 @@ def factory_of(key: str, node: object, registry: Registry) -> Factory:
         return Factory(key, str(name), True, registry.get(str(name)), arguments)
     except ConfigError as error:
         raise with_node_key(error, registry.kind, key) from error
+
+
+def check_factories(recipe: Recipe) -> list[Problem]:
+    """Return what is wrong with the nodes that name factories."""
+    problems = Problems()
+    found: dict[str, Factory] = {}
+    for key, node, registry in nodes_of(recipe, problems):
+        try:
+            found[key] = factory_of(key, node, registry)
+        except ConfigError as error:
+            problems += error.problems
+    for key, factory in found.items():
+        problems += factory.problems(STEP_PARTS if key == "step" else ())
+    for key in ("step", "data"):
+        if getattr(recipe, key) is None:
+            names = ", ".join(getattr(register, key).names())
+            problems.add(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
+    if "step" in found:
+        step = found["step"]
+        problems += step_problems(recipe, step.label, signatures.read(step.function))
+    return problems
 
 
 def _targets(value: object, key: str) -> Iterator[tuple[str, str]]:

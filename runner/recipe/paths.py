@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 PRIMARY = "config.yaml"
@@ -47,13 +47,10 @@ def files_below(
     folder: str | os.PathLike[str],
     suffix: str = "",
     above: frozenset[str] = frozenset(),
-    *,
-    is_last: Callable[[Set[str]], bool] = lambda names: False,
 ) -> Iterator[Path]:
     """Yield the files of a folder, then those below it, in the order of names, through links too.
 
-    A link back to a folder `above` it is not followed, and what cannot be read is passed over, as
-    are the folders below one for whose names of files and folders `is_last` is true.
+    A link back to a folder `above` it is not followed, and what cannot be read is passed over.
     """
     real = os.path.realpath(folder)
     if real in above:
@@ -68,10 +65,8 @@ def files_below(
             folders.append(entry.path)
         elif entry.name.endswith(suffix):
             yield Path(entry.path)
-    if above and is_last({entry.name for entry in entries}):
-        return
     for below in folders:
-        yield from files_below(below, suffix, above | {real}, is_last=is_last)
+        yield from files_below(below, suffix, above | {real})
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

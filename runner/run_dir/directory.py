@@ -8,14 +8,17 @@ import logging
 import os
 import secrets
 import shlex
+import tempfile
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.machine.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError, ConfigError, Problem, Problems
 from runner.recipe import paths
+from runner.recipe.composition import Frozen
+from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB, Job
@@ -207,6 +210,61 @@ def is_run(path: Path) -> bool:
 def is_request(path: Path) -> bool:
     """Return whether a folder is that of the processes of an evaluation: it holds no run."""
     return (path / REQUEST).is_file()
+
+
+def problems(recipe: Recipe) -> list[Problem]:
+    """Return what is wrong with the folders that a new run would write to."""
+    found = Problems()
+    for check in (_check_run_dir, _check_states_folder):
+        try:
+            check(recipe)
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+def _check_run_dir(recipe: Recipe) -> None:
+    if recipe.run_dir is not None and recipe.resume is None:
+        require_unused(Path(recipe.run_dir).expanduser().absolute())
+
+
+def _check_states_folder(recipe: Recipe) -> None:
+    """Raise if states cannot be written where the recipe wants them, or another run has its own."""
+    wanted = recipe.checkpoint.project.project_dir
+    if wanted is None or recipe.resume is not None:
+        return
+    place = Path(wanted).expanduser().absolute()
+    present = checkpoints.checkpoints(place / checkpoints.FOLDER)
+    if present:
+        value = f"checkpoint.project.project_dir={wanted}"
+        rule = f"a run has a folder of its own, and {present[-1].parent} holds checkpoints"
+        run = run_of(present[-1])
+        remedy = (
+            "Give another folder, or leave it out: output_dir= moves a run with its checkpoints. "
+            f"To go on with the run there{f' ({run})' if run else ''}: resume=<its directory>."
+        )
+        raise ConfigError.of(value, rule, remedy)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return
+    except OSError as error:
+        value = f"checkpoint.project.project_dir={wanted}"
+        rule = f"states are written there, and that failed ({paths.failure(error)})"
+        remedy = "Give a folder that you may write to, or leave it out."
+        raise ConfigError.of(value, rule, remedy) from error
+
+
+def frozen(run_dir: str | os.PathLike[str]) -> Frozen:
+    """Return the recorded recipe of a run, from which another one is composed.
+
+    Raises:
+        ConfigError: if it is no run directory.
+    """
+    origin = fingerprint(Path(run_dir))
+    job, plain = Job.read(Path(run_dir))
+    return Frozen(plain, tuple(job.overrides), job.config_name, job.cwd, origin)
 
 
 def fingerprint(run_dir: Path) -> bytes:

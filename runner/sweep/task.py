@@ -302,7 +302,8 @@ class Task:
 
     def _recipe(self, number: int, overrides: Sequence[str]) -> Recipe:
         """Return the recipe of a job; raises what is wrong with one that a sweeper has chosen."""
-        from runner.recipe import parts, trust
+        from runner.recipe import trust
+        from runner.training import build
 
         sweep = directory.read(Path(self.folder))
         known = sweep.recipe(number) if self.numbers is not None else None
@@ -311,7 +312,7 @@ class Task:
         missing = trust.missing_packages()
         with hydra_setup.session(overrides):
             examined = composition.new_run(overrides, self.config_name, number)
-        parts.require([examined], missing)
+        build.require([examined], missing)
         return examined.recipe
 
     def _answer(self, number: int, code: int) -> Objective:

@@ -26,13 +26,13 @@ IMPORTED = (
     *("sklearn.datasets", "torch", "torch._dynamo", "torch.utils.tensorboard"),
     *(
         "runner.cli.dispatch",
-        "runner.recipe.parts",
+        "runner.training.build",
         "runner.callbacks.early_stopping",
         "runner.builtin.text_callbacks",
     ),
     *(
         "runner.recipe.composition",
-        "runner.recipe.accelerator",
+        "runner.recipe.engine",
         "runner.builtin.bytes_gpt",
         "runner.builtin.digits",
     ),

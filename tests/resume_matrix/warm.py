@@ -62,10 +62,10 @@ def import_everything() -> None:
     from runner.cli import dispatch
     from runner.inference import session
     from runner.launch import launcher, start_run, worker
-    from runner.recipe import composition, parts
-    from runner.training import loop
+    from runner.recipe import composition
+    from runner.training import build, loop
 
-    warm = (dispatch, parts, cli, session, composition, launcher, loop, start_run, worker, runner)
+    warm = (dispatch, build, cli, session, composition, launcher, loop, start_run, worker, runner)
     gc.collect()
     gc.freeze()  # the collector writes to what it looks at, which would be copied
     assert all((*warm, safetensors.torch, sklearn.datasets, torch._dynamo, torch.utils.data))

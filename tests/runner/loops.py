@@ -17,10 +17,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from accel.checkpoint.directory import checkpoints
 from runner.data.datasets import Data
-from runner.recipe.accelerator import make_accelerator
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.processes import dp_size
 from runner.recipe.schema import Checkpoint, DataLoader, Precision, Recipe, Tracker, Trainer
+from runner.training.build import make_accelerator
 from runner.training.callback import Callback
 from runner.training.console import Display
 from runner.training.loop import Loop

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from accel.accelerator import Accelerator
-from runner.recipe import composition, hydra_setup, parts
+from runner.recipe import composition, hydra_setup
 from runner.run_dir import directory
 from runner.run_dir.job import Job
+from runner.training import build
 from runner.training.checkpointing import Best
 from tests.helpers import reset_accel
 
@@ -31,7 +32,7 @@ def make_run(folder: Path, *overrides: str, checkpoints: int = 1, best: int | No
     Job(run_dir, overrides=(*SMALL, *overrides), cwd=str(folder)).save(recipe)
     for number in range(checkpoints):
         torch.manual_seed(number)
-        step = parts.build_step(recipe)
+        step = build.build_step(recipe)
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(*step.models.values(), *step.optimizers.values())
         accelerator.save_state(run_dir / "checkpoints" / f"checkpoint_{number}")

@@ -21,9 +21,9 @@ from accel.plan.dims import data_parallel
 from accel.state import GradientState, PartialState
 from runner.data.datasets import Data, make_order
 from runner.data.train_eval_batches import EvalBatches, TrainBatches
-from runner.recipe.accelerator import make_accelerator
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.schema import DataLoader, Recipe, Trainer
+from runner.training.build import make_accelerator
 from tests.helpers import run_distributed
 
 

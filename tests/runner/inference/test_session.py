@@ -22,10 +22,11 @@ from runner.builtin.digits import digits
 from runner.cli import dispatch
 from runner.data.datasets import Data
 from runner.inference import session
-from runner.recipe import keys, parts
+from runner.recipe import keys
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.schema import Recipe
 from runner.run_dir.job import Job
+from runner.training import build
 from runner.training.step import SupervisedStep
 from tests.runner.loops import Points, Stream
 from tests.runner.runs import make_run
@@ -79,7 +80,7 @@ def test_code_that_ends_the_process_is_no_success(
         raise SystemExit(0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(parts, "build_data", leave)
+    monkeypatch.setattr(build, "build_data", leave)
     assert dispatch.run([*command, str(run_dir)]) == 1
     told = capsys.readouterr().err
     assert "SystemExit: 0" in told
@@ -157,7 +158,7 @@ def test_batches_are_joined_as_the_data_say(run_dir: Path, monkeypatch: pytest.M
         sizes.append(len(samples))
         return default_collate(samples)
 
-    monkeypatch.setattr(parts, "build_data", lambda recipe: replace(data, collate_fn=collate))
+    monkeypatch.setattr(build, "build_data", lambda recipe: replace(data, collate_fn=collate))
     session.measure(session.Request(run_dir, splits=("test",)))
     assert sum(sizes) >= NUM_TEST
 
@@ -240,7 +241,7 @@ def test_predict_refuses_what_is_not_per_sample_and_leaves_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(Predicting, "returns", staticmethod(returns))
-    monkeypatch.setattr(parts, "build_step", functools.partial(with_class, parts.build_step))
+    monkeypatch.setattr(build, "build_step", functools.partial(with_class, build.build_step))
     output = tmp_path / "p.jsonl"
     if before:
         output.write_text("old")
@@ -259,7 +260,7 @@ def test_of_a_stream_that_a_limit_may_cut_off_no_part_is_claimed(
 
     limited = make_run(tmp_path, "trainer.limit_eval_batches=9", "trainer.eval_batch_size=3")
     request = session.Request(limited, (), ("test",), output=tmp_path / "p.jsonl")
-    monkeypatch.setattr(parts, "build_data", lambda recipe: Data(Points(3), test=Short(7)))
+    monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Short(7)))
     assert session.write_predictions(request) == 7  # all
     shown = capsys.readouterr().out
     assert "only a part" not in shown
@@ -291,10 +292,10 @@ def test_a_stream_is_predicted_row_by_row_and_counted(
     request = session.Request(
         run_dir, ("trainer.eval_batch_size=3",), ("test",), output=tmp_path / "p.jsonl"
     )
-    monkeypatch.setattr(parts, "build_data", lambda recipe: Data(Points(3), test=Claiming(7)))
+    monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Claiming(7)))
     assert session.write_predictions(request) == 7
     assert len(predictions(tmp_path / "p.jsonl")) == 7
-    monkeypatch.setattr(parts, "build_data", lambda recipe: Data(Points(3), test=Counted(7)))
+    monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Counted(7)))
     with pytest.raises(ConfigError, match="predict returned 7 rows: the data set has 9 samples"):
         session.write_predictions(request)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from runner.recipe import composition, hydra_setup
+from runner.run_dir import directory
 from runner.run_dir.job import Job
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
@@ -98,7 +99,7 @@ def test_arguments_are_taken_out_of_a_resumed_run(tmp_path: Path) -> None:
         job.run_dir.mkdir()
         job.save(frozen)
         found = composition.require(
-            composition.resumed(job.run_dir, ["~model.own", "~model.width"])
+            composition.resumed(directory.frozen(job.run_dir), ["~model.own", "~model.width"])
         )
         width = {
             name: value for name, value in frozen.model.items() if name not in ("own", "width")
@@ -139,7 +140,7 @@ def test_a_run_is_composed_from_the_folders_it_had(
     job = Job(tmp_path / "run", overrides=own, cwd=str(tmp_path))
     job.run_dir.mkdir()
     job.save(frozen)
-    found = composition.again(job.run_dir, [change])
+    found = composition.again(directory.frozen(job.run_dir), [change])
     assert [problem.value for problem in found.problems] == ([change] if "mz" in change else [])
     assert found.recipe.model == frozen.model
 
@@ -154,7 +155,9 @@ def test_a_run_takes_files_of_a_folder_that_is_new_to_it(others: str, tmp_path: 
     (tmp_path / "new" / "optimizer").mkdir(parents=True)
     (tmp_path / "new" / "optimizer" / "mine.yaml").write_text("name: adamw\n")
     both = f"hydra.searchpath=['file://{tmp_path}','file://{tmp_path / 'new'}']"
-    found = composition.again(job.run_dir, ["optimizer=mine", "optimzer.lr=1", both])
+    found = composition.again(
+        directory.frozen(job.run_dir), ["optimizer=mine", "optimzer.lr=1", both]
+    )
     assert [problem.value for problem in found.problems] == ["optimzer.lr=1"]
 
 

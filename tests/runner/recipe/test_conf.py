@@ -10,7 +10,8 @@ import pytest
 
 from accel.config import fp8, handlers, training
 from accel.machine.enums import DDPCommunicationHookType, DynamoBackend
-from runner.recipe import composition, keys, parts, paths, serialization
+from runner.recipe import composition, keys, paths, serialization
+from runner.recipe.factory import check_factories
 from runner.recipe.schema import DataLoader, Recipe
 
 CONF = paths.conf_folder()
@@ -34,7 +35,7 @@ def test_every_file_composes_into_a_recipe(choice: str) -> None:
     overrides = [] if choice == "config" else [choice, *ALONE.get(choice, [])]
     examined = composition.new_run(overrides, "config")
     assert examined.problems == []
-    assert parts.check_factories(examined.recipe) == []
+    assert check_factories(examined.recipe) == []
 
 
 def test_a_composed_recipe_is_plain_and_back() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from runner.recipe import parts
 from runner.recipe.registry import register
-from tests.runner.recipe.test_parts import problems, recipe
+from runner.training import build
+from tests.runner.training.test_build import problems, recipe
 
 
 def test_nested_targets_are_built(registered: None) -> None:
@@ -20,7 +20,7 @@ def test_nested_targets_are_built(registered: None) -> None:
 
     layers = [{"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}]
     model = {"name": "holder_a", "inner": {"layers": layers}}
-    step = parts.build_step(recipe(model=model))
+    step = build.build_step(recipe(model=model))
     assert step.models["model"][0].out_features == 3  # type: ignore[index,union-attr]
 
 

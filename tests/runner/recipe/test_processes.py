@@ -8,7 +8,7 @@ import pytest
 
 from accel.machine import env
 from accel.machine.errors import ConfigError, MissingPackageError
-from runner.recipe import parts, processes
+from runner.recipe import engine, processes
 from runner.recipe.schema import Distributed, Recipe
 
 ALONE = {"RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": None}
@@ -96,7 +96,7 @@ def test_an_interface_that_is_not_there_is_refused_before_workers_start(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     two = Distributed(kind="multi_cpu", num_processes=2)
-    (told, *_) = map(str, parts.check_machine(Recipe(distributed=two)))
+    (told, *_) = map(str, engine.problems(Recipe(distributed=two)))
     assert "GLOO_SOCKET_IFNAME=nosuch0: gloo finds no network interface 'nosuch0'" in told
     processes.check_interface(Distributed())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from accel.machine.errors import ConfigError
-from runner.recipe import parts
 from runner.recipe.registry import Registry, register
-from tests.runner.recipe.test_parts import problems, recipe
+from runner.training import build
+from tests.runner.training.test_build import problems, recipe
 
 
 def test_a_name_is_registered_once(registered: None) -> None:
@@ -58,7 +58,7 @@ def test_any_callable_is_registered_and_checked(factory: Any, registered: None) 
     assert problems(model={"name": "callable_a", "width": 3}) == []
     assert "it is of type int" in problems(model={"name": "callable_a", "width": "3"})[0]
     assert "no such argument" in problems(model={"name": "callable_a", "width": 3, "a": 1})[0]
-    model = parts._part(recipe(model={"name": "callable_a", "width": 3}), "model")()
+    model = build._part(recipe(model={"name": "callable_a", "width": 3}), "model")()
     assert model.weight.shape == (3, 3)
 
 

@@ -19,7 +19,12 @@ from runner.recipe.resumed_recipe import (
     without_limits,
 )
 from runner.recipe.schema import Recipe
+from runner.run_dir import directory
 from tests.runner.runs import make_run
+
+
+def resumed(run_dir: Path, line: list[str], *, trains: bool = True) -> composition.Examined:
+    return composition.resumed(directory.frozen(run_dir), line, trains=trains)
 
 
 def test_without_new_overrides_the_frozen_recipe_stays() -> None:
@@ -105,13 +110,13 @@ def test_a_resumed_run_is_refused_what_an_evaluation_is_not(tmp_path: Path) -> N
     before = (run_dir / "config.yaml").read_bytes()
     with hydra_setup.session():
         line = ["seed=7", "optimizer=sgd", "optimizer.lr=0.5", "name=x"]
-        problems = composition.resumed(run_dir, line).problems
+        problems = resumed(run_dir, line).problems
         told = "\n".join(map(str, problems))
         assert "seed=7 with resume: the order of the data" in told
         assert "optimizer._target_=torch.optim.SGD with resume" in told
         assert "name=x with resume: the run stays where it is (name=digits)" in told
-        assert not composition.resumed(run_dir, ["optimizer.lr=0.5"]).problems
-        assert not composition.resumed(run_dir, ["seed=7"], trains=False).problems
+        assert not resumed(run_dir, ["optimizer.lr=0.5"]).problems
+        assert not resumed(run_dir, ["seed=7"], trains=False).problems
     assert (run_dir / "config.yaml").read_bytes() == before
 
 
@@ -137,7 +142,7 @@ def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
             (["tags=[a]"], 0.1),
             (["experiment=own"], 0.1),
         ):
-            examined = composition.resumed(run_dir, line)
+            examined = resumed(run_dir, line)
             assert not examined.problems
             assert examined.recipe.optimizer["lr"] == rate, line
 
@@ -162,7 +167,7 @@ def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
             (["dataloader=workers"], 0.1),
             (["model.dropout=0.5"], 0.1),
         ):
-            examined = composition.resumed(run_dir, line)
+            examined = resumed(run_dir, line)
             assert [str(p) for p in examined.problems] == []
             found = examined.recipe
             assert (found.optimizer["lr"], found.seed) == (rate, 3), line
@@ -174,7 +179,7 @@ def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
             (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
             (["precision=bf61"], "precision=bf61"),
         ):
-            (only,) = composition.resumed(run_dir, line).problems
+            (only,) = resumed(run_dir, line).problems
             assert why in str(only)
 
 
@@ -188,7 +193,7 @@ def test_a_group_that_is_named_is_chosen_though_todays_files_choose_it_too(
     file.write_text(text.format("cosine"))
     with hydra_setup.session():
         for line, name in ((["scheduler=cosine"], "cosine"), (["tags=[a]"], "constant")):
-            examined = composition.resumed(run_dir, line)
+            examined = resumed(run_dir, line)
             assert not examined.problems
             assert examined.recipe.scheduler["name"] == name
 
@@ -204,7 +209,10 @@ def test_a_group_of_a_run_whose_files_are_gone_is_refused_what_cannot_change(
             file.unlink()
         with hydra_setup.session():
             told = "\n".join(
-                map(str, composition.resumed(run_dir, ["dataloader=default"]).problems)
+                map(
+                    str,
+                    resumed(run_dir, ["dataloader=default"]).problems,
+                )
             )
         assert "dataloader.data_seed=None with resume: the order of the data" in told
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runner.recipe import parts, paths, source_text, static_checks, trust
+from runner.recipe import paths, source_text, static_checks, trust
+from runner.recipe.factory import check_factories
 from runner.recipe.registry import register
 from runner.recipe.schema import Recipe
+from runner.training import build
 
 # Each takes `width=3` and nothing else that is needed.
 FACTORIES = """
@@ -260,25 +262,25 @@ def texts(problems: Iterable[object]) -> list[str]:
 def test_right_use_is_not_refused(name: str, cellar: Path) -> None:
     right = recipe(name, width=3)
     assert texts(static_checks.problems(right)) == []
-    assert texts(parts.check_factories(right)) == []
-    assert parts.build_step(right).models
+    assert texts(check_factories(right)) == []
+    assert build.build_step(right).models
 
 
 def test_a_default_is_right_whatever_its_annotation_says(cellar: Path) -> None:
     right = recipe("implicit", depth=None)
-    assert texts([*static_checks.problems(right), *parts.check_factories(right)]) == []
-    (only,) = parts.check_factories(recipe("implicit", width=None))
+    assert texts([*static_checks.problems(right), *check_factories(right)]) == []
+    (only,) = check_factories(recipe("implicit", width=None))
     assert "model.width=None: it is of type int" in str(only)
 
 
 def test_a_type_is_the_one_that_the_module_calls_so(cellar: Path) -> None:
     right = recipe("shadowed.net", width=0.5)
-    assert texts([*static_checks.problems(right), *parts.check_factories(right)]) == []
+    assert texts([*static_checks.problems(right), *check_factories(right)]) == []
 
 
 def test_an_annotation_that_is_no_type_says_nothing(cellar: Path) -> None:
     right = recipe("quoted.net", width=3, a=1, b="x")
-    assert texts([*static_checks.problems(right), *parts.check_factories(right)]) == []
+    assert texts([*static_checks.problems(right), *check_factories(right)]) == []
     (only,) = static_checks.problems(recipe("quoted.net", width="wide"))
     assert "model.width='wide': it is of type int" in str(only)
 
@@ -308,5 +310,5 @@ def test_a_file_that_is_no_python_is_left_to_its_import(cellar: Path) -> None:
 
 
 def test_a_decorated_factory_says_what_its_decorator_does_not_take(cellar: Path) -> None:
-    assert "model.depth=2" in str(*parts.check_factories(recipe("decorated", width=1, depth=2)))
-    assert parts.check_factories(recipe("wrapped")) == []
+    assert "model.depth=2" in str(*check_factories(recipe("decorated", width=1, depth=2)))
+    assert check_factories(recipe("wrapped")) == []

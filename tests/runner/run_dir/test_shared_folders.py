@@ -12,7 +12,6 @@ from accel.config.training import ProjectConfiguration
 from accel.machine.errors import CheckpointError
 from runner.cli import dispatch
 from runner.inference.load import described, find_checkpoint
-from runner.recipe import parts
 from runner.recipe.schema import Checkpoint, Recipe
 from runner.run_dir import directory
 from runner.training.checkpointing import Best, read_best
@@ -75,9 +74,9 @@ def test_a_run_that_was_moved_and_one_of_an_early_version_keep_theirs(tmp_path: 
 
 def test_a_new_run_wants_a_folder_of_its_own(tmp_path: Path) -> None:
     recipe = Recipe(checkpoint=shared(tmp_path))
-    assert parts.check_machine(recipe) == []
+    assert directory.problems(recipe) == []
     add(tmp_path / "all" / "checkpoints", 0, 6, NAMES[0])
-    (problem,) = parts.check_machine(recipe)
+    (problem,) = directory.problems(recipe)
     assert "holds checkpoints" in str(problem)
     assert NAMES[0] in str(problem)
 

@@ -239,9 +239,8 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
     from accel.comm.rng import set_seed
     from runner.data.train_eval_batches import TrainBatches
     from runner.recipe import composition, hydra_setup
-    from runner.recipe.accelerator import make_accelerator
     from runner.recipe.batch_plan import plan_batches
-    from runner.recipe.parts import build_parts
+    from runner.training.build import build_parts, make_accelerator
 
     with hydra_setup.session():
         recipe = composition.require(composition.new_run(overrides, "config"))

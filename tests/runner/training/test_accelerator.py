@@ -18,7 +18,6 @@ from accel.config.handlers import (
     ProfileKwargs,
 )
 from accel.config.training import GradientAccumulationPlugin, ProjectConfiguration
-from runner.recipe.accelerator import make_accelerator, running
 from runner.recipe.schema import (
     Checkpoint,
     DataLoader,
@@ -28,6 +27,7 @@ from runner.recipe.schema import (
     Tracker,
     Trainer,
 )
+from runner.training.build import make_accelerator, running
 from tests.helpers import run_distributed
 
 

@@ -1,0 +1,259 @@
+"""Building the objects of a run from its recipe: engine, step, models, data sets, callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.config.training import ProjectConfiguration
+from accel.machine.errors import ConfigError, Problem, Problems
+from accel.plan.choose_strategy import selected
+from runner.recipe import engine, signatures
+from runner.recipe.factory import Factory, check_factories, factory_of
+from runner.recipe.factory_nodes import STEP_PARTS, nodes_of
+from runner.recipe.registry import register
+from runner.recipe.schema import Recipe
+from runner.run_dir import directory
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel.accelerator import Accelerator
+    from runner.data.datasets import Data
+    from runner.recipe.batch_plan import BatchPlan
+    from runner.recipe.composition import Examined
+    from runner.training.callback import Callback
+    from runner.training.step import Step
+
+STOCHASTIC = "Add optimizer.stochastic_rounding=true (optimizer=adamw)"
+
+
+@dataclass
+class Parts:
+    """What a recipe builds besides the engine; callbacks are by name, in the recipe's order."""
+
+    step: Step
+    data: Data
+    callbacks: dict[str, Callback]
+
+
+def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
+    """Raise everything that is wrong with any of the jobs, each problem once."""
+    problems = dict.fromkeys(missing)
+    for examined in jobs:
+        problems.update(dict.fromkeys(examined.problems))
+        if examined.composed:
+            problems.update(dict.fromkeys(check_factories(examined.recipe)))
+        if not examined.problems:
+            problems.update(dict.fromkeys(engine.problems(examined.recipe)))
+            problems.update(dict.fromkeys(directory.problems(examined.recipe)))
+    ConfigError.raise_if(list(problems))
+
+
+@contextmanager
+def running(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Iterator[Accelerator]:
+    """Have the engine in the context, and end it on every way out of it.
+
+    After an error nothing is exchanged any more: another process may be gone already.
+    """
+    from accel.precision.tf32 import tf32
+
+    with tf32(recipe.precision.tf32), _ended(make_accelerator(recipe, run_dir, batch_plan)) as own:
+        yield own
+
+
+@contextmanager
+def _ended(accelerator: Accelerator) -> Iterator[Accelerator]:
+    try:
+        yield accelerator
+    except BaseException:
+        accelerator.tracker_group.finish(failed=True)
+        if accelerator.num_processes == 1:
+            accelerator.end_training()
+        raise
+    accelerator.end_training()
+
+
+def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Accelerator:
+    """Return the engine that a recipe describes.
+
+    States and logs go to `run_dir`, where `checkpoint.project` names no folder.
+
+    Raises:
+        ConfigError: if what is asked for contradicts itself or the machine.
+    """
+    from accel.accelerator import Accelerator
+
+    accelerator = Accelerator(
+        **engine.arguments(recipe, batch_plan),
+        log_with=list(recipe.tracker.log_with) or None,
+        project_config=_project(recipe, run_dir),
+    )
+    # Loader 0 is the run's own: one that an objective prepares draws other permutations.
+    accelerator._reserve_loaders(2)
+    return accelerator
+
+
+def _project(recipe: Recipe, run_dir: Path) -> ProjectConfiguration:
+    project = replace(recipe.checkpoint.project)
+    if project.logging_dir is None:
+        project.logging_dir = str(run_dir / "tensorboard")
+    if project.project_dir is None:
+        project.set_directories(run_dir)
+    return project
+
+
+def build_parts(
+    recipe: Recipe, around_model: AbstractContextManager[object] | None = None
+) -> Parts:
+    """Build the step with its models and optimizers, the data sets and the callbacks.
+
+    The weights are drawn from torch's generator: seed it first. The recipe's model is built inside
+    `around_model`.
+
+    Raises:
+        ConfigError: if a factory or an argument is wrong.
+    """
+    ConfigError.raise_if(check_factories(recipe))
+    callbacks = {
+        key.removeprefix("callbacks."): _made(factory_of(key, node, registry))
+        for key, node, registry in nodes_of(recipe, [])
+        if registry is register.callback
+    }
+    step = build_step(recipe, around_model)
+    return Parts(step=step, data=build_data(recipe), callbacks=callbacks)
+
+
+def build_data(recipe: Recipe) -> Data:
+    """Build the data sets."""
+    found: Data = _made(_part(recipe, "data"))
+    return found
+
+
+def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | None = None) -> Step:
+    """Build the step with its models and optimizers; the recipe's model inside `around_model`."""
+    step = _part(recipe, "step")
+    wanted = signatures.read(step.function)
+    around = {"model": around_model or nullcontext()}
+    parts = {}
+    for key in STEP_PARTS:
+        handed_on = wanted.open and getattr(recipe, key) is not None
+        if key in wanted.parameters or handed_on:
+            with around.get(key, nullcontext()):
+                parts[key] = _step_part(recipe, key)
+    made: Step = _made(step, **parts)
+    _check_weights(recipe, made.models, made.optimizers)
+    return made
+
+
+def require_deferred_init(recipe: Recipe) -> None:
+    """Refuse to initialize on rank 0 only the models that a step builds itself, on every rank.
+
+    Raises:
+        ConfigError: if that is requested.
+    """
+    found = selected(recipe.plugins, 1)
+    setting = found.spec.rank0_init(found.plugins)
+    if recipe.model is None and setting:
+        raise ConfigError.of(
+            f"{setting} with model=null",
+            "the step builds its own models, with weights on every rank",
+            "Leave it out, or choose model=….",
+        )
+
+
+def _made(factory: Factory, *given: object, **named: object) -> Any:
+    """Call a factory and check the kind of object that it returns."""
+    from runner.training import factory_results
+
+    made = factory(*given, **named)
+    factory_results.check(factory.key, factory.place, made)
+    return made
+
+
+def _step_part(recipe: Recipe, key: str) -> object:
+    from runner.training import factory_results
+
+    if getattr(recipe, key) is None:
+        return None
+    factory = _part(recipe, key)
+    if key == "optimizer":
+        return lambda model: _made(factory, model if factory.by_name else model.parameters())
+    if key == "scheduler":
+        given = 2 if factory.by_name else 1
+        return lambda optimizer, num_steps: _made(factory, *(optimizer, num_steps)[:given])
+    made = _made(factory)
+    if key == "model" and _is_supervised(recipe):
+        factory_results.check_trainable(factory.place, made)
+    if key == "model" and recipe.precision.weights is not None:
+        _cast(made)
+    return made
+
+
+def _is_supervised(recipe: Recipe) -> bool:
+    from runner.training.step import SupervisedStep
+
+    function = _part(recipe, "step").function
+    return isinstance(function, type) and issubclass(function, SupervisedStep)
+
+
+def _part(recipe: Recipe, key: str) -> Factory:
+    return factory_of(key, getattr(recipe, key), getattr(register, key))
+
+
+def _cast(model: torch.nn.Module) -> None:
+    """Convert the parameters of a model to bf16 in place.
+
+    Buffers keep their format: running statistics and tables of positions need the bits that weights
+    can do without.
+    """
+    import torch
+
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _check_weights(
+    recipe: Recipe,
+    models: Mapping[str, torch.nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+) -> None:
+    """Refuse models and optimizers of a step that do not fit the format of its weights.
+
+    Raises:
+        ConfigError: naming all of them.
+    """
+    import torch
+
+    from accel.precision.bf16_weights import holds_bf16, rounds_stochastically
+
+    found = Problems()
+    wanted = recipe.precision.weights
+    for name, model in models.items() if wanted else ():
+        kept = sum(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+        if kept:
+            found.add(
+                f"precision.weights={wanted}: {kept} parameters of {name!r} are in fp32",
+                "a step that builds its models itself decides their format",
+                "Build them in bf16 there, or choose precision=bf16.",
+            )
+    for name, optimizer in optimizers.items():
+        in_bf16, rounds = holds_bf16(optimizer), rounds_stochastically(optimizer)
+        kind = type(optimizer).__name__
+        if wanted and in_bf16 and not rounds:
+            found.add(
+                f"precision.weights={wanted} with {name}: {kind}",
+                "it rounds to the nearest: updates of less than 2**-9 of a weight are lost",
+                f"{STOCHASTIC}, or choose precision=bf16, which keeps weights in fp32.",
+            )
+        if rounds and not in_bf16:
+            found.add(
+                f"{name}: {kind} with stochastic rounding",
+                "it concerns weights in bf16, and there are none",
+                "Choose precision=bf16_weights, or optimizer.stochastic_rounding=false.",
+            )
+    found.raise_if()
