@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from accel import commands
 from accel.machine.errors import ConfigError, Problem, nearest
-from runner.recipe import override_mistakes
-from runner.recipe.override_mistakes import COMMANDS
+from runner.recipe import keys
+from runner.recipe.keys import COMMANDS
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _unknown(flag: str, arguments: Sequence[str], flags: Sequence[str]) -> Problem:
     name, given, value = flag.partition("=")
     rule = "there is no such flag"
-    key = override_mistakes.key_for(name)
+    key = keys.key_for(name)
     if key is None:
         return Problem(flag, rule, nearest(name, flags))
     following = list(arguments[arguments.index(flag) + 1 :])[:1] if flag in arguments else []

@@ -19,12 +19,11 @@ from runner.recipe import (
     keys,
     launchers,
     ray_placement,
-    static_checks,
     sweepers,
     trust,
 )
-from runner.recipe.factory_nodes import nodes_of, num_given
-from runner.recipe.override_mistakes import COMMANDS
+from runner.recipe.factory import nodes_of, num_given, read
+from runner.recipe.keys import COMMANDS
 from runner.recipe.registry import register
 from runner.recipe.schema import SPLITS
 from runner.recipe.serialization import examine
@@ -149,21 +148,18 @@ def _overrides(words: Sequence[str], word: str) -> Iterator[str]:
 
 def _recipe(overrides: Sequence[str]) -> dict[str, object]:
     """Return as much of the recipe as the words that are complete describe."""
-    config, _ = diagnose.examine(list(overrides), hydra_setup.PRIMARY)
+    config, _, _ = diagnose.examine(list(overrides), hydra_setup.PRIMARY)
     return hydra_setup.plain(config)
 
 
 def _arguments(recipe: Mapping[str, object]) -> Iterator[str]:
+    """Yield the arguments of factories that have been imported: a torch-free line stays so."""
     for key, node, registry in nodes_of(examine(recipe)[0], []):
-        if not isinstance(node, Mapping):
-            continue
-        name, target = node.get("name"), node.get("_target_")
-        if target is not None:
-            signature = static_checks.signature_of(str(target), num_given(key, False))
-            names = list(signature.parameters) if signature else []
-        else:
-            names = static_checks.arguments_of(registry, str(name), key)
-        yield from (f"{key}.{argument}" for argument in names)
+        name = node.get("name") if isinstance(node, Mapping) else None
+        factory = registry.loaded(str(name))
+        if factory is not None:
+            names = read(factory, num_given(key, True)).parameters
+            yield from (f"{key}.{argument}" for argument in names)
 
 
 def _values(key: str, value: str) -> Iterator[str]:

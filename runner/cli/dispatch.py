@@ -95,7 +95,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     flags = command_line.parse(arguments)
     overrides = command_line.searched(flags)
     if flags.help:
-        return _help()
+        return _help(overrides)
     if flags.version:
         return _version()
     if flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
@@ -111,7 +111,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if flags.cfg in ("hydra", "all"):
         return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
     if flags.cfg:
-        return _show(overrides, flags.config_name, flags.package)
+        return _show(overrides, flags.config_name, flags.package, flags.resolve)
     return _train(overrides, flags.config_name, flags.multirun)
 
 
@@ -132,10 +132,10 @@ def _complete(shell: str) -> int:
     return DONE
 
 
-def _help() -> int:
+def _help(overrides: Sequence[str]) -> int:
     from runner.cli import help
 
-    print(help.text())
+    print(help.of_groups(overrides) if overrides else help.text())
     return DONE
 
 
@@ -147,15 +147,19 @@ def _version() -> int:
     return DONE
 
 
-def _show(overrides: Sequence[str], config_name: str, package: str | None) -> int:
+def _show(overrides: Sequence[str], config_name: str, package: str | None, resolve: bool) -> int:
+    """Print the composed recipe; with `resolve` also the arguments at a factory's default."""
     from omegaconf import OmegaConf
 
-    from runner.recipe import composition, hydra_setup, keys
+    from runner.recipe import composition, factory, hydra_setup, keys
 
     with hydra_setup.session(overrides):
         examined = _examine(overrides, config_name)
     _require_names([examined], _import_packages_named(examined.recipe))
     recipe = composition.require(examined)
+    if resolve:
+        ConfigError.raise_if([*trust.missing_packages(), *factory.check_factories(recipe)])
+        recipe = factory.completed(recipe)
     shown = OmegaConf.create(composition.to_yaml(recipe))
     if package is not None:
         content: Any = OmegaConf.to_container(shown)
@@ -234,6 +238,8 @@ def _examine(overrides: Sequence[str], config_name: str) -> Examined:
         run_dir = directory.existing(value, "resume=")
         return _resumed(composition.resumed(directory.frozen(run_dir), new), str(run_dir))
     examined = composition.new_run(overrides, config_name)
+    for line in examined.notes:
+        print(line, file=sys.stderr)
     if examined.problems:
         return examined
     if examined.recipe.resume is None:
@@ -259,20 +265,20 @@ def _resumed(examined: Examined, run_dir: str) -> Examined:
 
 def _import_packages_named(recipe: Recipe) -> list[Problem]:
     """Import the user's packages where a recipe names factories that are not built in."""
-    from runner.recipe import static_checks
+    from runner.recipe import factory
 
-    return trust.missing_packages() if static_checks.unknown(recipe) else []
+    return trust.missing_packages() if factory.unregistered(recipe) else []
 
 
 def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> None:
     """Raise the problems of all jobs that can be found without loading torch."""
-    from runner.recipe import static_checks
+    from runner.recipe import factory
 
     problems = dict.fromkeys(missing)
     for examined in checked:
         problems.update(dict.fromkeys(examined.problems))
         if examined.composed:
-            problems.update(dict.fromkeys(static_checks.problems(examined.recipe)))
+            problems.update(dict.fromkeys(factory.wrong_names(examined.recipe)))
     ConfigError.raise_if(list(problems))
 
 

@@ -124,7 +124,7 @@ def _defaults(run: RunRecord) -> dict[str, object] | None:
         except ConfigError:  # of another project
             _DEFAULTS[name] = None
         else:
-            plain = serialization.frozen_plain(examined.recipe)
+            plain = serialization.frozen_plain(examined.recipe, complete=False)
             _DEFAULTS[name] = plain if examined.composed and not examined.problems else None
     return _DEFAULTS[name]
 

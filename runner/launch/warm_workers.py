@@ -171,7 +171,7 @@ def _number(recipe: Recipe) -> int:
 
 def _modules(recipe: Recipe) -> list[str]:
     """Return what the built-in factories of a recipe import."""
-    from runner.recipe import factory_nodes as nodes
+    from runner.recipe import factory as nodes
 
     found: list[str] = []
     for place in nodes.builtin_places(recipe):

@@ -22,7 +22,7 @@ from accel.machine.imports import load_attribute
 from runner import collector
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.launch import exit_guards, failures, rank_logs
-from runner.recipe.error_keys import of_the_recipe
+from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update, environment, lock
 from runner.run_dir.atomic_update import run_dir_of

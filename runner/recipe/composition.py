@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from accel.machine.errors import ConfigError, Problem
-from runner.recipe import conf_files, diagnose, hydra_setup, resumed_recipe, serialization
+from runner.recipe import diagnose, hydra_setup, keys, resumed_recipe, serialization
 from runner.recipe.schema import Recipe
 
 
@@ -35,7 +35,7 @@ class Examined:
 
     Where composing failed, `composed` is False, and there is nothing to check further. `origin` is
     the `directory.fingerprint` of a run to resume, None for a new one; `auto`: `resume=auto` has
-    found that run.
+    found that run. `notes` are lines for people about what won over what.
     """
 
     recipe: Recipe
@@ -46,6 +46,7 @@ class Examined:
     origin: bytes | None = None
     auto: bool = False
     log_levels: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def new_run(overrides: Sequence[str], config_name: str, number: int = 0) -> Examined:
@@ -53,26 +54,32 @@ def new_run(overrides: Sequence[str], config_name: str, number: int = 0) -> Exam
 
     `number` is the index of the job in a sweep.
     """
-    config, problems = diagnose.examine(overrides, config_name, number)
+    config, problems, notes = diagnose.examine(overrides, config_name, number)
     try:
         found, wrong = serialization.examine(hydra_setup.plain(config))
     except OmegaConfBaseException as error:
         problems.append(unresolved(error))
         return Examined(Recipe(), problems, tuple(overrides), config_name, composed=False)
-    wrong = [*problems, *wrong]
+    told = [diagnose.placed(one) if one.rule == keys.UNKNOWN else one for one in wrong]
+    wrong = [*problems, *told]
     composed = len(config) > 0
     levels = hydra_setup.log_levels(overrides) if composed and not wrong else {}
-    given = tuple(overrides)
-    return Examined(found, wrong, given, config_name, composed=composed, log_levels=levels)
+    return Examined(
+        found,
+        wrong,
+        tuple(overrides),
+        config_name,
+        composed=composed,
+        log_levels=levels,
+        notes=tuple(notes),
+    )
 
 
 def unresolved(error: OmegaConfBaseException) -> Problem:
     """Return the problem with an interpolation that leads nowhere, or a value that is missing."""
     key = str(getattr(error, "full_key", None) or "the recipe")
     rule = str(getattr(error, "msg", None) or error).splitlines()[0]
-    named = re.search(r"'([^']+)'", rule)
-    # Which file the interpolation stands in, where the command line has none of it.
-    where = conf_files.containing(rf"\$\{{[^}}]*{re.escape(named.group(1))}") if named else ""
+    where = diagnose.file_with(key, r".*\$\{")
     return Problem(f"{where}{key}", rule, "Give it a value.")
 
 
@@ -104,73 +111,50 @@ def _changed(run: Frozen, own: Sequence[str], overrides: Sequence[str], trains: 
     if not overrides:
         found, problems = serialization.examine(run.plain)
         return Examined(found, problems, run.overrides, run.config_name)
-    if any(hydra_setup.key_of(override) == hydra_setup.SEARCHED for override in own):
-        # Of the folders that the run was composed from, and of those that are new to it.
-        with hydra_setup.session([*own, *overrides]):
-            return _recomposed(run, own, overrides, trains)
-    return _recomposed(run, own, overrides, trains)
+    searched = [o for o in own if hydra_setup.key_of(o) == hydra_setup.SEARCHED]
+    folders = hydra_setup.session([*searched, *overrides]) if searched else nullcontext()
+    merged = tuple(hydra_setup.merge(own, overrides))
+    with folders:
+        words = diagnose.sorted_words(overrides)
+        problems = words.problems
+        try:
+            changed = run.plain
+            if words.choices:
+                changed, wrong = _with_choices(run, own, words.choices)
+                problems += wrong
+            config, wrong = diagnose.applied(words.values, changed)
+            changed = hydra_setup.plain(config)
+        except OmegaConfBaseException as error:
+            problems.append(unresolved(error))
+            return Examined(Recipe(), problems, merged, run.config_name, composed=False)
+    found, invalid = serialization.examine(resumed_recipe.same_places(run.plain, run.cwd, changed))
+    kept: list[Problem] = []
+    if trains and not invalid:
+        kept = resumed_recipe.refusals(run.plain, serialization.to_plain(found))
+    return Examined(found, [*problems, *wrong, *invalid, *kept], merged, run.config_name)
 
 
-def _recomposed(
-    run: Frozen, own: Sequence[str], overrides: Sequence[str], trains: bool
-) -> Examined:
-    merged = hydra_setup.merge(own, overrides)
-    before, lost = diagnose.examine(own, run.config_name)
-    if lost:  # a file that the run was composed from is missing: its frozen recipe is the base
-        return _applied_to_frozen(run, overrides, trains)
-    after, problems = diagnose.examine(merged, run.config_name)
-    try:
-        changed = _with_changes(run.plain, before, after, overrides)
-    except OmegaConfBaseException as error:
-        problems.append(unresolved(error))
-        return Examined(Recipe(), problems, tuple(merged), run.config_name, composed=False)
-    return _examine_changed(run, changed, problems, merged, trains)
+def _with_choices(
+    run: Frozen, own: Sequence[str], choices: Sequence[str]
+) -> tuple[dict[str, object], list[Problem]]:
+    """Return a frozen recipe with what newly chosen files change, and the problems of those.
 
-
-def _applied_to_frozen(run: Frozen, overrides: Sequence[str], trains: bool) -> Examined:
-    """Return a run's recorded recipe with new overrides: groups from today's files, then values."""
-    merged = hydra_setup.merge(run.overrides, overrides)
-    groups = hydra_setup.groups()
-    choices = [o for o in overrides if hydra_setup.key_of(o) in groups]
-    values = [o for o in overrides if o not in choices]
-    changed: Mapping[str, object] = run.plain
-    problems: list[Problem] = []
-    try:
-        if choices:
-            after, problems = diagnose.examine(choices, hydra_setup.PRIMARY)
-            before, _ = diagnose.examine([], hydra_setup.PRIMARY)
-            changed = _with_changes(run.plain, before, after, choices)
-        config, wrong = diagnose.applied(values, changed)
-        changed = hydra_setup.plain(config)
-    except OmegaConfBaseException as error:
-        problems.append(unresolved(error))
-        return Examined(Recipe(), problems, tuple(merged), run.config_name, composed=False)
-    return _examine_changed(run, changed, [*problems, *wrong], merged, trains)
-
-
-def _with_changes(
-    frozen: dict[str, object], before: DictConfig, after: DictConfig, overrides: Sequence[str]
-) -> Mapping[str, object]:
+    That is the difference of two compositions of today, from the files that the run has chosen and
+    from those and the new ones. Where one of the run's is gone, it is that to the default files.
+    """
+    chosen = diagnose.sorted_words(own).choices
+    before, lost, _ = diagnose.examine(chosen, run.config_name)
+    if lost:
+        chosen = []
+        before, _, _ = diagnose.examine(chosen, hydra_setup.PRIMARY)
+    name = hydra_setup.PRIMARY if lost else run.config_name
+    after, problems, _ = diagnose.examine(hydra_setup.merge(chosen, choices), name)
+    if not after:
+        return run.plain, problems
     today = hydra_setup.plain(after)
-    changed = resumed_recipe.carry_over(frozen, hydra_setup.plain(before), today)
-    return resumed_recipe.imposed(changed, today, {hydra_setup.key_of(o) for o in overrides})
-
-
-def _examine_changed(
-    run: Frozen,
-    changed: Mapping[str, object],
-    problems: Sequence[Problem],
-    merged: Sequence[str],
-    trains: bool,
-) -> Examined:
-    """Return the recipe that a run is resumed with, and its problems and forbidden changes."""
-    found, wrong = serialization.examine(resumed_recipe.same_places(run.plain, run.cwd, changed))
-    kept = (
-        resumed_recipe.refusals(run.plain, serialization.to_plain(found))
-        if trains and not wrong
-        else []
-    )
-    return Examined(found, [*problems, *wrong, *kept], tuple(merged), run.config_name)
+    changed = resumed_recipe.carry_over(run.plain, hydra_setup.plain(before), today)
+    keys_of_choices = {hydra_setup.key_of(choice) for choice in choices}
+    return dict(resumed_recipe.imposed(changed, today, keys_of_choices)), problems
 
 
 def to_yaml(found: Recipe) -> str:

@@ -1,7 +1,7 @@
-"""Why a recipe does not compose: every mistake, each with its remedy. Free of torch.
+"""Composing a recipe from words, and every mistake in them with its remedy. Free of torch.
 
-Hydra stops at the first mistake and speaks of it in its own terms. Once composing has failed, the
-overrides are therefore looked at one by one, and what is left is composed and checked as well.
+Hydra stops at the first mistake and speaks of it in its own terms. So Hydra composes the chosen
+files alone; values are set here, one by one, and each mistake is reported beside the others.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import types
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from accel.machine.errors import ConfigError, Problem, closest, did_you_mean, nearest
-from runner.recipe import conf_files, foreign_names, hydra_setup, keys, override_mistakes, paths
+from accel.machine.errors import ConfigError, Problem, closest, did_you_mean, listed, nearest
+from runner.recipe import foreign_names, hydra_setup, keys, paths
 from runner.recipe.schema import PLUGINS, Recipe
 
 # What composing raises for a mistake of the user's; OmegaConf stumbles over null nodes.
@@ -33,22 +35,70 @@ MISTAKES = (
 NODE = "it is a node with keys of its own"
 
 
+@dataclasses.dataclass
+class Words:
+    """The words of a command line, sorted: choices of files, values, and mistakes."""
+
+    choices: list[str]
+    values: list[Override]
+    problems: list[Problem]
+
+
+def sorted_words(overrides: Sequence[str]) -> Words:
+    """Sort overrides without sweeps; of several of one key the last is taken."""
+    overrides, problems = keys.pairs(overrides)
+    found = Words([], [], [*problems, *_switches(overrides)])
+    for override in unique(overrides):
+        wrong = hydra_setup.hydra_problems([override])
+        if wrong:
+            found.problems += wrong
+            continue
+        try:
+            parsed = hydra_setup.parse([override])[0]
+        except HydraException as failure:
+            found.problems.append(_unreadable(override, failure))
+            continue
+        mapping = not parsed.is_delete() and isinstance(parsed.value(), dict)
+        group = parsed.key_or_group in hydra_setup.groups() and not mapping
+        problem = _sweep_problem(parsed, override)
+        if group and problem is None:
+            problem = _choice_problem(parsed, override)
+        if problem is not None:
+            found.problems.append(problem)
+        elif group or hydra_setup.key_of(override).startswith("hydra"):
+            found.choices.append(override)
+        else:
+            found.values.append(parsed)
+    return found
+
+
 def examine(
     overrides: Sequence[str], config_name: str, number: int = 0
-) -> tuple[DictConfig, list[Problem]]:
-    """Compose as much of a recipe as can be; return it, and what is wrong with the overrides."""
-    overrides, problems = override_mistakes.pairs(overrides)
-    problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
-    accepted = [o for o in unique(overrides) if not hydra_setup.hydra_problems([o])]
+) -> tuple[DictConfig, list[Problem], list[str]]:
+    """Compose as much of a recipe as can be.
+
+    Returns:
+        The recipe, empty where its files do not compose; what is wrong; lines about values that a
+        file has replaced.
+    """
+    words = sorted_words(overrides)
     try:
-        return hydra_setup.compose(accepted, config_name, number), problems
+        config = hydra_setup.compose(words.choices, config_name, number, overrides)
     except ConfigError as error:
-        return OmegaConf.create(), [*problems, *error.problems]
-    except RecursionError as error:
-        return OmegaConf.create(), [*problems, *translate(error, config_name)]
+        return OmegaConf.create(), [*words.problems, *error.problems], []
     except MISTAKES as error:
-        config, found = explain(accepted, config_name, error)
-        return config, [*problems, *found]
+        return OmegaConf.create(), [*words.problems, *translate(error, config_name)], []
+    notes = hydra_setup.won_over_choices(words.choices, config)
+    return config, [*words.problems, *apply(words.values, config)], notes
+
+
+def applied(
+    values: Sequence[Override], plain: Mapping[str, object]
+) -> tuple[DictConfig, list[Problem]]:
+    """Set values in a recorded recipe, inside a session; return it, and what cannot be set."""
+    config = OmegaConf.merge(hydra_setup.schema(), plain)
+    assert isinstance(config, DictConfig)
+    return config, apply(values, config)
 
 
 def unique(overrides: Sequence[str]) -> list[str]:
@@ -73,71 +123,13 @@ def overridden(overrides: Sequence[str]) -> list[str]:
 
 def unreadable(overrides: Sequence[str]) -> list[Problem]:
     """Return a problem for each override of a sweep that Hydra's grammar does not read."""
-    overrides, problems = override_mistakes.pairs(overrides)
+    overrides, problems = keys.pairs(overrides)
     for override in overrides:
         try:
             hydra_setup.parse([override])
         except HydraException as failure:
             problems.append(_unreadable(override, failure))
     return problems
-
-
-def explain(
-    overrides: Sequence[str], config_name: str, error: Exception
-) -> tuple[DictConfig, list[Problem]]:
-    """Return all that is right, and what is wrong, after composing failed with `error`."""
-    problems: list[Problem] = []
-    choices: list[str] = []
-    values: list[Override] = []
-    for override in overrides:
-        try:
-            parsed = hydra_setup.parse([override])[0]
-        except HydraException as failure:
-            problems.append(_unreadable(override, failure))
-            continue
-        group = parsed.key_or_group in hydra_setup.groups()
-        wrong = _sweep_problem(parsed, override)
-        if group and wrong is None:
-            wrong = _choice_problem(parsed, override)
-        if wrong is not None:
-            problems.append(wrong)
-        elif group or hydra_setup.key_of(override).startswith("hydra"):
-            choices.append(override)
-        else:
-            values.append(parsed)
-    try:
-        config = hydra_setup.compose(choices, config_name)
-    except ConfigError as failure:
-        return OmegaConf.create(), [*problems, *failure.problems]
-    except MISTAKES as failure:
-        return OmegaConf.create(), [*problems, *translate(failure, config_name)]
-    for parsed in values:
-        problems += _apply(parsed, config)
-    return config, problems or translate(error, config_name)
-
-
-def applied(
-    overrides: Sequence[str], plain: Mapping[str, object]
-) -> tuple[DictConfig, list[Problem]]:
-    """Set values in a recipe, inside a session; return it with all that is right, and the problems.
-
-    The overrides are of values, no choices of files.
-    """
-    config = OmegaConf.merge(hydra_setup.schema(), plain)
-    assert isinstance(config, DictConfig)
-    overrides, problems = override_mistakes.pairs(overrides)
-    problems += [*hydra_setup.hydra_problems(overrides), *_switches(overrides)]
-    for override in unique(overrides):
-        if hydra_setup.hydra_problems([override]):
-            continue
-        try:
-            parsed = hydra_setup.parse(hydra_setup.opened([override]))[0]
-        except HydraException as failure:
-            problems.append(_unreadable(override, failure))
-            continue
-        wrong = _sweep_problem(parsed, override)
-        problems += _apply(parsed, config) if wrong is None else [wrong]
-    return config, problems
 
 
 def options_of(group: str) -> list[str]:
@@ -148,8 +140,8 @@ def options_of(group: str) -> list[str]:
 
 def _unreadable(override: str, failure: HydraException) -> Problem:
     if "=" not in override:
-        known = [*override_mistakes.COMMANDS, *(f"{group}=" for group in hydra_setup.groups())]
-        key = override_mistakes.key_for(override)
+        known = [*keys.COMMANDS, *(f"{group}=" for group in hydra_setup.groups())]
+        key = keys.key_for(override)
         if key is not None:
             return Problem(override, "a value is given as key=value", f"Write {key}=…")
         return Problem(override, "it is neither a command nor key=value", nearest(override, known))
@@ -200,7 +192,7 @@ def _switches(overrides: Sequence[str]) -> list[Problem]:
         key, _, value = override.partition("=")
         if value.lstrip("-").isdigit():
             values[key.lstrip("+")] = int(value)
-    return list(override_mistakes.switches(values))
+    return list(keys.switches(values))
 
 
 def _sweep_problem(parsed: Override, override: str) -> Problem | None:
@@ -213,6 +205,33 @@ def _sweep_problem(parsed: Override, override: str) -> Problem | None:
     )
 
 
+def apply(values: Sequence[Override], config: DictConfig) -> list[Problem]:
+    """Set values in a recipe, and return what is wrong with those that cannot be set.
+
+    What names a factory goes first: the arguments that the node has belong to the one before.
+    """
+    naming = [parsed for parsed in values if _factory_node(parsed) is not None]
+    others = [parsed for parsed in values if parsed not in naming]
+    return [problem for parsed in [*naming, *others] for problem in _apply(parsed, config)]
+
+
+def _factory_node(parsed: Override) -> str | None:
+    """Return the node whose factory an override names, by ``model.name=x`` or ``model={name: x}``.
+
+    None: it names none.
+    """
+    key, value = parsed.key_or_group, None if parsed.is_delete() else parsed.value()
+    node, _, leaf = key.rpartition(".")
+    if keys.names_factory(node) and leaf in ("name", "_target_"):
+        return node
+    named = isinstance(value, dict) and any(hydra_setup.factory_named(_by_text(value)))
+    return key if keys.names_factory(key) and named else None
+
+
+def _by_text(value: Mapping[Any, object]) -> dict[str, object]:
+    return {str(key): item for key, item in value.items()}
+
+
 def _apply(parsed: Override, config: DictConfig) -> list[Problem]:
     """Set one value, or return why not."""
     key, line = parsed.key_or_group, str(parsed.input_line)
@@ -223,17 +242,30 @@ def _apply(parsed: Override, config: DictConfig) -> list[Problem]:
     if off is not None and keys.node_of(off) is not None:
         return [_switched_off(off, line)]
     known = keys.known_keys(content)
-    if parsed.is_add() and key in known and not free:
+    if parsed.is_add() and key in known and not free and not whole:
         return [Problem(line, "there is such a key already", f"Leave out the +: {line[1:]}")]
     if not free and key not in known:
         return [keys.unknown_key(key, known, f"={line.partition('=')[2]}")]
     if parsed.is_delete():
         return _take_out(key, line, known, config)
+    node = _factory_node(parsed)
+    if node is not None:
+        _rename(node, parsed, config)
     try:
-        OmegaConf.update(config, key, parsed.value(), merge=True, force_add=free)
-    except (OmegaConfBaseException, AssertionError) as failure:
-        return [_bad_value(line, failure)]
+        OmegaConf.update(config, key, parsed.value(), merge=True, force_add=True)
+    except (OmegaConfBaseException, AssertionError, TypeError) as failure:
+        return [_bad_value(key, line, failure)]
     return []
+
+
+def _rename(node: str, parsed: Override, config: DictConfig) -> None:
+    """Empty a node whose factory is not the one that an override names."""
+    value: Any = parsed.value()
+    leaf = parsed.key_or_group.rpartition(".")[2]
+    given = {leaf: value} if node != parsed.key_or_group else _by_text(value)
+    now = OmegaConf.select(config, node)
+    if hydra_setup.factory_named(now) != hydra_setup.factory_named(given):
+        OmegaConf.update(config, node, {}, merge=False, force_add=True)
 
 
 def _take_out(key: str, line: str, known: Sequence[str], config: DictConfig) -> list[Problem]:
@@ -260,23 +292,25 @@ def _switched_off(node: str, line: str) -> Problem:
     return Problem(line, f"{node} is off", f"Switch it on with {head}={leaf}.")
 
 
-def _bad_value(line: str, failure: Exception) -> Problem:
+def _bad_value(key: str, line: str, failure: Exception) -> Problem:
     reason = str(getattr(failure, "msg", None) or failure).splitlines()[0]
-    return Problem(line, _in_plain_words(reason), "Correct the value.")
+    return Problem(line, _rule_of(key) or reason, "Correct the value.")
 
 
-TYPES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+TYPES: dict[object, str] = {
+    **{int: "a whole number", float: "a number", bool: "true or false", str: "text"},
+    **{list[str]: "a list of texts", type(None): "null"},
+}
 
 
-def _in_plain_words(reason: str) -> str:
-    """Return OmegaConf's reason in the words of a person who writes YAML."""
-    found = re.search(r"could not be converted to (\w+)|is not a valid (\w+)", reason)
-    wanted = found and (found.group(1) or found.group(2))
-    if wanted in TYPES:
-        return f"it is {TYPES[wanted]}"
-    if "is not a subclass of" in reason or "Invalid type assigned" in reason:
+def _rule_of(key: str) -> str:
+    """Return the type of a key of the schema in the words of a person who writes YAML, or ""."""
+    if keys.node_of(key) is not None:
         return NODE
-    return reason
+    hint = keys.hint_of(key)
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    words = [TYPES.get(part, "") for part in parts]
+    return f"it is {' or '.join(words)}" if all(words) else ""
 
 
 def _instead(key: str) -> str:
@@ -298,74 +332,105 @@ def _typed(value: float | str) -> str:
 
 def translate(error: Exception, config_name: str) -> list[Problem]:
     """Return what a file of `conf/` has wrong, from what composing it raised."""
-    text = str(error).strip()
-    place, rest = _place(text)
-    missing = re.search(r"Could not find '([^']+)'", text)
+    text = " ".join(str(error).split())
+    found: BaseException = error
+    while isinstance(found, ConfigCompositionException) and (found.__cause__ or found.__context__):
+        found = found.__cause__ or found.__context__ or found
+    key = str(getattr(found, "full_key", None) or "")
     if isinstance(error, RecursionError):
-        return [conf_files.cycle() or Problem("conf", "files name each other", "End the ring.")]
-    if not text:  # Hydra's grammar says nothing of an interpolation that is not closed
-        where = conf_files.containing(r"(?m)\$\{[^}\n]*$")
-        rule = "an interpolation is not closed" if where else "it cannot be composed"
-        return [Problem(f"{where or 'conf'}".rstrip(": "), rule, "Write ${key}, both braces.")]
+        found_in = [name for path, name in hydra_setup.own_files() if "defaults" in _text(path)]
+        rule = "a defaults list leads back to its own file"
+        return [Problem(listed(found_in) or "conf", rule, "Take that entry out of the list.")]
     if isinstance(error, UnicodeDecodeError):
-        return conf_files.undecodable() or [Problem("conf", text, "Save the file as UTF-8.")]
-    if missing:
-        group, _, option = missing.group(1).rpartition("/")
-        known = options_of(group)
-        value = f"{place}{group}: {option}"
-        if group.startswith("hydra/"):  # chosen on the command line; the file named is Hydra's own
-            value = f"{group}={option}"
-        found = Problem(value, "there is no such file", nearest(option, known))
-        return [foreign_names.plugin(group, option) or found]
-    if "primary config" in text:
-        return [
-            Problem(
-                f"--config-name {config_name}",
-                "there is no such file in any conf folder",
-                nearest(config_name, options_of("")),
-            )
-        ]
-    twice = re.search(r"Multiple values for (\S+)\. To override .* use 'override (.*)'", text)
-    if twice:
-        group, choice = twice.group(1), twice.group(2)
-        where = conf_files.containing(rf"(?m)^\s*-\s*/{re.escape(group)}\s*:")
-        rule = f"{group} has a place in every recipe"
-        remedy = f"Write `- override /{choice.lstrip('/')}` in its defaults list."
-        return [Problem(f"{where}/{choice.lstrip('/')}", rule, remedy)]
-    key = re.search(r"full_key: (\S+)", text)
-    if key and re.search(r"Key '.*' (not in|is not in)", text):
-        name = place.removeprefix("conf/").removesuffix(".yaml: ")
-        problem = keys.unknown_key(key.group(1), list(keys.typed_keys()))
-        first = Problem(f"{place}{problem.value}", problem.rule, problem.remedy)
-        return (conf_files.wrong_keys(name) if name else []) or [first]
-    as_text = re.search(r"\w+ is not a subclass of (\w+)\. value: (.*)", text)
-    name = next(
-        (n for n, k in keys.nodes(Recipe).items() if as_text and k and k.__name__ == as_text[1]), ""
-    )
-    if as_text and name:
-        return [_no_node(f"{place}{name}: {as_text[2]}", name)]
-    if key and _in_plain_words(rest) == NODE and key.group(1) in keys.nodes(Recipe):
-        return [_no_node(f"{place}{key.group(1)}", key.group(1))]
-    if key:
-        return [Problem(f"{place}{key.group(1)}", _in_plain_words(rest), "Correct the file.")]
+        return [Problem(_undecodable(), f"it is not UTF-8 text ({error})", "Save it as UTF-8.")]
+    if isinstance(error, MissingConfigException):
+        return [_missing_file(str(error.missing_cfg_file), _place(error), config_name)]
+    if not text:  # Hydra's grammar says nothing of an interpolation that is not closed
+        where = _containing(r"(?m)\$\{[^}\n]*$")
+        rule = "an interpolation is not closed" if where else "it cannot be composed"
+        return [Problem(where or "conf", rule, "Write ${key}, both braces.")]
     if isinstance(error, YAMLError):
-        rule = f"a file is no YAML: {' '.join(text.split())}"
         remedy = "Indent with spaces, not tabs." if "'\\t'" in text else "Correct the file."
-        return [Problem("conf", rule, remedy)]
-    return [Problem(place.rstrip(": ") or "conf", " ".join(rest.split()), "Correct the file.")]
+        return [Problem("conf", f"a file is no YAML: {text}", remedy)]
+    place = _place(error)
+    if key and key not in keys.typed_keys() and not keys.is_free(key):
+        wrong = keys.unknown_key(key, list(keys.typed_keys()))
+        return [dataclasses.replace(wrong, value=f"{place}{key}")]
+    # Of a node that is given as text, OmegaConf tells the class alone.
+    kind = re.search(r"is not a subclass of (\w+)\. value: (.*)", str(error))
+    named = [name for name, node in keys.nodes(Recipe).items() if kind and node is not None]
+    if kind and not key:
+        key = next((name for name in named if _class_of(name) == kind[1]), "")
+    if key and _rule_of(key):
+        chosen = f"Choose a file by `- override /{key}: …` in the defaults list, or write "
+        remedy = f"{chosen}its keys below it." if key in named else "Correct the file."
+        return [Problem(f"{place}{key}{f': {kind[2]}' if kind else ''}", _rule_of(key), remedy)]
+    twice = re.match(r"Multiple values for (\S+)\.", text)
+    if twice:
+        place = _containing(rf"(?m)^\s*-\s*/{re.escape(twice[1])}\s*:")
+    reason = str(getattr(found, "msg", None) or re.sub(r"^In '[^']+': ", "", text))
+    value = f"{place}{key}".rstrip(": ") or "conf"
+    return [Problem(value, reason.splitlines()[0].rstrip("."), "Correct the file.")]
 
 
-def _no_node(value: str, name: str) -> Problem:
-    """Return the problem that a file gives a node a plain value, such as the name of its file."""
-    chosen = f"Choose its file by `- override /{name}: …` in the defaults list, or w"
-    remedy = chosen if options_of(name) else "W"
-    return Problem(value, NODE, f"{remedy}rite its keys below it.")
+def _class_of(node: str) -> str:
+    kind = keys.node_of(node)
+    return "" if kind is None else kind.__name__
 
 
-def _place(text: str) -> tuple[str, str]:
-    """Return the file that Hydra's message speaks of, as a prefix, and what it says."""
-    found = re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?(.*)", text, re.S)
-    if found is None:
-        return "", text
-    first = found.group(2).strip().splitlines()
-    return f"conf/{found.group(1)}.yaml: ", first[0] if first else ""
+def _missing_file(name: str, place: str, config_name: str) -> Problem:
+    group, _, option = name.rpartition("/")
+    if not group and option == config_name:
+        rule = "there is no such file in any conf folder"
+        remedy = nearest(config_name, options_of(""))
+        return Problem(f"--config-name {config_name}", rule, remedy)
+    value = f"{group}={option}" if group.startswith("hydra/") else f"{place}{group}: {option}"
+    remedy = nearest(option, options_of(group))
+    found = Problem(value, "there is no such file", remedy)
+    return foreign_names.plugin(group, option) or found
+
+
+def _place(error: Exception) -> str:
+    """Return the file that an error of Hydra's is about, as a prefix."""
+    found = re.match(r"In '([^']+)'", str(error))
+    return f"conf/{found.group(1)}.yaml: " if found else ""
+
+
+def placed(problem: Problem) -> Problem:
+    """Return the problem of an unknown key with the file of the user's that has it."""
+    key = problem.value.partition("=")[0]
+    where = file_with(key)
+    head, _, rest = key.partition(".")
+    remedy = problem.remedy
+    if where and rest and head in hydra_setup.groups() and head not in keys.nodes(Recipe):
+        remedy = "Write `# @package _global_` as the first line of the file."
+    return Problem(f"{where}{problem.value}", problem.rule, remedy)
+
+
+def file_with(key: str, value: str = "") -> str:
+    """Return the first file of the user's that sets the last part of a key, as a prefix, or "".
+
+    `value` is a pattern of what is set.
+    """
+    leaf = re.escape(key.rpartition(".")[2])
+    found = _containing(rf"(?m)(^|[{{,])\s*{leaf}\s*:{value}")
+    return f"{found}: " if found else ""
+
+
+def _containing(pattern: str) -> str:
+    """Return the first file of the user's that contains a pattern, or ""."""
+    found = (name for path, name in hydra_setup.own_files() if re.search(pattern, _text(path)))
+    return next(found, "")
+
+
+def _text(path: Path) -> str:
+    return path.read_text("utf-8", "replace")
+
+
+def _undecodable() -> str:
+    for path, name in hydra_setup.own_files():
+        try:
+            path.read_text("utf-8")
+        except UnicodeDecodeError:
+            return name
+    return "conf"

@@ -16,7 +16,7 @@ from accel.plan.choose_strategy import selected
 from accel.strategies.table import plugins
 from runner.recipe import processes
 from runner.recipe.batch_plan import BatchPlan, plan_batches
-from runner.recipe.error_keys import of_the_recipe
+from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import PLUGINS, Recipe
 
 

@@ -1,23 +1,134 @@
-"""The factory that a node of a recipe names, checked. Free of torch until a factory is called."""
+"""The factories that the nodes of a recipe name: found, checked against their signatures, called.
+
+Free of torch until a factory is imported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import Parameter
 from typing import Any
 
-from accel.machine.errors import ConfigError, Problem, Problems
-from runner.recipe import argument_errors, signatures, trust
-from runner.recipe.factory_nodes import (
-    STEP_PARTS,
-    name_and_arguments,
-    nodes_of,
-    num_given,
-    step_problems,
-    with_node_key,
-)
+from accel.machine.errors import AccelError, ConfigError, Problem, Problems, nearest, text_of
+from runner.recipe import foreign_names, trust, user_frames
+from runner.recipe.keys import FACTORY_NODES
 from runner.recipe.registry import Registry, register
 from runner.recipe.schema import Recipe
+
+# How many arguments the runner gives first: to a factory called by name, and to a `_target_`.
+NUM_GIVEN = {"optimizer": (1, 1), "scheduler": (2, 1)}
+# Parameters of a step's constructor that receive the objects built from these nodes.
+STEP_PARTS = ("model", "objective", "optimizer", "scheduler")
+SCALARS = (bool, int, float, str)
+SEQUENCES = (list, tuple, Sequence)
+# Errors that no argument causes: the machine, or missing code.
+OF_THE_MACHINE = (ImportError, MemoryError, OSError)
+
+# -- nodes ---------------------------------------------------------------------------------
+
+
+def nodes_of(recipe: Recipe, problems: list[Problem]) -> Iterator[tuple[str, object, Registry]]:
+    """Yield (key, node, registry) of each node that names a factory and is not null."""
+    for key in FACTORY_NODES:
+        if getattr(recipe, key) is not None:
+            yield key, getattr(recipe, key), getattr(register, key)
+    callbacks = recipe.callbacks or {}
+    if not isinstance(callbacks, Mapping):
+        problems.append(
+            Problem(
+                f"callbacks={callbacks!r}", "it maps names to factories", "Write callbacks.x.name=…"
+            )
+        )
+        return
+    for name, node in callbacks.items():
+        if node is not None:
+            yield f"callbacks.{name}", _named(node, str(name)), register.callback
+
+
+def builtin_places(recipe: Recipe) -> Iterator[str]:
+    """Yield ``"module:attribute"`` of each built-in factory that a recipe names."""
+    for _, node, registry in nodes_of(recipe, []):
+        name = node.get("name") if isinstance(node, Mapping) else None
+        place = registry.built_in(name) if isinstance(name, str) else None
+        if place is not None:
+            yield place
+
+
+def _named(node: object, name: str) -> object:
+    """Return a callback's node; where it names no factory, it is the one called as the node is."""
+    if isinstance(node, Mapping) and not {"name", "_target_"} & set(node):
+        return {"name": name, **node}
+    return node
+
+
+def name_and_arguments(
+    key: str, node: object, registry: Registry
+) -> tuple[object, str | None, dict[str, object]]:
+    """Return name or `_target_` of a node (the other is None) and its arguments, or raise."""
+    if not isinstance(node, Mapping):
+        raise ConfigError.of(
+            f"{key}={node!r}", "it names a factory", f"Write {key}.name={node}, or {key}=null."
+        )
+    arguments = {
+        str(name): value for name, value in node.items() if name not in ("name", "_target_")
+    }
+    name, target = node.get("name"), node.get("_target_")
+    if (name is None) == (target is None):
+        rule = "it names a factory by `name` or by `_target_`, not both"
+        if name is None:
+            rule = "nothing is chosen: it names a factory by `name` or `_target_`"
+        known = ", ".join(registry.names())
+        raise ConfigError.of(f"{key}={dict(node)}", rule, f"Set {key}.name to one of: {known}.")
+    return name, None if target is None else str(target), arguments
+
+
+def num_given(key: str, by_name: bool) -> int:
+    """Return how many first arguments the runner gives to the factory of a node."""
+    from_registry, by_target = NUM_GIVEN.get(key, (0, 0))
+    return from_registry if by_name else by_target
+
+
+def with_node_key(error: ConfigError, kind: str, key: str) -> ConfigError:
+    """Return the error with the node's own key in place of the kind of factory."""
+    return ConfigError(
+        *(
+            Problem(
+                problem.value.replace(f"{kind}.name", f"{key}.name"), problem.rule, problem.remedy
+            )
+            for problem in error.problems
+        )
+    )
+
+
+def unregistered(recipe: Recipe) -> bool:
+    """Return whether a recipe names factories that are not registered so far."""
+    return any(
+        isinstance(node, Mapping) and node.get("name") not in (None, *registry.names())
+        for _, node, registry in nodes_of(recipe, [])
+    )
+
+
+def wrong_names(recipe: Recipe) -> list[Problem]:
+    """Return the problems of nodes that name no known factory; nothing is imported."""
+    problems = Problems()
+    for key, node, registry in nodes_of(recipe, problems):
+        try:
+            name, target, _ = name_and_arguments(key, node, registry)
+            if target is None:
+                registry.require(str(name))
+            elif (distrusted := trust.distrust(target, f"{key}._target_")) is not None:
+                problems.append(distrusted)
+        except ConfigError as error:
+            problems += with_node_key(error, registry.kind, key).problems
+    return problems
+
+
+# -- factories -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -33,43 +144,61 @@ class Factory:
     function: Callable[..., object]
     arguments: Mapping[str, object] = field(default_factory=dict)
 
-    @property
-    def num_given(self) -> int:
-        """How many first arguments the runner gives."""
-        return num_given(self.key, self.by_name)
+    def signature(self, given: Collection[str] = ()) -> Signature:
+        """Return the arguments that a recipe can set, without those `given` by the runner."""
+        return read(self.function, num_given(self.key, self.by_name), given)
 
-    def problems(self, given: tuple[str, ...] = ()) -> list[Problem]:
+    def problems(self) -> list[Problem]:
         """Return the problems of the arguments."""
-        signature = signatures.read(self.function, self.num_given, given)
-        wrong = signatures.check(signature, self.arguments, self.key, self.label)
+        signature = self.signature(STEP_PARTS if self.key == "step" else ())
+        wrong = check(signature, self.arguments, self.key, self.label)
         return [*wrong, *_distrusted(self.arguments, self.key)]
+
+    def defaults(self) -> dict[str, object]:
+        """Return the defaults of arguments that the recipe does not give, as YAML holds them."""
+        parameters = self.signature(STEP_PARTS if self.key == "step" else ()).parameters
+        return {
+            name: _as_yaml(parameter.default)
+            for name, parameter in parameters.items()
+            if name not in self.arguments and _is_plain(parameter.default)
+        }
 
     @property
     def place(self) -> str:
         """How the recipe names the factory."""
         return f"{self.key}.name={self.label}" if self.by_name else f"{self.key}: {self.label}"
 
-    @property
-    def has_targets(self) -> bool:
-        """Whether there are `_target_`s in the arguments."""
-        return next(_targets(self.arguments, self.key), None) is not None
-
     def __call__(self, *given: object, **named: object) -> Any:
         """Call the factory with the runner's arguments and those of the recipe.
 
         Raises:
-            ConfigError: if a value is refused.
+            ConfigError: if torch or a shipped factory refuses a value.
+            Exception: that of the user's own code, with a note on the node.
         """
-        with argument_errors.factory_errors(self.key, self.place, self.arguments):
+        try:
             return self.function(*given, **named, **self._instantiated())
+        except AccelError:
+            raise
+        except Exception as error:
+            if user_frames.has_own(error) or isinstance(error, OF_THE_MACHINE):
+                error.add_note(f"It was raised while {self.place} was built.")
+                raise
+            values = [f"{self.key}.{name}={value}" for name, value in self.arguments.items()]
+            rule = (text_of(error) or type(error).__name__).splitlines()[0].rstrip(".")
+            value = ", ".join(values) or self.place
+            raise ConfigError.of(value, rule, f"Correct the arguments of {self.label}.") from error
 
     def _instantiated(self) -> dict[str, object]:
-        if not self.has_targets:
-            return dict(self.arguments)
-        from hydra.utils import instantiate
+        arguments = dict(self.arguments)
+        if next(_targets(arguments, self.key), None) is not None:
+            from hydra.utils import instantiate
 
-        ConfigError.raise_if(_distrusted(self.arguments, self.key))
-        return dict(instantiate(dict(self.arguments), _convert_="all"))
+            ConfigError.raise_if(_distrusted(arguments, self.key))
+            arguments = dict(instantiate(arguments, _convert_="all"))
+        for name, parameter in self.signature().parameters.items():  # YAML has no tuples
+            if isinstance(parameter.default, tuple) and isinstance(arguments.get(name), list):
+                arguments[name] = tuple(arguments[name])  # type: ignore[arg-type]
+        return arguments
 
 
 def factory_of(key: str, node: object, registry: Registry) -> Factory:
@@ -85,7 +214,7 @@ def factory_of(key: str, node: object, registry: Registry) -> Factory:
 
 
 def check_factories(recipe: Recipe) -> list[Problem]:
-    """Return what is wrong with the nodes that name factories."""
+    """Import the factories of a recipe, and return what is wrong with the nodes that name them."""
     problems = Problems()
     found: dict[str, Factory] = {}
     for key, node, registry in nodes_of(recipe, problems):
@@ -93,16 +222,62 @@ def check_factories(recipe: Recipe) -> list[Problem]:
             found[key] = factory_of(key, node, registry)
         except ConfigError as error:
             problems += error.problems
-    for key, factory in found.items():
-        problems += factory.problems(STEP_PARTS if key == "step" else ())
+    for factory in found.values():
+        problems += factory.problems()
     for key in ("step", "data"):
         if getattr(recipe, key) is None:
             names = ", ".join(getattr(register, key).names())
             problems.add(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
     if "step" in found:
-        step = found["step"]
-        problems += step_problems(recipe, step.label, signatures.read(step.function))
+        problems += _step_problems(recipe, found["step"].label, read(found["step"].function))
     return problems
+
+
+def completed(recipe: Recipe) -> Recipe:
+    """Return a recipe whose nodes hold all arguments, those at a factory's default included.
+
+    Nodes whose factory cannot be imported stay as they are.
+    """
+    nodes: dict[str, Any] = {}
+    for key, node, registry in nodes_of(recipe, []):
+        try:
+            factory = factory_of(key, node, registry)
+        except (ConfigError, ImportError):
+            continue
+        assert isinstance(node, Mapping)
+        nodes[key] = {**node, **factory.defaults()}
+    head = "callbacks."
+    callbacks = {key.removeprefix(head): node for key, node in nodes.items() if head in key}
+    if callbacks:
+        callbacks = {**recipe.callbacks, **callbacks}
+        nodes = {key: node for key, node in nodes.items() if head not in key}
+        nodes["callbacks"] = callbacks
+    return replace(recipe, **nodes)
+
+
+def _step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[Problem]:
+    """Yield parts that the step needs and lacks, and those that it would not use."""
+    for key in STEP_PARTS:
+        parameter = signature.parameters.get(key)
+        given = getattr(recipe, key) is not None
+        if parameter is None and given and not signature.open:
+            yield Problem(
+                f"{key}={_label(getattr(recipe, key))} with step={label}",
+                f"{label} builds its own and takes no {key}",
+                f"Set {key}=null.",
+            )
+        elif parameter is not None and parameter.default is parameter.empty and not given:
+            yield Problem(
+                f"{key}=null with step={label}",
+                f"{label} needs {'an' if key[0] in 'aeiou' else 'a'} {key}",
+                f"Choose {key}=…",
+            )
+
+
+def _label(node: object) -> str:
+    if isinstance(node, Mapping):
+        return str(node.get("name") or node.get("_target_"))
+    return str(node)
 
 
 def _targets(value: object, key: str) -> Iterator[tuple[str, str]]:
@@ -126,3 +301,145 @@ def _distrusted(arguments: Mapping[str, object], key: str) -> list[Problem]:
         except ConfigError as error:
             problems += error.problems
     return problems
+
+
+# -- signatures ----------------------------------------------------------------------------
+
+
+def _as_yaml(value: object) -> object:
+    return [_as_yaml(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether YAML holds a value (tuples as lists)."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in SCALARS
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of a factory that a recipe can set: without those that the runner gives.
+
+    `open`: any other name is taken, too. `hints` are the annotations that can be read.
+    """
+
+    parameters: Mapping[str, Parameter]
+    open: bool
+    hints: Mapping[str, object]
+
+
+def read(
+    factory: Callable[..., object], num_given: int = 0, given: Collection[str] = ()
+) -> Signature:
+    """Return the arguments of `factory` that a recipe can set.
+
+    The runner gives its first `num_given` positional parameters, and those named in `given`.
+    """
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return Signature({}, True, {})
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    own = {p.name: p for p in parameters[num_given:] if p.kind in named and p.name not in given}
+    is_open = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    return Signature(own, is_open, _hints(factory))
+
+
+def _function(factory: object) -> Any:
+    if isinstance(factory, functools.partial):
+        return _function(factory.func)
+    if isinstance(factory, type):
+        return getattr(factory, "__init__", factory)
+    return factory if hasattr(factory, "__qualname__") else type(factory).__call__
+
+
+def _hints(factory: object) -> Mapping[str, object]:
+    try:
+        return typing.get_type_hints(_function(factory))
+    except (NameError, TypeError, AttributeError, SyntaxError):  # for type checkers only
+        return {}
+
+
+def check(
+    signature: Signature, arguments: Mapping[str, object], key: str, factory: str
+) -> list[Problem]:
+    """Return the problems of `arguments`; they name the node `key` and the factory."""
+    return [
+        *_unknown(signature, arguments, key, factory),
+        *_missing(signature, arguments, key, factory),
+        *_mistyped(signature, arguments, key),
+    ]
+
+
+def _unknown(
+    signature: Signature, arguments: Mapping[str, object], key: str, factory: str
+) -> Iterator[Problem]:
+    for name, value in arguments.items():
+        if name in signature.parameters or (signature.open and not name.startswith("_")):
+            continue
+        remedy = foreign_names.remedy(name) if name.startswith("_") else None
+        remedy = remedy or nearest(name, signature.parameters)
+        if not signature.parameters:
+            remedy = "It takes no arguments."
+        yield Problem(f"{key}.{name}={value!r}", f"{factory} has no such argument", remedy)
+
+
+def _missing(
+    signature: Signature, arguments: Mapping[str, object], key: str, factory: str
+) -> Iterator[Problem]:
+    for name, parameter in signature.parameters.items():
+        if parameter.default is Parameter.empty and name not in arguments:
+            yield Problem(f"{key}.{name}", f"{factory} needs it", f"Give {key}.{name}=…")
+
+
+def _mistyped(signature: Signature, arguments: Mapping[str, object], key: str) -> Iterator[Problem]:
+    for name, value in arguments.items():
+        hint = signature.hints.get(name)
+        if name not in signature.parameters or hint is None:
+            continue
+        default = signature.parameters[name].default
+        as_default = type(value) is type(default) and value == default  # such as `size: int = None`
+        if not as_default and not fits(value, hint):
+            rule = f"it is of type {shown_type(hint)}, not {type(value).__name__}"
+            remedy = f"Correct {key}.{name}."
+            if isinstance(value, str):
+                remedy += ' From the environment a number comes by "${oc.decode:${oc.env:NAME}}".'
+            yield Problem(f"{key}.{name}={value!r}", rule, remedy)
+
+
+def shown_type(hint: object) -> str:
+    """Return a type as people write it: "int", "float | None"."""
+    return hint.__name__ if type(hint) is type else str(hint).replace("typing.", "")
+
+
+def fits(value: object, hint: object) -> bool:
+    """Return whether a value of YAML may be of a type; types that YAML does not have always fit."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return any(fits(value, part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    if typing.get_origin(hint) in SEQUENCES:
+        return _fits_sequence(value, hint)
+    if hint is type(None):
+        return value is None
+    if hint not in SCALARS or isinstance(value, Mapping):
+        return True
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is hint
+
+
+def _fits_sequence(value: object, hint: object) -> bool:
+    if isinstance(value, Mapping):  # nodes with a `_target_` become anything
+        return True
+    if not isinstance(value, (list, tuple)):
+        return False
+    kinds = typing.get_args(hint)
+    if getattr(hint, "__args__", None) is None:  # `typing.List` by itself: any elements
+        return True
+    if typing.get_origin(hint) is tuple and Ellipsis not in kinds:
+        return len(value) == len(kinds) and all(map(fits, value, kinds))
+    return all(fits(element, kinds[0]) for element in value)

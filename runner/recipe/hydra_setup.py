@@ -1,4 +1,7 @@
-"""Composing recipes with Hydra: schema, search path, forbidden settings. Free of torch."""
+"""Hydra for recipes: schema, search path, overrides, and the settings that are the runner's own.
+
+Free of torch.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from accel.machine.errors import ConfigError, Problem, Problems, nearest
-from runner.recipe import conf_files, keys, launchers, paths, sweepers, verbatim_text
+from accel.machine.errors import ConfigError, Problem, Problems
+from runner.recipe import keys, launchers, paths, sweepers
 from runner.recipe.schema import PLUGINS, Recipe
 from runner.recipe.serialization import to_plain
 
@@ -40,14 +43,12 @@ FIXED = (
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 )
-LEVEL_OF_ROOT, LEVELS_OF_LOGGERS = "hydra.job_logging.root.level", "hydra.job_logging.loggers."
 SEARCHED = "hydra.searchpath"
 OPEN_TO_USERS = (
     *(SEARCHED, "hydra.verbose", "hydra.sweeper", "hydra.launcher"),
-    *("hydra/sweeper", "hydra/launcher", LEVEL_OF_ROOT, LEVELS_OF_LOGGERS),
+    *("hydra/sweeper", "hydra/launcher"),
 )
 VERBOSE = "hydra.verbose"
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ProjectConf(SearchPathPlugin):
@@ -82,13 +83,17 @@ def prepare() -> None:
 
 
 def schema() -> DictConfig:
-    """Return the typed schema, with enumerations as the words that YAML has for them."""
+    """Return the typed schema, with enumerations as the words that YAML has for them.
+
+    It is open: unknown keys are reported after composing, all at once.
+    """
     node: DictConfig = OmegaConf.structured(Recipe)
     _spell_out(node)
     return node
 
 
 def _spell_out(node: DictConfig) -> None:
+    OmegaConf.set_struct(node, False)
     for name in node:
         value = None if OmegaConf.is_missing(node, name) else node[name]
         if isinstance(value, DictConfig):
@@ -130,27 +135,82 @@ def _searched(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(place for place in map(str, places) if "://" in place)
 
 
-def compose(overrides: Sequence[str], config_name: str = PRIMARY, number: int = 0) -> DictConfig:
-    """Compose a recipe from overrides without sweeps, inside a `session`.
+# -- folders of recipes --------------------------------------------------------------------
+
+
+def packages() -> list[str]:
+    """Return the other packages than Hydra's that recipes are read from (`pkg://…`)."""
+    return [name for name in _sources("pkg") if name.partition(".")[0] != "hydra"]
+
+
+def files() -> Iterator[tuple[Path, Path]]:
+    """Yield each file of the folders that recipes are read from, with its folder, in order."""
+    for folder in map(Path, _sources("file")):
+        for path in sorted(paths.files_below(folder, ".yaml")):
+            yield folder, path
+
+
+def _sources(scheme: str) -> list[str]:
+    if not GlobalHydra.instance().is_initialized():
+        return []
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    return [source.path for source in sources if source.scheme() == scheme]
+
+
+def own_files() -> Iterator[tuple[Path, str]]:
+    """Yield each file of the user's with its name in messages: "conf/experiment/own.yaml"."""
+    shipped = paths.conf_folder().resolve()
+    for folder, path in files():
+        if folder.resolve() != shipped:
+            yield path, f"conf/{path.relative_to(folder).as_posix()}"
+
+
+def file_of(group: str, option: str) -> object:
+    """Return the content of the file that a choice stands for; None: there is no such file."""
+    found = (Path(folder, group, f"{option}.yaml") for folder in _sources("file"))
+    path = next((path for path in found if path.is_file()), None)
+    return None if path is None else OmegaConf.load(path)
+
+
+def groups() -> list[str]:
+    """Return the names of all groups of `conf/`, the project's own included."""
+    found: list[str] = GlobalHydra.instance().config_loader().list_groups("")
+    return [name for name in found if name != "hydra"]
+
+
+# -- composing -----------------------------------------------------------------------------
+
+
+def compose(
+    choices: Sequence[str], config_name: str = PRIMARY, number: int = 0, task: Sequence[str] = ()
+) -> DictConfig:
+    """Compose a recipe from chosen files, inside a `session`: no values, no sweeps.
 
     It lacks Hydra's own node, with which `${hydra:…}` can still be resolved: `${hydra:job.num}` is
-    `number`.
+    `number`, and `${hydra:overrides.task}` are the overrides `task`.
 
     Raises:
         ConfigError: if a file of the project is shadowed, or Hydra's own node is tampered with.
         Exception: Hydra's and OmegaConf's own for anything else; `diagnose` translates them.
     """
-    config = composed_with_hydra(overrides, config_name)
-    misread = _misread_texts(config.hydra, config_name)
-    ConfigError.raise_if([*_shadowed(), *_forbidden_settings(config.hydra), *misread])
+    config = composed_with_hydra(choices, config_name)
+    ConfigError.raise_if([*_shadowed(), *_forbidden_settings(config.hydra)])
+    renamed = _nodes_of_other_factories(config)
+    if renamed:  # the arguments of their files belong to another factory
+        others = [choice for choice in choices if key_of(choice) not in renamed]
+        off = [f"{node}=null" for node in renamed]
+        without = composed_with_hydra([*others, *off], config_name)
+        OmegaConf.set_struct(config, False)
+        for node in renamed:
+            config[node] = without[node]
     OmegaConf.set_struct(config, False)
-    for node in _nodes_of_other_factories(config):
-        others = [override for override in overrides if key_of(override) != node]
-        config[node] = composed_with_hydra([*others, f"{node}=null"], config_name)[node]
     for node, name in _missing_values(config):
         config[node][name] = MISSING
-    _merge_trackers(config, overrides, config_name)
+    _merge_trackers(config, choices, config_name)
     config.hydra.job.num, config.hydra.job.id = number, str(number)
+    own = [override for override in task if not key_of(override).startswith("hydra")]
+    config.hydra.overrides.task = own
+    config.hydra.job.override_dirname = ",".join(sorted(own))
     HydraConfig.instance().set_config(config)
     del config["hydra"]
     return config
@@ -167,22 +227,18 @@ def composed_with_hydra(overrides: Sequence[str], config_name: str) -> DictConfi
     )
 
 
-def _merge_trackers(config: DictConfig, overrides: Sequence[str], config_name: str) -> None:
-    """Use the trackers of all files of ``tracker=[a,b]``: Hydra keeps the last file's list.
-
-    A list that is given elsewhere, as in an experiment or on the command line, stands.
-    """
+def _merge_trackers(config: DictConfig, choices: Sequence[str], config_name: str) -> None:
+    """Use the trackers of all files of ``tracker=[a,b]``: Hydra keeps the last file's list."""
     if "tracker" in config.hydra.runtime.choices or "tracker" not in config:
         return
-    names = chosen_files(overrides, config_name)
+    names = chosen_files(choices, config_name)
     options = [name.removeprefix("tracker/") for name in names if name.startswith("tracker/")]
-    files = [_file_of("tracker", option) for option in options]
-    chosen = [list(file.get("log_with") or ()) for file in files if isinstance(file, DictConfig)]
-    given = any(key_of(override) == "tracker.log_with" for override in overrides)
-    if chosen and not given and config.tracker.log_with == chosen[-1]:
-        config.tracker.log_with = list(dict.fromkeys(name for names in chosen for name in names))
-    elif "tracker=[]" in overrides and not given:
+    loaded = [file_of("tracker", option) for option in options]
+    chosen = [list(file.get("log_with") or ()) for file in loaded if isinstance(file, DictConfig)]
+    if not options:
         config.tracker.log_with = []
+    elif chosen and config.tracker.log_with == chosen[-1]:  # else an experiment has another list
+        config.tracker.log_with = list(dict.fromkeys(name for names in chosen for name in names))
 
 
 def chosen_files(overrides: Sequence[str], config_name: str) -> list[str]:
@@ -201,10 +257,17 @@ def _nodes_of_other_factories(config: DictConfig) -> list[str]:
     renamed = []
     for node in keys.FACTORY_NODES:
         chosen = config.hydra.runtime.choices.get(node)
-        own = _named(_file_of(node, chosen)) if chosen else (None, None)
-        if any(own) and own != _named(config[node]):
+        own = factory_named(file_of(node, chosen)) if chosen else (None, None)
+        if any(own) and own != factory_named(config[node]):
             renamed.append(node)
     return renamed
+
+
+def factory_named(node: object) -> tuple[object, object]:
+    """Return the `name` and the `_target_` of a node."""
+    if isinstance(node, (DictConfig, Mapping)):
+        return node.get("name"), node.get("_target_")
+    return None, None
 
 
 def _missing_values(config: DictConfig) -> Iterator[tuple[str, str]]:
@@ -213,27 +276,42 @@ def _missing_values(config: DictConfig) -> Iterator[tuple[str, str]]:
     The composed node has the schema's default there: OmegaConf merges no missing value over one.
     """
     for node, chosen in config.hydra.runtime.choices.items():
-        own = _file_of(node, chosen) if chosen and node in config else None
+        own = file_of(node, chosen) if chosen and node in config else None
         for name in own if isinstance(own, DictConfig) else ():
             if OmegaConf.is_missing(own, name) and config[node][name] is None:
                 yield node, str(name)
 
 
-def _file_of(group: str, option: str) -> object:
-    path = conf_files.file_of(f"{group}/{option}")
-    return None if path is None else OmegaConf.load(path)
+def won_over_choices(choices: Sequence[str], config: DictConfig) -> list[str]:
+    """Return a line for each value of a file chosen on the command line that another file replaced.
 
-
-def _named(node: object) -> tuple[object, object]:
-    return (
-        (node.get("name"), node.get("_target_")) if isinstance(node, DictConfig) else (None, None)
-    )
+    An experiment comes last, so that its values win over those of ``model=cnn``.
+    """
+    lines = []
+    for choice in choices:
+        group, _, option = choice.partition("=")
+        own = file_of(group, option) if group in config and group != "experiment" else None
+        node = config.get(group) if own is not None else None
+        if not isinstance(own, DictConfig) or not isinstance(node, DictConfig):
+            continue
+        given: Any = OmegaConf.to_container(own, resolve=False)
+        taken: Any = to_plain(OmegaConf.to_container(node, resolve=False))
+        lines += [
+            f"{group}.{name}={taken[name]} of a file that comes later is taken, not {value} of "
+            f"{choice}"
+            for name, value in given.items()
+            if name in taken and value != "???" and value != taken[name]
+        ]
+    return lines
 
 
 def plain(config: DictConfig) -> dict[str, object]:
     """Return a composed recipe as plain containers, interpolations resolved."""
     content = to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     return dict(content)
+
+
+# -- overrides -----------------------------------------------------------------------------
 
 
 def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
@@ -263,8 +341,7 @@ def opened(overrides: Sequence[str]) -> list[str]:
     Open mappings take keys with or without a ``+``, present or not, and a group is switched off by
     ``group=null``.
     """
-    kept = [override for override in overrides if not _sets_level(override)]
-    return [_opened(override) for override in verbatim_text.quoted(kept)]
+    return [_opened(override) for override in overrides]
 
 
 def _opened(override: str) -> str:
@@ -279,63 +356,6 @@ def _opened(override: str) -> str:
         return f"+{override}"
     known = key[:1] not in ("+", "~")
     return f"++{override}" if known and (keys.is_free(key) or mapping) else override
-
-
-def log_levels(overrides: Sequence[str]) -> dict[str, str]:
-    """Return by logger ("": the root) the level that `hydra.verbose` and `hydra.job_logging` set.
-
-    Inside a session. Where the command line has no `hydra.verbose`, that of the recipe's files
-    holds, if one has been composed.
-    """
-    composed: Any = HydraConfig.instance().cfg
-    verbose: object = False if composed is None else composed.hydra.verbose
-    levels: dict[str, str] = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key == VERBOSE:
-            verbose = parse([override])[0].value()
-        elif key == LEVEL_OF_ROOT:
-            levels[""] = value.upper()
-        elif _sets_level(override):
-            levels[_logger_of(key)] = value.upper()
-    named = [verbose] if isinstance(verbose, str) else verbose
-    if isinstance(named, bool):
-        return {"": "DEBUG", **levels} if named else levels
-    names = [str(name) for name in named] if isinstance(named, Sequence) else []
-    return {**dict.fromkeys(names, "DEBUG"), **levels}
-
-
-def is_of_logging(override: str) -> bool:
-    """Return whether an override only says what is logged."""
-    return key_of(override) == VERBOSE or _sets_level(override)
-
-
-def without_levels(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides but for those of `log_levels`."""
-    return [override for override in overrides if not is_of_logging(override)]
-
-
-def _sets_level(override: str) -> bool:
-    key = key_of(override)
-    return key == LEVEL_OF_ROOT or key.startswith(LEVELS_OF_LOGGERS)
-
-
-def _logger_of(key: str) -> str:
-    return key.removeprefix(LEVELS_OF_LOGGERS).removesuffix(".level")
-
-
-def _level_problems(overrides: Sequence[str]) -> Iterator[Problem]:
-    """Yield the problems of levels that are none, and of other settings of a logger."""
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if not _sets_level(override):
-            continue
-        if not key.endswith(".level") or not _logger_of(key):
-            remedy = f"Write {LEVELS_OF_LOGGERS}<name>.level=DEBUG."
-            yield Problem(override, "of a logger only the level can be set", remedy)
-        elif value.upper() not in LEVELS:
-            rule = f"it is one of {', '.join(LEVELS)}"
-            yield Problem(override, rule, nearest(value.upper(), LEVELS))
 
 
 def closed(override: str) -> str:
@@ -359,7 +379,7 @@ def probes(overrides: Sequence[str]) -> list[list[str]]:
     other key; of a range or an interval that is its beginning.
     """
     values: list[list[str]] = []
-    for override in parse(verbatim_text.quoted(overrides)):
+    for override in parse(overrides):
         if not override.is_sweep_override():
             values.append([str(override.input_line)])
         elif override.is_discrete_sweep():
@@ -379,12 +399,6 @@ def probes(overrides: Sequence[str]) -> list[list[str]]:
     return [first, *others]
 
 
-def groups() -> list[str]:
-    """Return the names of all groups of `conf/`, the project's own included."""
-    found: list[str] = GlobalHydra.instance().config_loader().list_groups("")
-    return [name for name in found if name != "hydra"]
-
-
 def expand(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each job of a sweep, in the basic sweeper's order.
 
@@ -393,7 +407,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     """
     choices: list[list[str]] = []
     problems = Problems()
-    for override in parse(verbatim_text.quoted(overrides)):
+    for override in parse(overrides):
         line, key = str(override.input_line), override.get_key_element()
         if not override.is_sweep_override():
             choices.append([line])
@@ -417,9 +431,12 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     return parser.parse_overrides(list(overrides))
 
 
+# -- Hydra's own settings -----------------------------------------------------------------
+
+
 def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
     """Return the problems of overrides of Hydra's own configuration."""
-    refused = [
+    return [
         Problem(
             override,
             "the run directory, the log and the process are the runner's own",
@@ -429,7 +446,6 @@ def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
         if re.match(r"hydra([./@]|$)", key_of(override))
         and not key_of(override).startswith(OPEN_TO_USERS)
     ]
-    return [*refused, *_level_problems(overrides)]
 
 
 def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
@@ -465,19 +481,10 @@ def _log_settings(node: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in node.items() if value and name not in harmless}
 
 
-def _misread_texts(hydra: DictConfig, config_name: str) -> Iterator[Problem]:
-    chosen = [(group, str(option)) for group, option in hydra.runtime.choices.items() if option]
-    for group, option in [("", config_name), *chosen]:
-        path = conf_files.file_of(f"{group}/{option}" if group else option)
-        if path is not None and not path.is_relative_to(paths.conf_folder()):
-            is_global = "@package _global_" in path.read_text(encoding="utf-8") or not group
-            yield from verbatim_text.problems_of(path, "" if is_global else f"{group}.")
-
-
 def _shadowed() -> Iterator[Problem]:
     """Yield files of the user's that would never be read, since an earlier folder has that name."""
     seen: dict[str, Path] = {}
-    for folder, path in conf_files.files():
+    for folder, path in files():
         name = path.relative_to(folder).as_posix()
         first = seen.setdefault(name, path)
         if first != path and first.read_bytes() != path.read_bytes():
@@ -486,3 +493,29 @@ def _shadowed() -> Iterator[Problem]:
                 f"{first} has the same name and is read instead",
                 "Rename your file, and choose it by its new name.",
             )
+
+
+def log_levels(overrides: Sequence[str]) -> dict[str, str]:
+    """Return by logger ("": the root) the level that `hydra.verbose` sets.
+
+    Inside a session. Where the command line has no `hydra.verbose`, that of the recipe's files
+    holds, if one has been composed.
+    """
+    composed: Any = HydraConfig.instance().cfg
+    verbose: object = False if composed is None else composed.hydra.verbose
+    for override in filter(is_of_logging, overrides):
+        verbose = parse([override])[0].value()
+    if isinstance(verbose, bool):
+        return {"": "DEBUG"} if verbose else {}
+    named = [verbose] if isinstance(verbose, str) else verbose
+    return {str(name): "DEBUG" for name in named} if isinstance(named, Sequence) else {}
+
+
+def is_of_logging(override: str) -> bool:
+    """Return whether an override only says what is logged."""
+    return key_of(override) == VERBOSE
+
+
+def without_levels(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides but for those of `log_levels`."""
+    return [override for override in overrides if not is_of_logging(override)]

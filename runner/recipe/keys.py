@@ -1,20 +1,35 @@
-"""The keys of a recipe: valid keys, open mappings, the nearest key to a typo. Free of torch."""
+"""The keys of a recipe: which exist, which one a person meant, and the keys of the engine's errors.
+
+Free of torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from accel.machine.errors import Problem, closest, did_you_mean
+from accel.machine.errors import (
+    CheckpointError,
+    ConfigError,
+    Problem,
+    Problems,
+    closest,
+    did_you_mean,
+)
 from runner.recipe import foreign_names
 from runner.recipe.schema import Recipe
 
 _NODES: dict[type, dict[str, type | None]] = {}  # cache of `nodes`
+UNKNOWN = "a recipe has no such key"
 # Nodes that name a factory: their other keys are its arguments, checked against its signature.
 FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
+
+COMMANDS = ("eval", "predict", "list", "show", "compare", "report", "again", "submit")
 
 
 def nodes(kind: type[Any]) -> Mapping[str, type | None]:
@@ -47,6 +62,12 @@ def is_free(key: str) -> bool:
             return False
         kind = known[part]
     return False
+
+
+def names_factory(key: str) -> bool:
+    """Return whether the node at a dotted key names a factory: model, …, callbacks.<x>."""
+    head, _, name = key.partition(".")
+    return key in FACTORY_NODES or (head == "callbacks" and bool(name) and "." not in name)
 
 
 def node_of(key: str) -> type | None:
@@ -91,7 +112,7 @@ def _keys_of(node: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 
 def unknown_key(key: str, known: Sequence[str], value: str = "") -> Problem:
     """Return the problem that no recipe has `key`, with the key that was probably meant."""
-    return Problem(f"{key}{value}", "a recipe has no such key", suggestion(key, known))
+    return Problem(f"{key}{value}", UNKNOWN, suggestion(key, known))
 
 
 def suggestion(key: str, known: Sequence[str]) -> str:
@@ -142,3 +163,96 @@ def switched_off(key: str, recipe: Mapping[str, object]) -> str | None:
         if node is None:
             return ".".join(parts[:depth])
     return None
+
+
+# -- words in another grammar --------------------------------------------------------------
+
+
+def key_for(name: str) -> str | None:
+    """Return the key that a flag or a bare word stands for, or None."""
+    name = name.lstrip("-").replace("-", "_").rstrip(":=")
+    typed = list(typed_keys())
+    head = name.partition(".")[0]
+    if name in typed or ("." in name and head in (*FACTORY_NODES, "callbacks")):
+        return name
+    if (key := foreign_names.renamed(name)) is not None:
+        return key
+    same_leaf = [key for key in typed if key.rpartition(".")[2] == name]
+    return same_leaf[0] if len(same_leaf) == 1 else None
+
+
+def pairs(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Return the overrides without words such as ``seed 3``, and the problems of those."""
+    kept: list[str] = []
+    problems = Problems()
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        value = _value_of(word, words)
+        if value is None:
+            kept.append(word)
+            continue
+        written, num_words = value
+        shown = " ".join([word, *words[:num_words]])
+        del words[:num_words]
+        rule = "a value is given as key=value, without spaces"
+        problems.add(shown, rule, f"Write {key_for(word)}={written}")
+    return kept, problems
+
+
+def _value_of(word: str, following: Sequence[str]) -> tuple[str, int] | None:
+    """Return the value that stands behind a bare key, and how many words that are."""
+    bare = word.rstrip(":=")
+    if not following or "=" in bare or key_for(word) is None or word.startswith("-"):
+        return None
+    if following[0] == "=" and len(following) > 1 and bare == word:
+        return following[1], 2
+    if "=" not in following[0] and key_for(following[0]) is None:
+        return following[0], 1
+    return None
+
+
+def no_switch(key: str, value: object) -> bool:
+    """Return whether a number other than 0 and 1 was given for a key that is true or false."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and value not in (0, 1) and is_switch(key)
+
+
+def switches(values: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield a problem for each number that was given for true or false."""
+    for key, value in values.items():
+        if no_switch(key, value):
+            yield Problem(f"{key}={value}", "it is true or false", "Correct the value.")
+
+
+# -- errors of the engine ------------------------------------------------------------------
+
+
+@contextmanager
+def of_the_recipe() -> Iterator[None]:
+    """Raise errors of the engine from inside the context with keys of the recipe."""
+    try:
+        yield
+    except CheckpointError as error:
+        message = in_keys(str(error))
+        if message == str(error):
+            raise
+        raise type(error)(message) from error
+    except ConfigError as error:
+        problems = [
+            Problem(*map(in_keys, (problem.value, problem.rule, problem.remedy)))
+            for problem in error.problems
+        ]
+        if problems == list(error.problems):
+            raise
+        raise type(error)(*problems) from error
+
+
+def in_keys(text: str) -> str:
+    """Return a text with ``fsdp.x=1`` for ``FullyShardedDataParallelPlugin(x=1)``, and the like."""
+    kinds = ((node_of(key), key) for key in typed_keys())
+    for kind, key in kinds:
+        if kind is not None:
+            text = re.sub(rf"\b{kind.__name__}\.(?=[a-z])", f"{key}.", text)
+            text = re.sub(rf"\b{kind.__name__}\((\w+=[^(),]*)\)", rf"{key}.\1", text)
+    return re.sub(r"\bmixed_precision='(\w+)'", r"precision=\1", text)

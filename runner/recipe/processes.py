@@ -14,7 +14,7 @@ from accel.machine.errors import ConfigError, MissingPackageError, Problem, Prob
 from accel.machine.imports import is_available
 from accel.plan.choose_strategy import selected
 from runner.recipe import nodes, ray_placement
-from runner.recipe.error_keys import of_the_recipe
+from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Distributed, Recipe
 
 DEFAULT_CPU_PROCESSES = 2

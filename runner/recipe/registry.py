@@ -63,6 +63,10 @@ class Registry:
             self._factories[name] = load_attribute(self._builtin[name])
         return self._factories[name]
 
+    def loaded(self, name: str) -> Callable[..., object] | None:
+        """Return the factory called `name` if it has been imported, or None."""
+        return self._factories.get(name)
+
     def built_in(self, name: str) -> str | None:
         """Return ``"module:attribute"`` of a built-in factory, or None."""
         return self._builtin.get(name)

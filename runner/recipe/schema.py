@@ -216,16 +216,8 @@ class Trainer:
             the two limits.
         stop_after: end this invocation at that step (with a checkpoint); the schedule is unchanged.
         max_time: seconds, or "HH:MM:SS", after which the run stops with a checkpoint.
-        hang_timeout: seconds, or "HH:MM:SS", without progress of any process after which the run is
-            ended and the rank that hangs is named; at most 0.9 of the process group's time-out, and
-            at least twice as long as a step, or anything before it, has taken so far.
-            Start-up with the first step, compilation, evaluation and saving may take longer: there
-            the rank is named, and the run is ended only if every rank waits for another, a process
-            is stopped or gone, or nothing changes in start-up for six times as long. Workers of a
-            machine that are all stopped (SIGSTOP) for so long end it in any phase (Linux), as do
-            those whose interpreter native code keeps for six times as long, if this command has
-            started them; a run that is suspended with its command, or waits at the prompt of a
-            debugger, goes on. None: no watchdog.
+        hang_timeout: seconds, or "HH:MM:SS", without progress after which a hanging run ends; the
+            rank that hangs is named. None: never.
         global_batch_size: samples per optimizer step.
         micro_batch_size: samples per process and forward pass; None: as large as possible.
         eval_batch_size: samples per process in evaluation; None: twice the micro-batch.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from accel.config.checks import FieldDefaults
 from accel.machine.errors import ConfigError, Problem
-from runner.recipe import keys, trust
+from runner.recipe import factory, keys, trust
 from runner.recipe.schema import PLUGINS, Recipe
 
 Node = TypeVar("Node")
@@ -124,14 +124,17 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def frozen_plain(recipe: Recipe) -> dict[str, object]:
+def frozen_plain(recipe: Recipe, *, complete: bool = True) -> dict[str, object]:
     """Return a recipe as it is frozen with a run.
+
+    It holds all arguments: if `complete`, also those at a factory's default, which imports it.
 
     The content of a file that a plugin names goes into it: the file may change, and the run may
     be resumed from another directory, where strategies that it does not use may not be installed.
     """
     off = PLUGINS.keys() - recipe.plugins.keys()
-    plain = {key: node for key, node in to_plain(recipe).items() if key not in off}
+    whole = to_plain(factory.completed(recipe) if complete else recipe)
+    plain = {key: node for key, node in whole.items() if key not in off}
     for name, plugin in recipe.plugins.items():
         fields = PLUGINS[name].frozen_fields
         if fields is not None:

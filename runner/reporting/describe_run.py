@@ -15,7 +15,7 @@ from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import AccelError
-from runner.recipe import resumed_recipe
+from runner.recipe import keys, resumed_recipe
 from runner.recipe.format_counts import size
 from runner.reporting.run_table import STYLES, cell, described, relative
 from runner.run_dir import (
@@ -50,7 +50,7 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         "command": shlex.join(map(str, environment.get("command") or ())),
         "overrides": list(run.job.get("overrides") or ()),
         "cwd": environment.get("cwd"),
-        "changes": None if defaults is None else _changes(defaults, run.recipe),
+        "changes": None if defaults is None else _changes(defaults, run),
         "earlier_recipes": [path.name for path in atomic_update.kept_recipes(run.path)],
         "earlier_sessions": earlier_sessions.notes(run.path, environment),
         "code": {key: environment[key] for key in CODE if key in environment},
@@ -72,8 +72,19 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
     }
 
 
-def _changes(defaults: Mapping[str, object], recipe: Mapping[str, object]) -> list[JsonObject]:
-    found = resumed_recipe.differences(defaults, recipe)
+def _changes(defaults: Mapping[str, object], run: RunRecord) -> list[JsonObject]:
+    """Return what a run's recipe has other than that without overrides.
+
+    Of arguments that the files do not give, the recipe records the factory's default: only those
+    that the command line names count.
+    """
+    recipe = run.recipe
+    given = {str(o).lstrip("+~").partition("=")[0] for o in run.job.get("overrides") or ()}
+    found = [
+        (key, there, here)
+        for key, there, here in resumed_recipe.differences(defaults, recipe)
+        if not keys.is_free(key) or _has(defaults, key) or key in given
+    ]
     return [
         {"key": key, "default": there, "value": here}
         for key, there, here in found

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import re
 
-from runner.recipe import conf_files, paths
+from runner.recipe import hydra_setup, paths
 from runner.sweep.directory import Description
 
 # Interpolations whose values are not in the files of a recipe.
@@ -18,10 +18,10 @@ def fingerprint() -> str | None:
 
     None: values come from elsewhere, too.
     """
-    if conf_files.packages():
+    if hydra_setup.packages():
         return None
     found = hashlib.sha256()
-    for _, path in conf_files.files():
+    for _, path in hydra_setup.files():
         content = path.read_bytes()
         if RESOLVER.search(content):
             return None

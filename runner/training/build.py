@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from accel.config.training import ProjectConfiguration
 from accel.machine.errors import ConfigError, Problem, Problems
 from accel.plan.choose_strategy import selected
-from runner.recipe import engine, signatures
-from runner.recipe.factory import Factory, check_factories, factory_of
-from runner.recipe.factory_nodes import STEP_PARTS, nodes_of
+from runner.recipe import engine
+from runner.recipe.factory import STEP_PARTS, Factory, check_factories, factory_of, nodes_of, read
 from runner.recipe.registry import register
 from runner.recipe.schema import Recipe
 from runner.run_dir import directory
@@ -136,7 +135,7 @@ def build_data(recipe: Recipe) -> Data:
 def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | None = None) -> Step:
     """Build the step with its models and optimizers; the recipe's model inside `around_model`."""
     step = _part(recipe, "step")
-    wanted = signatures.read(step.function)
+    wanted = read(step.function)
     around = {"model": around_model or nullcontext()}
     parts = {}
     for key in STEP_PARTS:

@@ -1,4 +1,4 @@
-"""Log levels of a run: `hydra.verbose` and `hydra.job_logging`, in each of its processes.
+"""Log levels of a run (`hydra.verbose`), in each of its processes.
 
 Source: https://hydra.cc/docs/tutorials/basic/running_your_app/logging/
 """

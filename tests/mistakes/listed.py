@@ -58,11 +58,14 @@ COMMAND_LINES = (
     _one("name=${nme}", "name", "nme"),
     _one("optimizer.lr=${oc.env:LR}", "optimizer.lr", "oc.decode", environment={"LR": "0.1"}),
     _one(
-        "--cfg job optimizer.lr=${oc.env:LR}", "optimizer.lr", "oc.decode", environment={"LR": "1"}
+        "--cfg job --resolve optimizer.lr=${oc.env:LR}",
+        "optimizer.lr",
+        "oc.decode",
+        environment={"LR": "1"},
     ),
     _one("optimizer.lr=${oc.env:NOT_SET_AT_ALL}", "NOT_SET_AT_ALL"),
     _one("--cfg job model.name=cnm", "model.name='cnm'", "'cnn'"),
-    _one("--cfg job model.widht=3", "model.widht=3", "'width'"),
+    _one("--cfg job --resolve model.widht=3", "model.widht=3", "'width'"),
     _one("--cfg job -p trainr", "trainr", "'trainer'"),
     _one("--cfg job -p trainer.epoch", "trainer.epoch", "'trainer.epochs'"),
     _one("--cfg jbo", "--cfg", "job"),

@@ -192,7 +192,7 @@ def factory_name(rng: random.Random) -> Mistake:
 
 def _chosen() -> Iterator[tuple[str, Callable[..., Any], int]]:
     """Yield (node, factory, how many arguments are given) of the default recipe."""
-    from runner.recipe.factory_nodes import NUM_GIVEN
+    from runner.recipe.factory import NUM_GIVEN
 
     chosen = {**defaults(), "step": "supervised"}
     for node, registry in registries().items():

@@ -1,4 +1,4 @@
-"""From a command line to a recipe."""
+"""C2, C3: each override takes effect or is refused, in the order that Hydra gives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.recipe import composition, hydra_setup
+from runner.recipe import composition, factory, hydra_setup
 from runner.run_dir import directory
 from runner.run_dir.job import Job
 
@@ -101,11 +101,10 @@ def test_arguments_are_taken_out_of_a_resumed_run(tmp_path: Path) -> None:
         found = composition.require(
             composition.resumed(directory.frozen(job.run_dir), ["~model.own", "~model.width"])
         )
-        width = {
-            name: value for name, value in frozen.model.items() if name not in ("own", "width")
-        }
-        assert found.model == width
-        assert found.data == frozen.data
+        recorded = factory.completed(frozen)
+        kept = {k: value for k, value in recorded.model.items() if k not in ("own", "width")}
+        assert found.model == kept
+        assert found.data == recorded.data
 
 
 @pytest.fixture
@@ -142,7 +141,7 @@ def test_a_run_is_composed_from_the_folders_it_had(
     job.save(frozen)
     found = composition.again(directory.frozen(job.run_dir), [change])
     assert [problem.value for problem in found.problems] == ([change] if "mz" in change else [])
-    assert found.recipe.model == frozen.model
+    assert found.recipe.model == factory.completed(frozen).model
 
 
 def test_a_run_takes_files_of_a_folder_that_is_new_to_it(others: str, tmp_path: Path) -> None:
@@ -175,6 +174,86 @@ def test_another_factory_does_not_get_the_arguments_of_a_file(
     overrides: list[str], model: dict[str, Any]
 ) -> None:
     assert composition.new_run(overrides, "config").recipe.model == model
+
+
+STEPS = "torch.optim.lr_scheduler.StepLR"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scheduler"),
+    [
+        (["scheduler={name: linear, warmup: 3}"], {"name": "linear", "warmup": 3}),
+        (["+scheduler={name: linear}"], {"name": "linear"}),
+        (
+            ["scheduler={name: linear, warmup: 3}", "scheduler.warmup=5"],
+            {"name": "linear", "warmup": 5},
+        ),
+        (["scheduler={warmup: 3}"], {"name": "cosine", "warmup": 3, "final": 0.0}),
+        (
+            ["scheduler={name: linear, warmup: 3}", "experiment=bytes_gpt"],
+            {"name": "linear", "warmup": 3},
+        ),
+        (
+            [f"++scheduler={{_target_: {STEPS}, step_size: 3}}"],
+            {"_target_": STEPS, "step_size": 3},
+        ),
+    ],
+)
+def test_a_mapping_takes_effect(overrides: list[str], scheduler: dict[str, Any]) -> None:
+    found = composition.require(composition.new_run(overrides, "config"))
+    assert found.scheduler == scheduler
+
+
+@pytest.mark.parametrize("node", ["model", "callbacks.early_stopping"])
+def test_a_mapping_of_another_factory_replaces_the_node(node: str) -> None:
+    overrides = ["callbacks=[early_stopping]", f"{node}={{name: other, depth: 2}}"]
+    found: Any = composition.new_run(overrides, "config").recipe
+    for part in node.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    assert found == {"name": "other", "depth": 2}
+
+
+def test_a_sweep_over_mappings() -> None:
+    sweep = ["scheduler={name: linear, warmup: 3},{name: constant}"]
+    jobs = [composition.new_run(job, "config").recipe for job in hydra_setup.expand(sweep)]
+    assert [job.scheduler for job in jobs] == [
+        {"name": "linear", "warmup": 3},
+        {"name": "constant"},
+    ]
+
+
+@pytest.mark.parametrize("own", [(), ("scheduler={name: constant}",)])
+def test_a_mapping_takes_effect_on_resume(own: tuple[str, ...], tmp_path: Path) -> None:
+    frozen = composition.require(composition.new_run(own, "config"))
+    job = Job(tmp_path / "run", overrides=own, cwd=str(tmp_path))
+    job.run_dir.mkdir()
+    job.save(frozen)
+    given = ["scheduler={name: linear, warmup: 3}"]
+    found = composition.require(composition.resumed(directory.frozen(job.run_dir), given))
+    assert found.scheduler == {"name": "linear", "warmup": 3}
+
+
+def test_an_experiment_that_wins_over_a_choice_is_named() -> None:
+    found = composition.new_run(["experiment=bytes_gpt", "optimizer=adamw"], "config")
+    assert found.recipe.optimizer["lr"] == 3e-3
+    assert (
+        "optimizer.lr=0.003 of a file that comes later is taken, not 0.005 of optimizer=adamw"
+        in found.notes
+    )
+    assert composition.new_run(["experiment=bytes_gpt", "model=cnn"], "config").notes == ()
+
+
+def test_hydras_own_interpolations_know_the_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    text = "# @package _global_\ntags: ['${hydra:job.override_dirname}']\n"
+    (folder / "own.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        found = composition.new_run(["experiment=own", "seed=3"], "config")
+    assert composition.require(found).tags == ["experiment=own,seed=3"]
 
 
 def test_the_files_own_factory_keeps_its_arguments() -> None:

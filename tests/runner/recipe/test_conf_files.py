@@ -1,4 +1,4 @@
-"""The YAML files of a project."""
+"""C1, C3, C4: files of a project compose as Hydra composes; mistakes in them are explained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.recipe import composition, conf_files, hydra_setup
+from runner.recipe import composition, hydra_setup
 from tests.runner.recipe.test_conf import CONF
 
 
@@ -25,26 +25,6 @@ def test_a_projects_own_files_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     with hydra_setup.session():
         found = composition.require(composition.new_run(["experiment=mine", "seed=3"], "config"))
     assert (found.name, found.model, found.seed) == ("mine", {"name": "cnn", "width": 2}, 3)
-
-
-def test_no_folder_of_a_run_that_is_linked_is_walked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "conf/experiment/mine.yaml", EXPERIMENT)
-    write(tmp_path / "shared/runs/of_mine.yaml", EXPERIMENT)
-    write(tmp_path / "shared/config.yaml", EXPERIMENT)
-    for run_dir in ("runs/one", "runs/sweep-ab/0000"):
-        write(tmp_path / "shared" / run_dir / "config.yaml", EXPERIMENT)
-        write(tmp_path / "shared" / run_dir / "job.json", "{}")
-        write(tmp_path / "shared" / run_dir / "checkpoints/x.yaml", "seed: [")
-    (tmp_path / "conf/team").symlink_to(tmp_path / "shared")
-    monkeypatch.chdir(tmp_path)
-    with hydra_setup.session():
-        names = [name for _, name in conf_files.own_files()]
-        files = [path for folder, path in conf_files.files() if folder == tmp_path / "conf"]
-    runs = ["team/runs/one/config", "team/runs/sweep-ab/0000/config"]  # recipes, as they were
-    assert sorted(names) == ["experiment/mine", "team/config", "team/runs/of_mine", *runs]
-    assert len(files) == len(names)
 
 
 def test_a_file_that_is_shadowed_is_refused(

@@ -1,15 +1,119 @@
-"""One factory of a recipe: which function it is, and its arguments."""
+"""C1: what a recipe names as a factory, and the arguments that it gives, are checked."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import sys
+import typing
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from runner.recipe.registry import register
+from accel.machine.errors import ConfigError, Problem
+from runner.recipe import factory, serialization
+from runner.recipe.registry import Registry, register
+from runner.recipe.schema import Recipe
 from runner.training import build
 from tests.runner.training.test_build import problems, recipe
+
+
+def scalars(
+    a: int, b: float = 1.0, c: bool = False, d: str | None = None, e: Literal["x", "y"] = "x"
+) -> None:
+    """Take one argument of each type that YAML can tell."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ({"a": 1, "b": 2, "c": True, "d": None, "e": "y"}, []),
+        ({"a": 1.5}, ["f.a=1.5"]),
+        ({"a": True}, ["f.a=True"]),
+        ({"a": 1, "b": "x", "c": 0, "d": 3, "e": "z"}, ["f.b='x'", "f.c=0", "f.d=3", "f.e='z'"]),
+        ({}, ["f.a"]),
+        ({"a": 1, "z": 1}, ["f.z=1"]),
+    ],
+)
+def test_arguments_against_a_signature(arguments: dict[str, Any], wrong: list[str]) -> None:
+    found = factory.check(factory.read(scalars), arguments, "f", "scalars")
+    assert [problem.value for problem in found] == wrong
+
+
+def bare(
+    a: typing.List = (),  # type: ignore[type-arg, assignment]  # noqa: UP006
+    b: typing.Tuple = (),  # type: ignore[type-arg]  # noqa: UP006
+    c: typing.Sequence = (),  # type: ignore[type-arg]
+    d: typing.Optional[typing.List] = None,  # type: ignore[type-arg]  # noqa: UP006, UP045
+    e: tuple[()] = (),
+) -> None:
+    """Take sequences of any elements, and one of none."""
+
+
+@pytest.mark.parametrize("value", [[], [1, "x"], [[1]]])
+def test_a_sequence_without_a_type_of_its_elements_has_any(value: list[Any]) -> None:
+    signature = factory.read(bare)
+    assert factory.check(signature, dict.fromkeys("abcd", value), "f", "bare") == []
+    found = factory.check(signature, {**dict.fromkeys("abcd", 3), "e": [1]}, "f", "bare")
+    assert [problem.value for problem in found] == ["f.a=3", "f.b=3", "f.c=3", "f.d=3", "f.e=[1]"]
+
+
+def test_a_signature_without_one_takes_anything() -> None:
+    assert factory.check(factory.read(dict), {"x": 1}, "f", "dict") == []
+
+
+def test_nodes_that_are_null_name_nothing() -> None:
+    recipe = Recipe(model={"name": "cnn"}, callbacks={"a": {"patience": 2}, "b": None})
+    wrong: list[Problem] = []
+    found = {key: node for key, node, _ in factory.nodes_of(recipe, wrong)}
+    assert wrong == []
+    assert found["model"] == {"name": "cnn"}
+    assert found["callbacks.a"] == {"name": "a", "patience": 2}
+    assert not {"callbacks.b", "scheduler"} & set(found)
+
+
+def test_a_node_names_a_factory_in_one_of_two_ways() -> None:
+    assert factory.name_and_arguments("model", {"name": "cnn", "width": 3}, register.model) == (
+        "cnn",
+        None,
+        {"width": 3},
+    )
+    target = {"_target_": "torch.nn.Linear", "in_features": 1}
+    assert factory.name_and_arguments("model", target, register.model)[1:] == (
+        "torch.nn.Linear",
+        {"in_features": 1},
+    )
+
+
+@pytest.mark.parametrize(
+    ("node", "rule"),
+    [
+        ("cnn", "Write model.name=cnn"),
+        ({}, "nothing is chosen"),
+        ({"name": "cnn", "_target_": "torch.nn.Linear"}, "not both"),
+    ],
+)
+def test_a_node_that_names_none_or_two_is_refused(node: Any, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        factory.name_and_arguments("model", node, register.model)
+
+
+def test_the_runner_gives_arguments_of_its_own() -> None:
+    assert [factory.num_given("scheduler", by_name) for by_name in (True, False)] == [2, 1]
+    assert factory.num_given("model", True) == 0
+
+
+def step(model: Any, optimizer: Any = None) -> None:
+    """Take a model, and perhaps an optimizer."""
+
+
+def test_parts_that_a_step_lacks_or_does_not_take() -> None:
+    recipe = Recipe(objective={"name": "classification"}, optimizer={"name": "adamw"})
+    found = list(factory._step_problems(recipe, "mine", factory.read(step)))
+    assert [problem.value for problem in found] == [
+        "model=null with step=mine",
+        "objective=classification with step=mine",
+    ]
 
 
 def test_nested_targets_are_built(registered: None) -> None:
@@ -62,3 +166,99 @@ def test_nested_targets_are_checked(registered: None) -> None:
 def test_a_wrong_reference_is_named(changes: dict[str, Any], expected: str) -> None:
     (only,) = problems(**changes)
     assert expected in only
+
+
+def test_a_value_that_torch_refuses_names_its_key() -> None:
+    optimizer = {"_target_": "torch.optim.SGD", "lr": -1}
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=-1: Invalid learning rate: -1\."):
+        build.build_step(recipe(optimizer=optimizer))
+
+
+def test_a_recorded_recipe_holds_all_arguments(registered: None) -> None:
+    """C2, R8: a default that changes in code changes no recorded run."""
+
+    @register.model("tuple_a")
+    def shaped(size: tuple[int, ...] = (4, 1), activation: Any = torch.relu) -> torch.nn.Module:
+        return torch.nn.Linear(*(*size, True))
+
+    given = recipe(model={"name": "tuple_a"}, callbacks={"early_stopping": {"patience": 2}})
+    plain: Any = serialization.frozen_plain(given)
+    assert plain["model"] == {"name": "tuple_a", "size": [4, 1]}
+    assert plain["step"] == {"name": "supervised"}
+    assert plain["optimizer"]["weight_decay"] == 0.01
+    assert plain["callbacks"]["early_stopping"]["min_delta"] == 0.0
+    recorded = serialization.from_plain(plain)
+    assert factory.check_factories(recorded) == []
+    assert build.build_step(recorded).models["model"].in_features == 4  # type: ignore[union-attr]
+
+
+def test_an_error_of_the_users_own_code_stays_itself(registered: None) -> None:
+    @register.model("raises_a")
+    def raises() -> torch.nn.Module:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as error:
+        build.build_step(recipe(model={"name": "raises_a"}))
+    assert error.value.__notes__ == ["It was raised while model.name=raises_a was built."]
+
+
+def test_a_name_is_registered_once(registered: None) -> None:
+    @register.model("twice_a")
+    def first() -> None: ...
+
+    assert register.model("twice_a")(first) is first
+    with pytest.raises(ConfigError, match="the name belongs to"):
+
+        @register.model("twice_a")
+        def second() -> None: ...
+
+    with pytest.raises(ConfigError, match="Choose another name"):
+        register.model("cnn")(first)
+
+
+class Maker:
+    """Makes models; its annotations are not those of its call."""
+
+    width: str = "wide"
+
+    def __call__(self, width: int = 4) -> torch.nn.Module:
+        return torch.nn.Linear(width, width)
+
+
+def linear(width: int, bias: bool = True) -> torch.nn.Module:
+    return torch.nn.Linear(width, width, bias)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        functools.partial(linear, bias=False),
+        functools.partial(functools.partial(linear), bias=False),
+        Maker(),
+        functools.partial(Maker()),
+    ],
+    ids=["partial", "nested", "instance", "partial instance"],
+)
+def test_any_callable_is_registered_and_checked(made: Any, registered: None) -> None:
+    assert register.model("callable_a")(made) is made
+    register.model("callable_a")(made)
+    assert problems(model={"name": "callable_a", "width": 3}) == []
+    assert "it is of type int" in problems(model={"name": "callable_a", "width": "3"})[0]
+    assert "no such argument" in problems(model={"name": "callable_a", "width": 3, "a": 1})[0]
+    model = build._part(recipe(model={"name": "callable_a", "width": 3}), "model")()
+    assert model.weight.shape == (3, 3)
+
+
+def test_a_name_of_another_callable_is_refused_by_what_has_it(registered: None) -> None:
+    register.model("callable_a")(functools.partial(linear, 3, bias=False))
+    rule = r"the name belongs to \S*test_factory:linear\(3, bias=False, …\)"
+    with pytest.raises(ConfigError, match=rule):
+        register.model("callable_a")(functools.partial(linear, 4))
+    with pytest.raises(ConfigError, match=rf"on \S*test_factory:Maker\(\): {rule}"):
+        register.model("callable_a")(Maker())
+
+
+def test_names_are_listed_without_importing() -> None:
+    registry = Registry("model", {"far": "not_there:at_all"})
+    assert registry.names() == ["far"]
+    assert "not_there" not in sys.modules

@@ -1,10 +1,18 @@
-"""Dotted keys of a recipe: which are free, and which one was meant."""
+"""C1: the key that a person meant is named: typos, names of other tools, another grammar."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from runner.recipe import keys
+from accel.machine.errors import CheckpointError, ConfigError, Problem
+from runner.recipe import foreign_names, keys, paths
+from runner.recipe.factory import read
+from runner.recipe.registry import register
+from runner.recipe.schema import Recipe
+
+KNOWN = [*keys.typed_keys(), "optimizer.lr"]
 
 
 @pytest.mark.parametrize(
@@ -41,3 +49,110 @@ def test_which_keys_are_open(key: str, free: bool) -> None:
 )
 def test_the_key_that_was_meant(key: str, meant: str) -> None:
     assert meant in keys.suggestion(key, keys.known_keys({"optimizer": {"lr": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("--seed", "seed"),
+        ("--trainer.max-steps", "trainer.max_steps"),
+        ("epochs", "trainer.epochs"),
+        ("--learning-rate", "optimizer.lr"),
+        ("model.width:", "model.width"),
+        ("--unheard-of", None),
+        ("eval", None),
+    ],
+)
+def test_the_key_that_a_word_stands_for(word: str, key: str | None) -> None:
+    assert keys.key_for(word) == key
+
+
+def test_values_behind_a_space_are_taken_out() -> None:
+    words = ["seed", "3", "name=x", "trainer.epochs", "=", "5", "model=cnn", "epochs"]
+    kept, problems = keys.pairs(words)
+    assert kept == ["name=x", "model=cnn", "epochs"]
+    assert [(problem.value, problem.remedy) for problem in problems] == [
+        ("seed 3", "Write seed=3"),
+        ("trainer.epochs = 5", "Write trainer.epochs=5"),
+    ]
+
+
+def test_a_number_is_no_switch_unless_it_is_0_or_1() -> None:
+    values = {"deterministic": 2, "trainer.epochs": 2, "checkpoint.at_end": 1, "nowhere.x": 2}
+    assert [problem.value for problem in keys.switches(values)] == ["deterministic=2"]
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("lr", "Did you mean 'optimizer.lr'?"),
+        ("trainer.max_epochs", "Did you mean 'trainer.epochs'?"),
+        ("trainer.accelerator", "Choose distributed=multi_gpu, or distributed.device=cuda."),
+        ("trainer.warmup_steps", "Did you mean 'scheduler.warmup'?"),
+        ("trainer.check_val_every_n_epoch", "null evaluates after each epoch"),
+        ("checkpoint.save_last", "Did you mean 'checkpoint.at_end'?"),
+        ("trainer.per_device_train_batch_size", "Did you mean 'trainer.micro_batch_size'?"),
+        ("checkpoint.save_total_limit", "Did you mean 'checkpoint.project.total_limit'?"),
+        ("logger", "Choose tracker=wandb"),
+        ("report_to", "Did you mean 'tracker.log_with'?"),
+        ("ckpt_path", "Did you mean 'resume'?"),
+        ("hparams_search", "hydra/sweeper=optuna"),
+        ("trainer.gradient_checkpointing", "fsdp.activation_checkpointing=true"),
+        ("trainer.init_from", "factory of the model"),
+        ("optimizer._partial_", "Leave it out"),
+    ],
+)
+def test_the_name_of_another_tool_has_a_remedy(key: str, remedy: str) -> None:
+    assert remedy in keys.suggestion(key, KNOWN)
+
+
+@pytest.mark.parametrize("key", ["trainer.epochs", "trainer.unknown"])
+def test_a_name_that_no_other_tool_has_gets_no_remedy_of_one(key: str) -> None:
+    assert foreign_names.remedy(key, KNOWN) is None
+
+
+def test_every_target_of_a_habit_exists() -> None:
+    files = {f"{path.parent.name}/{path.name}" for path in paths.conf_folder().glob("*/*.yaml")}
+    known = set(keys.typed_keys())
+    for node in ("optimizer", "scheduler"):
+        for name in getattr(register, node).names():
+            factory = getattr(register, node).get(name)
+            known |= {f"{node}.{argument}" for argument in read(factory).parameters}
+    for found in foreign_names.HABITS.values():
+        if " " not in found:
+            assert found in known, found
+        for key, value in re.findall(r"(?<![\w/])([\w.]+)=(\w+)", found):
+            assert key in known or f"{key}/{value}.yaml" in files, found
+    for group in foreign_names._OPTIONS:
+        assert hasattr(Recipe(), group)
+
+
+def test_options_and_plugins() -> None:
+    assert foreign_names.option("precision", "BFloat16") == "bf16"
+    assert foreign_names.option("precision", 16) == "fp16"
+    assert foreign_names.option("precision", "bf16") is None
+    problem = foreign_names.plugin("hydra/launcher", "joblib")
+    assert problem is not None
+    assert "pip install hydra-joblib-launcher" in problem.remedy
+    assert foreign_names.plugin("hydra/launcher", "basic") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("DeepSpeedPlugin(zero_stage=3) with it", "deepspeed.zero_stage=3 with it"),
+        ("FullyShardedDataParallelPlugin.dp_replicate_size=3", "fsdp.dp_replicate_size=3"),
+        ("GradientAccumulationPlugin(num_steps=2)", "trainer.accumulation.num_steps=2"),
+        ("Accelerator with mixed_precision='bf16'", "Accelerator with precision=bf16"),
+        ("a DeepSpeedPlugin for each", "a DeepSpeedPlugin for each"),
+        ("ProfileKwargsX(a=1)", "ProfileKwargsX(a=1)"),
+    ],
+)
+def test_an_error_of_the_engine_names_keys(text: str, expected: str) -> None:
+    assert keys.in_keys(text) == expected
+    for error in (CheckpointError(text), ConfigError(Problem(text, "a rule", "a remedy"))):
+        with pytest.raises(type(error)) as raised:
+            with keys.of_the_recipe():
+                raise error
+        assert str(raised.value).startswith(expected)
+        assert (raised.value is error) is (text == expected)

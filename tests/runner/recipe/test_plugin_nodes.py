@@ -1,12 +1,14 @@
-"""The launcher and the sweeper of a command line."""
+"""C3: the launcher and the sweeper of a command line, and the runner's own ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runner.recipe import hydra_setup, plugin_nodes
+from accel.machine.errors import MissingPackageError
+from runner.recipe import composition, hydra_setup, launchers, plugin_nodes, sweepers
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
 
@@ -45,3 +47,105 @@ def test_nodes_are_those_of_files_and_of_hydras_own_overrides() -> None:
     found = plugin_nodes.nodes(line, "config")
     assert (found["hydra/launcher"], found["hydra.launcher"]["n_jobs"]) == ("joblib", 3)
     assert plugin_nodes.settings("launcher", line, "config")["n_jobs"] == 3
+
+
+RAY = "hydra/launcher=ray"
+
+
+def settings(*overrides: str) -> dict[str, Any]:
+    with hydra_setup.session():
+        return plugin_nodes.settings("launcher", [RAY, *overrides], "config")
+
+
+def test_keys_are_those_of_the_launcher() -> None:
+    found = settings("hydra.launcher.num_cpus=0.5", "hydra.launcher.address=head:6379")
+    assert found.pop("_target_") == "hydra_plugins.runner_sweep.RayLauncher"
+    assert found.pop("_recursive_") is False
+    given = {"num_cpus": 0.5, "address": "head:6379"}
+    assert found == {**launchers.DEFAULTS, **given}
+    assert launchers.problems_of(found) == []
+
+
+def test_open_mappings_of_a_launcher_take_any_key() -> None:
+    given = ("hydra.launcher.runtime_env.env_vars.WORD=a", "hydra.launcher.resources={tpu: 1}")
+    found = settings(*given)
+    assert found["runtime_env"] == {"env_vars": {"WORD": "a"}}
+    assert found["resources"] == {"tpu": 1}
+    assert launchers.opened("hydra.launcher.num_cpus", "1") is None
+    assert launchers.opened("hydra.sweeper.params", "1") is None
+
+
+def test_everything_that_is_wrong_is_named() -> None:
+    wrong = {"address": "ray://head:1", "num_cpus": -1, "num_gpus": "many", "resources": 3}
+    values = [one.value for one in launchers.problems_of({**launchers.DEFAULTS, **wrong})]
+    names = ("address=ray://head:1", "num_cpus=-1", "num_gpus=many", "resources=3")
+    assert values == [f"hydra.launcher.{name}" for name in names]
+
+
+def test_an_unknown_key_is_named_with_the_nearest() -> None:
+    keys = ("seed", "hydra.launcher.num_cpu", "hydra.launcher.runtime_env.pip", "hydra/launcher")
+    (found,) = launchers.unknown_keys(keys)
+    assert found.value == "hydra.launcher.num_cpu"
+    assert "num_cpus" in found.remedy
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "is_available", lambda name: False)
+    with pytest.raises(MissingPackageError, match=r"pip install 'accel-runner\[ray\]'"):
+        launchers.require()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("hydra.sweeper.sampler=random", "++hydra.sweeper.sampler.name=random"),
+        ("hydra.sweeper.sampler.sigma0=0.1", "++hydra.sweeper.sampler.sigma0=0.1"),
+        ("hydra.sweeper.pruner={name: median}", "++hydra.sweeper.pruner={name: median}"),
+        ("hydra.sweeper.params.a.b=1", "++hydra.sweeper.params.a.b=1"),
+        ("hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials=3"),
+        ("optimizer.lr=1", "++optimizer.lr=1"),
+    ],
+)
+def test_open_mappings_take_any_key(override: str, expected: str) -> None:
+    with hydra_setup.session():
+        assert hydra_setup.opened([override]) == [expected]
+
+
+@pytest.mark.parametrize(("name", "sampler"), [("optuna", "tpe"), ("random", "random")])
+def test_hydra_knows_the_sweepers(name: str, sampler: str) -> None:
+    given = [f"hydra/sweeper={name}", "hydra.sweeper.n_trials=3", "seed=1,2"]
+    with hydra_setup.session():
+        found = plugin_nodes.settings("sweeper", given, "config")
+    assert sweepers.is_own(found)
+    assert found["sampler"] == {"name": sampler}
+    assert found["n_trials"] == 3
+    assert set(sweepers.DEFAULTS) == {key for key in found if key[0] != "_"}
+
+
+RANGES = """\
+# @package _global_
+{defaults}
+hydra:
+  sweeper:
+    params:
+      optimizer.lr: interval(0, 1)
+"""
+OVERRIDE = "defaults:\n  - override /hydra/sweeper: optuna"
+
+
+@pytest.mark.parametrize(("defaults", "allowed"), [(OVERRIDE, True), ("", False)])
+def test_a_file_gives_ranges_where_it_chooses_the_search(
+    defaults: str, allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(RANGES.format(defaults=defaults))
+    monkeypatch.chdir(tmp_path)
+    with hydra_setup.session():
+        found = composition.new_run(["experiment=mine"], "config")
+        if allowed:
+            given = plugin_nodes.settings("sweeper", ["experiment=mine"], "config")
+            assert given["params"] == {"optimizer.lr": "interval(0, 1)"}
+    assert (found.problems == []) == allowed
+    if not allowed:
+        assert "- override /hydra/sweeper: optuna" in found.problems[0].remedy
