@@ -8,6 +8,11 @@ from accel.machine.errors import Problem
 from accel.strategies.table import plugins
 
 _STRATEGIES = " or ".join(f"{found.name}=…" for found in plugins() if found.kind is not None)
+_CHECKPOINTED = " or ".join(
+    f"{found.name}.activation_checkpointing=true"
+    for found in plugins()
+    if hasattr(found.kind, "activation_checkpointing")
+)
 _EVALUATIONS = "trainer.eval_every=… counts optimizer steps; null evaluates after each epoch."
 _CALLED = "Leave it out: the runner calls the factory itself."
 
@@ -58,8 +63,7 @@ HABITS: dict[str, str] = {
     "precision": "Choose precision=bf16.",
     "fast_dev_run": "Choose debug=fdr.",
     "init_from": "Load weights in the factory of the model; resume=… continues a run.",
-    "gradient_checkpointing": "Call torch.utils.checkpoint in the model, or set "
-    "fsdp.activation_checkpointing=true.",
+    "gradient_checkpointing": f"Call torch.utils.checkpoint in the model, or set {_CHECKPOINTED}.",
     "hparams_search": "Start with -m hydra/sweeper=optuna.",
     "device_map": "It is a flag of runner eval and runner predict: --device-map auto.",
     **dict.fromkeys(("_partial_", "_args_", "_recursive_", "_convert_"), _CALLED),
