@@ -35,6 +35,7 @@ RUN = re.compile(r"runs/(\w+)/20260101-120000-1a2b")
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
 SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
 SECONDS = 300.0
+MODULES = {"runner": "runner", "accel": "accel.commands"}
 # Commands of `runner` that take no recipe, and so no `--cfg job`.
 LOOKING = [[name] for name in ("list", "show", "compare", "report", "eval", "predict", "again")]
 CHECK = """
@@ -140,7 +141,7 @@ class Reader:
             arguments = [self._with_runs(argument) for argument in on_this_machine(given)]
             if "short" in block.marks and not any(a in ("--cfg", "--help") for a in given):
                 arguments += SHORT
-            module = ["-m", program] if program in ("runner", "accel") else []
+            module = ["-m", MODULES[program]] if program in MODULES else []
             cwd = self.folder / block.marks.get("cd", "")
             yield from self._run(*module, *arguments, cwd=cwd, answers=answers)
 

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from tests.documentation.player import Example, Names
+
+
+def of_state(example: Example, line: str = "from accelerate import PartialState") -> Example:
+    """Return `example` with a state in the accelerator's place, imported by `line`."""
+    text = example.text.replace("from accelerate import Accelerator", line)
+    text = text.replace("Accelerator()", f"{line.split()[-1]}()").replace("accelerator", "state")
+    return replace(example, text=text)
+
 
 # -- who goes first ----------------------------------------------------------------------------
 
@@ -41,31 +50,9 @@ MAIN_PROCESS_FIRST = Example(
     sizes=(3, 2, 1),
 )
 
-STATE_LOCAL_MAIN_PROCESS_FIRST = Example(
-    """
-    from accelerate.state import PartialState
 
-    state = PartialState()
-    with state.local_main_process_first():
-        # This will be printed first by local process 0 then in a seemingly
-        # random order by the other processes.
-        print(f"This will be printed by process {state.local_process_index}")
-    """,
-    sizes=(3, 2, 1),
-)
-
-STATE_MAIN_PROCESS_FIRST = Example(
-    """
-    from accelerate import PartialState
-
-    state = PartialState()
-    with state.main_process_first():
-        # This will be printed first by process 0 then in a seemingly
-        # random order by the other processes.
-        print(f"This will be printed by process {state.process_index}")
-    """,
-    sizes=(3, 2, 1),
-)
+STATE_LOCAL_MAIN_PROCESS_FIRST = of_state(LOCAL_MAIN_PROCESS_FIRST)
+STATE_MAIN_PROCESS_FIRST = of_state(MAIN_PROCESS_FIRST)
 
 
 def brief_sleep() -> Names:
@@ -106,25 +93,7 @@ WAIT_FOR_EVERYONE = Example(
     sizes=(2, 1, 3),
 )
 
-STATE_WAIT_FOR_EVERYONE = Example(
-    """
-    # Assuming two GPU processes
-    import time
-    from accelerate.state import PartialState
-
-    state = PartialState()
-    if state.is_main_process:
-        time.sleep(2)
-    else:
-        print("I'm waiting for the main process to finish its sleep...")
-    state.wait_for_everyone()
-    # Should print on every process at the same time
-    print("Everyone is here")
-    """,
-    brief_sleep,
-    wake,
-    sizes=(2, 1, 3),
-)
+STATE_WAIT_FOR_EVERYONE = of_state(WAIT_FOR_EVERYONE)
 
 # -- who runs what -----------------------------------------------------------------------------
 
@@ -212,13 +181,6 @@ ON_PROCESS = Example(
 )
 
 
-def of_state(example: Example) -> Example:
-    """Return `example` with a `PartialState`, which the pages say has the same decorators."""
-    text = example.text.replace("import Accelerator", "import PartialState")
-    text = text.replace("Accelerator()", "PartialState()").replace("accelerator", "state")
-    return Example(text, example.assumes, example.observe, example.sizes, example.nodes)
-
-
 STATE_ON_LOCAL_MAIN_PROCESS = of_state(ON_LOCAL_MAIN_PROCESS)
 STATE_ON_LOCAL_PROCESS = of_state(ON_LOCAL_PROCESS)
 STATE_ON_LAST_PROCESS = of_state(ON_LAST_PROCESS)
@@ -244,13 +206,8 @@ SPLIT_BETWEEN_PROCESSES = Example(
 
 STATE_SPLIT_BETWEEN_PROCESSES = of_state(SPLIT_BETWEEN_PROCESSES)
 
-ACCELERATOR_STATE_SPLIT_BETWEEN_PROCESSES = Example(
-    SPLIT_BETWEEN_PROCESSES.text.replace(
-        "from accelerate import Accelerator", "from accelerate.state import AcceleratorState"
-    )
-    .replace("Accelerator()", "AcceleratorState()")
-    .replace("accelerator", "state"),
-    sizes=(2, 1, 3),
+ACCELERATOR_STATE_SPLIT_BETWEEN_PROCESSES = of_state(
+    SPLIT_BETWEEN_PROCESSES, "from accelerate.state import AcceleratorState"
 )
 
 GATHER_FOR_METRICS = Example(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -15,31 +15,42 @@ from tests.documentation.training import BATCH_SIZE, RATE, loss_func, make_data,
 SIZES = (1, 2, 3)
 
 
+def flat(parameters: Iterable[Tensor]) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in parameters]).tolist()
+
+
+def descend(
+    model: torch.nn.Module, loss: Tensor, clip: Callable[[list[Tensor]], object] | None = None
+) -> list[float]:
+    """Make one step of gradient descent by hand; return the weights after it."""
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    if clip is not None:
+        clip(parameters)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter -= RATE * torch.as_tensor(parameter.grad)
+    return flat(parameters)
+
+
 def by_hand(
     processes: int,
     first: int = 0,
     samples: int = training.SAMPLES,
     scale: float = 1.0,
     target: bool = True,
-    clip: Callable[[list[Tensor]], object] = lambda parameters: None,
+    clip: Callable[[list[Tensor]], object] | None = None,
 ) -> list[float]:
     """Return the weights after a pass over global batches, in one process, without the engine."""
     model = make_model()
-    parameters = list(model.parameters())
     inputs, targets = make_data(samples).tensors
     size = BATCH_SIZE * processes
     for start in range(first * size, samples, size):
         batch = slice(start, start + size)
         loss = loss_func(model(inputs[batch]), targets[batch] if target else None) * scale
-        for parameter, gradient in zip(
-            parameters, torch.autograd.grad(loss, parameters), strict=True
-        ):
-            parameter.grad = gradient
-        clip(parameters)
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter -= RATE * parameter.grad
-    return torch.cat([parameter.detach().flatten() for parameter in parameters]).tolist()
+        descend(model, loss, clip)
+    return flat(model.parameters())
 
 
 def weights_of(example: Example, processes: int) -> list[float]:
@@ -59,23 +70,17 @@ def test_accumulate(processes: int) -> None:
         assert rate == pytest.approx(0.1 * RATE)
 
 
-@pytest.mark.parametrize("processes", SIZES)
-def test_clip_grad_norm(processes: int) -> None:
-    def clip(parameters: list[Tensor]) -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-
-    expected = by_hand(processes, scale=0.5, clip=clip)
-    assert weights_of(training.CLIP_GRAD_NORM, processes) == pytest.approx(expected, abs=1e-6)
-    assert expected != pytest.approx(by_hand(processes, scale=0.5), abs=1e-3)
+CLIPS = [
+    (training.CLIP_GRAD_NORM, lambda found: torch.nn.utils.clip_grad_norm_(found, 0.5)),
+    (training.CLIP_GRAD_VALUE, lambda found: torch.nn.utils.clip_grad_value_(found, 0.05)),
+]
 
 
 @pytest.mark.parametrize("processes", SIZES)
-def test_clip_grad_value(processes: int) -> None:
-    def clip(parameters: list[Tensor]) -> None:
-        torch.nn.utils.clip_grad_value_(parameters, 0.05)
-
+@pytest.mark.parametrize(("example", "clip"), CLIPS, ids=["norm", "value"])
+def test_clip(example: Example, clip: Callable[[list[Tensor]], object], processes: int) -> None:
     expected = by_hand(processes, scale=0.5, clip=clip)
-    assert weights_of(training.CLIP_GRAD_VALUE, processes) == pytest.approx(expected, abs=1e-6)
+    assert weights_of(example, processes) == pytest.approx(expected, abs=1e-6)
     assert expected != pytest.approx(by_hand(processes, scale=0.5), abs=1e-3)
 
 
@@ -89,15 +94,9 @@ def test_skip_first_batches(processes: int) -> None:
 def joined_by_hand() -> list[float]:
     """Two processes, three batches: the lone gradient of the third is divided by two."""
     model = make_model()
-    parameters = list(model.parameters())
     inputs = make_data(6).tensors[0]
-    for batch, share in ((inputs[:4], 1.0), (inputs[4:], 0.5)):
-        loss = loss_func(model(batch)) * share
-        for parameter, gradient in zip(
-            parameters, torch.autograd.grad(loss, parameters), strict=True
-        ):
-            parameter.data -= RATE * gradient
-    return torch.cat([parameter.detach().flatten() for parameter in parameters]).tolist()
+    descend(model, loss_func(model(inputs[:4])))
+    return descend(model, loss_func(model(inputs[4:])) * 0.5)
 
 
 @pytest.mark.timeout(60)
@@ -123,24 +122,17 @@ def test_no_sync(processes: int) -> None:
 
 
 @pytest.mark.parametrize("processes", SIZES)
-def test_no_sync_of_two_batches(processes: int) -> None:
-    model = make_model()
-    loss = 2 * loss_func(model(make_data().tensors[0][: BATCH_SIZE * processes]))
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    expected = [p.detach() - RATE * g for p, g in zip(model.parameters(), gradients, strict=True)]
-    weights = weights_of(training.NO_SYNC_OF_TWO_BATCHES, processes)
-    assert weights == pytest.approx(torch.cat([e.flatten() for e in expected]).tolist(), abs=1e-6)
-
-
-@pytest.mark.parametrize("processes", SIZES)
-def test_trigger_sync_in_backward(processes: int) -> None:
+@pytest.mark.parametrize(
+    ("example", "second"),
+    [(training.NO_SYNC_OF_TWO_BATCHES, 0), (training.TRIGGER_SYNC_IN_BACKWARD, 6)],
+    ids=["no_sync", "trigger_sync_in_backward"],
+)
+def test_two_batches_before_a_step(example: Example, second: int, processes: int) -> None:
     model = make_model()
     inputs, size = make_data().tensors[0], BATCH_SIZE * processes
-    loss = loss_func(model(inputs[:size])) + loss_func(model(inputs[6 : 6 + size]))
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    expected = [p.detach() - RATE * g for p, g in zip(model.parameters(), gradients, strict=True)]
-    weights = weights_of(training.TRIGGER_SYNC_IN_BACKWARD, processes)
-    assert weights == pytest.approx(torch.cat([e.flatten() for e in expected]).tolist(), abs=1e-6)
+    losses = [loss_func(model(inputs[start : start + size])) for start in (0, second)]
+    expected = descend(model, losses[0] + losses[1])
+    assert weights_of(example, processes) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("processes", SIZES)

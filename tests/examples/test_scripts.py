@@ -93,22 +93,6 @@ def test_local_sgd_averages_weights_as_often_as_it_is_told(tmp_path: Path) -> No
     assert trained(2, 4)["loss"] != every_step["loss"]  # data parallelism would give the same
 
 
-@pytest.mark.slow  # each starts two processes
-@pytest.mark.parametrize("steps", [2, 8])
-def test_local_sgd_is_that_of_the_public_package(steps: int, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="the extra `compare` installs it")
-    text = (FOLDER / "local_sgd.py").read_text()
-    theirs = tmp_path / "theirs.py"
-    # At the end of the interpreter gloo sometimes aborts under it.
-    end = "\nimport os, sys\n\nsys.stdout.flush()\nos._exit(0)\n"
-    theirs.write_text(text.replace("from accel", "from accelerate") + end)
-    arguments = ("--cpu", "--epochs", "3", "--local_sgd_steps", str(steps))
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    public = started(tmp_path / "public", *launch, str(theirs), *arguments)
-    ours = started(tmp_path / "ours", *launch, str(FOLDER / "local_sgd.py"), *arguments)
-    agree(public, ours, ("accuracy", "loss"))
-
-
 def test_every_process_writes_a_trace(tmp_path: Path) -> None:
     metrics_of("profiling", 2, ("--epochs", "1", "--output_dir", "traces"), tmp_path)
     for rank in range(2):
