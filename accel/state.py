@@ -104,7 +104,7 @@ class PartialState(SharedState):
     def __init__(self, cpu: bool = False, *, _plan: Plan | None = None, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
         handlers = _init_handler(kwargs)  # unknown names are refused also where the rest is settled
-        if self.initialized:
+        if self._shared_state:
             ConfigError.raise_if(self._cpu_problems(cpu))
             return
         if _plan is None:
@@ -121,6 +121,12 @@ class PartialState(SharedState):
             set_numa_affinity(_plan.local_rank)
         comm = connect(_plan)
         self._shared_state.update(plan=_plan, comm=comm, device=_plan.device)
+
+    @property
+    def mixed_precision(self) -> str:
+        """The number format of a step: that of the `AcceleratorState`, where there is one."""
+        state = AcceleratorState._shared_state
+        return AcceleratorState().mixed_precision if state else super().mixed_precision
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -147,7 +153,7 @@ class AcceleratorState(SharedState):
         device: where this process computes.
     """
 
-    _shared_state: ClassVar[dict[str, object]] = {}
+    _shared_state: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -168,8 +174,9 @@ class AcceleratorState(SharedState):
         self.__dict__ = self._shared_state
         if _from_accelerator and PartialState._shared_state and PartialState().comm.closed:
             AcceleratorState._reset_state(reset_partial_state=True)  # a run that has ended
-        if self.initialized:
+        if self._shared_state:
             self._check(mixed_precision if _plan is None else _plan.mixed_precision, cpu)
+            self._shared_state["_from_accelerator"] |= _from_accelerator
             return
         if _plan is None:
             arguments = Arguments(
@@ -190,8 +197,16 @@ class AcceleratorState(SharedState):
         if _plan.backend is not None and partial.backend is None:  # an engine wants a group of one
             partial._shared_state.update(plan=_plan, comm=connect(_plan))
         self._shared_state.update(
-            plan=_adopt(_plan, partial.plan), comm=partial.comm, device=partial.device
+            plan=_adopt(_plan, partial.plan),
+            comm=partial.comm,
+            device=partial.device,
+            _from_accelerator=_from_accelerator,
         )
+
+    @property
+    def initialized(self) -> bool:
+        """Whether an `Accelerator` has filled the shared state."""
+        return bool(self._shared_state.get("_from_accelerator"))
 
     def settle(self, plan: Plan) -> Plan:
         """Return `plan` with the device and the process group of this process.
@@ -273,7 +288,7 @@ class AcceleratorState(SharedState):
         return self.plan.dynamo
 
     def __repr__(self) -> str:
-        if not self.initialized:
+        if not self._shared_state:
             return super().__repr__()
         return f"{super().__repr__()}\nMixed precision: {self.mixed_precision}\n"
 
@@ -286,14 +301,14 @@ class AcceleratorState(SharedState):
 
 
 def is_initialized() -> bool:
-    """Return whether this process has an `AcceleratorState`, as an `Accelerator` builds one.
+    """Return whether an `Accelerator` has filled the `AcceleratorState` of this process.
 
     Unlike ``AcceleratorState().initialized``, the question builds none.
 
     Example:
         >>> plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
     """
-    return bool(AcceleratorState._shared_state)
+    return bool(AcceleratorState._shared_state.get("_from_accelerator"))
 
 
 class GradientState:

@@ -26,6 +26,7 @@ class Communicator(ABC):
         local_world_size: number of processes on this node.
         backend: name of the backend ("gloo", "nccl"), None for one process.
         closed: whether `close` was called.
+        debug: whether operations check shapes over ranks first.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Communicator(ABC):
     local_world_size: int
     backend: str | None
     closed: bool = False
+    debug: bool = False
 
     @abstractmethod
     def barrier(self) -> None:

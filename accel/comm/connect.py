@@ -18,7 +18,9 @@ def connect(plan: Plan) -> Communicator:
     """Return how the processes of `plan` talk, connected; its `backend` is None for one process."""
     if plan.backend is None:
         _check_alone()
-        return LocalCommunicator()
+        local = LocalCommunicator()
+        local.debug = plan.debug
+        return local
     from accel.comm.torch import TorchCommunicator
 
     return TorchCommunicator(plan)

@@ -205,6 +205,14 @@ class SharedState(ProcessControl):
 
     _shared_state: ClassVar[dict[str, object]]
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in ("__dict__", "debug"):
+            raise AttributeError(
+                f"{type(self).__name__}.{name}={value!r}: the state of a process is immutable. "
+                "Give it to the first Accelerator or PartialState of the process."
+            )
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> NoReturn:
         if not self._shared_state and not name.startswith("__"):
             raise ResetError(
@@ -225,8 +233,12 @@ class SharedState(ProcessControl):
 
     @property
     def debug(self) -> bool:
-        """Whether operations check shapes over ranks first."""
-        return self.plan.debug
+        """Whether operations check shapes over ranks first; may be set."""
+        return self.comm.debug
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        self.comm.debug = debug
 
     @property
     def backend(self) -> str | None:
@@ -266,7 +278,7 @@ class SharedState(ProcessControl):
             torch.distributed.destroy_process_group(group)
 
     def __repr__(self) -> str:
-        if not self.initialized:
+        if not self._shared_state:
             return f"{type(self).__name__} (reset)\n"
         backend = f"  Backend: {self.backend}" if self.backend else ""
         return (

@@ -176,7 +176,7 @@ class TorchCommunicator(Communicator):
         self.rank, self.local_rank = plan.rank, plan.local_rank
         self.world_size, self.local_world_size = plan.world_size, plan.local_world_size
         self.device = plan.device
-        self._debug = plan.debug
+        self.debug = plan.debug
         self._timeout = plan.init.timeout or default_pg_timeout
         if not dist.is_initialized():
             _build_group(plan)
@@ -209,7 +209,7 @@ class TorchCommunicator(Communicator):
         self._require_open()
         if self.backend == "nccl":
             dist.barrier(device_ids=[self.device.index])
-        elif self._debug and self.backend == "gloo":
+        elif self.debug and self.backend == "gloo":
             dist.monitored_barrier(timeout=self._timeout, wait_all_ranks=True)
         else:
             dist.barrier()

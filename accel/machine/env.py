@@ -27,7 +27,7 @@ NAMES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY"),
     *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH"),
     *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
-    *("ACCELERATE_LOG_LEVEL", "ACCELERATE_INIT_INCLUDE_BUFFERS"),
+    *("ACCELERATE_LOG_LEVEL", "ACCELERATE_INIT_INCLUDE_BUFFERS", "ACCELERATE_TORCH_DEVICE"),
 )
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "y", "on", "t"), True),
@@ -273,6 +273,7 @@ class Environment:
         mixed_precision: default of `Accelerator(mixed_precision=…)`.
         accumulation_steps: default of `Accelerator(gradient_accumulation_steps=…)`.
         use_cpu: whether accelerators are ignored.
+        torch_device: default of `Accelerator(device=…)`.
         debug: whether operations check shapes over ranks first.
         launcher: process id of `accel launch`, if it is the parent of this process.
         cpu_affinity: whether each process runs on the CPUs of one NUMA node (`accel.machine.numa`).
@@ -301,6 +302,7 @@ class Environment:
     mixed_precision: str | None = None
     accumulation_steps: int | None = None
     use_cpu: bool = False
+    torch_device: str | None = None
     debug: bool = False
     launcher: int | None = None
     cpu_affinity: bool = False
@@ -331,6 +333,7 @@ class Environment:
             mixed_precision=read("ACCELERATE_MIXED_PRECISION") or None,
             accumulation_steps=integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
             use_cpu=flag("ACCELERATE_USE_CPU"),
+            torch_device=read("ACCELERATE_TORCH_DEVICE") or None,
             debug=flag("ACCELERATE_DEBUG_MODE"),
             cpu_affinity=flag("ACCELERATE_CPU_AFFINITY"),
             launcher=os.getppid() if read(LAUNCHER) == str(os.getppid()) else None,

@@ -15,7 +15,7 @@ PREFIX = "ACCELERATE_"
 OTHERS = tuple(
     PREFIX + name
     for name in (
-        *("USE_XPU", "USE_TPU", "USE_SAGEMAKER", "USE_IPEX", "USE_MPS_DEVICE", "TORCH_DEVICE"),
+        *("USE_XPU", "USE_TPU", "USE_SAGEMAKER", "USE_IPEX", "USE_MPS_DEVICE"),
         *("DOWNCAST_BF16", "DISABLE_RICH", "BYPASS_DEVICE_MAP", "CONFIG_DS_FIELDS"),
     )
 )

@@ -264,6 +264,8 @@ def _handler(handlers: dict[type[KwargsHandler], KwargsHandler], kind: type[Hand
 def _device(arguments: Arguments, environment: Environment, found: Problems) -> torch.device:
     forced = "cpu=True" if arguments.cpu else "ACCELERATE_USE_CPU" if environment.use_cpu else None
     asked = arguments.device
+    if asked is None and not forced:
+        asked = environment.torch_device
     if forced and asked not in (None, "auto", "cpu"):
         found.add(
             f"device={asked!r} with {forced}",

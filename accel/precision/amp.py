@@ -134,13 +134,15 @@ class StepScaler(torch.amp.GradScaler):
         if new_scale is None:
             self._update_is_due = self._enabled
         elif self._enabled:
-            with self._held_gradients_follow():
-                super().update(new_scale)
+            self._change_scale(new_scale)
 
     def flush(self) -> None:
         """Carry out an update that is due."""
-        if not self._update_is_due:
-            return
+        if self._update_is_due:
+            self._change_scale()
+
+    def _change_scale(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Adapt the scale to what the last steps found, or set it in place of that."""
         self._update_is_due = False
         states = self._per_optimizer_states
         stepped = {k: v for k, v in states.items() if v["stage"] is OptState.STEPPED}
@@ -148,7 +150,7 @@ class StepScaler(torch.amp.GradScaler):
         for key in waiting:  # what they found counts when they step
             del states[key]
         with self._held_gradients_follow():
-            super().update()
+            super().update(new_scale)
         self._per_optimizer_states.update(waiting)
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -120,9 +120,8 @@ def extract_model_from_parallel(
     Args:
         model: any module.
         keep_fp32_wrapper: whether a forward pass under mixed precision stays so.
-        keep_torch_compile: whether a compiled module inside the containers stays compiled, and
-            layers that are compiled in place. (Containers *inside* a compiled module are only
-            reached by taking it apart.)
+        keep_torch_compile: whether a compiled module stays compiled, inside the containers or
+            around them, and layers that are compiled in place.
         recursive: whether containers deeper in the module are removed from it, too.
 
     Returns:
@@ -160,21 +159,26 @@ def _without_containers(model: torch.nn.Module, keep_torch_compile: bool) -> tor
     while True:
         if isinstance(model, PARALLEL_WRAPPERS):
             model = model.get_submodule("module")
-        elif is_compiled_module(model) and (not keep_torch_compile or _holds_container(model)):
+        elif not is_compiled_module(model):
+            return model
+        elif not keep_torch_compile:
             model = compiled_from(model)
         else:
-            return model
+            return _compiled_without_containers(model)
+
+
+def _compiled_without_containers(compiled: Any) -> torch.nn.Module:
+    """Return what is inside the containers in a compiled module, compiled in the same way."""
+    inner = _without_containers(compiled_from(compiled), keep_torch_compile=True)
+    if inner is compiled_from(compiled):
+        return compiled
+    return inner if is_compiled_module(inner) else type(compiled)(inner, compiled.dynamo_ctx)
 
 
 def _remove_compiled_calls(model: torch.nn.Module) -> None:
     """Undo `torch.nn.Module.compile` of all modules in `model`."""
     for module in model.modules():
         module.__dict__.pop("_compiled_call_impl", None)
-
-
-def _holds_container(compiled: torch.nn.Module) -> bool:
-    inner = compiled_from(compiled)
-    return isinstance(inner, PARALLEL_WRAPPERS) or is_compiled_module(inner)
 
 
 def _remove_containers(model: torch.nn.Module) -> None:

@@ -192,10 +192,20 @@ class DDPStrategy(Strategy):
         super().__init__(plan, comm, device, precision)
         self.sync = DDPSync()
         self.gradients = DDPGradients(self.gradients.scaler)
+        self._forget_models()
+        comm.before_exit(_detach)
+
+    def _forget_models(self) -> None:
         self._evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # Models that had nothing to train, with their hooks.
         self._frozen: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-        comm.before_exit(_detach)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {k: v for k, v in vars(self).items() if k not in ("_evaluated", "_frozen")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._forget_models()
 
     def prepare(
         self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False

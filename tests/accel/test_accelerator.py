@@ -20,6 +20,7 @@ from accel.machine.enums import PrecisionType
 from accel.machine.errors import ConfigError
 from accel.plan.plan import Plan
 from accel.state import AcceleratorState, GradientState, PartialState
+from tests.helpers import run_distributed
 
 
 def loader(samples: int = 6, batch_size: int = 2) -> DataLoader:
@@ -369,7 +370,8 @@ def test_unwrapping_stops_at_the_users_own_module() -> None:
     compiled = torch.compile(inner)
     assert accelerator.unwrap_model(compiled) is compiled
     assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is inner
-    assert accelerator.unwrap_model(torch.compile(torch.nn.DataParallel(inner))) is inner
+    around = torch.compile(torch.nn.DataParallel(inner))
+    assert accelerator.unwrap_model(around)._orig_mod is inner
     assert accelerator.strategy.state.unwrap(compiled) is inner
 
 
@@ -399,6 +401,23 @@ def test_an_accelerator_pickles_without_the_processs_variables(
     other.backward(copied(torch.ones(1, 2)).sum())
     assert copied.weight.grad is not None
     assert model.weight.grad is None
+
+
+def pickled() -> tuple[bool, list[float]]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    module = torch.nn.Linear(2, 1)
+    accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
+    other = pickle.loads(pickle.dumps(accelerator))
+    (model,) = other._models
+    other.backward(model(torch.full((1, 2), float(other.process_index))).sum())
+    accelerator.end_training()
+    return other.plan == accelerator.plan, model.module.weight.grad.flatten().tolist()
+
+
+def test_an_accelerator_of_several_processes_pickles() -> None:
+    """E1: with its prepared model, whose copy averages gradients as before."""
+    assert run_distributed(pickled, 2) == [(True, [0.5, 0.5])] * 2
 
 
 # -- subclasses ----------------------------------------------------------------------------

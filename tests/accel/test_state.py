@@ -20,7 +20,13 @@ from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, StateError
 from accel.plan.arguments import Arguments
 from accel.plan.plan import resolve
-from accel.state import AcceleratorState, GradientState, PartialState, current_environment
+from accel.state import (
+    AcceleratorState,
+    GradientState,
+    PartialState,
+    current_environment,
+    is_initialized,
+)
 from tests.helpers import run_distributed
 
 WORLD_SIZES = [1, 2, 3]
@@ -50,7 +56,6 @@ def test_accelerator_state_is_built_on_the_partial_one() -> None:
     state = AcceleratorState(mixed_precision="bf16", cpu=True)
     assert state.comm is PartialState().comm
     assert state.mixed_precision == "bf16"
-    assert state.initialized
     assert state.dynamo_plugin.backend == "no"
     assert "Mixed precision: bf16" in repr(state)
     assert "Device: cpu" in repr(state)
@@ -60,6 +65,52 @@ def test_debug_comes_from_the_environment() -> None:
     with env.patched(ACCELERATE_DEBUG_MODE="1"):
         assert PartialState(cpu=True).debug is True
         assert AcceleratorState(cpu=True).debug is True
+
+
+def test_debug_mode_is_set_for_all_instances() -> None:
+    """E1: a setting, unlike the rest of the state."""
+    accelerator = Accelerator(cpu=True)
+    PartialState().debug = True
+    assert PartialState().debug is AcceleratorState().debug is accelerator.state.debug is True
+
+
+@pytest.mark.parametrize("kind", [PartialState, AcceleratorState])
+def test_a_state_is_immutable(kind: type[PartialState | AcceleratorState]) -> None:
+    """E1: "these classes are immutable"."""
+    state = kind(cpu=True)
+    with pytest.raises(AttributeError, match=r"device='cuda'.*immutable"):
+        state.device = "cuda"  # type: ignore[assignment]
+    assert kind().device == Accelerator(cpu=True).device == torch.device("cpu")
+
+
+def test_both_states_report_the_precision_of_the_run() -> None:
+    """E1: also a `PartialState` that was made before."""
+    partial = PartialState(cpu=True)
+    assert partial.mixed_precision == "no"
+    Accelerator(cpu=True, mixed_precision="bf16")
+    assert partial.mixed_precision == PartialState().mixed_precision == "bf16"
+
+
+def test_a_state_is_initialized_from_an_accelerator() -> None:
+    """E1: `initialized` says "whether it has been initialized from Accelerator"."""
+    state = AcceleratorState(cpu=True)
+    assert not state.initialized
+    assert not is_initialized()
+    Accelerator(cpu=True)
+    assert state.initialized
+    assert is_initialized()
+
+
+def test_the_environment_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E1: ACCELERATE_TORCH_DEVICE, which an argument overrides."""
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    with pytest.raises(ConfigError, match="device='meta'"):
+        PartialState()
+    assert PartialState(cpu=True).device.type == "cpu"
+    PartialState._reset_state()
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    monkeypatch.setattr("accel.machine.device.default_device_type", lambda: "cuda")
+    assert PartialState().device.type == "cpu"
 
 
 def test_use_after_reset_is_an_error() -> None:
@@ -96,7 +147,7 @@ def test_what_was_set_up_cannot_change() -> None:
     assert AcceleratorState("bf16").mixed_precision == "bf16"
     with pytest.raises(ConfigError, match=r"mixed_precision='fp16'.*set up with 'bf16'"):
         AcceleratorState("fp16")
-    PartialState().device = torch.device("meta")
+    PartialState._shared_state["device"] = torch.device("meta")
     with pytest.raises(ConfigError, match="cpu=True"):
         PartialState(cpu=True)
 

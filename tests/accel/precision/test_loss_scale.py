@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -281,3 +282,26 @@ def clipped_together(engines: dict[str, Any]) -> list[float]:
 def test_an_overflow_skips_all_that_is_clipped_with_it(engine: str) -> None:
     for found in run_distributed(clipped_together, 2, ENGINES[engine]):
         assert found == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("then", ["step", "get_scale", "save_state", "update"])
+def test_a_scale_that_is_set_after_a_step_holds(then: str, tmp_path: Path) -> None:
+    """E3: it takes the place of the update that the step made due."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    module = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
+
+    def step() -> None:
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    accelerator.scaler.update(3.0)
+    if then == "step":
+        step()
+    elif then == "save_state":
+        accelerator.save_state(tmp_path / "state")
+    elif then == "update":
+        accelerator.scaler.update(3.0)
+    assert accelerator.scaler.get_scale() == 3.0

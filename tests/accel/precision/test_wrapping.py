@@ -36,6 +36,19 @@ def test_a_compiled_module_inside_a_container_stays_compiled() -> None:
     assert plain is inner
 
 
+def test_a_compiled_module_around_a_container_stays_compiled() -> None:
+    """E1: the module inside is compiled with the same options; the given one stays whole."""
+    inner = torch.nn.Linear(2, 2)
+    compiled = torch.compile(torch.nn.DataParallel(inner), backend="eager")
+    found = extract_model_from_parallel(compiled, keep_torch_compile=True)
+    assert is_compiled_module(found)
+    assert found._orig_mod is inner
+    assert found.dynamo_ctx is compiled.dynamo_ctx
+    assert isinstance(compiled._orig_mod, torch.nn.DataParallel)
+    assert found(torch.ones(1, 2)).shape == (1, 2)
+    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is inner
+
+
 def test_the_forward_of_a_compiled_module_is_unwrapped() -> None:
     inner = torch.nn.Linear(1, 1)
     wrap_forward(inner, lambda: torch.autocast("cpu", torch.bfloat16))
