@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -58,10 +59,25 @@ def save(
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
+    if safe_serialization:
+        _warn_of_shared(obj)
     if hasattr(f, "write"):
         save_to_file(obj, cast(BinaryIO, f), safe_serialization)
     else:
         save_to_path(obj, Path(f).expanduser(), safe_serialization)
+
+
+def _warn_of_shared(tensors: Any) -> None:
+    """Warn of names whose tensor is stored under another one."""
+    refuse_unwritable(tensors)
+    dropped = list(split_shared(tensors)[1])
+    if dropped:
+        warnings.warn(
+            f"Removed shared tensor {dropped} while saving: its values are stored once, and the "
+            "file's metadata names where. This should be OK, but check by verifying that you "
+            "don't receive any warning while reloading",
+            stacklevel=3,
+        )
 
 
 def save_to_path(value: Any, path: Path, safe: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from accel.machine.errors import CheckpointError, Problem
+from accel.precision.wrapping import plain_name
 
 FORMAT_VERSION = 1
 SCALARS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers, in fp32 for any weight
@@ -29,7 +30,7 @@ class ParameterNames:
         for index, model in enumerate(models):
             prefix = numbered("model", "", index)
             for name, parameter in model.named_parameters(remove_duplicate=False):
-                key = f"{prefix}:{name}"
+                key = f"{prefix}:{plain_name(name)}"
                 self._owner[key] = id(parameter)
                 self._first.setdefault(id(parameter), key)
 

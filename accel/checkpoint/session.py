@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoint.contents import RunObjects
 from accel.comm.all_or_none import together
-from accel.machine.errors import CheckpointError, ConfigError, Problem, nearest
+from accel.machine.errors import ArgumentTypeError, CheckpointError, ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # What writes and reads is imported where it is first called: few scripts start with it, and the
 # import of the engine is to be cheap.
-_MAP_LOCATIONS = (None, "cpu", "on_device")
+_MAP_LOCATIONS = ("cpu", "on_device")
 
 
 class CheckpointSession:
@@ -320,11 +320,13 @@ def _refuse(arguments: Mapping[str, object], method: str, known: tuple[str, ...]
 def _check_reading(arguments: Mapping[str, object]) -> None:
     """Refuse arguments of `torch.load` that this engine cannot follow."""
     problems = []
+    place = arguments.get("map_location")
+    if place is not None and str(place) not in _MAP_LOCATIONS:
+        rule, remedy = "it is 'cpu' or 'on_device'", "Leave it out."
+        raise ArgumentTypeError.of(f"load_state(map_location={place!r})", rule, remedy)
     for name, value in arguments.items():
         what = f"load_state({name}={value!r})"
-        if name == "map_location" and (value and str(value)) not in _MAP_LOCATIONS:
-            problems.append(Problem(what, "it is 'cpu' or 'on_device'", "Leave it out."))
-        elif name == "weights_only" and value is not True:
+        if name == "weights_only" and value is not True:
             remedy = "Let classes that you trust in with torch.serialization.add_safe_globals([…])."
             problems.append(Problem(what, "nothing is read in a way that runs code", remedy))
         elif name not in ("map_location", "weights_only"):

@@ -115,6 +115,10 @@ class Problems(list[Problem]):
         ConfigError.raise_if([*self, *self.not_built])
 
 
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument whose documented error is a TypeError."""
+
+
 class NotBuiltError(ConfigError):
     """A documented option that this version does not offer yet."""
 

@@ -17,6 +17,7 @@ from accel.machine.imports import is_available
 MakeContext = Callable[[], AbstractContextManager[object]]
 Wrapper = TypeVar("Wrapper", bound=type[torch.nn.Module])
 # Wrappers whose `module` attribute is what they wrap.
+_COMPILED = "_orig_mod"  # the child of what `torch.compile` returns
 PARALLEL_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
 
 
@@ -86,7 +87,7 @@ def is_compiled_module(module: object) -> bool:
     Args:
         module: any object.
     """
-    return isinstance(module, torch.nn.Module) and "_orig_mod" in module._modules
+    return isinstance(module, torch.nn.Module) and _COMPILED in module._modules
 
 
 def is_peft_model(model: torch.nn.Module) -> bool:
@@ -103,7 +104,7 @@ def is_peft_model(model: torch.nn.Module) -> bool:
 
 def compiled_from(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile` was given for `model`."""
-    return model.get_submodule("_orig_mod")
+    return model.get_submodule(_COMPILED)
 
 
 def extract_model_from_parallel(
@@ -150,6 +151,36 @@ def get_module_children_bottom_up(
     return named if return_fqns else [module for _, module in named]
 
 
+def plain_name(name: str) -> str:
+    """Return the full name of a weight or module without the parts that `torch.compile` adds."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def hide_compiled(model: torch.nn.Module) -> None:
+    """Have state dicts of `model` name the weights of compiled submodules as if not compiled.
+
+    So a state is loaded with and without these compilations.
+    """
+    for module in model.modules():
+        if is_compiled_module(module) and _rename_saved not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_rename_saved)
+            module.register_load_state_dict_pre_hook(_rename_loaded)
+
+
+def _rename_saved(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object
+) -> None:
+    start = f"{prefix}{_COMPILED}."
+    for name in [name for name in state if name.startswith(start)]:
+        state[prefix + name.removeprefix(start)] = state.pop(name)
+
+
+def _rename_loaded(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    start = f"{prefix}{_COMPILED}."
+    for name in [one for one in state if one.startswith(prefix) and not one.startswith(start)]:
+        state[start + name.removeprefix(prefix)] = state.pop(name)
+
+
 def own_module(model: torch.nn.Module) -> torch.nn.Module:
     """Return the user's own module, as it is inside its containers and `torch.compile`."""
     return _without_containers(model, keep_torch_compile=False)
@@ -176,9 +207,12 @@ def _compiled_without_containers(compiled: Any) -> torch.nn.Module:
 
 
 def _remove_compiled_calls(model: torch.nn.Module) -> None:
-    """Undo `torch.nn.Module.compile` of all modules in `model`."""
-    for module in model.modules():
+    """Undo the compilation of all modules in `model`, in place or around them."""
+    for module in list(model.modules()):
         module.__dict__.pop("_compiled_call_impl", None)
+        for name, child in module.named_children():
+            if is_compiled_module(child) and not is_compiled_module(module):
+                setattr(module, name, own_module(child))
 
 
 def _remove_containers(model: torch.nn.Module) -> None:

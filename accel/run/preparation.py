@@ -18,7 +18,7 @@ from accel.machine.errors import ConfigError, Problem
 from accel.machine.memory import release_memory
 from accel.optimizer import AcceleratedOptimizer
 from accel.precision.amp import parameters_of
-from accel.precision.wrapping import extract_model_from_parallel
+from accel.precision.wrapping import extract_model_from_parallel, hide_compiled, own_module
 from accel.scheduler import AcceleratedScheduler
 from accel.strategies.objects import Objects
 
@@ -188,6 +188,8 @@ class Preparation:
         before = {id(p): p for model in new.models for p in model.parameters()}
         given = replace(new, dataloaders=loaders)
         done = self.strategy.prepare(given, placement, self._objects, evaluation)
+        for model in done.models:
+            hide_compiled(own_module(model))
         self._num_loaders += len(loaders)
         self._objects.extend(done)
         self._mark(*done.models, *done.optimizers, *done.schedulers, *done.dataloaders)

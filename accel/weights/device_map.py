@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -320,11 +321,11 @@ class Filler:
         )
         free = max((self.limits[one] - self.used[one] for one in accelerators), default=total)
         if total > free:
-            logger.warning(
-                "Current model requires %d bytes of buffer for offloaded layers, which seems does "
-                "not fit any accelerator's remaining memory. If you are experiencing a OOM later, "
-                "please consider using offload_buffers=True.",
-                total,
+            warnings.warn(
+                f"Current model requires {total} bytes of buffer for offloaded layers, which seems "
+                "does not fit any accelerator's remaining memory. If you are experiencing a OOM "
+                "later, please consider using offload_buffers=True.",
+                stacklevel=3,
             )
 
 
@@ -347,8 +348,9 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     known = {*modules, *names, *buffers}
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        logger.warning(
-            "The following device_map keys do not match any submodules in the model: %s", unknown
+        warnings.warn(
+            f"The following device_map keys do not match any submodules in the model: {unknown}",
+            stacklevel=3,
         )
     lacking = [n for n in names if not any(lies_in(n, module) for module in device_map)]
     if lacking:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -503,7 +504,8 @@ def _compare(checkpoint: str, plan: _Plan, shapes: Shapes, strict: bool) -> None
         rule = f"its weights do not fit {type(plan.model).__name__}; {'; '.join(differences)}"
         raise CheckpointError(Problem(value, rule, remedy + also))
     if differences:
-        logger.warning("load_checkpoint_in_model(%r): %s.", checkpoint, "; ".join(differences))
+        found = "; ".join(differences)
+        warnings.warn(f"load_checkpoint_in_model({checkpoint!r}): {found}.", stacklevel=3)
 
 
 def _is_floating(value: Any) -> bool:

@@ -14,6 +14,7 @@ from accel.machine import env
 from accel.machine.device import default_device_type
 from accel.machine.errors import ConfigError, StateError, nearest
 from accel.machine.memory import clear_device_cache
+from accel.precision.wrapping import compiled_from, is_compiled_module
 from accel.weights.hooks import write_to
 from accel.weights.offloaded_tensors import (
     ORIGIN,
@@ -125,7 +126,8 @@ def get_non_persistent_buffers(
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the submodule that holds the tensor `name`, and its name there."""
     path, _, key = name.rpartition(".")
-    return module.get_submodule(path), key
+    owner = module.get_submodule(path)
+    return compiled_from(owner) if is_compiled_module(owner) else owner, key
 
 
 def held_in(module: nn.Module, name: str) -> tuple[Held, str]:

@@ -30,7 +30,7 @@ from accel.machine.errors import ConfigError, Problem, Problems, nearest
 from accel.machine.memory_estimate import local
 from accel.plan.dims import TP
 from accel.precision.amp import parameters_of
-from accel.precision.wrapping import own_module
+from accel.precision.wrapping import own_module, plain_name
 from accel.strategies.mesh.parameter_remap import Named, parameters_by_name
 from accel.strategies.mesh.torch_internals import Models, parameter_table
 
@@ -75,7 +75,7 @@ def _sum(model: torch.nn.Module, name: str, mesh: DeviceMesh) -> None:
     """Sum the gradient of a replicated parameter over the tensor-parallel ranks."""
     if isinstance(model.get_parameter(name), DTensor):
         raise ConfigError.of(
-            f"tp_plan: {_plain(name)} is sharded, and {SUMMED}",
+            f"tp_plan: {plain_name(name)} is sharded, and {SUMMED}",
             "a parameter is sharded or replicated",
             "Remove one of the two patterns, or name single parameters.",
         )
@@ -128,11 +128,7 @@ def resolve_plan(model: torch.nn.Module, plan: Plan | None = None) -> ResolvedPl
 
 def _by_plain_name(names: Iterable[str]) -> dict[str, str]:
     """Return names by those without `torch.compile`; of two that coincide, the inner one."""
-    return {plain: name for name in names if (plain := _plain(name))}
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return {plain: name for name in names if (plain := plain_name(name))}
 
 
 def _own_plan(model: torch.nn.Module) -> Plan:
@@ -183,7 +179,7 @@ def _check_sizes(model: torch.nn.Module, styles: Mapping[str, ParallelStyle], tp
         shape = tuple(weight.shape)
         if shape[dim] % tp_size:
             problems.add(
-                f"tp_plan: {_plain(name)}.weight of {shape} sharded along dim {dim}",
+                f"tp_plan: {plain_name(name)}.weight of {shape} sharded along dim {dim}",
                 f"its size is divisible by tp_size={tp_size}",
                 "Choose a tp_size that divides it, or remove the module from the plan.",
             )
@@ -202,7 +198,7 @@ def _tie_weights(model: torch.nn.Module, before: Named) -> None:
             continue
         if _layout(kept) != _layout(other):
             raise ConfigError.of(
-                f"tp_plan: {_plain(first)} and {_plain(name)} are one parameter",
+                f"tp_plan: {plain_name(first)} and {plain_name(name)} are one parameter",
                 "tied weights are sharded alike",
                 "Give both modules styles that shard the weight alike (rowwise_rep for an "
                 "embedding, colwise_rep for the output), or remove both.",

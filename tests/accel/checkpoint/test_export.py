@@ -171,3 +171,13 @@ def test_single_objects(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "x.bin") == {"any": [1, 2]}
     assert load(buffer.getvalue()).keys() == tensors.keys()
     assert names(tmp_path) == ["x.bin", "x.safetensors"]
+
+
+def test_saving_shared_tensors_warns_of_the_names_that_are_left_out(tmp_path: Path) -> None:
+    """E1."""
+    weight = torch.ones(2)
+    with pytest.warns(UserWarning, match=r"Removed shared tensor \['b'\] while saving"):
+        export.save(
+            {"a": weight, "b": weight}, tmp_path / "one.safetensors", safe_serialization=True
+        )
+    assert read_tensors(tmp_path / "one.safetensors").keys() == {"a", "b"}

@@ -125,7 +125,8 @@ def test_hooks_have_the_options(folder: Path, tmp_path: Path) -> None:
 
 def test_names_must_match_if_strict(folder: Path) -> None:
     other = plain().append(nn.Linear(2, 2))
-    load(folder, other)
+    with pytest.warns(UserWarning, match="missing from the checkpoint"):
+        load(folder, other)
     with pytest.raises(CheckpointError, match=r"missing from the checkpoint: 3\.weight"):
         load(folder, other, strict=True)
 
@@ -191,6 +192,7 @@ def test_a_checkpoint_that_is_written_again_is_not_mixed_in(folder: Path, tmp_pa
         model(inputs())
 
 
+@pytest.mark.filterwarnings("ignore:load_checkpoint_in_model")
 def test_a_used_folder_fills_in_no_weight_of_another_checkpoint(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_used_folder_fills_in_no_weight_of_another_checkpoint(
     "device_map",
     [{"": "disk"}, {"": "cpu"}, {"2": "cpu", "": "disk"}, {"0": "disk", "": "cpu"}],
 )
+@pytest.mark.filterwarnings("ignore:load_checkpoint_in_model")
 def test_weights_that_nothing_has_values_for_are_told(
     device_map: dict[str, Any], tmp_path: Path
 ) -> None:
