@@ -119,9 +119,17 @@ class Entry:
         return inspect.isclass(found) and issubclass(found, enum.Enum)
 
 
-def one_test(name: str, test: str, noop: NoOp = NoOp.NONE, /, **defaults: Any) -> Entry:
-    """Return the entry of a callable that one test exercises, with all of its parameters."""
-    return Entry(name, test, noop, given(test, **defaults))
+def documented(name: str, test: str, noop: NoOp = NoOp.NONE, /, **parameters: Any) -> Entry:
+    """Return the entry of a callable.
+
+    Args:
+        name: where it is documented.
+        test: exercises the call, and each parameter that is given by its default alone.
+        noop: what doing nothing is.
+        parameters: documented defaults, or a `P` where another test exercises the parameter.
+    """
+    rows = {n: p if isinstance(p, P) else P(p, test) for n, p in parameters.items()}
+    return Entry(name, test, noop, rows)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented
 
 WHO = "test_one_process_is_every_kind_of_process"
 MOVED = "test_a_model_is_moved_unless_told_otherwise"
@@ -85,64 +85,62 @@ ENTRIES = [
             "dynamo_backend": {"no": COMPILED},
         },
     ),
-    Entry(
+    documented(
         "accel:Accelerator.prepare",
         ORDER,
         NoOp.ALL,
-        {"args": P(REQUIRED, ORDER), "device_placement": P(None, PLACES)},
+        args=REQUIRED,
+        device_placement=P(None, PLACES),
     ),
-    Entry(
+    documented(
         "accel:Accelerator.prepare_model",
         MOVED,
         NoOp.FIRST,
-        {
-            **given(MOVED, model=REQUIRED, device_placement=None),
-            "evaluation_mode": P(False, EVALUATED),
-        },
+        model=REQUIRED,
+        device_placement=None,
+        evaluation_mode=P(False, EVALUATED),
     ),
-    one_test(
+    documented(
         "accel:Accelerator.prepare_optimizer",
         PREPARED_ALONE,
         NoOp.FIRST,
         optimizer=REQUIRED,
         device_placement=None,
     ),
-    one_test("accel:Accelerator.prepare_scheduler", PREPARED_ALONE, NoOp.FIRST, scheduler=REQUIRED),
-    Entry(
+    documented(
+        "accel:Accelerator.prepare_scheduler", PREPARED_ALONE, NoOp.FIRST, scheduler=REQUIRED
+    ),
+    documented(
         "accel:Accelerator.unwrap_model",
         UNWRAPPED,
         NoOp.FIRST,
-        {"model": P(REQUIRED, UNWRAPPED), "keep_fp32_wrapper": P(True, OWN_FORWARD)},
+        model=REQUIRED,
+        keep_fp32_wrapper=P(True, OWN_FORWARD),
     ),
     Entry("accel:Accelerator.free_memory", FORGOTTEN),
     Entry("accel:Accelerator.clear", FORGOTTEN),
     Entry("accel:Accelerator.end_training", OWN_TRACKER),
-    Entry(
+    documented(
         "accel:Accelerator.profile",
         "test_profiling_needs_no_handler",
         NoOp.CONTEXT,
-        given(RUNS_OWN, profile_handler=None),
+        profile_handler=P(None, RUNS_OWN),
     ),
-    one_test("accel:Accelerator.verify_device_map", MAPS, model=REQUIRED),
-    Entry(
-        "accel:Accelerator.get_tracker",
-        OWN_TRACKER,
-        parameters={"name": P(REQUIRED, OWN_TRACKER), "unwrap": P(False, BOARD)},
-    ),
-    one_test(
+    documented("accel:Accelerator.verify_device_map", MAPS, model=REQUIRED),
+    documented("accel:Accelerator.get_tracker", OWN_TRACKER, name=REQUIRED, unwrap=P(False, BOARD)),
+    documented(
         "accel:Accelerator.init_trackers",
         OWN_TRACKER,
         project_name=REQUIRED,
         config=None,
         init_kwargs=None,
     ),
-    Entry(
+    documented(
         "accel:Accelerator.log_images",
         OWN_TRACKER,
-        parameters={
-            **given(OWN_TRACKER, values=REQUIRED, step=None),
-            "log_kwargs": P(None, "test_arguments_of_a_call_name_a_tracker[None-log_images]"),
-        },
+        values=REQUIRED,
+        step=None,
+        log_kwargs=P(None, "test_arguments_of_a_call_name_a_tracker[None-log_images]"),
     ),
-    one_test("accel:Accelerator.log", OWN_TRACKER, values=REQUIRED, step=None, log_kwargs=None),
+    documented("accel:Accelerator.log", OWN_TRACKER, values=REQUIRED, step=None, log_kwargs=None),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented, given
 
 SHARES = "test_the_documented_examples"
 STREAM = "test_the_documented_example"
@@ -45,28 +45,27 @@ SAMPLER_ENTRIES = [
         },
         attributes={"total_length": "test_uneven_batches_are_left_as_they_are"},
     ),
-    Entry(
+    documented(
         "accel.data_loader:IterableDatasetShard",
         STREAM,
-        parameters={
-            **given(STREAM, dataset=REQUIRED, batch_size=1),
-            "drop_last": P(False, "test_a_short_last_round_is_left_out_or_completed"),
-            **given(STREAM, num_processes=1, process_index=0, split_batches=False),
-        },
+        dataset=REQUIRED,
+        batch_size=1,
+        drop_last=P(False, "test_a_short_last_round_is_left_out_or_completed"),
+        num_processes=1,
+        process_index=0,
+        split_batches=False,
     ),
-    one_test(
+    documented(
         "accel.data_loader:IterableDatasetShard.set_epoch",
         "test_the_epoch_reaches_the_stream",
         epoch=REQUIRED,
     ),
-    Entry(
+    documented(
         "accel.data_loader:SeedableRandomSampler",
         "test_the_order_is_a_function_of_seed_and_epoch",
-        parameters={
-            "data_seed": P(None, "test_the_order_is_a_function_of_seed_and_epoch", keyword=True)
-        },
+        data_seed=P(None, "test_the_order_is_a_function_of_seed_and_epoch", keyword=True),
     ),
-    one_test(
+    documented(
         "accel.data_loader:SeedableRandomSampler.set_epoch",
         "test_the_order_is_a_function_of_seed_and_epoch",
         epoch=REQUIRED,
@@ -96,7 +95,7 @@ LOADER_ENTRIES = [
             "total_dataset_length": LENGTHS,
         },
     ),
-    one_test(
+    documented(
         "accel.data_loader:DataLoaderShard.set_epoch",
         "test_a_shard_hands_on_the_epoch",
         epoch=REQUIRED,
@@ -123,81 +122,76 @@ LOADER_ENTRIES = [
             "total_dataset_length": DISPATCHER_LENGTHS,
         },
     ),
-    one_test(
+    documented(
         "accel.data_loader:DataLoaderDispatcher.set_epoch",
         "test_a_dispatcher_hands_on_the_epoch",
         epoch=REQUIRED,
     ),
-    Entry(
+    documented(
         "accel.data_loader:prepare_data_loader",
         SHARING,
         NoOp.FIRST,
-        parameters={
-            "dataloader": P(REQUIRED, SHARING),
-            "device": P(None, PLACEMENT),
-            **given(SHARING, num_processes=None, process_index=None, split_batches=False),
-            "put_on_device": P(False, PLACEMENT),
-            "rng_types": P(None, SEEDED),
-            "dispatch_batches": P(None, WHO),
-            "even_batches": P(True, SHARING),
-            "slice_fn_for_dispatch": P(None, CUT),
-            **given(SEEDED, use_seedable_sampler=False, data_seed=None),
-            "non_blocking": P(False, PLACEMENT),
-            "use_stateful_dataloader": P(False, "test_loaders_of_torchdata"),
-            "torch_device_mesh": P(None, MESH),
-        },
+        dataloader=REQUIRED,
+        device=P(None, PLACEMENT),
+        num_processes=None,
+        process_index=None,
+        split_batches=False,
+        put_on_device=P(False, PLACEMENT),
+        rng_types=P(None, SEEDED),
+        dispatch_batches=P(None, WHO),
+        even_batches=True,
+        slice_fn_for_dispatch=P(None, CUT),
+        use_seedable_sampler=P(False, SEEDED),
+        data_seed=P(None, SEEDED),
+        non_blocking=P(False, PLACEMENT),
+        use_stateful_dataloader=P(False, "test_loaders_of_torchdata"),
+        torch_device_mesh=P(None, MESH),
     ),
-    one_test("accel:skip_first_batches", SKIPPED, NoOp.FIRST, dataloader=REQUIRED, num_batches=0),
+    documented("accel:skip_first_batches", SKIPPED, NoOp.FIRST, dataloader=REQUIRED, num_batches=0),
 ]
 
 ACCELERATOR_ENTRIES = [
-    Entry(
+    documented(
         "accel:Accelerator.prepare_data_loader",
         PREPARED,
         NoOp.FIRST,
-        {
-            "data_loader": P(REQUIRED, PREPARED),
-            "device_placement": P(
-                None,
-                "test_batches_stay_where_they_are_without_device_placement",
-            ),
-            "slice_fn_for_dispatch": P(None, CUT),
-        },
+        data_loader=REQUIRED,
+        device_placement=P(
+            None,
+            "test_batches_stay_where_they_are_without_device_placement",
+        ),
+        slice_fn_for_dispatch=P(None, CUT),
     ),
-    one_test(
+    documented(
         "accel:Accelerator.skip_first_batches",
         SKIPPED_BY_ACCELERATOR,
         NoOp.FIRST,
         dataloader=REQUIRED,
         num_batches=0,
     ),
-    Entry(
+    documented(
         "accel.utils:DataLoaderConfiguration",
         WHO,
-        parameters={
-            "split_batches": P(False, SPLIT),
-            "dispatch_batches": P(None, WHO),
-            "even_batches": P(True, SPLIT),
-            "use_seedable_sampler": P(False, EACH_ORDER),
-            "data_seed": P(None, "test_the_seed_of_the_order"),
-            "non_blocking": P(False, "test_copies_do_not_block"),
-            "use_stateful_dataloader": P(False, "test_loaders_of_torchdata"),
-        },
+        split_batches=P(False, SPLIT),
+        dispatch_batches=None,
+        even_batches=P(True, SPLIT),
+        use_seedable_sampler=P(False, EACH_ORDER),
+        data_seed=P(None, "test_the_seed_of_the_order"),
+        non_blocking=P(False, "test_copies_do_not_block"),
+        use_stateful_dataloader=P(False, "test_loaders_of_torchdata"),
     ),
 ]
 
 RANDOM_ENTRIES = [
-    Entry(
+    documented(
         "accel.utils:set_seed",
         SEED,
-        parameters={
-            "seed": P(REQUIRED, SEED),
-            "device_specific": P(False, "test_device_specific_seeds_differ"),
-            "deterministic": P(False, "test_deterministic"),
-        },
+        seed=REQUIRED,
+        device_specific=P(False, "test_device_specific_seeds_differ"),
+        deterministic=P(False, "test_deterministic"),
     ),
-    one_test("accel.utils:synchronize_rng_state", STATES, rng_type=None, generator=None),
-    one_test("accel.utils:synchronize_rng_states", STATES, rng_types=REQUIRED, generator=None),
+    documented("accel.utils:synchronize_rng_state", STATES, rng_type=None, generator=None),
+    documented("accel.utils:synchronize_rng_states", STATES, rng_types=REQUIRED, generator=None),
     Entry(
         "accel.utils:RNGType",
         call=False,

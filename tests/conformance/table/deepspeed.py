@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented, given, required
 
 STEPPED = "test_what_prepare_returns_steps_and_drops_gradients"
 ALONE = "test_stand_ins_cannot_step_alone"
@@ -20,7 +20,7 @@ CONFIGURATION = "accel.utils:HfDeepSpeedConfig"
 
 def query(name: str, test: str) -> Entry:
     """Return the rows of a query of the configuration by dotted key."""
-    return one_test(f"{CONFIGURATION}.{name}", test, ds_key_long=REQUIRED)
+    return documented(f"{CONFIGURATION}.{name}", test, ds_key_long=REQUIRED)
 
 
 PLACEHOLDERS = [
@@ -35,15 +35,14 @@ PLACEHOLDERS = [
         attributes=dict.fromkeys(("params", "values", "defaulted"), FILLED),
     ),
     Entry("accel.utils:DummyOptim.step", ALONE),
-    Entry(
+    documented(
         "accel.utils:DummyScheduler",
         AUTO,
-        parameters={
-            "optimizer": P(REQUIRED, ALONE),
-            **given(AUTO, total_num_steps=None, warmup_num_steps=0),
-            "lr_scheduler_callable": P(None, STEPPED),
-            "kwargs": P(REQUIRED, SCHEDULE, keyword=True),
-        },
+        optimizer=P(REQUIRED, ALONE),
+        total_num_steps=None,
+        warmup_num_steps=0,
+        lr_scheduler_callable=P(None, STEPPED),
+        kwargs=P(REQUIRED, SCHEDULE, keyword=True),
     ),
     Entry("accel.utils:DummyScheduler.step", ALONE),
     Entry("accel.utils:DummyScheduler.state_dict", ALONE),
@@ -59,11 +58,11 @@ PREPARED = [
             STEPPED,
         ),
     ),
-    one_test(f"{OPTIMIZER}.step", STEPPED, closure=None),
+    documented(f"{OPTIMIZER}.step", STEPPED, closure=None),
     # set_to_none makes no difference, as the engine decides: no mutant would.
     Entry(f"{OPTIMIZER}.zero_grad", STEPPED),
     Entry(f"{OPTIMIZER}.add_param_group", STEPPED),
-    one_test(SCHEDULER, STEPPED, scheduler=REQUIRED, optimizers=REQUIRED),
+    documented(SCHEDULER, STEPPED, scheduler=REQUIRED, optimizers=REQUIRED),
 ]
 QUERIES = [
     Entry(
@@ -75,12 +74,12 @@ QUERIES = [
     query("find_config_node", CHANGED),
     query("is_true", ANSWERS),
     query("is_false", ANSWERS),
-    one_test(f"{CONFIGURATION}.get_value", ANSWERS, ds_key_long=REQUIRED, default=None),
-    one_test(
+    documented(f"{CONFIGURATION}.get_value", ANSWERS, ds_key_long=REQUIRED, default=None),
+    documented(
         f"{CONFIGURATION}.del_config_sub_tree", CHANGED, ds_key_long=REQUIRED, must_exist=False
     ),
     *(Entry(f"{CONFIGURATION}.{name}", ANSWERS) for name in ("is_zero2", "is_zero3", "is_offload")),
-    one_test("accel.utils:get_active_deepspeed_plugin", ACTIVE, NoOp.FIRST, state=REQUIRED),
+    documented("accel.utils:get_active_deepspeed_plugin", ACTIVE, NoOp.FIRST, state=REQUIRED),
 ]
 
 ENTRIES = [*PLACEHOLDERS, *PREPARED, *QUERIES]

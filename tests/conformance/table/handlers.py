@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented
 
 OFF = "test_autocast_is_off_where_it_is_not_enabled"
 CACHE = "test_autocast_keeps_casts_of_weights_unless_it_is_told_not_to"
@@ -39,11 +39,7 @@ HISTORIES: dict[str, Any] = {
 
 ENTRIES = [
     Entry("accel.utils:KwargsHandler.to_kwargs", DIFFERING),
-    Entry(
-        "accel.utils:AutocastKwargs",
-        OFF,
-        parameters={"enabled": P(True, OFF), "cache_enabled": P(None, CACHE)},
-    ),
+    documented("accel.utils:AutocastKwargs", OFF, enabled=True, cache_enabled=P(None, CACHE)),
     Entry(
         "accel.utils:DistributedDataParallelKwargs",
         DDP,
@@ -90,17 +86,16 @@ ENTRIES = [
         parameters=recipe("use_autocast_during_eval", *DELAYED, LAST, "use_mxfp8_block_scaling"),
         choices=HISTORIES,
     ),
-    Entry(
+    documented(
         "accel.utils:convert_model",
         SWAPPED,
-        parameters={
-            **given(SWAPPED, model=REQUIRED, to_transformer_engine=True),
-            **given(KINDS, _convert_linear=True, _convert_ln=True),
-        },
-        noop=NoOp.NONE,
+        model=REQUIRED,
+        to_transformer_engine=True,
+        _convert_linear=P(True, KINDS),
+        _convert_ln=P(True, KINDS),
     ),
-    one_test("accel.utils:has_transformer_engine_layers", SWAPPED, model=REQUIRED),
-    one_test(
+    documented("accel.utils:has_transformer_engine_layers", SWAPPED, model=REQUIRED),
+    documented(
         "accel.utils:contextual_fp8_autocast",
         IN_FP8,
         NoOp.FIRST,
@@ -108,14 +103,12 @@ ENTRIES = [
         fp8_recipe=REQUIRED,
         use_during_eval=False,
     ),
-    Entry(
+    documented(
         "accel.utils:apply_fp8_autowrap",
         "test_a_model_is_wrapped[recent-handler1-True]",
-        parameters={
-            "model": P(REQUIRED, "test_a_model_is_wrapped[recent-None-False]"),
-            "fp8_recipe_handler": P(None, "test_a_model_is_wrapped[recent-handler1-True]"),
-        },
-        noop=NoOp.FIRST,
+        NoOp.FIRST,
+        model=P(REQUIRED, "test_a_model_is_wrapped[recent-None-False]"),
+        fp8_recipe_handler=None,
     ),
     Entry(
         "accel.utils:MSAMPRecipeKwargs",
@@ -151,14 +144,12 @@ ENTRIES = [
             ),
         },
     ),
-    Entry(
+    documented(
         "accel.utils:ProfileKwargs.build",
         SCHEDULE,
-        parameters=given(
-            "test_build_takes_a_callable_where_the_handler_has_none", on_trace_ready=None
-        ),
+        on_trace_ready=P(None, "test_build_takes_a_callable_where_the_handler_has_none"),
     ),
-    one_test(
+    documented(
         "accel.utils:GradScalerKwargs",
         SCALE,
         init_scale=65536.0,
@@ -167,7 +158,7 @@ ENTRIES = [
         growth_interval=2000,
         enabled=True,
     ),
-    one_test(
+    documented(
         "accel.utils:InitProcessGroupKwargs", GROUP, backend="nccl", init_method=None, timeout=None
     ),
 ]

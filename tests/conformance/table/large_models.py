@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented, given
 
 EXECUTION = "test_modules_compute_on_the_execution_device"
 BUFFERS = "test_dispatch.py::test_buffers_are_offloaded_on_request"
@@ -45,67 +45,63 @@ def members(kind: str, tests: dict[str, str], noops: dict[str, NoOp]) -> list[En
 
 
 MODELING = [
-    Entry(
+    documented(
         "accel.big_modeling:attach_layerwise_casting_hooks",
         CAST,
-        parameters={
-            **required(CAST, "module", "storage_dtype", "compute_dtype"),
-            "skip_modules_pattern": P(None, "test_modules_are_spared_by_name"),
-            "skip_modules_classes": P(None, "test_modules_are_spared_by_class"),
-            "non_blocking": P(False, "test_conversions_may_overlap"),
-        },
+        module=REQUIRED,
+        storage_dtype=REQUIRED,
+        compute_dtype=REQUIRED,
+        skip_modules_pattern=P(None, "test_modules_are_spared_by_name"),
+        skip_modules_classes=P(None, "test_modules_are_spared_by_class"),
+        non_blocking=P(False, "test_conversions_may_overlap"),
     ),
-    Entry(
+    documented(
         "accel.big_modeling:cpu_offload",
         "test_weights_stay_in_memory",
         NoOp.FIRST,
-        {
-            "model": P(REQUIRED, "test_weights_stay_in_memory"),
-            "execution_device": P(None, EXECUTION),
-            "offload_buffers": P(False, BUFFERS),
-            "state_dict": P(None, "test_a_state_dict_may_be_given"),
-            "preload_module_classes": P(None, PRELOAD),
-        },
+        model=REQUIRED,
+        execution_device=P(None, EXECUTION),
+        offload_buffers=P(False, BUFFERS),
+        state_dict=P(None, "test_a_state_dict_may_be_given"),
+        preload_module_classes=P(None, PRELOAD),
     ),
-    one_test(
+    documented(
         "accel.big_modeling:cpu_offload_with_hook",
         TURNS,
         model=REQUIRED,
         execution_device=None,
         prev_module_hook=None,
     ),
-    Entry(
+    documented(
         "accel.big_modeling:disk_offload",
         "test_weights_lie_on_disk",
         NoOp.FIRST,
-        {
-            **required("test_weights_lie_on_disk", "model", "offload_dir"),
-            "execution_device": P(None, EXECUTION),
-            "offload_buffers": P(False, BUFFERS),
-            "preload_module_classes": P(None, PRELOAD),
-        },
+        model=REQUIRED,
+        offload_dir=REQUIRED,
+        execution_device=P(None, EXECUTION),
+        offload_buffers=P(False, BUFFERS),
+        preload_module_classes=P(None, PRELOAD),
     ),
-    Entry(
+    documented(
         "accel.big_modeling:dispatch_model",
         PLACED,
         NoOp.FIRST,
-        {
-            **required(PLACED, "model", "device_map"),
-            "main_device": P(None, "test_offloaded_modules_run_on_the_main_device"),
-            "state_dict": P(None, "test_weights_in_memory_may_be_given"),
-            "offload_dir": P(None, PLACED),
-            "offload_index": P(None, "test_an_index_may_be_given"),
-            "offload_buffers": P(False, "test_buffers_of_a_map_are_offloaded_on_request"),
-            "skip_keys": P(None, "test_dispatch.py::test_some_arguments_stay"),
-            "preload_module_classes": P(None, "test_a_class_of_a_map_may_load_all_weights_within"),
-            "force_hooks": P(False, "test_one_device_needs_no_hooks_unless_they_are_forced"),
-        },
+        model=REQUIRED,
+        device_map=REQUIRED,
+        main_device=P(None, "test_offloaded_modules_run_on_the_main_device"),
+        state_dict=P(None, "test_weights_in_memory_may_be_given"),
+        offload_dir=None,
+        offload_index=P(None, "test_an_index_may_be_given"),
+        offload_buffers=P(False, "test_buffers_of_a_map_are_offloaded_on_request"),
+        skip_keys=P(None, "test_dispatch.py::test_some_arguments_stay"),
+        preload_module_classes=P(None, "test_a_class_of_a_map_may_load_all_weights_within"),
+        force_hooks=P(False, "test_one_device_needs_no_hooks_unless_they_are_forced"),
     ),
-    Entry(
+    documented(
         "accel.big_modeling:init_empty_weights",
         "test_parameters_have_no_memory",
         NoOp.CONTEXT,
-        given("test_buffers_stay_unless_they_are_included", include_buffers=None),
+        include_buffers=P(None, "test_buffers_stay_unless_they_are_included"),
     ),
     Entry(
         "accel.big_modeling:load_checkpoint_and_dispatch",
@@ -131,32 +127,29 @@ MODELING = [
     ),
 ]
 HOOK_CLASSES = [
-    Entry(
+    documented(
         "accel.hooks:AlignDevicesHook",
         MOVED,
-        parameters={
-            "execution_device": P(None, MOVED),
-            "offload": P(False, ALONE),
-            "io_same_device": P(False, "test_outputs_may_go_to_the_device_of_the_inputs"),
-            "weights_map": P(None, "test_weights_may_come_from_a_mapping"),
-            "offload_buffers": P(False, "test_buffers_stay_unless_they_are_offloaded"),
-            "place_submodules": P(False, "test_weights_of_submodules_may_be_included"),
-            "skip_keys": P(None, "test_align.py::test_some_arguments_stay"),
-            "tied_params_map": P(None, "test_copies_of_tied_weights_are_shared"),
-        },
+        execution_device=None,
+        offload=P(False, ALONE),
+        io_same_device=P(False, "test_outputs_may_go_to_the_device_of_the_inputs"),
+        weights_map=P(None, "test_weights_may_come_from_a_mapping"),
+        offload_buffers=P(False, "test_buffers_stay_unless_they_are_offloaded"),
+        place_submodules=P(False, "test_weights_of_submodules_may_be_included"),
+        skip_keys=P(None, "test_align.py::test_some_arguments_stay"),
+        tied_params_map=P(None, "test_copies_of_tied_weights_are_shared"),
     ),
     *members(
         "AlignDevicesHook",
         {"init_hook": MOVED, "pre_forward": MOVED, "post_forward": ALONE, "detach_hook": ALONE},
         {"init_hook": NoOp.FIRST, "detach_hook": NoOp.FIRST},
     ),
-    Entry(
+    documented(
         "accel.hooks:LayerwiseCastingHook",
         STORED,
-        parameters={
-            **required(STORED, "storage_dtype", "compute_dtype"),
-            "non_blocking": P(REQUIRED, "test_conversions_may_overlap"),
-        },
+        storage_dtype=REQUIRED,
+        compute_dtype=REQUIRED,
+        non_blocking=P(REQUIRED, "test_conversions_may_overlap"),
     ),
     *members(
         "LayerwiseCastingHook",
@@ -173,7 +166,7 @@ HOOK_CLASSES = [
         dict.fromkeys(("init_hook", "pre_forward", "post_forward", "detach_hook"), NOTHING),
         {},
     ),
-    one_test("accel.hooks:SequentialHook", ORDER, hooks=REQUIRED),
+    documented("accel.hooks:SequentialHook", ORDER, hooks=REQUIRED),
     *members(
         "SequentialHook",
         dict.fromkeys(("init_hook", "pre_forward", "post_forward", "detach_hook"), ORDER),
@@ -181,61 +174,57 @@ HOOK_CLASSES = [
     ),
 ]
 HOOK_FUNCTIONS = [
-    Entry(
+    documented(
         "accel.hooks:add_hook_to_module",
         CHANGES,
         NoOp.FIRST,
-        {
-            **required(CHANGES, "module", "hook"),
-            "append": P(False, "test_a_hook_is_replaced_or_appended_to"),
-        },
+        module=REQUIRED,
+        hook=REQUIRED,
+        append=P(False, "test_a_hook_is_replaced_or_appended_to"),
     ),
-    Entry(
+    documented(
         "accel.hooks:attach_align_device_hook",
         OWN,
-        parameters={
-            "module": P(REQUIRED, OWN),
-            "execution_device": P(None, "test_modules_run_on_the_execution_device"),
-            "offload": P(False, OWN),
-            "weights_map": P(None, "test_weights_come_from_the_mapping"),
-            "offload_buffers": P(False, "test_attach.py::test_buffers_are_offloaded_on_request"),
-            "module_name": P("", "test_a_part_has_a_name_in_the_mapping"),
-            "skip_keys": P(None, "test_skipped_keys_stay"),
-            "preload_module_classes": P(None, "test_a_class_loads_all_weights_within"),
-            "tied_params_map": P(None, TIED),
-        },
+        module=REQUIRED,
+        execution_device=P(None, "test_modules_run_on_the_execution_device"),
+        offload=False,
+        weights_map=P(None, "test_weights_come_from_the_mapping"),
+        offload_buffers=P(False, "test_attach.py::test_buffers_are_offloaded_on_request"),
+        module_name=P("", "test_a_part_has_a_name_in_the_mapping"),
+        skip_keys=P(None, "test_skipped_keys_stay"),
+        preload_module_classes=P(None, "test_a_class_loads_all_weights_within"),
+        tied_params_map=P(None, TIED),
     ),
-    Entry(
+    documented(
         "accel.hooks:attach_align_device_hook_on_blocks",
         BLOCKS,
-        parameters={
-            "module": P(REQUIRED, BLOCKS),
-            "execution_device": P(None, "test_blocks_run_where_the_mapping_says"),
-            **given(BLOCKS, offload=False, weights_map=None),
-            "offload_buffers": P(False, "test_buffers_of_blocks_are_offloaded_on_request"),
-            "module_name": P("", "test_a_part_has_a_name_in_the_mappings"),
-            "skip_keys": P(None, "test_skipped_keys_of_blocks_stay"),
-            "preload_module_classes": P(None, "test_a_class_of_blocks_loads_all_weights_within"),
-            "tied_params_map": P(None, TIED),
-        },
+        module=REQUIRED,
+        execution_device=P(None, "test_blocks_run_where_the_mapping_says"),
+        offload=False,
+        weights_map=None,
+        offload_buffers=P(False, "test_buffers_of_blocks_are_offloaded_on_request"),
+        module_name=P("", "test_a_part_has_a_name_in_the_mappings"),
+        skip_keys=P(None, "test_skipped_keys_of_blocks_stay"),
+        preload_module_classes=P(None, "test_a_class_of_blocks_loads_all_weights_within"),
+        tied_params_map=P(None, TIED),
     ),
-    Entry(
+    documented(
         "accel.hooks:attach_execution_device_hook",
         "test_every_module_runs_on_the_device",
-        parameters={
-            **required("test_every_module_runs_on_the_device", "module", "execution_device"),
-            "skip_keys": P(None, "test_some_arguments_stay_where_they_are"),
-            "preload_module_classes": P(None, "test_nothing_is_attached_within_some_classes"),
-            "tied_params_map": P(None, TIED),
-        },
+        module=REQUIRED,
+        execution_device=REQUIRED,
+        skip_keys=P(None, "test_some_arguments_stay_where_they_are"),
+        preload_module_classes=P(None, "test_nothing_is_attached_within_some_classes"),
+        tied_params_map=P(None, TIED),
     ),
-    Entry(
+    documented(
         "accel.hooks:remove_hook_from_module",
         CHANGES,
         NoOp.FIRST,
-        {"module": P(REQUIRED, CHANGES), "recurse": P(False, REMOVED)},
+        module=REQUIRED,
+        recurse=P(False, REMOVED),
     ),
-    one_test("accel.hooks:remove_hook_from_submodules", REMOVED, module=REQUIRED),
+    documented("accel.hooks:remove_hook_from_submodules", REMOVED, module=REQUIRED),
 ]
 INFERENCE = [
     Entry(
@@ -259,22 +248,18 @@ INFERENCE = [
     ),
 ]
 QUANTIZATION = [
-    Entry(
+    documented(
         "accel.utils:load_and_quantize_model",
         "test_a_word_places_a_model",
         NoOp.FIRST,
-        {
-            **required("test_a_word_places_a_model", "model", "bnb_quantization_config"),
-            "weights_location": P(None, "test_quantize.py::test_tied_weights_stay_tied"),
-            **given(
-                "test_a_map_is_made_of_quantized_sizes",
-                device_map=None,
-                no_split_module_classes=None,
-                max_memory=None,
-            ),
-            "offload_folder": P(None, "test_offloaded_layers_of_4_bits_are_kept"),
-            "offload_state_dict": P(False, "test_quantize.py::test_legacy_files_may_be_mapped"),
-        },
+        model=REQUIRED,
+        bnb_quantization_config=REQUIRED,
+        weights_location=P(None, "test_quantize.py::test_tied_weights_stay_tied"),
+        device_map=P(None, "test_a_map_is_made_of_quantized_sizes"),
+        no_split_module_classes=P(None, "test_a_map_is_made_of_quantized_sizes"),
+        max_memory=P(None, "test_a_map_is_made_of_quantized_sizes"),
+        offload_folder=P(None, "test_offloaded_layers_of_4_bits_are_kept"),
+        offload_state_dict=P(False, "test_quantize.py::test_legacy_files_may_be_mapped"),
     ),
     Entry(
         "accel.utils:BnbQuantizationConfig",
@@ -304,88 +289,84 @@ QUANTIZATION = [
     ),
 ]
 UTILITIES = [
-    one_test(
+    documented(
         "accel.utils:align_module_device",
         A_WHILE,
         NoOp.CONTEXT,
         module=REQUIRED,
         execution_device=None,
     ),
-    one_test(
+    documented(
         "accel.utils:calculate_maximum_sizes", "test_a_model_and_its_largest_layer", model=REQUIRED
     ),
-    Entry(
+    documented(
         "accel.utils:compute_module_sizes",
         "test_bytes_by_name",
-        parameters={
-            "model": P(REQUIRED, "test_bytes_by_name"),
-            "dtype": P(None, "test_a_dtype_makes_tensors_smaller_only"),
-            "special_dtypes": P(None, "test_some_tensors_have_a_dtype_of_their_own"),
-            "buffers_only": P(False, "test_buffers_alone"),
-        },
+        model=REQUIRED,
+        dtype=P(None, "test_a_dtype_makes_tensors_smaller_only"),
+        special_dtypes=P(None, "test_some_tensors_have_a_dtype_of_their_own"),
+        buffers_only=P(False, "test_buffers_alone"),
     ),
-    Entry(
+    documented(
         "accel.utils:get_balanced_memory",
         BALANCED,
-        parameters={
-            **given(BALANCED, model=REQUIRED, max_memory=None),
-            "no_split_module_classes": P(None, "test_blocks_need_more_room_than_layers"),
-            **given(HALF, dtype=None, special_dtypes=None),
-            "low_zero": P(False, "test_the_first_device_may_get_little"),
-        },
+        model=REQUIRED,
+        max_memory=None,
+        no_split_module_classes=P(None, "test_blocks_need_more_room_than_layers"),
+        dtype=P(None, HALF),
+        special_dtypes=P(None, HALF),
+        low_zero=P(False, "test_the_first_device_may_get_little"),
     ),
-    one_test(
+    documented(
         "accel.utils:get_max_layer_size",
         LARGEST,
         modules=REQUIRED,
         module_sizes=REQUIRED,
         no_split_module_classes=REQUIRED,
     ),
-    one_test(
+    documented(
         "accel.utils:has_offloaded_params", "test_offloaded_parameters_are_noticed", module=REQUIRED
     ),
-    Entry(
+    documented(
         "accel.utils:infer_auto_device_map",
         FILLED,
-        parameters={
-            **given(FILLED, model=REQUIRED, max_memory=None),
-            "no_split_module_classes": P(None, "test_blocks_are_not_split"),
-            **given(DTYPE, dtype=None, special_dtypes=None),
-            "verbose": P(False, "test_decisions_are_logged_on_request"),
-            "clean_result": P(True, "test_entries_stay_apart_on_request"),
-            "offload_buffers": P(False, "test_buffers_of_offloaded_modules_need_room"),
-            "fallback_allocation": P(False, "test_a_later_module_is_tried_on_request"),
-        },
+        model=REQUIRED,
+        max_memory=None,
+        no_split_module_classes=P(None, "test_blocks_are_not_split"),
+        dtype=P(None, DTYPE),
+        special_dtypes=P(None, DTYPE),
+        verbose=P(False, "test_decisions_are_logged_on_request"),
+        clean_result=P(True, "test_entries_stay_apart_on_request"),
+        offload_buffers=P(False, "test_buffers_of_offloaded_modules_need_room"),
+        fallback_allocation=P(False, "test_a_later_module_is_tried_on_request"),
     ),
-    one_test(
+    documented(
         "accel.utils:load_offloaded_weights",
         INTO_MODEL,
         model=REQUIRED,
         index=REQUIRED,
         offload_folder=REQUIRED,
     ),
-    Entry(
+    documented(
         "accel.utils:load_state_dict",
         "test_one_file_is_read",
-        parameters={
-            "checkpoint_file": P(REQUIRED, "test_one_file_is_read"),
-            "device_map": P(None, "test_weights_of_a_file_are_placed"),
-        },
+        checkpoint_file=REQUIRED,
+        device_map=P(None, "test_weights_of_a_file_are_placed"),
     ),
-    one_test("accel.utils:offload_state_dict", TO_FOLDER, save_dir=REQUIRED, state_dict=REQUIRED),
-    one_test("accel.utils:retie_parameters", RETIED, model=REQUIRED, tied_params=REQUIRED),
-    Entry(
+    documented("accel.utils:offload_state_dict", TO_FOLDER, save_dir=REQUIRED, state_dict=REQUIRED),
+    documented("accel.utils:retie_parameters", RETIED, model=REQUIRED, tied_params=REQUIRED),
+    documented(
         "accel.utils:set_module_tensor_to_device",
         "test_a_tensor_is_placed",
-        parameters={
-            **required("test_a_tensor_is_placed", "module", "tensor_name", "device"),
-            "value": P(None, A_VALUE),
-            "dtype": P(None, "test_the_dtype_is_that_of_the_module_or_the_one_given"),
-            "fp16_statistics": P(None, "test_scales_of_8_bit_weights_are_kept"),
-            "tied_params_map": P(None, "test_copies_of_tied_weights_are_reused"),
-            "non_blocking": P(False, "test_a_copy_may_overlap_with_computation"),
-            "clear_cache": P(True, "test_cached_memory_is_given_back_on_request"),
-        },
+        module=REQUIRED,
+        tensor_name=REQUIRED,
+        device=REQUIRED,
+        value=P(None, A_VALUE),
+        dtype=P(None, "test_the_dtype_is_that_of_the_module_or_the_one_given"),
+        fp16_statistics=P(None, "test_scales_of_8_bit_weights_are_kept"),
+        tied_params_map=P(None, "test_copies_of_tied_weights_are_reused"),
+        non_blocking=P(False, "test_a_copy_may_overlap_with_computation"),
+        clear_cache=P(True, "test_cached_memory_is_given_back_on_request"),
     ),
 ]
 ENTRIES = [*MODELING, *HOOK_CLASSES, *HOOK_FUNCTIONS, *INFERENCE, *QUANTIZATION, *UTILITIES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented
 
 AVERAGED = "test_two_processes_train_as_by_hand[2]"
 PLAIN = "test_without_it_gradients_are_averaged_at_every_step"
@@ -58,7 +58,7 @@ UTILS = "accel.utils:"
 def device_check(kind: str) -> Entry:
     test = f"test_devices_that_a_package_plugs_into_torch[{kind}]"
     name = f"{UTILS}is_{kind}_available"
-    return one_test(name, test, check_device=False)
+    return documented(name, test, check_device=False)
 
 
 def of_sharded_model(name: str, last: str, adapter: bool, optimizer: bool = False) -> Entry:
@@ -81,26 +81,24 @@ ENTRIES = [
         for name in PACKAGES
     ),
     *(Entry(f"{UTILS}is_{name}_available", test) for name, test in CHECKS.items()),
-    one_test(UTILS + "is_bnb_available", BITS, min_version=None),
-    one_test(UTILS + "is_mps_available", APPLE, min_version="1.12"),
-    one_test(UTILS + "is_hpu_available", GAUDI, init_hccl=False),
+    documented(UTILS + "is_bnb_available", BITS, min_version=None),
+    documented(UTILS + "is_mps_available", APPLE, min_version="1.12"),
+    documented(UTILS + "is_hpu_available", GAUDI, init_hccl=False),
     Entry(UTILS + "install_xla", "test_a_running_program_installs_nothing"),
-    Entry(
+    documented(
         "accel.local_sgd:LocalSGD",
         AVERAGED,
-        parameters={
-            **required(AVERAGED, "accelerator", "model", "local_sgd_steps"),
-            "enabled": P(True, PLAIN),
-        },
+        accelerator=REQUIRED,
+        model=REQUIRED,
+        local_sgd_steps=REQUIRED,
+        enabled=P(True, PLAIN),
     ),
     Entry("accel.local_sgd:LocalSGD.step", AVERAGED),
-    Entry(
+    documented(
         UTILS + "tqdm",
         SHOWN,
-        parameters={
-            "main_process_only": P(True, SHOWN, keyword=True),
-            "kwargs": P(REQUIRED, "test_one_process_shows_it", keyword=True),
-        },
+        main_process_only=P(True, SHOWN, keyword=True),
+        kwargs=P(REQUIRED, "test_one_process_shows_it", keyword=True),
     ),
     of_sharded_model("save_fsdp_model", "output_dir", adapter=True),
     of_sharded_model("load_fsdp_model", "input_dir", adapter=True),
@@ -109,71 +107,65 @@ ENTRIES = [
     of_sharded_model("load_fsdp_optimizer", "input_dir", adapter=False, optimizer=True),
     Entry(UTILS + "enable_fsdp_ram_efficient_loading", SWITCHED),
     Entry(UTILS + "disable_fsdp_ram_efficient_loading", SWITCHED),
-    Entry(
+    documented(
         UTILS + "fsdp2_load_full_state_dict",
         FULL,
-        parameters={
-            **required(FULL, "accelerator", "model", "full_sd"),
-            "cpu_offload": P(False, RESTS),
-        },
+        accelerator=REQUIRED,
+        model=REQUIRED,
+        full_sd=REQUIRED,
+        cpu_offload=P(False, RESTS),
     ),
-    one_test(UTILS + "fsdp2_prepare_model", FULL, accelerator=REQUIRED, model=REQUIRED),
-    one_test(
+    documented(UTILS + "fsdp2_prepare_model", FULL, accelerator=REQUIRED, model=REQUIRED),
+    documented(
         UTILS + "fsdp2_switch_optimizer_parameters", FOLLOWS, optimizer=REQUIRED, mapping=REQUIRED
     ),
-    one_test(
+    documented(
         "accel.utils.fsdp_utils:get_parameters_from_modules",
         IGNORED,
         modules=REQUIRED,
         model=REQUIRED,
         device=None,
     ),
-    one_test(UTILS + "listify", NUMBERS, NoOp.FIRST, data=REQUIRED),
-    Entry(
+    documented(UTILS + "listify", NUMBERS, NoOp.FIRST, data=REQUIRED),
+    documented(
         UTILS + "load",
         LOADED,
-        parameters={
-            **given(LOADED, f=REQUIRED, map_location=None),
-            "kwargs": P(REQUIRED, LOADED, keyword=True),
-        },
+        f=REQUIRED,
+        map_location=None,
+        kwargs=P(REQUIRED, LOADED, keyword=True),
     ),
-    one_test(UTILS + "get_module_children_bottom_up", ORDER, model=REQUIRED, return_fqns=False),
-    one_test(UTILS + "is_peft_model", PEFT, model=REQUIRED),
-    one_test(
+    documented(UTILS + "get_module_children_bottom_up", ORDER, model=REQUIRED, return_fqns=False),
+    documented(UTILS + "is_peft_model", PEFT, model=REQUIRED),
+    documented(
         "accel.utils.dataclasses:get_module_class_from_name", NAMED, module=REQUIRED, name=REQUIRED
     ),
-    one_test(
+    documented(
         UTILS + "get_mixed_precision_context_manager",
         CONTEXT,
         NoOp.CONTEXT,
         native_amp=False,
         autocast_kwargs=None,
     ),
-    Entry(
+    documented(
         UTILS + "get_grad_scaler",
         OWN_SCALER,
-        parameters={
-            "distributed_type": P(None, "test_the_scaler_of_sharded_gradients_is_that_of_the_run"),
-            "kwargs": P(REQUIRED, OWN_SCALER, keyword=True),
-        },
+        distributed_type=P(None, "test_the_scaler_of_sharded_gradients_is_that_of_the_run"),
+        kwargs=P(REQUIRED, OWN_SCALER, keyword=True),
     ),
-    one_test("accel.utils.deepspeed:DeepSpeedEngineWrapper", ENGINE, engine=REQUIRED),
-    Entry(
+    documented("accel.utils.deepspeed:DeepSpeedEngineWrapper", ENGINE, engine=REQUIRED),
+    documented(
         "accel.utils.deepspeed:DeepSpeedEngineWrapper.backward",
         ENGINE,
-        parameters={
-            **given(ENGINE, loss=REQUIRED, sync_gradients=True),
-            "kwargs": P(REQUIRED, ENGINE, keyword=True),
-        },
+        loss=REQUIRED,
+        sync_gradients=True,
+        kwargs=P(REQUIRED, ENGINE, keyword=True),
     ),
     Entry("accel.utils.deepspeed:DeepSpeedEngineWrapper.get_global_grad_norm", ENGINE),
-    Entry(
+    documented(
         "accel:AcceleratedScheduler.print_lr",
         RATES,
-        parameters={
-            "args": P(REQUIRED, RATES, keyword=True),
-            "kwargs": P(REQUIRED, RATES, keyword=True),
-        },
+        args=P(REQUIRED, RATES, keyword=True),
+        kwargs=P(REQUIRED, RATES, keyword=True),
     ),
     Entry(
         "accel.data_loader:DataLoaderShard",
@@ -181,7 +173,7 @@ ENTRIES = [
         call=False,
     ),
     Entry("accel.data_loader:DataLoaderShard.get_sampler", SAMPLER),
-    one_test("accel.data_loader:DataLoaderShard.set_sampler", SAMPLER, sampler=REQUIRED),
+    documented("accel.data_loader:DataLoaderShard.set_sampler", SAMPLER, sampler=REQUIRED),
     Entry("accel.data_loader:DataLoaderShard.begin", BY_HAND),
     Entry("accel.data_loader:DataLoaderShard.end", BY_HAND),
     Entry("accel.data_loader:DataLoaderShard.reset", BY_HAND),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, one_test
+from tests.conformance.rows import REQUIRED, NoOp, P, documented
 
 SHRINK = "test_batches_shrink_until_they_fit"
 RELEASED = "test_release_memory"
@@ -15,21 +15,19 @@ IN_ORDER = "test_given_memory_is_put_in_order"
 UTILS = "accel.utils:"
 
 ENTRIES = [
-    Entry(
+    documented(
         "accel:find_executable_batch_size",
         SHRINK,
         NoOp.DECORATOR,
-        {
-            "function": P(None, "test_other_errors_pass"),
-            "starting_batch_size": P(128, SHRINK),
-            "reduce_batch_size_fn": P(None, "test_a_rule_of_ones_own"),
-        },
+        function=P(None, "test_other_errors_pass"),
+        starting_batch_size=128,
+        reduce_batch_size_fn=P(None, "test_a_rule_of_ones_own"),
     ),
-    one_test(UTILS + "release_memory", RELEASED, objects=REQUIRED),
-    one_test(UTILS + "clear_device_cache", COLLECTED, garbage_collection=False),
-    one_test(UTILS + "should_reduce_batch_size", SPEAKS, exception=REQUIRED),
-    one_test(UTILS + "convert_file_size_to_int", FROM_TEXT, NoOp.FIRST, size=REQUIRED),
-    one_test(UTILS + "convert_bytes", AS_TEXT, NoOp.FIRST, size=REQUIRED),
-    one_test(UTILS + "dtype_byte_size", DTYPE, dtype=REQUIRED),
-    one_test(UTILS + "get_max_memory", IN_ORDER, NoOp.FIRST, max_memory=None),
+    documented(UTILS + "release_memory", RELEASED, objects=REQUIRED),
+    documented(UTILS + "clear_device_cache", COLLECTED, garbage_collection=False),
+    documented(UTILS + "should_reduce_batch_size", SPEAKS, exception=REQUIRED),
+    documented(UTILS + "convert_file_size_to_int", FROM_TEXT, NoOp.FIRST, size=REQUIRED),
+    documented(UTILS + "convert_bytes", AS_TEXT, NoOp.FIRST, size=REQUIRED),
+    documented(UTILS + "dtype_byte_size", DTYPE, dtype=REQUIRED),
+    documented(UTILS + "get_max_memory", IN_ORDER, NoOp.FIRST, max_memory=None),
 ]

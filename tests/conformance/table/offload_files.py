@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, given, one_test
+from tests.conformance.rows import REQUIRED, NoOp, P, documented
 
 BACK = "test_a_weight_comes_back_bit_for_bit"
 INDEX = "test_an_index_is_added_to_if_there_is_one"
@@ -20,7 +20,7 @@ UTILS = "accel.utils:"
 
 
 FILES = [
-    one_test(
+    documented(
         UTILS + "offload_weight",
         BACK,
         weight=REQUIRED,
@@ -28,19 +28,19 @@ FILES = [
         offload_folder=REQUIRED,
         index=None,
     ),
-    one_test(UTILS + "load_offloaded_weight", BACK, weight_file=REQUIRED, weight_info=REQUIRED),
-    one_test(UTILS + "save_offload_index", INDEX, index=REQUIRED, offload_folder=REQUIRED),
-    Entry(
+    documented(UTILS + "load_offloaded_weight", BACK, weight_file=REQUIRED, weight_info=REQUIRED),
+    documented(UTILS + "save_offload_index", INDEX, index=REQUIRED, offload_folder=REQUIRED),
+    documented(
         UTILS + "OffloadedWeightsLoader",
         MEMORY_FIRST,
-        parameters={
-            **given(MEMORY_FIRST, state_dict=None, save_folder=None),
-            **given(IN_PLACE, index=None, device=None),
-        },
+        state_dict=None,
+        save_folder=None,
+        index=P(None, IN_PLACE),
+        device=P(None, IN_PLACE),
     ),
-    one_test(UTILS + "OffloadedWeightsLoader.in_memory", MEMORY_FIRST, key=REQUIRED),
-    one_test(UTILS + "PrefixedDataset", PART, dataset=REQUIRED, prefix=REQUIRED),
-    one_test(
+    documented(UTILS + "OffloadedWeightsLoader.in_memory", MEMORY_FIRST, key=REQUIRED),
+    documented(UTILS + "PrefixedDataset", PART, dataset=REQUIRED, prefix=REQUIRED),
+    documented(
         UTILS + "extract_submodules_state_dict",
         PART,
         NoOp.FIRST,
@@ -49,7 +49,7 @@ FILES = [
     ),
 ]
 TENSORS_BY_NAME = [
-    one_test(
+    documented(
         UTILS + "named_module_tensors",
         LISTED,
         module=REQUIRED,
@@ -58,17 +58,17 @@ TENSORS_BY_NAME = [
         remove_non_persistent=False,
     ),
     # Its kwargs make no difference, as the documented call shows: no mutant would.
-    one_test(UTILS + "find_tied_parameters", TIED, model=REQUIRED),
-    one_test(UTILS + "check_tied_parameters_in_config", CONFIGURED, model=REQUIRED),
-    one_test(
+    documented(UTILS + "find_tied_parameters", TIED, model=REQUIRED),
+    documented(UTILS + "check_tied_parameters_in_config", CONFIGURED, model=REQUIRED),
+    documented(
         UTILS + "check_tied_parameters_on_same_device",
         ONE_DEVICE,
         tied_params=REQUIRED,
         device_map=REQUIRED,
     ),
-    one_test(UTILS + "id_tensor_storage", IDENTITY, tensor=REQUIRED),
-    one_test(UTILS + "check_device_map", MAPPED, model=REQUIRED, device_map=REQUIRED),
-    one_test(
+    documented(UTILS + "id_tensor_storage", IDENTITY, tensor=REQUIRED),
+    documented(UTILS + "check_device_map", MAPPED, model=REQUIRED, device_map=REQUIRED),
+    documented(
         "accel:init_on_device", ON_DEVICE, NoOp.CONTEXT, device=REQUIRED, include_buffers=None
     ),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel.machine.tree import is_tensor
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented, given
 
 COLLECTIVES = "test_collectives[2]"
 LAYOUTS = "test_tensors_of_any_layout_travel_in_one_collective[2]"
@@ -22,14 +22,14 @@ METRICS = "test_each_sample_counts_once[False-9-5-2]"
 
 def padding(name: str, test: str) -> Entry:
     """Return the rows of the function or the method that pads."""
-    return one_test(name, test, NoOp.FIRST, tensor=REQUIRED, dim=0, pad_index=0, pad_first=False)
+    return documented(name, test, NoOp.FIRST, tensor=REQUIRED, dim=0, pad_index=0, pad_first=False)
 
 
 ENTRIES = [
-    one_test("accel.utils:gather", COLLECTIVES, NoOp.FIRST, tensor=REQUIRED),
-    one_test("accel.utils:gather_object", COLLECTIVES, NoOp.FIRST, object=REQUIRED),
-    one_test("accel.utils:broadcast", COLLECTIVES, NoOp.FIRST, tensor=REQUIRED, from_process=0),
-    one_test(
+    documented("accel.utils:gather", COLLECTIVES, NoOp.FIRST, tensor=REQUIRED),
+    documented("accel.utils:gather_object", COLLECTIVES, NoOp.FIRST, object=REQUIRED),
+    documented("accel.utils:broadcast", COLLECTIVES, NoOp.FIRST, tensor=REQUIRED, from_process=0),
+    documented(
         "accel.utils:broadcast_object_list",
         COLLECTIVES,
         NoOp.FIRST,
@@ -44,37 +44,39 @@ ENTRIES = [
         choices={"reduction": {"sum": LAYOUTS, "mean": COLLECTIVES, "none": COLLECTIVES}},
     ),
     padding("accel.utils:pad_across_processes", PADDING),
-    one_test("accel.utils:concatenate", JOINED, NoOp.FIRST, data=REQUIRED, dim=0),
-    Entry(
+    documented("accel.utils:concatenate", JOINED, NoOp.FIRST, data=REQUIRED, dim=0),
+    documented(
         "accel.utils:send_to_device",
         SENT,
         NoOp.FIRST,
-        {
-            **required(SENT, "tensor", "device"),
-            "non_blocking": P(False, "test_copies_may_overlap_with_computation"),
-            "skip_keys": P(None, SENT),
-        },
+        tensor=REQUIRED,
+        device=REQUIRED,
+        non_blocking=P(False, "test_copies_may_overlap_with_computation"),
+        skip_keys=None,
     ),
-    one_test("accel.utils:slice_tensors", SLICED, NoOp.FIRST, data=REQUIRED, tensor_slice=REQUIRED),
-    one_test("accel.utils:find_batch_size", SLICED, data=REQUIRED),
-    one_test("accel.utils:convert_to_fp32", FP32, NoOp.FIRST, tensor=REQUIRED),
-    one_test("accel.utils:convert_outputs_to_fp32", OUTPUTS, NoOp.FIRST, model_forward=REQUIRED),
-    Entry(
+    documented(
+        "accel.utils:slice_tensors", SLICED, NoOp.FIRST, data=REQUIRED, tensor_slice=REQUIRED
+    ),
+    documented("accel.utils:find_batch_size", SLICED, data=REQUIRED),
+    documented("accel.utils:convert_to_fp32", FP32, NoOp.FIRST, tensor=REQUIRED),
+    documented("accel.utils:convert_outputs_to_fp32", OUTPUTS, NoOp.FIRST, model_forward=REQUIRED),
+    documented(
         "accel.utils:recursively_apply",
         TYPES,
-        parameters={
-            **required(TYPES, "func", "data"),
-            "args": P(REQUIRED, HANDED_ON),
-            "test_type": P(is_tensor, "test_other_leaves_by_test"),
-            "error_on_other_type": P(False, "test_other_types_may_be_an_error"),
-            "kwargs": P(REQUIRED, HANDED_ON),
-        },
+        func=REQUIRED,
+        data=REQUIRED,
+        args=P(REQUIRED, HANDED_ON),
+        test_type=P(is_tensor, "test_other_leaves_by_test"),
+        error_on_other_type=P(False, "test_other_types_may_be_an_error"),
+        kwargs=P(REQUIRED, HANDED_ON),
     ),
-    one_test("accel.utils:honor_type", TYPES, NoOp.FIRST, original=REQUIRED, values=REQUIRED),
-    one_test("accel.utils:is_namedtuple", TYPES, value=REQUIRED),
-    one_test("accel.utils:merge_dicts", MERGED, NoOp.FIRST, source=REQUIRED, destination=REQUIRED),
-    one_test("accel:Accelerator.gather", EXCHANGES, NoOp.FIRST, tensor=REQUIRED),
-    one_test(
+    documented("accel.utils:honor_type", TYPES, NoOp.FIRST, original=REQUIRED, values=REQUIRED),
+    documented("accel.utils:is_namedtuple", TYPES, value=REQUIRED),
+    documented(
+        "accel.utils:merge_dicts", MERGED, NoOp.FIRST, source=REQUIRED, destination=REQUIRED
+    ),
+    documented("accel:Accelerator.gather", EXCHANGES, NoOp.FIRST, tensor=REQUIRED),
+    documented(
         "accel:Accelerator.gather_for_metrics",
         METRICS,
         NoOp.FIRST,

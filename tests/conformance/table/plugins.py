@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, P, given, one_test
+from tests.conformance.rows import REQUIRED, Entry, P, documented, given
 
 POLICY = "test_a_policy_becomes_a_function_with_the_same_units[fields0]"
 PRECISION = "test_a_precision_becomes_a_policy"
@@ -82,41 +82,39 @@ ENTRIES = [
             ),
         )
     ),
-    one_test(FSDP + "set_auto_wrap_policy", POLICY, model=REQUIRED),
-    one_test(
+    documented(FSDP + "set_auto_wrap_policy", POLICY, model=REQUIRED),
+    documented(
         FSDP + "set_mixed_precision",
         PRECISION,
         mixed_precision=REQUIRED,
         buffer_autocast=False,
         override=False,
     ),
-    one_test(FSDP + "set_state_dict_type", KIND, state_dict_type=None),
+    documented(FSDP + "set_state_dict_type", KIND, state_dict_type=None),
     Entry(FSDP + "set_cpu_offload", OFFLOAD),
     Entry(FSDP + "validate_cpu_offload", OFFLOAD),
     Entry(FSDP + "validate_mixed_precision_policy", "test_an_assigned_policy_is_checked"),
-    Entry(
+    documented(
         DEEPSPEED + "deepspeed_config_process",
         ALL,
-        parameters={
-            "prefix": P("", SECTION),
-            "mismatches": P(None, ALL),
-            "config": P(None, SECTION),
-            "must_match": P(True, ALL),
-            "kwargs": P(REQUIRED, ALL, keyword=True),
-        },
+        prefix=P("", SECTION),
+        mismatches=None,
+        config=P(None, SECTION),
+        must_match=True,
+        kwargs=P(REQUIRED, ALL, keyword=True),
     ),
-    Entry(
+    documented(
         DEEPSPEED + "fill_match",
         ONE,
-        parameters={
-            **given(ONE, ds_key_long=REQUIRED, mismatches=None, must_match=True),
-            "kwargs": P(REQUIRED, ONE, keyword=True),
-        },
+        ds_key_long=REQUIRED,
+        mismatches=None,
+        must_match=True,
+        kwargs=P(REQUIRED, ONE, keyword=True),
     ),
-    one_test(DEEPSPEED + "set_mixed_precision", WRITTEN, mixed_precision=REQUIRED),
+    documented(DEEPSPEED + "set_mixed_precision", WRITTEN, mixed_precision=REQUIRED),
     Entry(DEEPSPEED + "set_deepspeed_weakref", SEEN),
-    one_test(DEEPSPEED + "set_moe_leaf_modules", LEAVES, model=REQUIRED),
-    one_test("accel:DistributedDataParallelKwargs.register_comm_hook", HOOK, model=REQUIRED),
+    documented(DEEPSPEED + "set_moe_leaf_modules", LEAVES, model=REQUIRED),
+    documented("accel:DistributedDataParallelKwargs.register_comm_hook", HOOK, model=REQUIRED),
     Entry(
         "accel:KwargsHandler.to_dict",
         parameters=given("test_fields_are_skipped_by_name", ignore_keys=()),

@@ -5,7 +5,7 @@ The constructor of the `Accelerator` and what it trains are in other files.
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, one_test
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented
 
 WHO = "test_who_a_process_is[2]"
 DECORATED = "test_decorators_in_both_forms[2]"
@@ -35,7 +35,7 @@ def control(owner: str) -> list[Entry]:
         for name in ("main_process_first", "local_main_process_first")
     ]
     decorators = [
-        one_test(f"{owner}.{name}", DECORATED, NoOp.DECORATOR, function=None)
+        documented(f"{owner}.{name}", DECORATED, NoOp.DECORATOR, function=None)
         for name in ("on_main_process", "on_local_main_process", "on_last_process")
     ]
     of_one = [
@@ -50,11 +50,12 @@ def control(owner: str) -> list[Entry]:
             ("on_local_process", "local_process_index"),
         )
     ]
-    parts = Entry(
+    parts = documented(
         f"{owner}.split_between_processes",
         PARTS,
         NoOp.FIRST_IN_CONTEXT,
-        {"inputs": P(REQUIRED, PARTS), "apply_padding": P(False, PADDED)},
+        inputs=REQUIRED,
+        apply_padding=P(False, PADDED),
     )
     return [
         *contexts,

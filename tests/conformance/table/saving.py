@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, P, one_test, required
+from tests.conformance.rows import REQUIRED, Entry, P, documented
 
 SAVED = "test_an_object_is_saved"
 SAVED_BY_FUNCTION = "test_the_function_saves_an_object"
@@ -24,89 +24,78 @@ REFUSED = "test_other_options_are_refused"
 NATIVE = "test_what_the_format_has_no_place_for_is_refused"
 
 ENTRIES = [
-    one_test("accel:Accelerator.save_native", NATIVE, model=REQUIRED, save_directory=REQUIRED),
-    one_test(
+    documented("accel:Accelerator.save_native", NATIVE, model=REQUIRED, save_directory=REQUIRED),
+    documented(
         "accel:Accelerator.load_native",
         NATIVE,
         model=REQUIRED,
         input_dir=REQUIRED,
         trust_pickle=False,
     ),
-    Entry(
+    documented(
         "accel:Accelerator.save",
         SAVED,
-        parameters={
-            **required(SAVED, "obj", "f"),
-            "safe_serialization": P(False, "test_an_object_is_saved_as_safetensors"),
-        },
+        obj=REQUIRED,
+        f=REQUIRED,
+        safe_serialization=P(False, "test_an_object_is_saved_as_safetensors"),
     ),
-    Entry(
+    documented(
         "accel:Accelerator.save_model",
         EXPORTED,
-        parameters={
-            **required(EXPORTED, "model", "save_directory"),
-            "max_shard_size": P("10GB", "test_an_export_is_split_into_shards"),
-            "safe_serialization": P(True, "test_an_export_may_be_what_torch_saves"),
-        },
+        model=REQUIRED,
+        save_directory=REQUIRED,
+        max_shard_size=P("10GB", "test_an_export_is_split_into_shards"),
+        safe_serialization=P(True, "test_an_export_may_be_what_torch_saves"),
     ),
-    Entry(
+    documented(
         "accel:Accelerator.get_state_dict",
         STATE_DICT,
-        parameters={
-            "model": P(REQUIRED, STATE_DICT),
-            "unwrap": P(True, "test_a_state_dict_may_keep_the_wrappers_names"),
-        },
+        model=REQUIRED,
+        unwrap=P(True, "test_a_state_dict_may_keep_the_wrappers_names"),
     ),
-    Entry(
+    documented(
         "accel:Accelerator.save_state",
         STATE,
-        parameters={
-            "output_dir": P(None, STATE),
-            "safe_serialization": P(True, "test_a_state_may_hold_weights_as_torch_saves_them"),
-            "save_model_func_kwargs": P({}, UNKNOWN, keyword=True),
-        },
+        output_dir=None,
+        safe_serialization=P(True, "test_a_state_may_hold_weights_as_torch_saves_them"),
+        save_model_func_kwargs=P({}, UNKNOWN, keyword=True),
     ),
-    Entry(
+    documented(
         "accel:Accelerator.load_state",
         LOADED,
-        parameters={
-            "input_dir": P(None, LOADED),
-            "load_kwargs": P(None, READING),
-            "strict": P(True, "test_weights_may_fit_in_part", keyword=True),
-            "map_location": P(None, READING, keyword=True),
-            "load_model_func_kwargs": P({}, UNKNOWN, keyword=True),
-        },
+        input_dir=None,
+        load_kwargs=P(None, READING),
+        strict=P(True, "test_weights_may_fit_in_part", keyword=True),
+        map_location=P(None, READING, keyword=True),
+        load_model_func_kwargs=P({}, UNKNOWN, keyword=True),
     ),
-    one_test("accel:Accelerator.register_for_checkpointing", REGISTERED, objects=REQUIRED),
-    one_test("accel:Accelerator.register_save_state_pre_hook", SAVE_HOOK, hook=REQUIRED),
-    one_test("accel:Accelerator.register_load_state_pre_hook", LOAD_HOOK, hook=REQUIRED),
+    documented("accel:Accelerator.register_for_checkpointing", REGISTERED, objects=REQUIRED),
+    documented("accel:Accelerator.register_save_state_pre_hook", SAVE_HOOK, hook=REQUIRED),
+    documented("accel:Accelerator.register_load_state_pre_hook", LOAD_HOOK, hook=REQUIRED),
     Entry("accel:Accelerator", attributes={"save_iteration": NEXT}, call=False),
-    Entry(
+    documented(
         "accel.utils:save",
         SAVED_BY_FUNCTION,
-        parameters={
-            **required(SAVED_BY_FUNCTION, "obj", "f"),
-            "save_on_each_node": P(False, NODES),
-            "safe_serialization": P(False, "test_the_function_saves_safetensors"),
-        },
+        obj=REQUIRED,
+        f=REQUIRED,
+        save_on_each_node=P(False, NODES),
+        safe_serialization=P(False, "test_the_function_saves_safetensors"),
     ),
-    Entry(
+    documented(
         "accel:load_checkpoint_in_model",
         "test_weights_are_loaded",
-        parameters={
-            "model": P(REQUIRED, "test_weights_are_loaded"),
-            "checkpoint": P(REQUIRED, "test_a_checkpoint_is_looked_for_where_it_is_said_to_be"),
-            "device_map": P(None, "test_a_device_map_places_submodules"),
-            "offload_folder": P(None, DISK),
-            "dtype": P(None, "test_weights_become_the_dtype"),
-            "offload_state_dict": P(False, "test_load_weights.py::test_legacy_files_may_be_mapped"),
-            "offload_buffers": P(False, DISK),
-            "keep_in_fp32_modules": P(None, "test_some_modules_stay_in_fp32"),
-            "offload_8bit_bnb": P(False, REFUSED),
-            "strict": P(False, "test_load_weights.py::test_names_must_match_if_strict"),
-            "full_state_dict": P(True, REFUSED),
-            "broadcast_from_rank0": P(False, "test_rank_0_reads_weights_for_all[2]"),
-        },
+        model=REQUIRED,
+        checkpoint=P(REQUIRED, "test_a_checkpoint_is_looked_for_where_it_is_said_to_be"),
+        device_map=P(None, "test_a_device_map_places_submodules"),
+        offload_folder=P(None, DISK),
+        dtype=P(None, "test_weights_become_the_dtype"),
+        offload_state_dict=P(False, "test_load_weights.py::test_legacy_files_may_be_mapped"),
+        offload_buffers=P(False, DISK),
+        keep_in_fp32_modules=P(None, "test_some_modules_stay_in_fp32"),
+        offload_8bit_bnb=P(False, REFUSED),
+        strict=P(False, "test_load_weights.py::test_names_must_match_if_strict"),
+        full_state_dict=P(True, REFUSED),
+        broadcast_from_rank0=P(False, "test_rank_0_reads_weights_for_all[2]"),
     ),
     Entry(
         "accel.utils:ProjectConfiguration",
@@ -128,7 +117,7 @@ ENTRIES = [
             "save_on_each_node": FIELDS,
         },
     ),
-    one_test(
+    documented(
         "accel.utils:ProjectConfiguration.set_directories",
         "test_the_folders_of_a_project_may_be_set_later",
         project_dir=None,

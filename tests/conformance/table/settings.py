@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, P, given, one_test
+from tests.conformance.rows import REQUIRED, Entry, P, documented, given
 
 LOADERS = "test_the_settings_of_loaders_are_read_and_set"
 GIVEN = "test_handlers_are_those_that_were_given"
@@ -135,7 +135,7 @@ ENTRIES = [
             )
         },
     ),
-    one_test(
+    documented(
         "accel.parallelism_config:ParallelismConfig.build_device_mesh",
         "test_a_mesh_answers_to_joined_axes",
         device_type=REQUIRED,

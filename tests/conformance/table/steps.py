@@ -3,7 +3,7 @@ classes, internals)."""
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented, given
 
 WINDOWS = "test_a_window_ends_with_the_loader_unless_told_otherwise"
 SEVERAL = "test_several_models_exchange_gradients_where_their_window_ends[2]"
@@ -37,37 +37,39 @@ EQUAL_STEPS = "test_any_number_of_processes_makes_the_exact_steps[2-own]"
 WINDOW = "test_a_window_is_that_of_a_plain_loop[1]"
 
 METHODS = [
-    one_test(
+    documented(
         "accel:Accelerator.forward_backward",
         WINDOW,
         model=REQUIRED,
         micro_batches=REQUIRED,
         loss_fn=REQUIRED,
     ),
-    Entry("accel:Accelerator.accumulate", WINDOWS, NoOp.CONTEXT, required(SEVERAL, "models")),
-    one_test("accel:Accelerator.backward", BACKWARD, loss=REQUIRED, kwargs=REQUIRED),
-    one_test("accel:Accelerator.lomo_backward", LOMO, loss=REQUIRED, learning_rate=REQUIRED),
-    one_test(
+    documented("accel:Accelerator.accumulate", WINDOWS, NoOp.CONTEXT, models=P(REQUIRED, SEVERAL)),
+    documented("accel:Accelerator.backward", BACKWARD, loss=REQUIRED, kwargs=REQUIRED),
+    documented("accel:Accelerator.lomo_backward", LOMO, loss=REQUIRED, learning_rate=REQUIRED),
+    documented(
         "accel:Accelerator.clip_grad_norm_",
         CLIPPED,
         parameters=REQUIRED,
         max_norm=REQUIRED,
         norm_type=2,
     ),
-    one_test(
+    documented(
         "accel:Accelerator.clip_grad_value_", CLIPPED, parameters=REQUIRED, clip_value=REQUIRED
     ),
-    one_test("accel:Accelerator.unscale_gradients", UNSCALED, optimizer=None),
-    one_test("accel:Accelerator.no_sync", EXCHANGES, NoOp.CONTEXT, model=None),
-    one_test("accel:Accelerator.trigger_sync_in_backward", EXCHANGES, NoOp.CONTEXT, model=REQUIRED),
-    one_test(
+    documented("accel:Accelerator.unscale_gradients", UNSCALED, optimizer=None),
+    documented("accel:Accelerator.no_sync", EXCHANGES, NoOp.CONTEXT, model=None),
+    documented(
+        "accel:Accelerator.trigger_sync_in_backward", EXCHANGES, NoOp.CONTEXT, model=REQUIRED
+    ),
+    documented(
         "accel:Accelerator.join_uneven_inputs",
         UNEVEN,
         NoOp.CONTEXT,
         joinables=REQUIRED,
         even_batches=None,
     ),
-    one_test("accel:Accelerator.autocast", AUTOCAST, NoOp.CONTEXT, autocast_handler=None),
+    documented("accel:Accelerator.autocast", AUTOCAST, NoOp.CONTEXT, autocast_handler=None),
 ]
 
 SETTINGS_OF_A_RUN = [
@@ -83,15 +85,13 @@ SETTINGS_OF_A_RUN = [
     Entry(  # ACCELERATE_GRADIENT_ACCUMULATION_STEPS
         "accel.machine.env:Environment", call=False, attributes={"accumulation_steps": ENVIRONMENT}
     ),
-    Entry(
+    documented(
         "accel.utils:GradientAccumulationPlugin",
         SETTINGS,
-        parameters={
-            "num_steps": P(None, SETTINGS),
-            "adjust_scheduler": P(True, ORDER),
-            "sync_with_dataloader": P(True, WINDOWS),
-            "sync_each_batch": P(False, EACH_BATCH),
-        },
+        num_steps=None,
+        adjust_scheduler=P(True, ORDER),
+        sync_with_dataloader=P(True, WINDOWS),
+        sync_each_batch=P(False, EACH_BATCH),
     ),
     Entry(
         "accel.state:GradientState",
@@ -125,50 +125,48 @@ WRAPPERS = [
             "accelerator_state": "test_it_knows_the_state_of_the_process",
         },
     ),
-    Entry(
-        "accel.optimizer:AcceleratedOptimizer.step",
-        WAITS,
-        parameters=given(CLOSURE, closure=None),
+    documented("accel.optimizer:AcceleratedOptimizer.step", WAITS, closure=P(None, CLOSURE)),
+    documented("accel.optimizer:AcceleratedOptimizer.zero_grad", WAITS, set_to_none=None),
+    documented(
+        "accel.optimizer:AcceleratedOptimizer.add_param_group", WRAPPED, param_group=REQUIRED
     ),
-    one_test("accel.optimizer:AcceleratedOptimizer.zero_grad", WAITS, set_to_none=None),
-    one_test("accel.optimizer:AcceleratedOptimizer.add_param_group", WRAPPED, param_group=REQUIRED),
     Entry("accel.optimizer:AcceleratedOptimizer.state_dict", STATE),
-    one_test("accel.optimizer:AcceleratedOptimizer.load_state_dict", STATE, state_dict=REQUIRED),
+    documented("accel.optimizer:AcceleratedOptimizer.load_state_dict", STATE, state_dict=REQUIRED),
     Entry("accel.optimizer:AcceleratedOptimizer.train", SWITCHED),
     Entry("accel.optimizer:AcceleratedOptimizer.eval", SWITCHED),
-    Entry(
+    documented(
         "accel.scheduler:AcceleratedScheduler",
         SCHEDULED,
-        parameters={
-            "scheduler": P(REQUIRED, SCHEDULED),
-            "optimizers": P(REQUIRED, "test_it_does_not_step_where_the_optimizer_did_not"),
-            "step_with_optimizer": P(True, "test_one_of_its_own_steps_whenever_it_is_called"),
-            "split_batches": P(False, OF_THE_RUN),
-        },
+        scheduler=REQUIRED,
+        optimizers=P(REQUIRED, "test_it_does_not_step_where_the_optimizer_did_not"),
+        step_with_optimizer=P(True, "test_one_of_its_own_steps_whenever_it_is_called"),
+        split_batches=P(False, OF_THE_RUN),
     ),
-    Entry(
+    documented(
         "accel.scheduler:AcceleratedScheduler.step",
         SCHEDULED,
-        parameters=required(
-            "test_a_plateau_counts_measurements_not_processes[1]", "args", "kwargs"
-        ),
+        args=P(REQUIRED, "test_a_plateau_counts_measurements_not_processes[1]"),
+        kwargs=P(REQUIRED, "test_a_plateau_counts_measurements_not_processes[1]"),
     ),
     Entry("accel.scheduler:AcceleratedScheduler.get_last_lr", SCHEDULED),
     Entry("accel.scheduler:AcceleratedScheduler.get_lr", SCHEDULE_STATE),
     Entry("accel.scheduler:AcceleratedScheduler.state_dict", SCHEDULE_STATE),
-    one_test(
+    documented(
         "accel.scheduler:AcceleratedScheduler.load_state_dict", SCHEDULE_STATE, state_dict=REQUIRED
     ),
 ]
 
 NORMALISATION = [
-    Entry(
+    documented(
         "accel.run.loss_normalization:normalize_loss",
         EQUAL_STEPS,
         NoOp.FIRST,
-        required(NUMBER, "total", "global_weight", "grad_size", "num_steps"),
+        total=P(REQUIRED, NUMBER),
+        global_weight=P(REQUIRED, NUMBER),
+        grad_size=P(REQUIRED, NUMBER),
+        num_steps=P(REQUIRED, NUMBER),
     ),
-    one_test(
+    documented(
         "accel.run.loss_normalization:global_weight",
         EQUAL_STEPS,
         weights=REQUIRED,

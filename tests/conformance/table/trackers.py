@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, P, given, one_test, required
+from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented, given, required
 
 EVERY = "test_every_tracker_is_one_of_the_documented_words"
 REGISTERED = "test_a_registered_class_is_chosen_by_its_name"
@@ -76,7 +76,7 @@ def _of(name: str) -> list[Entry]:
 
 ENTRIES = [
     *(entry for name in TRACKERS for entry in _of(name)),
-    one_test(
+    documented(
         "accel.tracking:register_tracker_class", REGISTERED, NoOp.FIRST, tracker_class=REQUIRED
     ),
 ]

@@ -6,7 +6,7 @@ Python's own `enum.EnumType.__call__`; of them only `value` means something for 
 
 from __future__ import annotations
 
-from tests.conformance.rows import REQUIRED, Entry, NoOp, one_test
+from tests.conformance.rows import REQUIRED, Entry, NoOp, documented
 
 ENUMS = "test_values"
 VERSIONS = "test_compare_versions"
@@ -50,18 +50,18 @@ ENTRIES = [
     values("accel.utils:ComputeEnvironment", "LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
     values("accel.utils:SageMakerDistributedType", "NO", "DATA_PARALLEL", "MODEL_PARALLEL"),
     Entry("accel.utils:BaseEnum.list", "test_values[PrecisionType]"),
-    one_test(
+    documented(
         "accel.utils:compare_versions",
         VERSIONS,
         library_or_version=REQUIRED,
         operation=REQUIRED,
         requirement=REQUIRED,
     ),
-    one_test("accel.utils:is_compiled_module", COMPILED, module=REQUIRED),
-    one_test("accel.utils:is_bf16_available", BF16, ignore_tpu=False),
-    one_test("accel.utils:is_torch_version", VERSIONS, operation=REQUIRED, version=REQUIRED),
-    one_test("accel.utils:is_torch_xla_available", XLA, check_is_tpu=False, check_is_gpu=False),
-    one_test(
+    documented("accel.utils:is_compiled_module", COMPILED, module=REQUIRED),
+    documented("accel.utils:is_bf16_available", BF16, ignore_tpu=False),
+    documented("accel.utils:is_torch_version", VERSIONS, operation=REQUIRED, version=REQUIRED),
+    documented("accel.utils:is_torch_xla_available", XLA, check_is_tpu=False, check_is_gpu=False),
+    documented(
         "accel.utils:extract_model_from_parallel",
         EXTRACTED,
         NoOp.FIRST,
