@@ -193,8 +193,7 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "MSAMPRecipeKwargs",
             "TERecipeKwargs",
         ),
-        "accel.config.fsdp": ("FullyShardedDataParallelPlugin",),
-        "accel.config.fsdp_setters": ("get_module_class_from_name",),
+        "accel.config.fsdp": ("FullyShardedDataParallelPlugin", "get_module_class_from_name"),
         "accel.config.handlers": (
             "AutocastKwargs",
             "DistributedDataParallelKwargs",

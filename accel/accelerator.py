@@ -32,8 +32,7 @@ from accel.run.preparation import Preparation
 from accel.run.settings import RunSettings
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState, current_environment, settled_arguments
-from accel.strategies.base import strategy_class
-from accel.strategies.objects import Objects
+from accel.strategies.base import Objects, strategy_class
 from accel.trackers.base import GeneralTracker
 from accel.trackers.group import TrackerGroup
 from accel.trackers.table import Choice, Wanted, filter_trackers

@@ -23,7 +23,6 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.commands", 9),
     ("accel.machine", 0),
     ("accel.data.window_ends", 0),
-    ("accel.strategies.objects", 0),
     ("accel.config", 1),
     ("accel.strategies.spec", 2),
     ("accel.strategies.table", 2),
@@ -66,7 +65,6 @@ BACKEND_ROOMS: dict[str, tuple[str, ...]] = {
     "accel.strategies.mesh": SHARDS,
     "accel.strategies.deepspeed": ("accel/strategies/deepspeed/",),
     "accel.strategies.ddp": (),
-    "accel.strategies.single": (),
 }
 BACKEND_NAMES = {"single", "ddp", "fsdp", "tp", "deepspeed", "megatron", "xla"}
 

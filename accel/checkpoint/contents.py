@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from accel.comm.base import Communicator
     from accel.plan.plan import Plan
     from accel.run.accumulation import Accumulation
-    from accel.strategies.base import Strategy
-    from accel.strategies.objects import Objects
+    from accel.strategies.base import Objects, Strategy
     from accel.trackers.group import TrackerGroup
 
 T = TypeVar("T")

@@ -17,8 +17,7 @@ from accel.machine.errors import ArgumentTypeError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.strategies.base import NativeFormat, Strategy
-    from accel.strategies.objects import Objects
+    from accel.strategies.base import NativeFormat, Objects, Strategy
     from accel.trackers.group import TrackerGroup
 
 # What writes and reads is imported where it is first called: few scripts start with it, and the

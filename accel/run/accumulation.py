@@ -16,7 +16,7 @@ from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import StepScaler, has_gradients, parameters_of
 from accel.precision.gradient_sums import sum_in_fp32, sum_unfrozen_in_fp32
 from accel.state import GradientState
-from accel.strategies.objects import Objects
+from accel.strategies.base import Objects
 
 if TYPE_CHECKING:
     from accel.plan.plan import Plan

@@ -20,7 +20,7 @@ from accel.optimizer import AcceleratedOptimizer
 from accel.precision.amp import parameters_of
 from accel.precision.wrapping import extract_model_from_parallel, hide_compiled, own_module
 from accel.scheduler import AcceleratedScheduler
-from accel.strategies.objects import Objects
+from accel.strategies.base import Objects
 
 if TYPE_CHECKING:
     from accel.plan.plan import Plan

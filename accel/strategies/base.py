@@ -1,4 +1,4 @@
-"""The interface of a strategy: how a model is distributed over processes.
+"""The interface of a strategy, which distributes a model over processes, and that of one process.
 
 A strategy is one class in one room; strategies never inherit from each other. The defaults are
 right for one process. What a strategy does differently is in the class itself (preparing, the
@@ -11,8 +11,9 @@ import contextlib
 from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, final
 
 import torch
 
@@ -20,16 +21,15 @@ from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state
 from accel.comm.ops import send_to_device
 from accel.logging import get_logger
 from accel.machine.device import copies_in_order
-from accel.machine.errors import AccelError, ConfigError
+from accel.machine.errors import AccelError, ConfigError, Problem, StateError
 from accel.machine.imports import load_attribute
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision import bf16_weights, gradient_sums
 from accel.precision.amp import StepScaler
 from accel.precision.wrapping import is_dispatched, own_module
 from accel.scheduler import wrap_scheduler
-from accel.strategies import update_in_backward
+from accel.strategies import optimizers as kinds
 from accel.strategies.compile import compile_model
-from accel.strategies.objects import Objects
 from accel.strategies.table import packages_of
 
 if TYPE_CHECKING:
@@ -41,6 +41,34 @@ if TYPE_CHECKING:
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
     from accel.strategies.spec import StrategySpec
+
+
+@dataclass
+class Objects:
+    """The objects given to `prepare`, by kind; strategies replace entries by their wrapped form.
+
+    `custom` are objects registered for checkpointing.
+    """
+
+    models: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    dataloaders: list[Any] = field(default_factory=list)
+    custom: list[Any] = field(default_factory=list)
+
+    def extend(self, other: Objects) -> None:
+        """Append what `other` holds, kind by kind."""
+        self.models += other.models
+        self.optimizers += other.optimizers
+        self.schedulers += other.schedulers
+        self.dataloaders += other.dataloaders
+        self.custom += other.custom
+
+    def clear_prepared(self) -> None:
+        """Forget the prepared objects; those registered for checkpointing stay."""
+        for kind in (self.models, self.optimizers, self.schedulers, self.dataloaders):
+            kind.clear()
+
 
 logger = get_logger(__name__)
 
@@ -333,7 +361,7 @@ class Strategy(ABC):
     ) -> torch.optim.Optimizer:
         """Return `optimizer` as it steps in this run."""
         own = unwrap_optimizer(optimizer)
-        update_in_backward.prepare_optimizer(own, self.comm.world_size)
+        kinds.prepare_optimizer(own, self.comm.world_size)
         bf16_weights.prepare_optimizer(own, self.comm, self._num_optimizers)
         self._num_optimizers += 1
         gradients = self.gradients
@@ -403,3 +431,41 @@ def strategy_class(spec: StrategySpec) -> type[Strategy]:
     package = ", ".join(packages_of(spec)) or "accel"
     value = f"strategy {spec.name!r} ({package}): StrategySpec.place={spec.place!r}"
     raise ConfigError.of(value, rule, f"Correct or uninstall {package}.")
+
+
+@final
+class SingleProcessStrategy(Strategy):
+    """The whole model in one process."""
+
+
+class RefusedCopy:
+    """Takes the place of ``__deepcopy__`` of a module, and raises."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def __call__(self, memo: object) -> NoReturn:
+        raise StateError(str(self.problem))
+
+
+def refuse_copies(modules: Iterable[torch.nn.Module], name: str, remedy: str) -> None:
+    """Let `copy.deepcopy` of each of `modules` raise `StateError`.
+
+    `name`: of what shards them; `remedy`: how an average of the weights is kept instead.
+    """
+    refused = RefusedCopy(
+        Problem(
+            f"copy.deepcopy of a model under {name} (also torch's AveragedModel)",
+            "its parameters are shards that belong to the engine; a copy would not follow them",
+            remedy,
+        )
+    )
+    for module in modules:
+        module.__deepcopy__ = refused  # type: ignore[assignment]
+
+
+# Of a whole copy, on each process or on one of them.
+WHOLE_AVERAGE = (
+    "To average weights, copy the model before prepare, and update the copy from "
+    "accelerator.get_state_dict(model), which all processes call."
+)

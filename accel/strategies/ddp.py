@@ -33,8 +33,7 @@ from accel.machine.errors import ConfigError, Problem, nearest
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import parameters_of
 from accel.state import GradientState
-from accel.strategies.base import Gradients, Strategy, Sync
-from accel.strategies.objects import Objects
+from accel.strategies.base import Gradients, Objects, Strategy, Sync
 from accel.strategies.trainable_changes import Trainable
 
 if TYPE_CHECKING:

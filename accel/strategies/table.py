@@ -16,14 +16,15 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
+from accel.config.handlers import DistributedDataParallelKwargs
 from accel.machine.errors import ConfigError, Problem, unknown_choice
 from accel.machine.imports import load_attribute
-from accel.strategies.spec import PluginSpec, StrategySpec
+from accel.strategies.spec import MemoryLayout, PluginSpec, StrategySpec
 
 GROUP = "accel.strategies"
 STRATEGIES = (
-    "accel.strategies.single_and_ddp_specs:SINGLE",
-    "accel.strategies.single_and_ddp_specs:DDP",
+    "accel.strategies.table:SINGLE",
+    "accel.strategies.table:DDP",
     "accel.strategies.mesh.spec:SPEC",
     "accel.strategies.deepspeed.spec:SPEC",
     "accel.strategies.megatron.spec:SPEC",
@@ -104,3 +105,18 @@ def _taken_twice(found: Iterable[StrategySpec]) -> list[Problem]:
         for name, count in Counter(known).items()
         if count > 1
     ]
+
+
+SINGLE = StrategySpec(
+    name="single",
+    place="accel.strategies.base:SingleProcessStrategy",
+    is_default=lambda world_size: world_size <= 1,
+    handlers=(DistributedDataParallelKwargs,),
+)
+DDP = StrategySpec(
+    name="ddp",
+    place="accel.strategies.ddp:DDPStrategy",
+    is_default=lambda world_size: world_size > 1,
+    handlers=(DistributedDataParallelKwargs,),
+    memory=(MemoryLayout("ddp"),),
+)

@@ -7,7 +7,7 @@ from accel.config.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accel.config.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accel.config.fp8 import TERecipeKwargs as TERecipeKwargs
 from accel.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from accel.config.fsdp_setters import get_module_class_from_name as get_module_class_from_name
+from accel.config.fsdp import get_module_class_from_name as get_module_class_from_name
 from accel.config.handlers import AutocastKwargs as AutocastKwargs
 from accel.config.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel.config.handlers import GradScalerKwargs as GradScalerKwargs

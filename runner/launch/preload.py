@@ -17,7 +17,7 @@ from accel.machine.imports import is_available
 # What a run imports whatever its recipe. None of it starts a thread or asks for devices.
 RUN = (
     *("torch", "torch._dynamo", "torch.utils.data", "torch.utils.tensorboard"),
-    *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.single"),
+    *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.base"),
     *("runner.training.build", "runner.recipe.engine", "runner.training.loop"),
     *("runner.launch.worker", "runner.launch.watchdog", "runner.recipe.hydra_setup"),
     *("runner.builtin.optimizers"),

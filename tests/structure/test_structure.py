@@ -25,7 +25,7 @@ NAMING = {
     "accel/machine/imports.py": 2,
     "accel/run/settings.py": 13,
     "accel/state.py": 25,
-    "accel/strategies/non_elementwise_optimizers.py": 1,
+    "accel/strategies/optimizers.py": 1,
 }
 
 

@@ -10,16 +10,16 @@ import torch
 from accel.config.deepspeed_json import value_at
 from accel.logging import get_logger
 from accel.machine.errors import Problem, Problems
+from accel.strategies.base import Objects
 from accel.strategies.deepspeed.initialize import can_build_op
 from accel.strategies.deepspeed.settings import ZERO, Settings
 from accel.strategies.deepspeed.wrappers import DummyOptim
-from accel.strategies.non_elementwise_optimizers import (
+from accel.strategies.optimizers import (
     WHOLE_TENSOR,
     is_elementwise,
     quantized_kind,
     whole_tensor_kind,
 )
-from accel.strategies.objects import Objects
 
 if TYPE_CHECKING:
     from accel.plan.plan import Plan

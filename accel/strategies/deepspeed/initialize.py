@@ -6,27 +6,24 @@ Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import importlib
 import inspect
 import os
-import shutil
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
+from accel.config.deepspeed_json import Config
 from accel.machine import env, tree
 from accel.machine.errors import ConfigError
-from accel.machine.imports import require
+from accel.machine.imports import is_available, require
 from accel.plan.plan import Plan
 from accel.precision.wrapping import MakeContext, register_wrapper, wrap_forward
 from accel.strategies.deepspeed.settings import Settings
@@ -35,12 +32,10 @@ from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-COMPLETE = "complete"  # marks the folder of an op that was compiled to its end
+
 # The process group that DeepSpeed's cached groups belong to.
 _GROUPS: list[weakref.ref[dist.ProcessGroup]] = []
 _SET: set[str] = set()  # variables that no launcher had set
-# Functions that return another tensor over the memory of their first argument.
-_ALIASES = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
@@ -200,62 +195,16 @@ def cast_forward(module: torch.nn.Module, dtype: torch.dtype, make_context: Make
 def partitioned_init(package: ModuleType, settings: Settings, plan: Plan) -> Iterator[None]:
     """Context in which each layer of a model is partitioned as soon as it is built.
 
-    Raises `ConfigError` inside, where a model initializes a layer that is partitioned already.
+    A model that initializes a layer after building it does so inside of
+    `deepspeed.zero.GatheredParameters`: other values are lost.
 
     Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#constructing-massive-models
     """
     config = settings.finish()
     join_group(package, plan)
     # The dtype follows from the configuration: see `_swap_in_own_dtype`.
-    context = package.zero.Init(config_dict_or_path=config)
-    with context, ForbidWritesToPartitionedParams():
+    with package.zero.Init(config_dict_or_path=config):
         yield
-
-
-@final
-class ForbidWritesToPartitionedParams(TorchFunctionMode):
-    """Forbid writes to partitioned parameters.
-
-    DeepSpeed partitions the parameters of each layer at the end of its ``__init__``. Values that
-    the model writes to them afterwards would be lost, as the tensors are empty. The `ConfigError`
-    names the operation and the shape of the parameter.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
-        """Call `func`, unless it writes to a partitioned parameter."""
-        target = args[0] if args else (kwargs or {}).get("tensor")  # `torch.nn.init` names it
-        name = getattr(func, "__name__", "")
-        shape = _partitioned_shape(target)
-        if shape is not None and _is_in_place(name):
-            raise ConfigError.of(
-                f"{name} on a parameter of shape {shape} under ZeRO-3",
-                "its layer is partitioned already, so that the values would be lost",
-                "Initialize inside of `with deepspeed.zero.GatheredParameters(parameter, "
-                "modifier_rank=0):`, or remove zero3_init_flag.",
-            )
-        result = func(*args, **(kwargs or {}))
-        if shape is not None and func in _ALIASES:
-            result.accel_full_shape = shape
-        return result
-
-
-def _partitioned_shape(tensor: Any) -> tuple[int, ...] | None:
-    """Return the full shape of a partitioned parameter or an alias of it, else None."""
-    is_parameter = isinstance(tensor, torch.Tensor) and hasattr(tensor, "ds_id")
-    if is_parameter and tensor.numel() < tensor.ds_numel:
-        return tuple(tensor.ds_shape)
-    return getattr(tensor, "accel_full_shape", None)
-
-
-def _is_in_place(name: str) -> bool:
-    plain = name.endswith("_") and not name.endswith("__")
-    return (plain and name != "requires_grad_") or name == "__setitem__"
 
 
 # -- compiled ops --------------------------------------------------------------------------
@@ -268,46 +217,54 @@ def can_build_op(package: ModuleType, builder: str) -> bool:
 
 
 def build_op(package: ModuleType, builder: str) -> None:
-    """Load an op of DeepSpeed, compiling it (minutes) unless it is compiled already.
+    """Load an op of DeepSpeed, which compiles it at first (minutes)."""
+    # A virtual environment that is not activated has ninja beside its Python.
+    programs = env.read("PATH", os.defpath), str(Path(sys.executable).parent)
+    with env.patched(PATH=os.pathsep.join(map(str, programs))):
+        package.accelerator.get_accelerator().create_op_builder(builder).load(verbose=False)
 
-    torch's own lock is a file, which a process that is killed while it compiles leaves behind, and
-    which all later ones wait for. So the lock around it is one that the operating system releases,
-    and a folder that is incomplete is deleted.
+
+@final
+class ActiveConfig:
+    """Answer transformers for the plugin that is active at the time of the question.
+
+    Args:
+        is_enabled: a bound method: whether models are partitioned while they are built.
+        make_config: a bound method: DeepSpeed's configuration, complete enough for
+            `deepspeed.zero.Init`, which transformers calls next.
+        local_rank: of this process.
     """
-    folder = op_folder(package, builder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not is_op_built(package, builder):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-        for stale in folder.glob("*/lock"):  # of a process that was killed while it loaded
-            stale.unlink()
-        programs = env.read("PATH", os.defpath), str(Path(sys.executable).parent)  # ninja's
-        with env.patched(TORCH_EXTENSIONS_DIR=folder, PATH=os.pathsep.join(map(str, programs))):
-            package.accelerator.get_accelerator().create_op_builder(builder).load(verbose=False)
-        (folder / COMPLETE).touch()
+
+    def __init__(
+        self, is_enabled: Callable[[], bool], make_config: Callable[[], Config], local_rank: int
+    ) -> None:
+        # Weak: the strategy owns this object, which ends with it.
+        self._is_enabled = weakref.WeakMethod(is_enabled)
+        self._make_config = weakref.WeakMethod(make_config)
+        self._local_rank = local_rank
+
+    def is_zero3(self) -> bool:
+        """Return whether models are partitioned while they are built."""
+        is_enabled = self._is_enabled()
+        return is_enabled is not None and is_enabled()
+
+    @property
+    def config(self) -> Config | None:
+        """DeepSpeed's configuration; None: there is no strategy any more."""
+        make_config = self._make_config()
+        if make_config is None:
+            return None
+        if env.read("LOCAL_RANK") is None:  # a single process has no launcher
+            env.set_values({"LOCAL_RANK": self._local_rank})
+            weakref.finalize(self, env.set_values, {"LOCAL_RANK": None})
+        return make_config()
 
 
-def is_op_built(package: ModuleType, builder: str) -> bool:
-    """Return whether an op is compiled on this machine."""
-    return (op_folder(package, builder) / COMPLETE).exists()
+def register(config: ActiveConfig, has_stage_3: bool) -> None:
+    """Let transformers ask `config` from now on.
 
-
-def op_folder(package: ModuleType, builder: str) -> Path:
-    """Return the folder of a compiled op for these packages, below torch's own folder.
-
-    Its name has their paths and times, as ninja recompiles objects that were made with other or
-    older files: two environments of the same versions would undo each other's work, and a
-    reinstalled one would recompile an op that is marked complete.
+    Without stage 3, transformers, which takes seconds to import, asks only where it is imported.
     """
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = env.read("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    kind = package.accelerator.get_accelerator().device_name().partition(":")[0]
-    versions = f"deepspeed-{package.__version__}-torch-{torch.__version__}-{kind}"
-    files = [Path(str(module.__file__)) for module in (torch, package)]
-    places = "\n".join(f"{file} {file.stat().st_mtime_ns}" for file in files)
-    digest = hashlib.sha256(places.encode()).hexdigest()[:8]
-    name = f"{sys.implementation.cache_tag}-{versions}-{digest}"
-    return Path(root) / "accel" / name / builder
+    if "transformers" in sys.modules or (has_stage_3 and is_available("transformers")):
+        module = require("transformers.integrations.deepspeed", "deepspeed_plugin")
+        module.set_hf_deepspeed_config(config)

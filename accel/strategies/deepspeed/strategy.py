@@ -20,29 +20,24 @@ from accel.machine.errors import ConfigError
 from accel.precision.base import COMPUTE_DTYPES
 from accel.scheduler import wrap_scheduler
 from accel.state import GradientState
-from accel.strategies.base import Strategy
+from accel.strategies.base import WHOLE_AVERAGE, Objects, Strategy, refuse_copies
 from accel.strategies.compile import compile_model
-from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
-from accel.strategies.deepspeed import checks, initialize, transformers_flag
+from accel.strategies.deepspeed import checks, initialize
 from accel.strategies.deepspeed.fragments import share_weights, undo_first_step
-from accel.strategies.deepspeed.gradients import (
-    SCALES,
-    DeepSpeedGradients,
-    DeepSpeedSync,
-    backward_problems,
-)
 from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
-from accel.strategies.deepspeed.state import ZeroState
-from accel.strategies.deepspeed.universal import UniversalCheckpoint
+from accel.strategies.deepspeed.state import UniversalCheckpoint, ZeroState
 from accel.strategies.deepspeed.wrappers import (
+    SCALES,
     DeepSpeedEngineWrapper,
+    DeepSpeedGradients,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
+    DeepSpeedSync,
     DummyScheduler,
     TrainedEngine,
+    backward_problems,
     scaled,
 )
-from accel.strategies.objects import Objects
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -78,11 +73,11 @@ class DeepSpeedStrategy(Strategy):
         self.state = ZeroState(self._trained, comm, self.package)
         self.native = UniversalCheckpoint(self._trained, comm)
         self._lacks_loaders = False  # whether the engine was built before any loader
-        self._active_config: transformers_flag.ActiveConfig | None = transformers_flag.ActiveConfig(
+        self._active_config: initialize.ActiveConfig | None = initialize.ActiveConfig(
             self._is_partitioned_by_transformers, self._partitioned_init_config, plan.local_rank
         )
         has_stage_3 = any(plugin.stage == 3 for plugin in plugins)
-        transformers_flag.register(self._active_config, has_stage_3)
+        initialize.register(self._active_config, has_stage_3)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from accel.config.fsdp_setters import DTYPES
+from accel.config.fsdp import DTYPES
 from accel.precision.base import COMPUTE_DTYPES
 from accel.strategies.mesh.torch_internals import buffer_table
 

@@ -21,8 +21,8 @@ from accel.config.training import TorchDynamoPlugin
 from accel.logging import get_logger
 from accel.machine.errors import ConfigError
 from accel.plan.dims import TP, ParallelDims
+from accel.strategies.base import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.compile import compile_model, is_on
-from accel.strategies.deepcopies import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.mesh.device_mesh import gradient_mesh
 from accel.strategies.mesh.materialize import InitialWeights
 from accel.strategies.mesh.mixed_precision import Formats, build_formats, cast_buffers
@@ -35,8 +35,6 @@ from accel.strategies.mesh.spec import FSDP, TENSOR_PARALLEL
 from accel.strategies.mesh.tensor_parallel import apply_tensor_parallel
 from accel.strategies.mesh.torch_internals import (
     checkpoint_activations,
-    infer_dtypes_when_unfrozen,
-    keep_requires_grad,
 )
 from accel.strategies.mesh.units import (
     Modules,
@@ -224,16 +222,14 @@ def prefetch_forward(units: Modules) -> None:
 
 
 def install_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
-    """Install the hooks that FSDP2 lacks: resharding, calls of submodules, unfreezing."""
+    """Install the hooks that FSDP2 lacks: resharding, and calls of submodules."""
     reshard_after_evaluation(model)
     train_after_inference(model)
     dynamo = settings.dynamo
     if not is_on(dynamo) or dynamo.use_regional_compilation is not False:
         SubmoduleCalls(model)  # hooks of its modules would break the one graph of the model
-        infer_dtypes_when_unfrozen(model)
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
     refuse_copies(units, settings.name, SHARDED_AVERAGE)
-    keep_requires_grad(model)
 
 
 def compile_between_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:

@@ -23,7 +23,7 @@ from accel.machine.device import synchronize
 from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import parameters_of
-from accel.strategies.base import Strategy
+from accel.strategies.base import Objects, Strategy
 from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh
 from accel.strategies.mesh.float8 import forget_after_steps, gathers_in_fp8, scale_before_forwards
 from accel.strategies.mesh.foreach_by_mesh import step_by_mesh
@@ -37,8 +37,7 @@ from accel.strategies.mesh.sync import MeshSync
 from accel.strategies.mesh.tensor_parallel import check_first_step
 from accel.strategies.mesh.torch_internals import unsharded_and_sharded
 from accel.strategies.mesh.units import check_classes
-from accel.strategies.non_elementwise_optimizers import fails_on_shards, quantized_kind
-from accel.strategies.objects import Objects
+from accel.strategies.optimizers import fails_on_shards, quantized_kind
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator

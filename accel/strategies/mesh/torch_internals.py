@@ -18,8 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, _collective_utils, _redistribute, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from accel.strategies.trainable_changes import requires_grad
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -115,61 +113,6 @@ def restore_resharding(before: Resharding) -> None:
     """Undo `keep_unsharded`."""
     for group, mesh_info in before:
         group.post_forward_mesh_info = mesh_info
-
-
-def keep_requires_grad(model: torch.nn.Module) -> None:
-    """Let parameters that are frozen or unfrozen while they are all-gathered stay so as shards.
-
-    FSDP2 gives the gathered parameter the flag of the shard, and not the other way round; between
-    the micro-batches of a window, `module.requires_grad_()` finds gathered parameters. Called
-    before the first forward pass.
-    """
-    for group in param_groups([model]):
-        _keep_requires_grad(group)
-
-
-def _keep_requires_grad(group: Any) -> None:
-    unshard, before = group._to_unsharded, list[bool]()
-
-    def flags() -> list[bool]:
-        return [requires_grad(parameter._unsharded_param) for parameter in group.fsdp_params]
-
-    def to_unsharded() -> None:
-        gathers = not group.is_unsharded
-        unshard()
-        if gathers:
-            before[:] = flags()
-
-    def keeping(reshard: Callable[[], None]) -> Callable[[], None]:
-        def to_sharded() -> None:
-            if group.is_unsharded and before:
-                for parameter, now, then in zip(group.fsdp_params, flags(), before, strict=True):
-                    if now is not then:
-                        parameter.sharded_param.requires_grad_(now)
-                before.clear()
-            reshard()
-
-        return to_sharded
-
-    group._to_unsharded, group._to_sharded = to_unsharded, keeping(group._to_sharded)
-    group._to_sharded_post_forward = keeping(group._to_sharded_post_forward)
-
-
-def infer_dtypes_when_unfrozen(model: torch.nn.Module) -> None:
-    """Let FSDP2 infer the dtype of gradient reduction again for units that are unfrozen later.
-
-    It infers it once, in the first forward pass, from the parameters trained then. A frozen unit
-    has none, and its first gradient would be reduced in the dtype of computation.
-    """
-    frozen = list(param_groups([model]))
-
-    def infer(*_: object) -> None:
-        for group in list(frozen):
-            if any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
-                group._init_mp_dtypes()
-                frozen.remove(group)
-
-    model.register_forward_pre_hook(infer, prepend=True)
 
 
 def mesh_infos(models: Models) -> Iterator[DataParallelMeshInfo]:

@@ -15,7 +15,7 @@ import torch
 from accel import Accelerator, load_checkpoint_in_model
 from accel.machine.errors import CheckpointError, ConfigError
 from accel.precision.wrapping import register_wrapper
-from accel.strategies import single_and_ddp_specs, table
+from accel.strategies import table
 from accel.strategies.base import StateIO, strategy_class
 from tests.helpers import run_distributed
 
@@ -168,7 +168,7 @@ def test_a_strategy_that_unwraps_in_its_own_way_is_refused() -> None:
 def test_a_place_without_a_strategy_is_named(
     place: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = replace(single_and_ddp_specs.DDP, name="mine", place=place)
+    spec = replace(table.DDP, name="mine", place=place)
     monkeypatch.setattr(sys.modules[__name__], "MINE", spec, raising=False)
     entry = EntryPoint("theirs", f"{__name__}:MINE", table.GROUP)
     monkeypatch.setattr(table, "entry_points", lambda group: [entry])

@@ -12,7 +12,7 @@ from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.machine.errors import ConfigError
 from accel.precision.fp8 import import_torchao
-from accel.strategies.non_elementwise_optimizers import (
+from accel.strategies.optimizers import (
     is_elementwise,
     quantized_kind,
     whole_tensor_kind,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel.strategies.objects import Objects
+from accel.strategies.base import Objects
 
 
 def test_objects_are_kept_in_the_order_they_came() -> None:

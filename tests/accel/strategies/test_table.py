@@ -13,7 +13,7 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from accel.machine.imports import load_attribute
-from accel.strategies import single_and_ddp_specs, table
+from accel.strategies import table
 from accel.strategies.base import Strategy
 from accel.strategies.spec import PluginSpec
 from tests.helpers import python
@@ -24,9 +24,7 @@ from accel.strategies.table import specs
 specs()
 sys.exit("torch" in sys.modules)
 """
-TAKEN = replace(
-    single_and_ddp_specs.DDP, plugins=(PluginSpec("fsdp", int, argument="fsdp_plugin"),)
-)
+TAKEN = replace(table.DDP, plugins=(PluginSpec("fsdp", int, argument="fsdp_plugin"),))
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +75,6 @@ def test_names_that_are_taken_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_spec_is_pickled_by_its_name() -> None:
     for spec in table.specs():
         assert pickle.loads(pickle.dumps(spec)) is spec
-    unknown = pickle.dumps(replace(single_and_ddp_specs.DDP, name="dpp"))
+    unknown = pickle.dumps(replace(table.DDP, name="dpp"))
     with pytest.raises(ConfigError, match=r"strategy='dpp'.*ddp"):
         pickle.loads(unknown)

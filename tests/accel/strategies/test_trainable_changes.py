@@ -486,3 +486,74 @@ def steps_under_zero(stage: int, precision: str, folder: str) -> None:
 )
 def test_zero_refuses_to_leave_layers_behind(stage: int, precision: str, tmp_path: Any) -> None:
     run_distributed(steps_under_zero, 2, stage, precision, str(tmp_path))
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer with a trainable low-rank update (LoRA)."""
+
+    def __init__(self, rank: int = 2) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = torch.nn.Linear(WIDTH, rank, bias=False)
+        self.up = torch.nn.Linear(rank, WIDTH, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(inputs) + self.up(self.down(inputs)))
+
+
+class LoRA(torch.nn.Module):
+    """A frozen block, two adapted ones and a frozen head."""
+
+    _no_split_modules: ClassVar = ["Adapted", "Linear"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = torch.nn.Sequential(Adapted(), Adapted())
+        self.head = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(inputs)))
+
+
+def adapters(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def lora(precision: str, plugin: dict[str, Any], accumulation: int) -> None:
+    accelerator = build(
+        fsdp=plugin, mixed_precision=precision, gradient_accumulation_steps=accumulation
+    )
+    plain, model = LoRA(), LoRA()
+    reference = adapters(plain)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    model, optimizer = accelerator.prepare(model, adapters(model))
+    rank, size = accelerator.parallel_dims.dp_rank, accelerator.parallel_dims.dp_size
+    for index in range(MICRO_BATCHES):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model(inputs_of(index)[rank::size])))
+            optimizer.step()
+            optimizer.zero_grad()
+        (loss_of(plain(inputs_of(index))) / accumulation).backward()
+        if (index + 1) % accumulation == 0:
+            reference.step()
+            reference.zero_grad()
+    found = accelerator.get_state_dict(model)
+    close = CLOSE if precision == "no" else 0.05  # AdamW's steps are as large in bf16
+    for name, value in plain.state_dict().items():
+        trained = ".up." in name or ".down." in name
+        assert trained is not torch.equal(value, before[name])
+        assert trained or torch.equal(found[name], before[name]), name
+        assert (found[name] - value).abs().max() < close, name
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_adapters_over_a_frozen_base_train_as_in_one_process(
+    precision: str, accumulation: int
+) -> None:
+    """E3: with sharded units that are frozen as a whole, and with resharding off."""
+    for plugin in ({}, {"reshard_after_forward": False}, {"auto_wrap_policy": "no_wrap"}):
+        run_distributed(lora, 2, precision, plugin, accumulation)

@@ -12,7 +12,7 @@ import torch
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.machine.errors import ConfigError
-from accel.strategies.deepspeed.gradients import backward_problems
+from accel.strategies.deepspeed.wrappers import backward_problems
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,
     build,
