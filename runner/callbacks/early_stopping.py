@@ -93,11 +93,10 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of `state_dict`; that of early versions does not name the metric."""
+        """Restore a state of `state_dict`."""
         self.best, self.num_waited = state["best"], state["num_waited"]
-        self._step = state.get("step", -1)
-        if "monitor" in state:
-            self._measured_by = state["monitor"], state["mode"]
+        self._step = state["step"]
+        self._measured_by = state["monitor"], state["mode"]
 
     def _follows_another(self) -> bool:
         return self._measured_by not in (None, (self.monitor, self.mode))

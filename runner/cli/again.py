@@ -128,11 +128,12 @@ def _tell(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> None:
     from runner.run_dir import environment, reproduction
 
     now = environment.describe(examined.recipe.data)
-    found = reproduction.compare(run.path, run.environment, now)
     print(f"again: {relative(run.path)}")
-    for subject, sentence in found.lines():
-        mark = "≠" if sentence in found.differences.get(subject, ()) else " "
-        print(f"  {mark} {subject:<10} {sentence}")
+    for subject, sentences in reproduction.compare(run.path, run.environment, now).items():
+        for sentence in sentences:
+            print(f"  ≠ {subject:<10} {sentence}")
+        if not sentences:
+            print(f"    {subject:<10} as recorded")
     if overrides:
         print(f"  ≠ {'overrides':<10} {' '.join(overrides)}")
     sys.stdout.flush()

@@ -36,7 +36,7 @@ OF_COMMANDS = {
     "list": (*("--sort", "--reverse", "--limit", "--columns", "--json", "--csv", "--help"),),
     "show": ("--json", "--help"),
     "compare": ("--json", "--help"),
-    "report": ("--output", "--terminal", "--help"),
+    "report": ("--output", "--help"),
     "again": ("--dry-run", "--help"),
     "submit": ("--dry-run", "--help"),
 }

@@ -146,14 +146,14 @@ def _show_one(request: Request, found: Fields) -> None:
 
 
 def _show_table(requests: Sequence[Request], results: Mapping[Path, Fields | Failed]) -> None:
-    from runner.reporting import evaluation_table, run_table
+    from runner.reporting import run_table
 
     rows = [
         (one.run_dir, found.cause if isinstance(found, Failed) else found)
         for one in requests
         for found in (results[one.run_dir],)
     ]
-    evaluation_table.show(rows, run_table.console_for_tables())
+    run_table.show_evaluations(rows, run_table.console_for_tables())
 
 
 def predict(arguments: Sequence[str]) -> int:

@@ -47,7 +47,7 @@ runner trains a PyTorch model that a recipe describes.
   runner -m hydra/sweeper=optuna 'key=interval(a,b)'  search with Optuna (hydra.sweeper.n_trials=20)
   runner list [DIR ...] [status=failed since=2d ...]  runs, newest first; their status and objective
   runner show RUN_DIR | compare RUN_DIR RUN_DIR ...   one run in full | what differs between runs
-  runner report DIR ... [--terminal]                  curves, swept keys, importance: an HTML page
+  runner report DIR ...                               curves, swept keys: an HTML page
   runner again RUN_DIR [key=value ...]                a new run of what a directory describes
   runner eval RUN_DIR ... [key=value ...]             evaluate the best state of runs
   runner predict RUN_DIR --split test --output FILE   write predictions

@@ -58,8 +58,6 @@ def list_runs(arguments: Sequence[str]) -> int:
         return DONE
     if shown:
         run_table.show(shown, columns)
-        for problem in discovery.problems_of_sweeps(shown):
-            print(problem)
     print(_count(len(shown), len(chosen), len(runs), folders or [discovery.DEFAULT_FOLDER]))
     return DONE
 
@@ -107,8 +105,6 @@ def show_run(arguments: Sequence[str]) -> int:
     console = run_table.console_for_tables()
     for _, content in described:
         describe_run.show(content, console)
-    for problem in discovery.problems_of_sweeps(runs):
-        print(problem)
     return DONE
 
 

@@ -18,7 +18,7 @@ SUFFIXES = (".html", ".htm")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write a page about runs, or print it.
+    """Write a page about runs.
 
     Raises:
         ConfigError: if a folder has no run, or the page cannot be written.
@@ -31,31 +31,26 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("words", metavar="DIR|FILTER", nargs="+", help=what)
     page = f"the page, in HTML: .html is added to a name without (default: {PAGE} in the only DIR)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=page)
-    parser.add_argument("--terminal", action="store_true", help="print it in place of a page")
     found = parser.parse_intermixed_args(list(arguments))
-    return _report(found.words, found.output, found.terminal)
+    return _report(found.words, found.output)
 
 
-def _report(words: Sequence[str], output: Path | None, in_terminal: bool) -> int:
-    from runner.reporting import filters, findings, html_page, plots, run_table, terminal_report
+def _report(words: Sequence[str], output: Path | None) -> int:
+    from runner.reporting import filters, html_page, plots, run_table
 
     folders = [word for word in words if os.path.isdir(word) or not set("=<>") & set(word)]
     conditions = filters.parse([word for word in words if word not in folders])
     if not folders:
         rule = "a report is of runs, sweeps or folders of them"
         raise ConfigError.of("no DIR", rule, "Name one: runner report runs/digits.")
-    if not in_terminal:
-        plots.require_matplotlib()
-        output = _writable(output or _default(folders))
+    plots.require_matplotlib()
+    output = _writable(output or _default(folders))
     runs = filters.apply(conditions, discovery.require_runs(folders))
     if not runs:
         rule = "no run fulfills these conditions"
         raise ConfigError.of(" ".join(words), rule, "Leave one out; runner list shows the runs.")
-    found = findings.find(runs)
+    found = html_page.read(runs)
     title = ", ".join(run_table.relative(Path(os.path.abspath(f))) for f in folders)
-    if in_terminal or output is None:
-        terminal_report.show(title, found, run_table.console_for_tables())
-        return DONE
     figures = html_page.pictures(found)
     text = html_page.page(title, found, figures)
     drawn = [one for some in figures.values() for one in some]
@@ -67,7 +62,7 @@ def _report(words: Sequence[str], output: Path | None, in_terminal: bool) -> int
         rule = f"the report is written there, and that failed ({paths.failure(error)})"
         raise ConfigError.of(str(output), rule, "Give --output FILE elsewhere.") from error
     shown = run_table.relative(output)
-    print(f"{shown}: {html_page.file_size(text)}, {findings.counted_statuses(found.runs)}")
+    print(f"{shown}: {found.statuses}")
     print(f"{len(drawn)} pictures beside it: {output.stem}-*.png")
     return DONE
 

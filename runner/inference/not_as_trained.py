@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
-from runner.run_dir import data_files, provenance
+from runner.run_dir import environment, provenance
 from runner.run_dir.json_files import Fields
 
 
@@ -48,11 +48,5 @@ def other_data(recorded: Fields, files: Fields, given: Iterable[str]) -> list[st
         files: the states of the files that the data factory is given now, by dotted key.
         given: keys that the command has changed; what lies below them is not compared.
     """
-    keys = list(given)
-    then = {
-        key: one
-        for key, one in (recorded.get("data") or {}).items()
-        if not any(f"{key}.".startswith(f"{name}.") for name in keys)
-    }
-    lines = data_files.differences({"data": then}, {"data": files})
+    lines = environment.data_differences(recorded, {"data": files}, list(given))
     return [f"data: not as it was trained with: {line}" for line in lines]

@@ -35,7 +35,7 @@ from runner.recipe import composition, diagnose, hydra_setup, processes
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories
 from runner.recipe.schema import PLUGINS, Distributed, Recipe, Trainer
-from runner.run_dir import data_files, directory, json_files, reproduction
+from runner.run_dir import directory, environment, json_files, reproduction
 from runner.run_dir.job import Job
 from runner.run_dir.json_files import JsonObject
 from runner.run_dir.numerics import Numerics, choose
@@ -319,7 +319,7 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
                 name: accelerator.prepare_model(model, evaluation_mode=True)
                 for name, model in step.models.items()
             }
-            files = data_files.find(recipe.data)
+            files = environment.data_files(recipe.data)
             batches = _batches(accelerator, recipe, request.splits)
             notes: list[str] = []
             code: dict[str, str | None] = {}

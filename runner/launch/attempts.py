@@ -16,7 +16,7 @@ from runner.exit_codes import FAILED, INTERRUPTED
 from runner.launch import failures, staging
 from runner.launch.attempt import Ended, Machines, report
 from runner.launch.worker_group import StopSignals
-from runner.run_dir import atomic_update, directory, numerics, restarts
+from runner.run_dir import atomic_update, directory, numerics, outcomes
 from runner.run_dir.outcomes import Outcome
 from runner.training import run_log
 
@@ -46,9 +46,9 @@ def train(machines: Machines, job: Job, recipe: Recipe, local_processes: int) ->
                 ended = _attempt(machines, current, stops)
                 if limit == 0 or not _restarts(ended, stops):
                     return ended.code
-                left = limit - restarts.used(job.run_dir)
+                left = limit - outcomes.restarts_used(job.run_dir)
                 assert ended.cause is not None
-                failed = restarts.note(
+                failed = outcomes.note_failed(
                     job.run_dir, ended.cause, machines.num_processes, restarted=left > 0
                 )
                 if left <= 0:

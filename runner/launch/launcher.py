@@ -21,7 +21,7 @@ from runner.launch.worker_group import StopSignals, Terminated
 from runner.recipe import processes, ray_placement
 from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
-from runner.run_dir import abandoned, numerics, outcomes
+from runner.run_dir import directory, numerics, outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.training import run_log
 from runner.training.stopping import StopFlag
@@ -111,7 +111,7 @@ def run_adopted(folder: Path, place: Adopted) -> int:
         if code not in CLEAN:
             is_new = folder == run_dir_of(folder)  # a resumed run keeps its files, whatever comes
             if place.rank == 0 and is_new:
-                abandoned.remove(run_dir_of(folder), code)
+                directory.remove_unstarted(run_dir_of(folder), code)
             worker.end_process(code)
     return code
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from accel.machine.errors import ConfigError
 from runner.recipe import paths
-from runner.run_dir import atomic_update, directory, environment, previous_attempts, resumable
+from runner.run_dir import atomic_update, directory, environment, resumable
 from runner.run_dir.job import JOB, Job
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def again(failed: Job, recipe: Recipe) -> Job:
     checkpoint = directory.newest_checkpoint(run_dir)
     if checkpoint is not None:
         return staged(replace(requested, resume_from=str(checkpoint)), recipe)
-    previous_attempts.set_aside(run_dir)
+    directory.set_aside(run_dir)
     atomic_update.commit(staged(requested, recipe).place)
     return requested
 

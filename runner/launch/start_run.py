@@ -13,16 +13,7 @@ from accel.machine.errors import AccelError, ConfigError
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher, staging
 from runner.recipe import processes, resumed_recipe, trust
-from runner.run_dir import (
-    abandoned,
-    atomic_update,
-    directory,
-    job,
-    lock,
-    previous_attempts,
-    reproduction,
-    resumable,
-)
+from runner.run_dir import atomic_update, directory, lock, reproduction, resumable
 from runner.run_dir.job import Job
 from runner.run_dir.resumable import AUTO
 from runner.training import run_log
@@ -75,9 +66,9 @@ def start(
     except (directory.UsedError, lock.HeldError):
         raise
     except (AccelError, OSError):
-        abandoned.remove(run_dir, REFUSED, with_parents=is_claimed)
+        directory.remove_unstarted(run_dir, REFUSED, with_parents=is_claimed)
         raise
-    abandoned.remove(run_dir, code, with_parents=is_claimed)
+    directory.remove_unstarted(run_dir, code, with_parents=is_claimed)
     return code
 
 
@@ -134,7 +125,7 @@ def freeze(
     except (directory.UsedError, lock.HeldError):
         raise
     except BaseException:
-        abandoned.remove(run_dir, REFUSED, with_parents=is_claimed)
+        directory.remove_unstarted(run_dir, REFUSED, with_parents=is_claimed)
         raise
 
 
@@ -145,7 +136,6 @@ def _locked_for_resume(run_dir: Path, origin: bytes) -> Iterator[None]:
             rule = "another command has changed the run meanwhile"
             raise ConfigError.of(str(run_dir), rule, "Give the command again.")
         atomic_update.recover(run_dir)
-        job.mend(run_dir)
         yield
 
 
@@ -170,7 +160,6 @@ def continue_in(
     atomic_update.recover(run_dir)
     requested = _job(run_dir, overrides, config_name, log_levels)
     if directory.is_run(run_dir):
-        job.mend(run_dir)
         resumable.require_same(run_dir, recipe)
         if (reason := resumable.is_finished(run_dir, recipe)) is not None:
             launcher.release_followers()
@@ -179,7 +168,7 @@ def continue_in(
         if directory.newest_checkpoint(run_dir) is not None:
             frozen = replace(recipe, resume=None, run_dir=None)
             return _train_on(requested, _placed(frozen, Job.read(run_dir)[0].cwd), fresh)
-    previous_attempts.set_aside(run_dir)
+    directory.set_aside(run_dir)
     return _train_new(requested, recipe, fresh)
 
 
@@ -220,7 +209,7 @@ def _resume(
         if auto and directory.newest_checkpoint(run_dir) is None:  # of the directory that is chosen
             on_claimed(run_dir)
             print(f"{run_dir}: no complete checkpoint lies there. The run begins anew.", flush=True)
-            previous_attempts.set_aside(run_dir)
+            directory.set_aside(run_dir)
             return _train_new(requested, recipe, fresh)
         return _train_on(requested, recipe, fresh, on_claimed)
 

@@ -24,7 +24,7 @@ from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.launch import exit_guards, failures, rank_logs
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Recipe
-from runner.run_dir import atomic_update, environment, lock
+from runner.run_dir import atomic_update, lock
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job
 from runner.run_dir.numerics import read as read_numerics
@@ -166,17 +166,15 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
             {**parts.callbacks, **pruning.callbacks_of(job.run_dir)},
             resume_from=job.resume_from,
             stop_flag=stop,
-            on_begin=lambda: _commit(job, recipe, accelerator),
+            on_begin=lambda: _commit(job, accelerator),
         )
         collector.collect_usually()
         summary = loop.run()
     return STOPPED if summary["stopped"] == "signal" else DONE
 
 
-def _commit(job: Job, recipe: Recipe, accelerator: Accelerator) -> None:
+def _commit(job: Job, accelerator: Accelerator) -> None:
     """Make the job that the first step was made with the run's own; all ranks call it."""
-    if accelerator.is_main_process:
-        environment.note_data(job.place, recipe.data)
     if job.folder is None:
         return
     accelerator.wait_for_everyone()

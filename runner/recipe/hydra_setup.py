@@ -11,19 +11,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -51,25 +48,8 @@ OPEN_TO_USERS = (
 VERBOSE = "hydra.verbose"
 
 
-class ProjectConf(SearchPathPlugin):
-    """Appends the `conf` folders of the user's project, behind the shipped one.
-
-    Attributes:
-        given: further folders, as `hydra.searchpath` names them: those of a session's overrides.
-    """
-
-    given: ClassVar[tuple[str, ...]] = ()
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append them."""
-        for folder in paths.project_conf_folders():
-            search_path.append("project", f"file://{folder}")
-        for place in self.given:
-            search_path.append("command line", place)
-
-
 def prepare() -> None:
-    """Make the schema and the project's folders known to Hydra."""
+    """Make the schema, and the keys of launchers and sweepers, known to Hydra."""
     store = ConfigStore.instance()
     others = {name: p for name, p in PLUGINS.items() if not (paths.conf_folder() / name).is_dir()}
     for name, plugin in others.items():  # of another package: its defaults are one choice
@@ -77,7 +57,6 @@ def prepare() -> None:
     places = [TYPES, *({name: None} for name in others), "_self_"]
     store.store(name=TYPES, node=schema(), provider="runner")
     store.store(name=SCHEMA, node={"defaults": places}, provider="runner")
-    Plugins.instance().register(ProjectConf)
     launchers.store()
     sweepers.store()  # after the plugins, one of which may have such a name
 
@@ -111,7 +90,7 @@ def session(overrides: Sequence[str] = ()) -> Iterator[None]:
     """
     prepare()
     outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
-    given, ProjectConf.given = ProjectConf.given, _searched(overrides)
+    given, paths.given_conf_folders = paths.given_conf_folders, _searched(overrides)
     GlobalHydra.instance().clear()
     HydraConfig.instance().cfg = None
     try:
@@ -121,7 +100,7 @@ def session(overrides: Sequence[str] = ()) -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra, HydraConfig.instance().cfg = outer, config
-        ProjectConf.given = given
+        paths.given_conf_folders = given
 
 
 def _searched(overrides: Sequence[str]) -> tuple[str, ...]:

@@ -22,8 +22,7 @@ from accel.machine.imports import is_available
 from runner.recipe import ray_placement
 
 RAY = ray_placement.KIND
-# The module is `runner.sweep.plugins`: Hydra takes plugins from a package of this name only.
-MODULE, CLASS = "hydra_plugins.runner_sweep", "RayLauncher"
+MODULE, CLASS = "hydra_plugins.accel_runner.launchers", "RayLauncher"
 NODE, GROUP = "hydra.launcher", "hydra/launcher"
 DEFAULTS: dict[str, object] = {
     "address": None,

@@ -17,6 +17,9 @@ from pathlib import Path
 PRIMARY = "config.yaml"
 TABLE = "tool.runner"  # a table that is not closed, too, so that it is refused
 
+# Places that `hydra.searchpath` names on the command line, for the session under way.
+given_conf_folders: tuple[str, ...] = ()
+
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk or a quota
 
 

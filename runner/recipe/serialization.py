@@ -22,8 +22,6 @@ CALLABLES = (
     "precision.fp8_torchao.module_filter_func",
     *(f"{name}.{field}" for name, plugin in PLUGINS.items() for field in plugin.callables),
 )
-# Keys of earlier versions, which could only be null, as (node, key).
-RETIRED = (("precision", "fp8"),)
 
 
 def from_plain(plain: Mapping[str, object]) -> Recipe:
@@ -169,7 +167,7 @@ def parse_list(text: str, path: Path) -> list[str]:
 
 
 def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -179,10 +177,6 @@ def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
             if not found:  # `null` or {}: with the defaults it would be a user's recipe
                 raise ValueError("it has no keys")
             _require_strategies(OmegaConf.to_container(found), path)
-            for node, key in RETIRED:
-                own = OmegaConf.select(found, node)
-                if isinstance(own, DictConfig) and key in own and own[key] is None:
-                    del own[key]
             found = OmegaConf.merge(OmegaConf.structured(Recipe), found)
         return to_plain(OmegaConf.to_container(found, resolve=as_recipe))
     except UnknownStrategyError:

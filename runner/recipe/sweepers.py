@@ -15,7 +15,7 @@ sampler: name of a sampler of Optuna's (tpe, random, cmaes, gp, …), or a mappi
     arguments.
 pruner: likewise (median, successivehalving, hyperband, …); null: no run is pruned.
 seed: of the sampler; null: another one each time.
-study_name: null: a name of the sweep's own in a shared storage.
+study_name: null: a name of the sweep's own. A study is of one sweep: a new sweep needs a new name.
 storage: path of a journal, or URL of a database; null: a journal in the sweep's folder.
 max_failure_rate: the sweep ends early where more than this part of its jobs fail, 0 to 1.
 timeout: seconds, or HH:MM:SS, after which this command starts no further job.
@@ -29,8 +29,7 @@ from collections.abc import Mapping
 
 from hydra.core.config_store import ConfigStore
 
-# Hydra takes plugins from packages of this name only; `runner.sweep.optuna_sweeper` registers it.
-MODULE, CLASS = "hydra_plugins.runner_optuna", "OptunaSweeper"
+MODULE, CLASS = "hydra_plugins.accel_runner.sweepers", "OptunaSweeper"
 NODE, GROUP = "hydra.sweeper", "hydra/sweeper"
 TARGET = f"{MODULE}.{CLASS}"
 DEFAULTS: dict[str, object] = {

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import STYLES, cell, damage
-from runner.run_dir import data_files, earlier_sessions, provenance
+from runner.run_dir import atomic_update, environment, provenance
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import MISSING, RunRecord
 from runner.training.console import clock, number
@@ -86,56 +86,31 @@ def _both_nan(one: object, other: object) -> bool:
 
 
 def _recipe(run: RunRecord) -> Fields:
-    found: JsonObject = {".".join(key): value for key, value in leaves(run.recipe)}
-    return found | {_earlier(name): text for name, text in run.earlier_recipes.items()}
+    return {".".join(key): value for key, value in leaves(run.recipe)}
 
 
 def _code(run: RunRecord) -> Fields:
     found: JsonObject = {}
-    for key, whose in (("git", "project"), ("runner_git", "runner")):
-        git = run.environment.get(key)
-        if not git or "dirty" not in git:
-            continue
-        found[f"{whose} commit"] = provenance.short_sha(git)
-        found[f"{whose} branch"] = git.get("branch")
-        changes = f"yes, {str(git.get('diff_sha256'))[:8]}" if git["dirty"] else "none"
-        found[f"{whose} uncommitted changes"] = changes
-        untracked = git.get("untracked_sha256")
-        found[f"{whose} untracked Python files"] = str(untracked)[:8] if untracked else "none"
+    git = run.environment.get("git") or {}
+    if "dirty" in git:
+        found = {"commit": provenance.short_sha(git), "branch": git.get("branch")}
+        digests = [git.get(key) for key in ("diff_sha256", "untracked_sha256")]
+        shown = ", ".join(str(one)[:8] for one in digests if one)
+        found["uncommitted changes"] = shown or "none"
     for package, digest in (run.environment.get("code") or {}).items():
         found[f"package {package}"] = str(digest)[:8]
-    for name, then in earlier_sessions.kept(run.path):
-        if not then:
-            found[_earlier(name)] = "unknown"
-        elif not run.environment:
-            found[_earlier(name)] = f"code {provenance.code_id(then) or 'unknown'}"
-        elif provenance.code_differences(then, run.environment):
-            found[_earlier(name)] = f"other code, {provenance.code_id(then) or 'unknown'}"
+    if kept := atomic_update.kept_environments(run.path):
+        found["earlier sessions"] = ", ".join(path.name for path in kept)
     return found
 
 
 def _data(run: RunRecord) -> Fields:
-    found: JsonObject = {
-        f"files of {key}": f"{data_files.size(one)}, {data_files.written(one)}"
-        for key, one in (run.environment.get("data") or {}).items()
-    }
-    for name, then in earlier_sessions.kept(run.path):
-        differ = data_files.differences(then, run.environment)
-        found |= {f"data of {_earlier(name)}": "; ".join(differ)} if differ else {}
-    return found
+    files = (run.environment.get("data") or {}).items()
+    return {f"files of {key}": environment.described_data(one) for key, one in files}
 
 
 def _versions(run: RunRecord) -> Fields:
-    found: JsonObject = dict(run.environment.get("packages") or {})
-    for name, then in earlier_sessions.kept(run.path):
-        if then and run.environment:
-            differ = provenance.version_differences(then, run.environment)
-            found |= {_earlier(name): "; ".join(differ)} if differ else {}
-    return found
-
-
-def _earlier(name: str) -> str:
-    return f"an earlier session ({name})"
+    return run.environment.get("packages") or {}
 
 
 def _machine(run: RunRecord) -> Fields:

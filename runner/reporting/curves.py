@@ -1,4 +1,4 @@
-"""Learning curves from metrics.jsonl, groups of runs that differ in their seed, and sparklines."""
+"""Learning curves from metrics.jsonl, and groups of runs that differ in their seed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.reporting import swept_keys
-from runner.run_dir.field_types import number
+from runner.run_dir.json_files import number
 from runner.run_dir.record import FINISHED, MISSING, RunRecord
 
 # Values of a record that are no metric.
 POSITION = ("step", "epoch", "samples", "split", "time")
 MOST_POINTS = 120  # of a curve that is drawn
-BLOCKS = "▁▂▃▄▅▆▇█"
 
 Array = npt.NDArray[np.float64]
 
@@ -65,18 +64,6 @@ class Band:
     def is_drawn(self) -> bool:
         """Whether it has a point to draw."""
         return bool(np.isfinite(self.mean).any())
-
-    @property
-    def seeds(self) -> str:
-        """How many seeds it is of, in words that follow a number: "3 (1 not finite)"."""
-        return counted(self.num_runs, self.num_diverged)
-
-
-def counted(num_seeds: int, num_diverged: int, num_unmeasured: int = 0) -> str:
-    """Return how many seeds there are, and of how many there is no value, or no finite one."""
-    parts = [f"{num_diverged} not finite"] if num_diverged else []
-    parts += [f"{num_unmeasured} not measured"] if num_unmeasured else []
-    return f"{num_seeds} ({', '.join(parts)})" if parts else f"{num_seeds}"
 
 
 def read_curves(run: RunRecord) -> dict[str, Curve]:
@@ -196,24 +183,3 @@ def metric_names(curves: Iterable[Mapping[str, Curve]], objective: str | None) -
         not name.startswith("train/"),
     )
     return sorted((n for n in names if not n.startswith("test/")), key=order)
-
-
-# -- in text -------------------------------------------------------------------------------
-
-
-def sparkline(values: Sequence[float] | Array, width: int = 40) -> str:
-    """Return values as a line of blocks; the lowest is ▁, the highest █, a gap is a space."""
-    thin = thinned(Curve(np.arange(len(values), dtype=float), np.array(values, float)), width)
-    finite = thin.values[np.isfinite(thin.values)]
-    if not len(finite):
-        return ""
-    low, high = float(finite.min()), float(finite.max())
-    span = high - low
-    return "".join(
-        " "
-        if not math.isfinite(value)
-        else BLOCKS[int((value - low) / span * 7.999)]
-        if span > 0
-        else BLOCKS[0]
-        for value in thin.values
-    )

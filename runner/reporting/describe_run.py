@@ -18,20 +18,13 @@ from accel.machine.errors import AccelError
 from runner.recipe import keys, resumed_recipe
 from runner.recipe.format_counts import size
 from runner.reporting.run_table import STYLES, cell, described, relative
-from runner.run_dir import (
-    atomic_update,
-    directory,
-    earlier_sessions,
-    field_types,
-    provenance,
-    slurm_job,
-)
+from runner.run_dir import atomic_update, directory, json_files, provenance, slurm_job
 from runner.run_dir import record as records
 from runner.run_dir.json_files import Fields, JsonObject, finite
 from runner.run_dir.record import RunRecord
 from runner.training.console import clock, number
 
-CODE = ("git", "runner_git", "code")  # keys of environment.json
+CODE = ("git", "code")  # keys of environment.json
 MOST_LINES = 12  # of a traceback
 
 
@@ -52,7 +45,7 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         "cwd": environment.get("cwd"),
         "changes": None if defaults is None else _changes(defaults, run),
         "earlier_recipes": [path.name for path in atomic_update.kept_recipes(run.path)],
-        "earlier_sessions": earlier_sessions.notes(run.path, environment),
+        "earlier_sessions": [path.name for path in atomic_update.kept_environments(run.path)],
         "code": {key: environment[key] for key in CODE if key in environment},
         "packages": dict(environment.get("packages") or {}),
         "machine": {
@@ -86,7 +79,7 @@ def _changes(defaults: Mapping[str, object], run: RunRecord) -> list[JsonObject]
         if not keys.is_free(key) or _has(defaults, key) or key in given
     ]
     return [
-        {"key": key, "default": there, "value": here}
+        {"key": key, "value": here} | ({"default": there} if _has(defaults, key) else {})
         for key, there, here in found
         if here is not None or _has(recipe, key)  # another factory has other keys
     ]
@@ -151,7 +144,7 @@ def _is_on_slurm(run: RunRecord) -> bool:
         return False
     variables = run.environment.get("variables")
     last = variables.get("SLURM_JOB_ID") if isinstance(variables, Mapping) else None
-    submitted = field_types.number(noted.get("time")) or 0.0
+    submitted = json_files.number(noted.get("time")) or 0.0
     return last == str(noted.get("job")) or run.started <= submitted
 
 
@@ -210,7 +203,8 @@ def _recipe_rows(found: Fields) -> Iterator[tuple[str, str]]:
         yield "recipe", "its file does not compose here: no difference from defaults is known"
     for number_, change in enumerate(found["changes"] or ()):
         label = "not default" if number_ == 0 else ""
-        yield label, f"{change['key']}={cell(change['value'])}  (default {cell(change['default'])})"
+        default = f"  (default {cell(change['default'])})" if "default" in change else ""
+        yield label, f"{change['key']}={cell(change['value'])}{default}"
     if found["earlier_recipes"]:
         names = ", ".join(found["earlier_recipes"])
         yield "resumed", f"with another recipe; those before: {names}"
@@ -219,10 +213,9 @@ def _recipe_rows(found: Fields) -> Iterator[tuple[str, str]]:
 def _code_rows(found: Fields) -> Iterator[tuple[str, str]]:
     code, machine = found["code"], found["machine"]
     yield "code", provenance.described_git(code["git"]) if "git" in code else "not known"
-    if code.get("runner_git"):
-        yield "runner", provenance.described_git(code["runner_git"], kept=False)
-    for subject, sentences in found["earlier_sessions"].items():
-        yield from ((f"≠ {subject}", sentence) for sentence in sentences)
+    if found["earlier_sessions"]:
+        names = ", ".join(found["earlier_sessions"])
+        yield "", f"earlier sessions had other code, versions or data: {names}"
     packages = found["packages"]
     if packages:
         main = ("accel-runner", "torch", "numpy")

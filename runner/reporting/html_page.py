@@ -1,32 +1,42 @@
-"""`runner report`: one HTML page that needs nothing else: figures, tables, light and dark."""
+"""`runner report`: one HTML page that needs nothing else: curves, groups of seeds, a table."""
 
 from __future__ import annotations
 
 import html
 import math
 import shlex
+import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from runner.recipe.format_counts import size
 from runner.reporting import curves, plots, swept_keys
 from runner.reporting.compare_runs import short_names
-from runner.reporting.findings import (
-    SEEDS_NOTE,
-    Findings,
-    peak_memory,
-    shown_objective,
-    spread,
-    throughput,
-)
-from runner.reporting.importance import METHOD
+from runner.reporting.curves import Band, Curve, Group
 from runner.reporting.plots import Picture
-from runner.reporting.run_table import MOST_DAMAGES, cell, damage, relative
+from runner.reporting.run_table import (
+    MOST_DAMAGES,
+    cell,
+    damage,
+    in_order,
+    judge_of,
+    newest_first,
+    relative,
+)
 from runner.run_dir import record as records
+from runner.run_dir.json_files import number as as_number
 from runner.run_dir.record import MISSING, RunRecord
 from runner.training.console import clock, number
 
+# Values of training that are no learning curve.
+NO_CURVE = ("lr", "samples_per_second", "skipped_steps")
+SEEDS_NOTE = (
+    "Mean and standard deviation are over seeds: the newest finished run of each counts, any run "
+    "where none of the group is finished."
+)
+MOST_METRICS, MOST_KEYS = 8, 12
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --quiet: #667; --line: #d8dce2;
   --ground: #fff; --panel: #f6f7f9; --accent: #0072B2; }
@@ -42,7 +52,7 @@ p { margin: .3rem 0 } .quiet { color: var(--quiet) } code { font-size: .9em;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)) }
 figure { margin: 0; background: var(--panel); border: 1px solid var(--line); border-radius: 8px;
   padding: .7rem; min-width: 0 }
-figure.wide { grid-column: 1 / -1 } figcaption { font-weight: 600; margin-bottom: .3rem }
+figcaption { font-weight: 600; margin-bottom: .3rem }
 figure svg { width: 100%; height: auto; display: block; max-height: 26rem }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px }
 table { border-collapse: collapse; width: 100%; font-size: .88rem }
@@ -76,51 +86,105 @@ for (const button of document.querySelectorAll("th button")) button.onclick = ()
   body.append(...rows);
 };
 """
-MOST_BARS = 16
 
 
-def pictures(found: Findings) -> dict[str, list[Picture]]:
+@dataclass(frozen=True)
+class Report:
+    """Runs, read for a report.
+
+    Attributes:
+        runs: the best first; those without an objective last.
+        keys: in which they differ, the seed apart, by `swept_keys`; at most `MOST_KEYS`.
+        groups: of runs that are equal but for the seed.
+        curves: by directory of a run, its curves by ``<split>/<metric>``.
+        metrics: the names of the curves to show, the objective's first.
+        judge: metric and mode of the objective that most runs have; None: none has any.
+    """
+
+    runs: list[RunRecord]
+    keys: list[str]
+    groups: list[Group]
+    curves: dict[str, dict[str, Curve]]
+    metrics: list[str]
+    judge: tuple[str, str] | None
+
+    @property
+    def judged(self) -> list[RunRecord]:
+        """The runs whose objective is of the one metric that is compared, the best first."""
+        return [run for run in self.runs if _is_judged(run) and judge_of(run) == self.judge]
+
+    @property
+    def statuses(self) -> str:
+        """How many runs there are, e.g. "12 runs: 10 finished, 2 failed"."""
+        counts = Counter(run.status for run in self.runs)
+        parts = [f"{counts[one]} {one}" for one in records.STATUSES if counts[one]]
+        return f"{len(self.runs)} run{'' if len(self.runs) == 1 else 's'}: {', '.join(parts)}"
+
+    def bands(self, metric: str) -> dict[str, Band]:
+        """Return a metric's band by the label of each group that has measured it."""
+        found = {}
+        for group in self.groups:
+            measured = [run for run in group.runs if metric in self.curves[str(run.path)]]
+            chosen = curves.once_per_seed(measured)
+            if present := [self.curves[str(run.path)][metric] for run in chosen]:
+                found[group.label] = curves.band(present)
+        return found
+
+    def lower_is_better(self, metric: str) -> bool:
+        """Return whether a metric improves as it falls: by the runs' mode, else by its name."""
+        name = metric.partition("/")[2]
+        modes = {name: mode for name, mode in [self.judge or ("", "")]}
+        return modes.get(name, records.usual_mode(name)) == "min"
+
+
+def _is_judged(run: RunRecord) -> bool:
+    return run.objective is not None and math.isfinite(run.objective.value)
+
+
+def read(runs: Sequence[RunRecord]) -> Report:
+    """Read runs for a report."""
+    ordered = in_order(newest_first(runs), "objective")
+    judges = Counter(one for run in ordered if _is_judged(run) and (one := judge_of(run)))
+    judge = judges.most_common(1)[0][0] if judges else None
+    readable = [run for run in ordered if run.status != records.BROKEN]
+    keys = swept_keys.find([run for run in readable if run.has_recipe])
+    found = {str(run.path): curves.read_curves(run) for run in readable}
+    names = curves.metric_names(found.values(), None if judge is None else judge[0])
+    shown = [name for name in names if name.partition("/")[2] not in NO_CURVE][:MOST_METRICS]
+    groups = curves.group_by_seed(readable, keys)
+    return Report(ordered, keys[:MOST_KEYS], groups, found, shown, judge)
+
+
+def throughput(run: RunRecord) -> float | None:
+    """Return the samples per second of a run."""
+    found = as_number(run.summary.get("samples_per_second"))
+    return found if found is not None else as_number(run.last.get("samples_per_second"))
+
+
+def peak_memory(run: RunRecord) -> float | None:
+    """Return the most bytes that the main process held: on its accelerator, else in memory."""
+    found = run.summary.get("memory") or {}
+    on_device = as_number(found.get("device"))
+    return on_device if on_device is not None else as_number(found.get("process"))
+
+
+def pictures(found: Report) -> dict[str, list[Picture]]:
     """Return the figures of a report by its sections."""
     judged = found.judged
     sections: dict[str, list[Picture]] = {
         "Learning curves": [
-            plots.learning_curves(metric, bands)
+            plots.learning_curves(metric, bands, lower_is_better=found.lower_is_better(metric))
             for metric in found.metrics
             if (bands := found.bands(metric)) and any(one.is_drawn for one in bands.values())
         ],
-        "Objective": [],
-        "Timing and memory": _cost(found),
+        "Objective": [
+            plots.objective_by_key(key, judged) for key in swept_keys.vary(found.keys, judged)
+        ],
     }
-    if keys := swept_keys.vary(found.keys, judged):
-        sections["Objective"] = [plots.objective_by_key(key, judged) for key in keys]
-        sections["Objective"].append(plots.parallel_coordinates(keys, judged))
-    if found.importance.shares:
-        title = "importance of keys"
-        share = plots.bars("importance", title, found.importance.shares, "share of the importance")
-        sections["Objective"].append(share)
     return {title: figures for title, figures in sections.items() if figures}
 
 
-def _cost(found: Findings) -> list[Picture]:
-    shown = found.runs[:MOST_BARS]
-    names = short_names(shown)
-    figures = []
-    for name, title, read, unit in (
-        ("samples-per-second", "samples per second", throughput, "samples/s"),
-        ("memory", "peak memory of the main process", peak_memory, "MB"),
-    ):
-        values = {
-            label: value / 1e6 if unit == "MB" else value
-            for label, run in zip(names, shown, strict=True)
-            if (value := read(run)) is not None
-        }
-        if values:
-            best = f", the best {len(shown)} runs" if len(shown) < len(found.runs) else ""
-            figures.append(plots.bars(name, title + best, values, unit))
-    return figures
-
-
-def page(title: str, found: Findings, figures: dict[str, list[Picture]]) -> str:
+def page(title: str, found: Report, figures: dict[str, list[Picture]]) -> str:
     """Return the page."""
     parts = [
         "<!doctype html>",
@@ -128,9 +192,9 @@ def page(title: str, found: Findings, figures: dict[str, list[Picture]]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{_text(title)}</h1>",
-        f'<p class="quiet">{_text(found.summary)} · {time.strftime("%Y-%m-%d %H:%M")}</p>',
+        f'<p class="quiet">{_text(found.statuses)} · {time.strftime("%Y-%m-%d %H:%M")}</p>',
         *_best(found),
-        *_figures(figures, found),
+        *_figures(figures),
         *_groups(found),
         "<h2>Runs</h2>",
         _runs(found),
@@ -140,7 +204,7 @@ def page(title: str, found: Findings, figures: dict[str, list[Picture]]) -> str:
     return "\n".join(parts)
 
 
-def _best(found: Findings) -> Iterable[str]:
+def _best(found: Report) -> Iterable[str]:
     if not found.judged:
         yield "<p>No run has measured an objective.</p>"
         return
@@ -153,51 +217,37 @@ def _best(found: Findings) -> Iterable[str]:
     yield f'<p class="quiet">Again: <code>{_text(command)}</code></p>'
 
 
-def _figures(figures: dict[str, list[Picture]], found: Findings) -> Iterable[str]:
+def _figures(figures: dict[str, list[Picture]]) -> Iterable[str]:
     for title, drawn in figures.items():
         yield f'<h2>{_text(title)}</h2><div class="figures">'
         for one in drawn:
-            wide = ' class="wide"' if one.name == "parallel-coordinates" else ""
-            yield f"<figure{wide}><figcaption>{_text(one.title)}</figcaption>{one.svg}</figure>"
+            yield f"<figure><figcaption>{_text(one.title)}</figcaption>{one.svg}</figure>"
         yield "</div>"
         if title == "Learning curves":
             yield (
-                '<p class="quiet">A line is the mean over runs whose recipe, code and data are '
-                "equal but for the seed (of several runs of a seed, the newest), its band the "
-                "range from the lowest to the highest; a gap is where one of them is NaN or "
-                f"infinite. Groups beyond the best {plots.MOST_COLOURED} are thin.</p>"
+                '<p class="quiet">A line is the mean over seeds, its band the range from the '
+                "lowest to the highest; a gap is where one of them is NaN or infinite. Groups "
+                f"beyond the best {plots.MOST_COLOURED} are thin.</p>"
             )
-        if title == "Objective":
-            yield f'<p class="quiet">{_text(importance_note(found))}</p>'
-    if "Objective" not in figures:
-        yield f'<p class="quiet">{_text(importance_note(found))}</p>'
 
 
-def importance_note(found: Findings) -> str:
-    """Return how importance was measured, or why it was not, and which keys are left out."""
-    measured = found.importance
-    text = f"No importance of keys: {measured.reason}."
-    if not measured.reason:
-        text = f"Importance: {METHOD}. R² on unseen runs is {measured.fit:.2f}"
-        text += "." if measured.fit > 0.2 else ": too low to tell much."
-    left = found.num_keys - len(found.keys)
-    return f"{text} {left} more keys differ and are not shown." if left > 0 else text
-
-
-def _groups(found: Findings) -> Iterable[str]:
+def _groups(found: Report) -> Iterable[str]:
     if not any(len(group.runs) > 1 for group in found.groups):
         return
     rows = []
     for group in found.groups:
-        one = spread(group.runs)
-        values = [group.label, len(group.runs), one.seeds, one.mean, one.deviation]
-        rows.append([_cell(value) for value in values])
+        counted = curves.once_per_seed(group.runs)
+        values = [run.objective.value for run in counted if run.objective and _is_judged(run)]
+        mean = statistics.fmean(values) if values else None
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        shown = [group.label, len(group.runs), len(values), mean, deviation]
+        rows.append([_cell(value) for value in shown])
     yield "<h2>Groups of seeds</h2>"
-    yield _table(["group", "runs", "seeds", "mean objective", "standard deviation"], rows)
+    yield _table(["group", "runs", "seeds with an objective", "mean", "standard deviation"], rows)
     yield f'<p class="quiet">{_text(SEEDS_NOTE)}</p>'
 
 
-def _problems(found: Findings) -> Iterable[str]:
+def _problems(found: Report) -> Iterable[str]:
     names = short_names(found.runs)
     damaged = [(n, one) for n, run in zip(names, found.runs, strict=True) for one in run.problems]
     for name, problem in damaged[:MOST_DAMAGES]:
@@ -206,7 +256,7 @@ def _problems(found: Findings) -> Iterable[str]:
         yield f"<p>{len(damaged) - MOST_DAMAGES} more damages; runner show names them.</p>"
 
 
-def _runs(found: Findings) -> str:
+def _runs(found: Report) -> str:
     seeds = {cell(run.value("seed")) for run in found.runs}
     shown = [*found.keys, *(["seed"] if len(seeds) > 1 else [])]
     heads = ["run", "status", *shown, "step", "objective", "time (s)", "samples/s", "memory (MB)"]
@@ -219,7 +269,7 @@ def _runs(found: Findings) -> str:
     return _table(heads, rows, marks)
 
 
-def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Findings) -> list[str]:
+def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Report) -> list[str]:
     memory = peak_memory(run)
     reason = run.reason if run.status in (records.FAILED, records.BROKEN) else ""
     mark = f'<span class="broken">{damage(run)}</span>' if damage(run) else ""
@@ -231,11 +281,17 @@ def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Findings) 
         status,
         *(_cell(swept_keys.value(run, key)) for key in keys),
         _cell(run.step),
-        _cell(objective, lambda _: shown_objective(run, found.judged_by)),
+        _cell(objective, lambda value: _objective(run, value, found)),
         _cell(None if run.seconds is None else round(run.seconds, 1), clock),
         _cell(throughput(run), lambda value: f"{value:,.0f}"),
         _cell(None if memory is None else memory / 1e6, lambda value: f"{value:,.0f}"),
     ]
+
+
+def _objective(run: RunRecord, value: float, found: Report) -> str:
+    """Return an objective with its metric, where that is not the one that most runs have."""
+    judge = judge_of(run)
+    return number(value) if judge in (None, found.judge) else f"{judge[0]} {number(value)}"
 
 
 def _cell(value: Any, form: Any = None) -> str:
@@ -268,8 +324,3 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], marks: Sequence[
 
 def _text(text: str) -> str:
     return html.escape(text, quote=True)
-
-
-def file_size(page_text: str) -> str:
-    """Return how large a page is, as "812.0 kB"."""
-    return size(len(page_text.encode("utf-8", errors="replace")))

@@ -125,8 +125,12 @@ def file_name(text: str) -> str:
 # -- the figures ---------------------------------------------------------------------------
 
 
-def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
-    """Draw a metric over steps: a line for each group, the best first, a band over its seeds."""
+def learning_curves(metric: str, bands: Mapping[str, Band], *, lower_is_better: bool) -> Picture:
+    """Draw a metric over steps: a line for each group, the best first, a band over its seeds.
+
+    A loss that falls over orders of magnitude gets a logarithmic axis. A score keeps a linear one,
+    on which the differences near its best value show.
+    """
     best_bands = list(bands.items())[:MOST_COLOURED]
     entries = [_legend_entry(label, found) for label, found in best_bands]
     left_out = len(bands) - len(entries)
@@ -147,7 +151,8 @@ def learning_curves(metric: str, bands: Mapping[str, Band]) -> Picture:
                 axes.fill_between(
                     found.steps, found.low, found.high, color=colour, alpha=0.18, linewidth=0
                 )
-        _log_if_wide(axes, [v for found in bands.values() for v in found.mean])
+        if lower_is_better:
+            _log_if_wide(axes, [v for found in bands.values() for v in found.mean])
         handles = drawn[::-1][: len(entries)]
         legend = figure.legend(
             handles, entries, fontsize=LEGEND_SIZE, loc="outside lower center", ncols=columns
@@ -250,23 +255,6 @@ class _Places:
             return self.missing
         return float(value) if self.numeric else float(self.words.index(cell(value)))
 
-    def share(self, value: Any) -> float:
-        """Return the place of a value from 0 to 1."""
-        place, high = self.of(value), self.high
-        low = self.low if self.missing is None else self.missing
-        if self.log:
-            place, low, high = math.log(place), math.log(low), math.log(high)
-        return 0.5 if high == low else (place - low) / (high - low)
-
-    @property
-    def marks(self) -> dict[float, str]:
-        """What to write beside an upright axis, by the place from 0 to 1."""
-        known: list[Any] = [self.low, self.high] if self.numeric else []
-        marks = {self.share(value): f"{value:g}" for value in known}
-        if not self.numeric:
-            marks = {self.share(word): word[:18] for word in self.words}
-        return marks if self.missing is None else {self.share(MISSING): NO_VALUE, **marks}
-
     def label(self, axes: Axes) -> None:
         """Name the words, and the place of runs without, on the horizontal axis; or scale it."""
         if self.log:
@@ -290,66 +278,3 @@ class _Places:
             )
         ticks, labels = list(axes.get_xticks()), [one.get_text() for one in axes.get_xticklabels()]
         axes.set_xticks([self.missing, *ticks], [NO_VALUE, *labels])
-
-
-def parallel_coordinates(keys: Sequence[str], runs: Sequence[RunRecord]) -> Picture:
-    """Draw each run as a line through its values of the swept keys, coloured by its objective."""
-    judged = [run for run in runs if run.objective and math.isfinite(run.objective.value)]
-
-    def draw(figure: Figure) -> None:
-        from matplotlib import colormaps
-
-        axes = figure.add_subplot()
-        first = judged[0].objective
-        assert first is not None
-        columns = [(key, _Places([swept_keys.value(run, key) for run in judged])) for key in keys]
-        goals = _Places([run.objective.value for run in judged if run.objective])
-        best_first = sorted(judged, key=_quality, reverse=True)
-        for rank, run in enumerate(reversed(best_first)):
-            assert run.objective is not None
-            heights = [places.share(swept_keys.value(run, key)) for key, places in columns]
-            heights.append(goals.share(run.objective.value))
-            share = rank / (len(judged) - 1) if len(judged) > 1 else 1.0
-            colour = colormaps["plasma"](0.15 + 0.6 * share)  # from violet to orange
-            axes.plot(range(len(heights)), heights, color=colour, alpha=0.45 + 0.5 * share)
-        names = [*(_plain(key) for key in keys), f"{first.metric} (objective)"]
-        axes.set_xticks(range(len(names)), names, rotation=20 if len(names) > 4 else 0)
-        axes.set_yticks([])
-        axes.grid(False)
-        axes.spines[["left", "bottom"]].set_visible(False)
-        axes.set_ylim(-0.15, 1.15)
-        axes.tick_params(axis="x", length=0)
-        for at, places in enumerate([*(places for _, places in columns), goals]):
-            _axis(axes, at, places)
-
-    width = min(12.0, 3.0 + 1.4 * len(keys))
-    title = "parallel coordinates (orange: the best runs)"
-    return _picture("parallel-coordinates", title, draw, (width, 3.4))
-
-
-def _quality(run: RunRecord) -> float:
-    assert run.objective is not None
-    return run.objective.value if run.objective.mode == "max" else -run.objective.value
-
-
-def _axis(axes: Axes, at: int, places: _Places) -> None:
-    axes.axvline(at, color=INK, alpha=0.4, linewidth=0.8)
-    for height, text in places.marks.items():
-        beyond = -0.04 if height == 0.0 else 0.04 if height == 1.0 else 0.0
-        side = {0.0: "center", -0.04: "top", 0.04: "bottom"}[beyond]
-        where = {"ha": "center" if beyond else "left", "va": side, "fontsize": 7.5}
-        axes.text(at if beyond else at + 0.03, height + beyond, _plain(text), **where)
-
-
-def bars(name: str, title: str, values: Mapping[str, float], label: str) -> Picture:
-    """Draw a value for each name as horizontal bars, in the given order."""
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_subplot(xlabel=label)
-        names = [_plain(text[:60]) for text in values]
-        axes.barh(range(len(names)), list(values.values()), color=COLOURS[0], height=0.65)
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-
-    return _picture(name, title, draw, (6.4, 1.0 + 0.28 * len(values)))

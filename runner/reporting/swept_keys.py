@@ -12,7 +12,7 @@ from typing import Any
 from runner.recipe import resumed_recipe
 from runner.reporting.filters import leaves
 from runner.run_dir.json_files import JsonObject, finite
-from runner.run_dir.record import CODE, DATA_FILES, EARLIER_RECIPE, MISSING, RunRecord
+from runner.run_dir.record import CODE, MISSING, RunRecord
 
 SEED = "seed"
 # Keys of a recipe that change nothing of what a run computes, and how fast it is, neither.
@@ -28,9 +28,7 @@ def find(runs: Sequence[RunRecord]) -> list[str]:
 
     Of the jobs of one sweep they are the keys that the sweep has set. Of other runs, they are the
     keys in which the recipes differ, and in place of what lies in a group that each of them has
-    chosen, the group. Where the runs were made by different code, the key `CODE` is one of them,
-    `DATA_FILES` where files of their data have changed, and `EARLIER_RECIPE` where one of them was
-    resumed with another recipe.
+    chosen, the group. Where the runs were made by different code, the key `CODE` is one of them.
 
     Keys that only say where a run is computed do not count. How many processes and workers there
     are counts where nothing else differs.
@@ -54,22 +52,7 @@ def find(runs: Sequence[RunRecord]) -> list[str]:
     found = _in_order([*own, *rest], names)
     causes = [name for name in found if not _lies_in(name, resumed_recipe.ELSEWHERE)]
     causes += [CODE] if len({run.code for run in runs}) > 1 else []
-    causes += [DATA_FILES] if _have_changed_data(runs) else []
-    causes += [EARLIER_RECIPE] if len({run.earlier_recipe for run in runs}) > 1 else []
     return causes or [name for name in found if _lies_in(name, SPEED)]
-
-
-def _have_changed_data(runs: Sequence[RunRecord]) -> bool:
-    """Return whether runs of the same files have met them in different states.
-
-    That they have different files, a key of their recipes says.
-    """
-    states: dict[str, set[str]] = {}
-    for run in runs:
-        found = run.environment.get("data") or {}
-        places = json.dumps({key: one.get("path") for key, one in found.items()}, sort_keys=True)
-        states.setdefault(places, set()).add(run.data_files if found else "")
-    return any(len(one) > 1 for one in states.values())
 
 
 def value(run: RunRecord, key: str) -> Any:

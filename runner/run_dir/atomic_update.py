@@ -7,9 +7,10 @@ which then says that the run is not complete any more.
 - A command writes its own into ``<run_dir>/.attempt-<token>/``. Workers read their job there, and
   the run is unchanged: a command that fails to load the state leaves nothing but its log.
 - `commit` (called once the state is loaded and the first step is made) flushes them, keeps the
-  earlier recipe as ``config.<n>.yaml`` and other code's environment as ``environment.<n>.json``,
-  and renames the folder to ``.committed``. From that moment on they describe the run: every reader
-  looks there first. Then they move into their places.
+  earlier recipe as ``config.<n>.yaml``, the environment of other code, versions or data as
+  ``environment.<n>.json`` with ``git.<n>.diff``, and renames the folder to ``.committed``. From
+  that moment on they describe the run: every reader looks there first. Then they move into their
+  places.
 - If it is killed in between, the next command that locks the run finishes the move (`recover`).
 """
 
@@ -24,12 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
-from runner.run_dir import earlier_sessions, provenance
+from runner.run_dir import environment, json_files, provenance
 
 CONFIG = "config.yaml"
 PREFIX = ".attempt-"
 COMMITTED = ".committed"
-_KEPT = re.compile(r"config\.(\d+)\.yaml")
+_RECIPE, _ENVIRONMENT = re.compile(r"config\.(\d+)\.yaml"), re.compile(r"environment\.(\d+)\.json")
 
 
 def run_dir_of(folder: Path) -> Path:
@@ -60,7 +61,7 @@ def commit(folder: Path) -> None:
     checkpoints.flush_directory(folder)
     _finish(run_dir)
     _keep_recipe(run_dir, folder / CONFIG)
-    earlier_sessions.keep(run_dir, folder)
+    _keep_environment(run_dir, folder / environment.FILE)
     os.rename(folder, run_dir / COMMITTED)
     checkpoints.flush_directory(run_dir)
     _finish(run_dir)
@@ -82,11 +83,16 @@ def recover(run_dir: Path) -> None:
 
 def kept_recipes(run_dir: Path) -> list[Path]:
     """Return the earlier recipes of a run, ``config.<n>.yaml``, oldest first."""
-    return [path for _, path in _kept(run_dir)]
+    return [path for _, path in _kept(run_dir, _RECIPE)]
 
 
-def _kept(run_dir: Path) -> list[tuple[int, Path]]:
-    found = ((_KEPT.fullmatch(path.name), path) for path in run_dir.iterdir())
+def kept_environments(run_dir: Path) -> list[Path]:
+    """Return the environments of earlier sessions, ``environment.<n>.json``, oldest first."""
+    return [path for _, path in _kept(run_dir, _ENVIRONMENT)]
+
+
+def _kept(run_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    found = ((pattern.fullmatch(path.name), path) for path in run_dir.iterdir())
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
@@ -95,7 +101,7 @@ def _finish(run_dir: Path) -> None:
     if not committed.is_dir():
         return
     names = {file.name for file in committed.iterdir()}
-    if provenance.ENVIRONMENT in names and provenance.DIFF not in names:  # the work tree is clean
+    if environment.FILE in names and provenance.DIFF not in names:  # the work tree is clean
         (run_dir / provenance.DIFF).unlink(missing_ok=True)
     for file in sorted(committed.iterdir()):
         os.replace(file, run_dir / file.name)
@@ -106,16 +112,40 @@ def _finish(run_dir: Path) -> None:
 def _keep_recipe(run_dir: Path, new: Path) -> None:
     """Give the run's recipe a second name, unless the new one is the same."""
     current = run_dir / CONFIG
-    if not current.exists() or current.read_bytes() == new.read_bytes():
+    if current.exists() and current.read_bytes() != new.read_bytes():
+        number = _unkept(run_dir, current, _RECIPE)
+        if number:
+            _second_name(current, f"config.{number:04}.yaml")
+
+
+def _keep_environment(run_dir: Path, new: Path) -> None:
+    """Give the run's environment and patch second names if steps were made by another."""
+    current, trained = run_dir / environment.FILE, (run_dir / json_files.METRICS).exists()
+    then, now = json_files.read_json(current), json_files.read_json(new)
+    if not (trained and then and now and any(environment.differences(then, now).values())):
         return
-    number, last = max(_kept(run_dir), default=(0, None))
-    if last is not None and last.read_bytes() == current.read_bytes():
-        return  # an earlier commit was killed after this function
-    target = run_dir / f"config.{number + 1:04}.yaml"
+    number = _unkept(run_dir, current, _ENVIRONMENT)
+    if not number:
+        return
+    patch = run_dir / provenance.DIFF
+    if patch.exists():
+        _second_name(patch, f"git.{number:04}.diff")
+    _second_name(current, f"environment.{number:04}.json")
+
+
+def _unkept(run_dir: Path, current: Path, pattern: re.Pattern[str]) -> int:
+    """Return the number for a file's second name; 0: a commit that was killed has given it one."""
+    number, last = max(_kept(run_dir, pattern), default=(0, None))
+    return 0 if last and last.read_bytes() == current.read_bytes() else number + 1
+
+
+def _second_name(path: Path, name: str) -> None:
+    target = path.with_name(name)
+    target.unlink(missing_ok=True)  # of a commit that was killed
     try:
-        os.link(current, target)
+        os.link(path, target)
     except OSError:  # a file system without hard links
-        checkpoints.write_atomically(target, current.read_bytes())
+        checkpoints.write_atomically(target, path.read_bytes())
 
 
 def _partials(run_dir: Path) -> Iterator[Path]:

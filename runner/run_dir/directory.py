@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import secrets
 import shlex
+import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -16,12 +19,14 @@ from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import CheckpointError, ConfigError, Problem, Problems
+from runner.exit_codes import FAILED, OF_SIGNAL, REFUSED
 from runner.recipe import paths
 from runner.recipe.composition import Frozen
 from runner.recipe.schema import Recipe
-from runner.run_dir import atomic_update, lock
+from runner.run_dir import atomic_update, environment, lock, provenance, slurm_job
 from runner.run_dir.atomic_update import CONFIG
-from runner.run_dir.job import JOB, Job
+from runner.run_dir.job import JOB, OVERRIDES, Job
+from runner.run_dir.json_files import METRICS
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,15 @@ LOGS, RUN_LOG = "logs", "run.log"
 SWEEPS, SWEEP = "sweep-", "sweep.json"
 REQUEST = "request.json"  # what processes of an evaluation are asked for
 MOST_NAMED = 4  # entries of a directory that is refused
+# Of a run that SIGTERM or SIGUSR1 met while it waited for its machines.
+MET_WAITING = (OF_SIGNAL + signal.SIGTERM, OF_SIGNAL + signal.SIGUSR1)
+FROZEN = {CONFIG, OVERRIDES, JOB, environment.FILE, provenance.DIFF}
+# Files that a run writes before its first step.
+BEFORE_TRAINING = FROZEN | {
+    *("threads.json", lock.FILE, LOGS, RUN_LOG, "tensorboard", checkpoints.FOLDER),
+}
+ATTEMPT = "attempt_"
+STAYING = (LOGS, lock.FILE, slurm_job.FILE, slurm_job.SCRIPT)
 
 
 class UsedError(ConfigError):
@@ -80,10 +94,10 @@ def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def require_unused(path: Path) -> None:
-    """Raise a UsedError if a directory that is to be a new run's holds anything, or is in a run's.
+    """Raise a UsedError if a directory that is to be a new run's holds anything.
 
-    A lock, logs of the shell or the scheduler that runs the command, and what commands that were
-    killed before they had a recipe have left, do not count.
+    A lock, logs of the shell or the scheduler that runs the command, and leftovers of commands that
+    were killed before they had a recipe, do not count.
 
     Raises:
         ConfigError: also if the directory cannot be read.
@@ -92,95 +106,39 @@ def require_unused(path: Path) -> None:
     try:
         present = sorted(one.name for one in path.iterdir() if not _is_before_a_run(one))
     except (FileNotFoundError, NotADirectoryError):
-        present = []  # claiming it says what is wrong
+        return  # claiming it says what is wrong
     except OSError as error:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
         raise ConfigError.of(value, rule, "Name another folder.") from error
-    if (around := _around(path)) is not None:
-        whose = "a sweep's" if _is_sweep(around) else "a run's"
-        rule = f"a run has a directory of its own, and that is inside of {whose} ({around})"
-        remedy = f"Name one beside it, such as run_dir={shlex.quote(f'{around}-2')}."
-        raise UsedError.of(value, rule, remedy)
-    if not present:
-        return
     if holds_run(path):
         remedy = f"Resume it with resume={shlex.quote(str(path))}, or name another directory."
         raise UsedError.of(value, "the directory holds another run", remedy)
-    if SWEEP in present:
-        rule, remedy = "the directory holds a sweep", "Name another directory."
-        raise UsedError.of(value, rule, remedy)
-    if found := checkpoints.checkpoints(path / checkpoints.FOLDER):
-        run = run_of(found[-1])
-        rule = f"a run has a directory of its own, and {found[-1].parent} holds checkpoints"
-        remedy = (
-            "Name another directory. To go on with the run that wrote them"
-            f"{f' ({run})' if run else ''}: resume=<its directory>."
+    if present:
+        more = f" and {len(present) - MOST_NAMED} more" if len(present) > MOST_NAMED else ""
+        rule = (
+            f"a new run needs an empty directory; it holds {', '.join(present[:MOST_NAMED])}{more}"
         )
+        remedy = f"Name another directory, such as run_dir={shlex.quote(str(path / 'run'))}."
         raise UsedError.of(value, rule, remedy)
-    more = f" and {len(present) - MOST_NAMED} more" if len(present) > MOST_NAMED else ""
-    rule = f"a run has a directory of its own, and there is {', '.join(present[:MOST_NAMED])}{more}"
-    remedy = f"Name a new or an empty directory, such as run_dir={shlex.quote(str(path / 'run'))}."
-    raise UsedError.of(value, rule, remedy)
 
 
 def owner_of_file(path: Path) -> Path | None:
     """Return the directory of the run or the sweep that a file lies in; None: it lies in none."""
-    real = Path(os.path.realpath(path))
-    return real.parent if _is_sweep(real.parent) else _around(real)
-
-
-def _around(path: Path) -> Path | None:
-    """Return the directory of a run or a sweep that a path lies in, if any.
-
-    One with foreign files of such names is none. Of a sweep's folder, which may be one with other
-    runs, only those of jobs count, and hidden ones.
-    """
-    real = Path(os.path.realpath(path))
-    for folder in real.parents:
-        first = real.relative_to(folder).parts[0]
-        if (first.isdigit() or first.startswith(".")) and _is_sweep(folder):
-            return folder
-        with contextlib.suppress(OSError):  # what cannot be read is foreign
-            if (folder / JOB).is_file() and _has_recipe(folder):
-                return folder
-    return None
-
-
-def _is_sweep(path: Path) -> bool:
-    """Return whether a folder is a sweep's, also before its first job: a journal or not."""
-    try:
-        described = json.loads((path / SWEEP).read_bytes())
-    except (OSError, ValueError):  # without it, it is none of ours
-        return False
-    return isinstance(described, dict) and {"digest", "config_name", "jobs"} <= described.keys()
+    folders = Path(os.path.realpath(path)).parents
+    return next((one for one in folders if (one / SWEEP).is_file() or holds_run(one)), None)
 
 
 def _is_before_a_run(path: Path) -> bool:
     """Return whether a command has such a file in a run directory before there is a recipe."""
     name = path.name
-    if name == LOGS and path.is_dir():
-        return all(map(_is_log, path.iterdir()))
     is_partial = name.startswith(".") and ".partial-" in name
-    is_own = name == lock.FILE or name.startswith(atomic_update.PREFIX) or is_partial
-    return is_own or _is_log(path)
-
-
-def _is_log(path: Path) -> bool:
-    """Return whether a file may be what the output of the command is written to."""
-    of_a_run = path.name == RUN_LOG or path.name.startswith("rank_")
-    return path.suffix in (".log", ".out", ".err", ".txt") and path.is_file() and not of_a_run
+    is_log = path.suffix in (".log", ".out", ".err", ".txt") and name != RUN_LOG
+    return name == lock.FILE or name.startswith(atomic_update.PREFIX) or is_partial or is_log
 
 
 def holds_run(path: Path) -> bool:
     """Return whether a directory holds a run, not merely a foreign file named ``config.yaml``."""
-    if atomic_update.read(path, JOB) is not None:
-        return True
-    return _has_recipe(path)
-
-
-def _has_recipe(path: Path) -> bool:
-    lines = (atomic_update.read(path, CONFIG) or b"").splitlines()
-    return {b"trainer:", b"checkpoint:", b"distributed:"} <= {line.rstrip() for line in lines}
+    return atomic_update.read(path, JOB) is not None
 
 
 def stamp() -> str:
@@ -309,7 +267,7 @@ def owner(run_dir: Path) -> Callable[[Path], bool]:
     """Return a function that returns whether a checkpoint belongs to a run.
 
     Checkpoints in the run directory do. Any other folder may also hold checkpoints of other runs:
-    the manifest names the run (except in early versions and broken checkpoints).
+    the manifest names the run.
     """
     inside, names = os.path.realpath(run_dir), _run_names(run_dir)
 
@@ -352,3 +310,60 @@ def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
         remedy = "Name a directory such as runs/<name>/<time>-<id>."
         raise ConfigError.of(f"{asked_by}{os.fspath(run_dir)!r}", rule, remedy)
     return path
+
+
+# -- runs that came to nothing -------------------------------------------------------------
+
+
+def worth_keeping(run_dir: Path, code: int) -> bool:
+    """Return whether a run that ended with `code` leaves anything to use or to look at.
+
+    A refused one does if it has a checkpoint; one that failed, or that a stop signal met while it
+    waited for its machines, if it has made a step, or if its processes have written logs. Files
+    that are not the runner's are always kept.
+    """
+    if code not in (REFUSED, FAILED, *MET_WAITING):
+        return True
+    known = BEFORE_TRAINING | ({METRICS} if code == REFUSED else set())
+    found = [one.name for one in run_dir.iterdir() if not one.name.startswith(atomic_update.PREFIX)]
+    logs = any((run_dir / LOGS).glob("rank_*.log")) and code != REFUSED
+    return bool(own_checkpoints(run_dir)) or logs or any(name not in known for name in found)
+
+
+def remove_unstarted(run_dir: Path, code: int, *, with_parents: bool = True) -> None:
+    """Remove the directory of a new run that ended with `code`, unless it is worth keeping.
+
+    Folders above that held nothing else go along, unless a person has chosen the directory. It is
+    out of sight at once, so that no other rank writes its outcome there.
+    """
+    if not run_dir.is_dir() or worth_keeping(run_dir, code):
+        return
+    hidden = run_dir.with_name(f".{run_dir.name}.removed-{secrets.token_hex(4)}")
+    run_dir.rename(hidden)
+    shutil.rmtree(hidden)
+    if not with_parents:
+        return
+    with contextlib.suppress(OSError):  # other runs lie there
+        run_dir.parent.rmdir()
+        run_dir.parent.parent.rmdir()
+
+
+def set_aside(run_dir: Path) -> None:
+    """Move the files of earlier attempts to ``logs/attempt_<n>/``, so that a run begins anew.
+
+    Logs stay where they are, and are appended to. Incomplete checkpoints are removed. A job that
+    was frozen and never started has left nothing. Requires the run's lock. If the process is killed
+    meanwhile, the next call moves the rest.
+    """
+    left = sorted(path for path in run_dir.iterdir() if path.name not in STAYING)
+    if {path.name for path in left} <= FROZEN:
+        return
+    logs = run_dir / LOGS
+    numbers = (logs / f"{ATTEMPT}{number}" for number in itertools.count(1))
+    folder = next(one for one in numbers if not one.exists())
+    folder.mkdir(parents=True)
+    for path in left:
+        if path.name == checkpoints.FOLDER:
+            shutil.rmtree(path)
+        else:
+            os.rename(path, folder / path.name)

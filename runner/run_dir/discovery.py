@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from accel.machine.errors import ConfigError, Problem
-from runner.run_dir import atomic_update, field_types, sweep_records
+from runner.run_dir import atomic_update, sweep_records
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB
 from runner.run_dir.json_files import JsonObject
-from runner.run_dir.record import BROKEN, RunRecord
+from runner.run_dir.record import RunRecord
 
 SWEEP, SWEEP_PREFIX, JOURNAL = "sweep.json", "sweep-", sweep_records.FILE
 DEFAULT_FOLDER = "runs"
 DEPTH = 6
-MOST_NAMED = 5
 NO_RUNS = ("tensorboard", "logs")  # folders of a sweep, of a folder for each job
 _STAMPED = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 _NUMBERED = re.compile(r"\d{4,}")
@@ -99,41 +98,6 @@ def _of_sweep(path: Path) -> tuple[str | None, JsonObject | None]:
     if not _NUMBERED.fullmatch(path.name) or not is_sweep(path.parent):
         return None, None
     return path.parent.name, sweep_records.last_of_each_job(path.parent).get(int(path.name))
-
-
-def sweep_problems(sweep_dir: Path) -> list[str]:
-    """Return what is damaged of the files of a sweep; torn lines of its journal are not."""
-    problems = []
-    try:
-        if not isinstance(field_types.loads((sweep_dir / SWEEP).read_bytes()), dict):
-            problems.append(f"{SWEEP} is damaged (it is no mapping)")
-    except FileNotFoundError:
-        problems.append(f"{SWEEP} is missing")
-    except (OSError, ValueError) as error:
-        problems.append(f"{SWEEP} is damaged ({error})")
-    try:
-        lines = (sweep_dir / JOURNAL).read_bytes().split(b"\n")
-    except OSError:
-        return [*problems, f"{JOURNAL} is missing"]
-    return problems if any(lines) else [*problems, f"{JOURNAL} is empty"]
-
-
-def problems_of_sweeps(runs: Iterable[RunRecord]) -> list[str]:
-    """Return what is damaged of the sweeps that runs belong to, a sentence each, with its place."""
-    jobs: dict[Path, list[RunRecord]] = {}
-    for run in runs:
-        if run.sweep is not None:
-            jobs.setdefault(run.path.parent, []).append(run)
-    return [f"{at}: {one}" for at, own in jobs.items() for one in _problems_of_sweep(at, own)]
-
-
-def _problems_of_sweep(sweep_dir: Path, jobs: Sequence[RunRecord]) -> list[str]:
-    """Return the damages of a sweep; a job is recorded in the journal before it is trained."""
-    problems = sweep_problems(sweep_dir)
-    lost = [run.path.name for run in jobs if not run.journal and run.status != BROKEN]
-    if lost and not any(JOURNAL in one for one in problems):
-        problems.append(f"{JOURNAL} is truncated: it has no job {', '.join(lost[:MOST_NAMED])}")
-    return problems
 
 
 def swept_overrides(run: RunRecord) -> list[str]:

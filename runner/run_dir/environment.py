@@ -1,32 +1,35 @@
-"""Versions, machine, code and data: `environment.json`. Imports no torch by itself."""
+"""Versions, machine, code and data of a session: `environment.json`. Imports no torch by itself."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
 from accel.machine import passwords
 from accel.machine.env import read
 from accel.strategies.table import specs
-from runner.recipe import trust
-from runner.run_dir import data_files, provenance
-from runner.run_dir.json_files import write_json
+from runner.recipe import paths, trust
+from runner.run_dir import provenance
+from runner.run_dir.json_files import Fields, JsonObject, write_json
 
 logger = logging.getLogger(__name__)
 
+FILE = "environment.json"
 PACKAGES = (
     *("accel-runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard"),
     *("rich", "scikit-learn", "torchdata"),
     *(name for spec in specs() for name in spec.packages),
 )
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID")
+MACHINE = {"platform": "the platform", "cpu": "the CPU", "device": "the accelerator"}
+MOST_FILES = 2_000  # of a folder of data, the rest is not looked at
 
 
 def write_environment(run_dir: str | os.PathLike[str], data: object = None) -> dict[str, object]:
@@ -36,18 +39,8 @@ def write_environment(run_dir: str | os.PathLike[str], data: object = None) -> d
     """
     root = Path(run_dir)
     found = describe(data, root / provenance.DIFF)
-    write_json(root / provenance.ENVIRONMENT, found)
+    write_json(root / FILE, found)
     return found
-
-
-def note_data(run_dir: Path, data: object) -> None:
-    """Note the files of the data factory anew, which may have written some of them (a cache)."""
-    path, found = run_dir / provenance.ENVIRONMENT, None
-    with contextlib.suppress(OSError, ValueError):  # a run without a record, or a damaged one
-        found = json.loads(path.read_bytes())
-    files = data_files.find(data)
-    if isinstance(found, dict) and found.get("data") != files:
-        write_json(path, {**found, "data": files})
 
 
 def describe(data: object = None, diff_to: Path | None = None) -> dict[str, object]:
@@ -65,9 +58,8 @@ def describe(data: object = None, diff_to: Path | None = None) -> dict[str, obje
         "cpu_count": os.cpu_count(),
         "variables": {name: value for name in VARIABLES if (value := read(name)) is not None},
         "git": provenance.git_state(os.getcwd(), diff_to),
-        "runner_git": provenance.runner_checkout(),
         "code": provenance.package_digests(trust.trusted()),
-        "data": data_files.find(data),
+        "data": data_files(data),
     }
 
 
@@ -106,3 +98,112 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+# -- data ----------------------------------------------------------------------------------
+
+
+def data_files(node: object) -> dict[str, JsonObject]:
+    """Return path, number of files, bytes and newest change of what a data factory is given.
+
+    By dotted key. Contents are not read; paths that the factory chooses itself are not known.
+    """
+    return {key: _state(path) for key, path in _paths(node, "data")}
+
+
+def _paths(node: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _paths(value, f"{key}.{name}")
+    elif isinstance(node, (list, tuple)):
+        for number, value in enumerate(node):
+            yield from _paths(value, f"{key}.{number}")
+    elif isinstance(node, str) and node and key.rpartition(".")[2] not in ("name", "_target_"):
+        path = os.path.expanduser(node)
+        with contextlib.suppress(OSError, ValueError):  # a text that is no name of a file
+            if os.path.exists(path):
+                yield key, os.path.abspath(path)
+
+
+def _state(path: str) -> JsonObject:
+    number, total, newest = 0, 0, 0.0
+    for file in [Path(path)] if os.path.isfile(path) else paths.files_below(path):
+        if number == MOST_FILES:
+            break
+        with contextlib.suppress(OSError):
+            found = file.stat()
+            number, total = number + 1, total + found.st_size
+            newest = max(newest, found.st_mtime)
+    return {"path": path, "files": number, "bytes": total, "newest": newest}
+
+
+def described_data(found: Fields) -> str:
+    """Return e.g. "2 files of 400 bytes, newest of 2026-01-31 12:00:00"."""
+    number = found.get("files")
+    newest = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.get("newest") or 0))
+    files = f"{number} file{'' if number == 1 else 's'}"
+    return f"{files} of {found.get('bytes')} bytes, newest of {newest}"
+
+
+# -- two environments ----------------------------------------------------------------------
+
+
+def differences(then: Fields, now: Fields) -> dict[str, list[str]]:
+    """Return how two recorded environments differ under "code", "versions" and "data"."""
+    return {
+        "code": provenance.code_differences(then, now),
+        "versions": version_differences(then, now),
+        "data": data_differences(then, now),
+    }
+
+
+def version_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how the versions of packages and of Python differ in two recorded environments."""
+    before, after = then.get("packages") or {}, now.get("packages") or {}
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    absent = "not installed"
+    return [
+        f"{name} was {before.get(name, absent)}, and is {after.get(name, absent)}" for name in names
+    ] + _changes(then, now, {"python": "Python"})
+
+
+def machine_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how platform, processor and accelerator differ in two recorded environments."""
+    return _changes(then, now, MACHINE)
+
+
+def _changes(then: Fields, now: Fields, subjects: Mapping[str, str]) -> list[str]:
+    return [
+        f"{subject} was {_plain(then[key])}, and is {_plain(now.get(key))}"
+        for key, subject in subjects.items()
+        if key in then and then[key] != now.get(key)
+    ]
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={item}" for name, item in value.items() if name != "names")
+    return str(value)
+
+
+def data_differences(then: Fields, now: Fields, but_for: Iterable[str] = ()) -> list[str]:
+    """Return how recorded data files differ, a sentence for each key.
+
+    Files that were not there then are no difference: a factory may write a cache.
+
+    Args:
+        then: content of a run's environment.json.
+        now: that of another, or of this process.
+        but_for: dotted keys that a command has changed; they are not compared.
+    """
+    before, after = then.get("data") or {}, now.get("data") or {}
+    lines = []
+    for key, old in before.items():
+        new, given = after.get(key), any(f"{key}.".startswith(f"{one}.") for one in but_for)
+        if given:
+            continue
+        if new is None:
+            lines.append(f"{key}: {old.get('path')} is not there")
+        elif any(old.get(name) != new.get(name) for name in ("files", "bytes", "newest")):
+            lines.append(f"{key}: {described_data(old)} then, {described_data(new)} now")
+    return lines

@@ -7,30 +7,24 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from runner.run_dir import data_files, field_types
-from runner.run_dir.json_files import Fields, JsonObject, write_json
+from runner.run_dir import json_files
+from runner.run_dir.json_files import Fields, JsonObject
 
 EVAL = "eval.json"
-# What tells one evaluation from another, with the amount of its data: a later one of the same
-# replaces the earlier.
+# What tells one evaluation from another: a later one of the same replaces the earlier.
 IDENTITY = ("checkpoint", "step", "overrides", "code", "notes")
 
 
 def read(run_dir: Path) -> list[JsonObject]:
     """Return the evaluations of a run, oldest first; a damaged file holds none."""
-    try:
-        content = field_types.loads((run_dir / EVAL).read_bytes())
-    except (OSError, ValueError):
-        return []
-    found, _ = field_types.fitted(content, field_types.EVALUATIONS)
-    return list(found.get("evaluations") or ())
+    return list(json_files.read_json(run_dir / EVAL).get("evaluations") or ())
 
 
 def add(run_dir: Path, evaluation: Fields) -> None:
     """Add an evaluation to a run's, in one piece.
 
-    Splits that it has measured replace those of the same checkpoint under the same overrides,
-    by the same code on as much data (`data_files.identity`), with the same notes.
+    Splits that it has measured replace those of the same checkpoint under the same overrides, by
+    the same code, with the same notes.
 
     Raises:
         OSError: if the run directory cannot be written.
@@ -44,11 +38,11 @@ def add(run_dir: Path, evaluation: Fields) -> None:
             else:
                 others.append(one)
         merged = {**evaluation, "metrics": {**same, **evaluation["metrics"]}}
-        write_json(run_dir / EVAL, {"evaluations": [*others, merged]})
+        json_files.write_json(run_dir / EVAL, {"evaluations": [*others, merged]})
 
 
 def _identity(evaluation: Fields) -> list[object]:
-    return [*(evaluation.get(key) for key in IDENTITY), data_files.identity(evaluation)]
+    return [evaluation.get(key) for key in IDENTITY]
 
 
 @contextlib.contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,54 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 # In the test's line of metrics.jsonl and in summary.json: the step whose weights were tested.
 WEIGHTS_STEP = "weights_step"
+INFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def digest(content: object) -> str:
     """Return the SHA-256 of plain containers, equal for equal content."""
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def number(value: object) -> float | None:
+    """Return a value as a float; None: it is no number."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def loads(content: bytes) -> JsonObject:
+    """Return a mapping from JSON; numbers that JSON does not know are read back from words.
+
+    Raises:
+        ValueError: if it is damaged, or no mapping.
+    """
+    found = _restored(json.loads(content))
+    if not isinstance(found, dict):
+        raise ValueError("it is no mapping")
+    return found
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, str):
+        return INFINITE.get(value, value)
+    if isinstance(value, dict):
+        return {name: _restored(one) for name, one in value.items()}
+    return [_restored(one) for one in value] if isinstance(value, list) else value
+
+
+def read_json(path: Path) -> JsonObject:
+    """Return the mapping that a file holds; empty: it is missing or damaged."""
+    try:
+        return loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def read_lines(path: Path) -> Iterator[JsonObject]:
+    """Yield the mappings of a file with one a line; lines that were cut off are passed over."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                yield loads(line)
 
 
 def write_json(path: Path, value: object) -> None:

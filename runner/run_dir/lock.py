@@ -4,31 +4,24 @@ A command locks ``<run_dir>/.lock`` before it changes anything and holds it to i
 of the workers, or rank 0 of those that torchrun has started. A second command is refused, with the
 holder's process, host and command. Reading a run (`eval`, `predict`, `runner.load`) needs no lock.
 
-Guarantees: these are open file description locks where available (Linux), else POSIX record locks.
-The kernel drops them when the holder ends, however it ends (SIGKILL, out of memory, a crash), and
-children that it has forked close the file: a lock never outlives its holder, and never has to be
-removed by hand. Where only record locks exist, the holder loses them if its own code opens and
-closes the file, as a copy of the run directory does. Workers lock a second byte of
-the file (shared): where only the parent was killed, the next command waits until they have ended.
-Over NFS and other network file systems the locks hold between nodes as far as the mount offers
-them (NFSv4, NFSv3 with lockd, Lustre with ``flock``, GPFS, CephFS); a node that loses power keeps
-its lock until the server's lease ends, about a minute and a half for NFSv4. Where a mount keeps
-locks local (``nolock``, ``local_lock=all``, Lustre's ``localflock``), two commands on one node
-exclude each other and two on different nodes do not. Where it offers none, that is said once, and
-the run starts unprotected.
+These are POSIX record locks. The kernel drops them when their process ends, however it ends, and a
+forked child has none: a lock never outlives its holder. Workers lock a second byte of the file
+(shared): where only the parent was killed, the next command waits until they have ended. A process
+drops its lock if it opens and closes the file, so that this module opens a locked file once.
+Network file systems hold the locks between nodes as far as the mount offers them; where it offers
+none, that is said once, and the run starts unprotected.
+Source: https://man7.org/linux/man-pages/man2/fcntl_locking.2.html
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
 import platform
 import shlex
-import struct
 import sys
 import threading
 import time
@@ -36,7 +29,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
 
 from accel.machine import passwords
 from accel.machine.errors import ConfigError, Problem
@@ -71,14 +63,8 @@ class HeldError(ConfigError):
     """Another command trains in a run directory."""
 
 
-# Files that this process has locked, with its id, which differs in a forked child. Record locks do
-# not exclude threads of one process, and closing any file descriptor of the file drops them: so
-# this module opens a locked file once.
+# Files that this process has locked, with its id, which differs in a forked child.
 _HELD: dict[str, tuple[int, Holder]] = {}
-# Their file descriptors. A forked child closes its own copies, which would keep the locks.
-_OPEN: set[int] = set()
-# `struct flock` of Linux where off_t is a long: type, whence, start, length, process id (0).
-_FLOCK = "hhlli0l"
 _GUARD = threading.Lock()
 
 
@@ -102,7 +88,7 @@ def held(run_dir: Path) -> Iterator[None]:
             _write_holder(descriptor, me, run_dir)
             yield
         finally:
-            _close(descriptor)
+            os.close(descriptor)
     finally:
         with _GUARD:
             _HELD.pop(path, None)
@@ -144,7 +130,7 @@ def shared(run_dir: Path) -> Iterator[None]:
         if descriptor is not None:
             with _GUARD:
                 _HELD.pop(path, None)
-                _close(descriptor)
+                os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -156,13 +142,13 @@ def waited_for(path: Path) -> Iterator[None]:
     Raises:
         OSError: if the file cannot be written, or there are no locks (errno in `NOT_OFFERED`).
     """
-    descriptor = _close_in_children(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         while not _try_lock(descriptor, COMMAND, True, LOOK_SECONDS):
             logger.debug("%s: waiting for its lock", path)
         yield
     finally:
-        _close(descriptor)
+        os.close(descriptor)
 
 
 def is_held(path: Path) -> bool:
@@ -190,7 +176,6 @@ def _shared(path: str) -> int | None:
     try:
         if _try_lock(descriptor, WORKERS, False, WORKER_SECONDS):
             _HELD[path] = os.getpid(), _this_process()
-            _close_in_children(descriptor)
             return descriptor
     except OSError as error:
         logger.debug("%s: %s", path, error)  # locks are not offered: who holds it has said so
@@ -200,35 +185,10 @@ def _shared(path: str) -> int | None:
 
 def _open(path: str, run_dir: Path) -> int:
     try:
-        return _close_in_children(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         remedy = "Make it writable, or start a new run elsewhere."
         raise _unwritable(run_dir, error, remedy) from error
-
-
-def _close_in_children(descriptor: int) -> int:
-    """Note a file descriptor that is to be closed in forked children."""
-    _at_fork()
-    _OPEN.add(descriptor)
-    return descriptor
-
-
-def _close(descriptor: int) -> None:
-    """Close a file descriptor, unless a fork has done so."""
-    if descriptor in _OPEN:
-        _OPEN.remove(descriptor)
-        os.close(descriptor)
-
-
-@functools.cache
-def _at_fork() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_close_all)
-
-
-def _close_all() -> None:
-    for descriptor in tuple(_OPEN):
-        _close(descriptor)
 
 
 def _write_holder(descriptor: int, me: Holder, run_dir: Path) -> None:
@@ -257,7 +217,7 @@ def _acquire(descriptor: int, run_dir: Path) -> None:
         if not _try_lock(descriptor, WORKERS, True, WORKER_SECONDS):
             rule = f"workers of an earlier command have not ended ({_read_holder(descriptor)})"
             raise HeldError.of(str(run_dir), rule, "Wait for them, or end them.")
-        _lock(descriptor, "F_UNLCK", WORKERS)  # for its own workers
+        _lock(descriptor, WORKERS, "LOCK_UN")  # for its own workers
     except OSError as error:
         if error.errno not in NOT_OFFERED:
             raise
@@ -271,10 +231,10 @@ def _acquire(descriptor: int, run_dir: Path) -> None:
 
 def _try_lock(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bool:
     """Return whether a lock could be taken in time; OSError: none are offered here."""
-    deadline, kind = time.monotonic() + seconds, "F_WRLCK" if exclusive else "F_RDLCK"
+    deadline, kind = time.monotonic() + seconds, "LOCK_EX" if exclusive else "LOCK_SH"
     while True:
         try:
-            _lock(descriptor, kind, byte)
+            _lock(descriptor, byte, kind)
             return True
         except OSError as error:
             if error.errno not in TAKEN:
@@ -284,27 +244,14 @@ def _try_lock(descriptor: int, byte: int, exclusive: bool, seconds: float) -> bo
         time.sleep(0.02)
 
 
-def _lock(descriptor: int, kind: str, byte: int) -> None:
+def _lock(descriptor: int, byte: int, kind: str) -> None:
     """Set or drop the lock of a byte without waiting; OSError: it is taken, or there are none."""
-    records = _fcntl()
-    if sys.platform == "linux" and struct.calcsize("l") == 8:
-        order = struct.pack(_FLOCK, getattr(records, kind), os.SEEK_SET, byte, 1, 0)
-        try:
-            records.fcntl(descriptor, records.F_OFD_SETLK, order)
-            return
-        except OSError as error:
-            if error.errno not in NOT_OFFERED:
-                raise
-    names = {"F_WRLCK": "LOCK_EX", "F_RDLCK": "LOCK_SH", "F_UNLCK": "LOCK_UN"}
-    records.lockf(descriptor, getattr(records, names[kind]) | records.LOCK_NB, 1, byte)
-
-
-def _fcntl() -> ModuleType:
     try:
         import fcntl
     except ImportError as error:  # Windows
         raise OSError(errno.ENOSYS, "no record locks") from error
-    return fcntl
+    without_waiting = 0 if kind == "LOCK_UN" else fcntl.LOCK_NB
+    fcntl.lockf(descriptor, getattr(fcntl, kind) | without_waiting, 1, byte)
 
 
 def _this_process() -> Holder:

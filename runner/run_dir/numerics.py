@@ -7,7 +7,6 @@ chosen once per run and written down; a run with ``deterministic=true`` keeps it
 from __future__ import annotations
 
 import json
-import logging
 import os
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -19,14 +18,11 @@ from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update
 from runner.run_dir.json_files import write_json
 
-logger = logging.getLogger(__name__)
-
 FILE = "threads.json"
 # cuBLAS gives the same bits only with a workspace of fixed size.
 # Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
 CUBLAS_WORKSPACE = ":4096:8"
 # Idle threads of OpenMP spin by default, which slows down every other program on the same cores.
-# Source: https://gcc.gnu.org/onlinedocs/libgomp/ (OMP_WAIT_POLICY)
 # Source: https://gcc.gnu.org/onlinedocs/libgomp/OMP_005fWAIT_005fPOLICY.html
 WAIT_POLICY = "OMP_WAIT_POLICY"
 
@@ -123,31 +119,6 @@ def threads(recipe: Recipe, local_processes: int, run_dir: Path | None = None) -
 
 
 def read(run_dir: Path) -> Numerics:
-    """Return the numerics that were recorded for a run, or for an attempt in its directory.
-
-    A damaged file is ignored with a warning: the number is chosen again.
-    """
+    """Return the numerics that were recorded for a run, or for an attempt in its directory."""
     found = atomic_update.read(run_dir, FILE)
-    if found is None:
-        return Numerics()
-    try:
-        return _checked(json.loads(found))
-    except (ValueError, TypeError) as error:
-        logger.warning(
-            "%s is damaged (%s): threads are chosen again, and sums may differ in their last bits.",
-            run_dir / FILE,
-            error,
-        )
-        return Numerics()
-
-
-def _checked(content: object) -> Numerics:
-    """Return the content of the file, or raise a TypeError."""
-    if not isinstance(content, dict):
-        raise TypeError("it is no mapping")
-    found = Numerics(**content)
-    number = found.num_threads
-    is_count = isinstance(number, int) and not isinstance(number, bool) and number >= 1
-    if not (number is None or is_count) or not isinstance(found.deterministic, bool):
-        raise TypeError(f"num_threads={number!r}, deterministic={found.deterministic!r}")
-    return found
+    return Numerics() if found is None else Numerics(**json.loads(found))

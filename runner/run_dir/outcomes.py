@@ -19,8 +19,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from accel.checkpoint.directory import write_atomically
 from runner.recipe import paths
 from runner.run_dir.json_files import write_json
+
+RESTARTS = "restarts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -140,3 +143,59 @@ def read_outcomes(run_dir: Path, launch: str) -> list[Outcome]:
     for file in elsewhere:
         file.unlink()
     return sorted(found, key=lambda outcome: outcome.time)
+
+
+# -- the budget of restarts ----------------------------------------------------------------
+# Attempts that failed are lines of logs/restarts.jsonl. The budget `distributed.max_restarts` is of
+# the whole run: a command that resumes it counts what earlier ones have used.
+
+
+@dataclass(frozen=True)
+class FailedAttempt:
+    """One attempt that failed.
+
+    Attributes:
+        attempt: its number in the run, from 1 on.
+        time: seconds since the epoch at which it failed.
+        rank: the rank that failed first.
+        message: its outcome in one line.
+        num_processes: processes of the attempt.
+        restarted: whether the run was started again after it.
+    """
+
+    attempt: int
+    time: float
+    rank: int
+    message: str
+    num_processes: int
+    restarted: bool
+
+
+def read_failed(run_dir: Path) -> list[FailedAttempt]:
+    """Return the attempts at a run that failed, oldest first."""
+    path = run_dir / "logs" / RESTARTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [FailedAttempt(**json.loads(line)) for line in lines]
+
+
+def restarts_used(run_dir: Path) -> int:
+    """Return how many restarts a run has had."""
+    return sum(attempt.restarted for attempt in read_failed(run_dir))
+
+
+def note_failed(
+    run_dir: Path, cause: Outcome, num_processes: int, restarted: bool
+) -> FailedAttempt:
+    """Add an attempt that failed, and return it."""
+    failed = FailedAttempt(
+        len(read_failed(run_dir)) + 1,
+        cause.time,
+        cause.rank,
+        cause.message,
+        num_processes,
+        restarted,
+    )
+    path = log_folder(run_dir) / RESTARTS
+    before = path.read_bytes() if path.exists() else b""
+    write_atomically(path, before + json.dumps(asdict(failed)).encode() + b"\n")
+    return failed

@@ -1,7 +1,7 @@
-"""Which code a run was made from: git and sources of packages. Free of torch.
+"""Record which code a run was made from: commit, uncommitted changes, sources of packages.
 
-Nothing here ends or delays a run: git is asked by two commands at once, and everything that is read
-has a limit, behind which the record says that it is not complete.
+Git is asked by two commands at once and has a time limit; patches have a size limit, so that
+recording delays no run. Free of torch.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ import hashlib
 import importlib.util
 import logging
 import os
+import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from runner.run_dir import json_files, lock, untracked_files
+from runner.run_dir import json_files
 from runner.run_dir.json_files import Fields, JsonObject
 
 logger = logging.getLogger(__name__)
 
-ENVIRONMENT, DIFF = "environment.json", "git.diff"
+DIFF = "git.diff"
 GIT = ("git", "--no-optional-locks")  # another git command of the user's may hold the index
 # What a user's configuration may change, so that `git apply` no longer takes the patch.
 DIFF_FORMAT = ("-c", "diff.noprefix=false", "-c", "diff.relative=false")
 GIT_SECONDS = 20.0
-MOST_UNTRACKED = 200
 MARKS = ("overrides.yaml", "sweep.json")  # a folder with one of them is a run's or a sweep's
 MOST_DIFF_BYTES = 10_000_000
 MOST_SOURCES, MOST_SOURCE_BYTES = 2_000, 20_000_000
-PACKAGE = Path(__file__).resolve().parents[2]
+MOST_NAMES = 3
+_PLAIN = re.compile(rb"[\w./+-]+")
 
 
 def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> JsonObject:
@@ -37,16 +38,13 @@ def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> Js
 
     Args:
         folder: any folder of the work tree.
-        diff_to: where the uncommitted changes are written as a patch; None: nowhere. Of a larger
-            patch than `MOST_DIFF_BYTES` only the names of the files are. Untracked Python files
-            follow it, as far as `untracked_files.creation_patch` takes them.
+        diff_to: file for the uncommitted changes as a patch for `git apply`, untracked Python files
+            included; None: none is written. A patch above `MOST_DIFF_BYTES` is left out.
 
     Returns:
-        sha, branch, root, dirty (tracked files differ from the commit), diff_sha256, diff_bytes
-        (both of tracked files), untracked (names, at most `MOST_UNTRACKED`, Python files first,
-        without what runs and sweeps have written), num_untracked, num_untracked_python,
-        untracked_sha256 (of its Python files), num_untracked_kept and untracked_bytes (of the
-        Python files in the patch, and of that part of it). Without a work tree: `reason` alone.
+        sha, branch, dirty (tracked files differ from the commit), diff_sha256, untracked (names of
+        Python files, those of runs and sweeps left out), untracked_sha256, diff_complete. Without a
+        work tree: `reason` alone.
     """
     status = _start(folder, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all")
     root = _start(folder, "rev-parse", "--show-toplevel")
@@ -56,22 +54,17 @@ def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> Js
     if text is None or top is None:
         return {"reason": f"{os.fspath(folder)} lies in no git work tree, or git gave no answer"}
     found = _parsed(text.split("\0"))
-    found["root"] = top.strip()
-    patch = b""
-    if found["dirty"]:
-        changes, patch = _diff(folder, names_of_large=diff_to is not None)
-        found |= changes
-    untracked = _without_runs(found["untracked"])
-    top_folder, sources = Path(found["root"]), untracked_files.python_files(untracked)
-    created, num_created = untracked_files.creation_patch(top_folder, sources)
-    if diff_to is not None and (patch or created):
+    patch = _diff(folder) if found["dirty"] else b""
+    place, names = Path(top.strip()), _own_sources(found["untracked"])
+    created = _creation_patch(place, names)
+    found |= {
+        "diff_sha256": hashlib.sha256(patch).hexdigest() if patch else None,
+        "untracked": names,
+        "untracked_sha256": _digest_of_sources(place, names),
+        "diff_complete": len(patch) + len(created) <= MOST_DIFF_BYTES,
+    }
+    if diff_to is not None and patch + created and found["diff_complete"]:
         diff_to.write_bytes(patch + created)
-    found["num_untracked"] = len(untracked)
-    found["untracked_sha256"] = _digest_of_sources(top_folder, sources)
-    sources_first = sorted(untracked, key=lambda name: not untracked_files.is_python(name))
-    found["untracked"] = sources_first[:MOST_UNTRACKED]
-    found |= {"num_untracked_python": len(sources), "num_untracked_kept": num_created}
-    found["untracked_bytes"] = len(created)
     return found
 
 
@@ -119,57 +112,72 @@ def _parsed(entries: Sequence[str]) -> JsonObject:
     return found
 
 
-def _without_runs(names: Sequence[str]) -> list[str]:
-    """Return untracked files that lie in no run and no sweep, whose folder git need not ignore."""
-    folders = {place for place, _, file in map(_split, names) if file in MARKS}
-    kept = []
-    for name in names:
-        place, _, file = _split(name)
-        while place and place not in folders:
-            place = _split(place)[0]
-        if not place and file != lock.FILE:
-            kept.append(name)
-    return kept
+def _own_sources(names: Sequence[str]) -> list[str]:
+    """Return the untracked Python files that lie in no run and no sweep."""
+    folders = {place for place, _, file in (one.rpartition("/") for one in names) if file in MARKS}
+    return [
+        name
+        for name in names
+        if name.endswith(".py") and not any(name.startswith(f"{folder}/") for folder in folders)
+    ]
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    return name.rpartition("/")
-
-
-def _diff(folder: str | os.PathLike[str], names_of_large: bool) -> tuple[JsonObject, bytes]:
-    """Return digest and size of the changes of tracked files, and the patch.
-
-    In place of a patch that is too large stand the names of its files, if `names_of_large`.
-    """
+def _diff(folder: str | os.PathLike[str]) -> bytes:
+    """Return the changes of tracked files as a patch, cut off one byte behind the limit."""
     plain = ("--no-color", "--no-ext-diff", "--no-textconv")
     process = _start(folder, *DIFF_FORMAT, "diff", "HEAD", "--binary", *plain)
     if process is None or process.stdout is None:
-        return {}, b""
+        return b""
     with process:
         patch = process.stdout.read(MOST_DIFF_BYTES + 1)
-        complete = len(patch) <= MOST_DIFF_BYTES
-        if not complete:
+        if len(patch) > MOST_DIFF_BYTES:
             process.kill()
-    if process.returncode and complete:  # no commit to compare with
-        return {}, b""
-    digest = hashlib.sha256(patch).hexdigest()
-    found = {"diff_sha256": digest, "diff_bytes": len(patch), "diff_complete": complete}
-    if not complete:
-        names = _start(folder, "diff", "HEAD", "--stat", *plain) if names_of_large else None
-        listed = None if names is None else _output(names)
-        patch = (listed or "").encode(errors="surrogateescape")
-    return found, patch
+    return patch
 
 
-def runner_checkout() -> JsonObject | None:
-    """Return the state of the checkout that `runner` and `accel` come from; None: installed."""
-    if not (PACKAGE / ".git").exists():
-        return None
-    found = git_state(PACKAGE)
-    return None if "reason" in found else found
+# -- untracked files -----------------------------------------------------------------------
 
 
-# -- sources -------------------------------------------------------------------------------
+def _creation_patch(root: Path, names: Sequence[str]) -> bytes:
+    """Return a patch for `git apply` that creates text files; others are left out.
+
+    `git diff HEAD` leaves untracked files out, and a new module is one of them until `git add`.
+    """
+    patches = []
+    for name in names[:MOST_SOURCES]:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            content = (root / name).read_bytes()
+            if b"\0" not in content:
+                patches.append(_creation(name, content))
+    return b"".join(patches)
+
+
+def _creation(name: str, content: bytes) -> bytes:
+    """Return a patch that creates one file.
+
+    Source: https://git-scm.com/docs/diff-format#generate_patch_text_with_p
+    """
+    old, new = _quoted(f"a/{name}"), _quoted(f"b/{name}")
+    head = b"diff --git %s %s\nnew file mode 100644\n" % (old, new)
+    if not content:
+        return head
+    ended = content.endswith(b"\n")
+    number = content.count(b"\n") + (not ended)
+    lines = b"+" + content.removesuffix(b"\n").replace(b"\n", b"\n+") + b"\n"
+    end = b"" if ended else b"\\ No newline at end of file\n"
+    return head + b"--- /dev/null\n+++ %s\n@@ -0,0 +1,%d @@\n" % (new, number) + lines + end
+
+
+def _quoted(name: str) -> bytes:
+    """Return a name as patches have it: in quotes, with octal bytes, if it is not plain."""
+    raw = name.encode(errors="surrogateescape")
+    if _PLAIN.fullmatch(raw):
+        return raw
+    characters = (bytes([byte]) for byte in raw)
+    return b'"%s"' % b"".join(c if _PLAIN.fullmatch(c) else b"\\%03o" % ord(c) for c in characters)
+
+
+# -- sources of packages -------------------------------------------------------------------
 
 
 def package_digests(packages: Iterable[str]) -> dict[str, str | None]:
@@ -193,21 +201,16 @@ def _package_digest(name: str) -> str | None:
         file = Path(spec.origin or "")
         return _digest_of_sources(file.parent, [file.name]) if file.is_file() else None
     root = Path(folders[0])
-    names = []
-    for path in root.rglob("*.py"):
-        names.append(str(path.relative_to(root)))
-        if len(names) > MOST_SOURCES:
-            return None
-    return _digest_of_sources(root, sorted(names))
+    names = sorted(str(one.relative_to(root)) for one in root.rglob("*.py"))
+    return _digest_of_sources(root, names)
 
 
-def _digest_of_sources(root: Path, names: Iterable[str]) -> str | None:
-    """Return a digest of the Python files among `names`; None: there are none, or too many."""
+def _digest_of_sources(root: Path, names: Sequence[str]) -> str | None:
+    """Return a digest of files; None: there are none, or too many."""
     digest, size = hashlib.sha256(), 0
-    chosen = [name for name in names if name.endswith(".py")]
-    if not chosen or len(chosen) > MOST_SOURCES:
+    if not names or len(names) > MOST_SOURCES:
         return None
-    for name in chosen:
+    for name in names:
         with contextlib.suppress(OSError):  # removed meanwhile
             content = (root / name).read_bytes()
             size += len(content)
@@ -218,7 +221,7 @@ def _digest_of_sources(root: Path, names: Iterable[str]) -> str | None:
     return digest.hexdigest()
 
 
-# -- differences ---------------------------------------------------------------------------
+# -- in words ------------------------------------------------------------------------------
 
 
 def code_differences(then: Fields, now: Fields) -> list[str]:
@@ -228,10 +231,11 @@ def code_differences(then: Fields, now: Fields) -> list[str]:
         then: content of a run's environment.json.
         now: that of another, or of this process.
     """
-    lines = _git_differences(then, now, "git", "the project")
-    lines += _git_differences(then, now, "runner_git", "runner's checkout")
-    changed = changed_packages(then, now)
-    return lines + [f"the Python files of the package {package} differ" for package in changed]
+    before, after = then.get("code") or {}, now.get("code") or {}
+    changed = [name for name in before if name in after and before[name] != after[name]]
+    return _git_differences(then.get("git") or {}, now.get("git") or {}) + [
+        f"the Python files of the package {package} differ" for package in changed
+    ]
 
 
 def code_id(recorded: Fields) -> str:
@@ -239,84 +243,39 @@ def code_id(recorded: Fields) -> str:
 
     It begins with the project's commit, and has a digest of all that `code_differences` compares.
     """
-    states = {key: recorded.get(key) or {} for key in ("git", "runner_git")}
-    parts: JsonObject = {
-        key: [git.get("sha"), git.get("diff_sha256"), git.get("untracked_sha256")]
-        for key, git in states.items()
-        if "dirty" in git
-    }
-    parts |= {f"package {name}": digest for name, digest in (recorded.get("code") or {}).items()}
-    if not parts:
+    git = recorded.get("git") or {}
+    parts = [git.get("sha"), git.get("diff_sha256"), git.get("untracked_sha256")]
+    if "dirty" not in git and not recorded.get("code"):
         return ""
-    digest = json_files.digest(parts)
-    return f"{states['git']['sha'][:8]}-{digest[:6]}" if states["git"].get("sha") else digest[:8]
+    digest = json_files.digest([parts, recorded.get("code")])
+    return f"{git['sha'][:8]}-{digest[:6]}" if git.get("sha") else digest[:8]
 
 
-def changed_packages(then: Fields, now: Fields) -> list[str]:
-    """Return the packages, recorded in both environments, whose Python files differ."""
-    before, after = then.get("code") or {}, now.get("code") or {}
-    return [name for name in before if name in after and before[name] != after[name]]
-
-
-def _git_differences(then: Fields, now: Fields, key: str, whose: str) -> list[str]:
-    before, after = then.get(key) or {}, now.get(key) or {}
+def _git_differences(before: Fields, after: Fields) -> list[str]:
     known = "dirty" in before, "dirty" in after
     if known == (False, False):
         return []
     if not all(known):
         where = "then" if known[1] else "now"
-        return [f"{whose} has no git state {where}: its code cannot be compared by commit"]
+        return [f"the project has no git state {where}: its code cannot be compared by commit"]
     lines = []
     if before.get("sha") != after.get("sha"):
-        lines.append(f"{whose} was at commit {short_sha(before)}, and is at {short_sha(after)}")
-    if before["dirty"] != after["dirty"] or _changed(before, after, "diff_sha256"):
-        lines.append(f"{whose}: {_changes(before)} then, {_changes(after)} now")
-    if _changed(before, after, "untracked_sha256"):
-        lines.append(f"{whose}: {_other_untracked(before, after)}")
+        lines.append(f"the project was at commit {short_sha(before)}, and is at {short_sha(after)}")
+    if any(before.get(key) != after.get(key) for key in ("diff_sha256", "untracked_sha256")):
+        was, present = uncommitted(before), uncommitted(after)
+        same = "of other contents " if was == present else ""
+        lines.append(f"the project had {was}, and has {present} {same}".rstrip())
     return lines
-
-
-def _changed(before: Fields, after: Fields, key: str) -> bool:
-    # Runs of earlier versions have not recorded it.
-    return key in before and key in after and before[key] != after[key]
-
-
-def _changes(git: Fields) -> str:
-    if not git["dirty"]:
-        tracked = " of tracked files" if untracked_files.described(git) else ""
-        return f"no uncommitted changes{tracked}"
-    return f"uncommitted changes ({git.get('diff_bytes', '?')} bytes)"
-
-
-def _other_untracked(before: Fields, after: Fields) -> str:
-    was, present = untracked_files.described(before), untracked_files.described(after)
-    if was == present:
-        return f"the contents differ of {present}"
-    return f"{was or 'no untracked Python files'} then, {present or 'none'} now"
 
 
 def uncommitted(git: Fields) -> str:
-    """Return e.g. "uncommitted changes (1 untracked Python file: new.py)"; empty without any."""
-    untracked = untracked_files.described(git)
-    if not untracked:
-        return "uncommitted changes" if git["dirty"] else ""
-    tracked = "tracked files, and " if git["dirty"] else ""
-    return f"uncommitted changes ({tracked}{untracked})"
-
-
-def not_kept(git: Fields) -> list[str]:
-    """Return which uncommitted changes are too large for the patch of a run; [] if none are."""
-    lines = []
-    if not git.get("diff_complete", True):
-        lines.append(f"of tracked files names only (more than {MOST_DIFF_BYTES:,} bytes)")
-    number = untracked_files.number_of(git)
-    kept = git.get("num_untracked_kept")
-    if kept is not None and kept < number:
-        limits = (
-            f"{untracked_files.MOST_BYTES:,} bytes in all, {untracked_files.MOST_FILES:,} files"
-        )
-        lines.append(f"{kept} of {number} untracked Python files (limits: {limits}, text only)")
-    return lines
+    """Return e.g. "uncommitted changes (1 untracked Python file: new.py)"."""
+    names = git.get("untracked") or []
+    if not names:
+        return "uncommitted changes" if git.get("dirty") else "no uncommitted changes"
+    listed = ", ".join(names[:MOST_NAMES]) + (", …" if len(names) > MOST_NAMES else "")
+    found = f"{len(names)} untracked Python file{'' if len(names) == 1 else 's'}: {listed}"
+    return f"uncommitted changes ({'tracked files, and ' if git.get('dirty') else ''}{found})"
 
 
 def short_sha(git: Fields) -> str:
@@ -324,64 +283,13 @@ def short_sha(git: Fields) -> str:
     return str(git["sha"])[:10] if git.get("sha") else "no commit"
 
 
-def described_git(git: Fields | None, kept: bool = True) -> str:
-    """Return e.g. "1a2b3c4d5e on main, with uncommitted changes (git.diff)".
-
-    Args:
-        git: a recorded git state.
-        kept: whether its uncommitted changes are kept in `git.diff`.
-    """
+def described_git(git: Fields | None) -> str:
+    """Return e.g. "1a2b3c4d5e on main, with uncommitted changes (git.diff)"."""
     if not git or "dirty" not in git:
         return (git or {}).get("reason") or "no git work tree"
-    parts = [f"{short_sha(git)} on {git.get('branch')}"]
-    if git["dirty"]:
-        only = "" if git.get("diff_complete", True) else ", names only"
-        parts.append("with uncommitted changes" + (f" ({DIFF}{only})" if kept else ""))
-    untracked = untracked_files.described(git)
-    if untracked:
-        parts.append(untracked + (f" ({_where_untracked(git)})" if kept else ""))
-    others = (git.get("num_untracked") or 0) - untracked_files.number_of(git)
-    if others > 0:
-        parts.append(f"{others} {'other ' if untracked else ''}untracked files")
-    return ", ".join(parts)
-
-
-def _where_untracked(git: Fields) -> str:
-    number, kept = untracked_files.number_of(git), git.get("num_untracked_kept")
-    if not kept:
-        return "not kept"
-    return DIFF if kept == number else f"{kept} of them in {DIFF}"
-
-
-def version_differences(then: Fields, now: Fields) -> list[str]:
-    """Return how the versions of packages and of Python differ in two recorded environments."""
-    lines = []
-    before, after = then.get("packages") or {}, now.get("packages") or {}
-    for name in {**before, **after}:
-        if before.get(name) != after.get(name):
-            was, present = before.get(name) or "not installed", after.get(name) or "not installed"
-            lines.append(f"{name} was {was}, and is {present}")
-    return lines + _changes_of(then, now, (("python", "Python"),))
-
-
-def machine_differences(then: Fields, now: Fields) -> list[str]:
-    """Return how versions and machine of two recorded environments differ."""
-    machine = (
-        *(("platform", "the platform"), ("cpu", "the CPU")),
-        *(("cpu_count", "the number of CPUs"), ("device", "the accelerator")),
-    )
-    return version_differences(then, now) + _changes_of(then, now, machine)
-
-
-def _changes_of(then: Fields, now: Fields, keys: Iterable[tuple[str, str]]) -> list[str]:
-    return [
-        f"{what} was {_plain(then[key])}, and is {_plain(now.get(key))}"
-        for key, what in keys
-        if key in then and then[key] != now.get(key)
-    ]
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, Mapping):
-        return " ".join(f"{name}={item}" for name, item in value.items() if name != "names")
-    return str(value)
+    where = f"{short_sha(git)} on {git.get('branch')}"
+    if not git["dirty"] and not git.get("untracked"):
+        return where
+    is_kept = git.get("diff_complete", True)
+    kept = DIFF if is_kept else f"not kept: more than {MOST_DIFF_BYTES:,} bytes"
+    return f"{where}, with {uncommitted(git)} ({kept})"

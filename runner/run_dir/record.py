@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,31 +21,26 @@ from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import CLEAN, INTERRUPTED
 from runner.run_dir import (
     atomic_update,
-    data_files,
-    earlier_recipes,
+    environment,
     evaluations,
-    field_types,
+    json_files,
     lock,
-    lost_files,
     provenance,
     slurm_job,
 )
-from runner.run_dir import earlier_sessions as sessions
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.directory import RUN_LOG
-from runner.run_dir.field_types import FieldType, number
-from runner.run_dir.job import JOB, RECIPE
-from runner.run_dir.json_files import METRICS, SUMMARY, WEIGHTS_STEP, Fields, JsonObject
-from runner.run_dir.provenance import ENVIRONMENT
+from runner.run_dir.job import JOB
+from runner.run_dir.json_files import METRICS, SUMMARY, WEIGHTS_STEP, Fields, JsonObject, number
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
 FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
 SUBMITTED = "submitted"  # to Slurm, and not begun
 STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
 NODES = ("name", "model", "data", "trainer")  # of every recipe
-# Keys beside those of recipes.
-CODE, DATA_FILES, EARLIER_RECIPE = "code", "data files", "earlier recipe"
+CODE = "code"  # a key beside those of recipes
 BEST = "best.json"
+FALLING = ("loss", "bits", "error", "perplexity")  # in names of metrics whose best is the least
 TAIL_BYTES = 8192
 MISSING = object()
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -92,31 +87,19 @@ class RunRecord:
     def _examine(self) -> None:
         """Read every file, so that each problem is noted."""
         _ = self.recipe_text, self.job, self.summary, self.environment, self.evaluations
-        _ = self.last, self.status, self.objective
-        if self.recipe_text.strip() != str(self.job.get(RECIPE) or "").strip():
-            _ = self.recipe  # changed by hand or damaged: every node is parsed
-        settled, running = self.status in (FINISHED, STOPPED), self.status == RUNNING
-        for problem in lost_files.find(self, settled=settled, running=running):
-            self._note(problem)
+        _ = self.last, self.status, self.objective, self.recipe
 
     # -- the recipe ------------------------------------------------------------------------
 
     @cached_property
     def job(self) -> Fields:
         """The content of job.json; empty where it is damaged."""
-        return self._json(JOB, field_types.JOB)
+        return self._json(JOB)
 
     @cached_property
     def recipe_text(self) -> str:
         """The recipe as YAML; empty where it is lost."""
-        content = self._content(CONFIG)
-        text = "" if content is None else content.decode("utf-8", errors="replace").strip("\0")
-        kept = self.job.get(RECIPE)
-        if isinstance(kept, str) and (not text.strip() or kept.startswith(text)):
-            if text.rstrip() != kept.rstrip():
-                wrong = "missing" if content is None else "truncated" if text.strip() else "empty"
-                self._note(f"{CONFIG} is {wrong}: the recipe is read from {JOB}")
-            text = kept
+        text = (self._content(CONFIG) or b"").decode("utf-8", errors="replace")
         if not text.strip():
             self._note(f"{CONFIG} is missing or empty")
         return text
@@ -154,15 +137,10 @@ class RunRecord:
     def value(self, key: str) -> Any:
         """Return the value at a dotted key of the recipe; `MISSING` where it has no such key.
 
-        The keys `CODE`, `DATA_FILES` and `EARLIER_RECIPE`, which no recipe has, are those of
-        `code`, `data_files` and `earlier_recipe`.
+        The key `CODE`, which no recipe has, is that of `code`.
         """
         if key == CODE:
             return self.code
-        if key == DATA_FILES:
-            return self.data_files
-        if key == EARLIER_RECIPE:
-            return self.earlier_recipe
         name, *rest = key.split(".")
         found = self.node(name)
         for part in rest:
@@ -199,45 +177,22 @@ class RunRecord:
     @cached_property
     def summary(self) -> Fields:
         """The content of summary.json; empty where there is none."""
-        return self._json(SUMMARY, field_types.SUMMARY)
+        return self._json(SUMMARY)
 
     @cached_property
     def environment(self) -> Fields:
         """The content of environment.json; empty where there is none."""
-        return self._json(ENVIRONMENT, field_types.ENVIRONMENT)
+        return self._json(environment.FILE)
 
     @cached_property
     def code(self) -> str:
-        """A short name of the code that all its steps were made by: equal for equal code."""
-        return self._of_sessions(provenance.code_id)
-
-    @cached_property
-    def data_files(self) -> str:
-        """A short name of how the files stood that its data factory was given, in all its steps."""
-        return self._of_sessions(data_files.identity)
-
-    @cached_property
-    def earlier_recipe(self) -> str:
-        """What other recipes had with which it made steps before it was resumed."""
-        found = dict.fromkeys(self.earlier_recipes.values())
-        return "; ".join(found) or "none"
-
-    @cached_property
-    def earlier_recipes(self) -> Mapping[str, str]:
-        """What each kept recipe had instead, by file, as `earlier_recipes.changes` has it."""
-        return earlier_recipes.changes(self.path, self.recipe) if self.has_recipe else {}
-
-    def _of_sessions(self, named: Callable[[Fields], str]) -> str:
-        """Return the name of the newest session, and those of earlier ones that are others."""
-        own = named(self.environment) or "unknown"
-        kept = {named(then) or "unknown" for _, then in sessions.kept(self.path)}
-        earlier = sorted(kept - {own})
-        return f"{own} after {', '.join(earlier)}" if earlier else own
+        """A short name of the code of its newest session: equal for equal code."""
+        return provenance.code_id(self.environment) or "unknown"
 
     @cached_property
     def evaluations(self) -> list[Fields]:
         """What `runner eval` has measured, oldest first."""
-        found = self._json(evaluations.EVAL, field_types.EVALUATIONS)
+        found = self._json(evaluations.EVAL)
         return list(found.get("evaluations") or ())
 
     @cached_property
@@ -258,7 +213,7 @@ class RunRecord:
         with contextlib.suppress(OSError):
             for file in os.scandir(self.path / "logs"):
                 if file.name.startswith("launch_") and "_rank_" in file.name:
-                    outcome = self._loaded(Path(file.path), field_types.OUTCOME)
+                    outcome = self._loaded(Path(file.path))
                     if outcome.get("code") not in (*CLEAN, None) and _newer(outcome, found):
                         found = outcome
         return found if found and _time(found) >= (self._ended or self.started) else {}
@@ -327,11 +282,7 @@ class RunRecord:
         """The newest record of metrics.jsonl; empty where there is none."""
         for line in self.tail():
             with contextlib.suppress(ValueError):
-                found, wrong = field_types.fitted(field_types.loads(line), field_types.RECORD)
-                if wrong:
-                    self._note(f"{METRICS} is damaged at its end ({wrong})")
-                if found:
-                    return found
+                return json_files.loads(line)
         return {}
 
     @property
@@ -353,7 +304,7 @@ class RunRecord:
         best = (self.summary.get("best") if not self._is_behind else None) or {}
         if best.get("value") is None:
             path = self.path / checkpoints.FOLDER / BEST
-            best = self._loaded(path, field_types.BEST)
+            best = self._loaded(path)
         metric = str(best.get("metric") or self.summary.get("monitor") or "")
         mode = best.get("mode") or self._mode(metric)
         value = best.get("value")
@@ -373,7 +324,7 @@ class RunRecord:
         if given in ("min", "max"):
             return str(given)
         recorded = (self.summary.get("best") or {}).get("mode") or self.summary.get("mode")
-        return str(recorded or ("min" if "loss" in metric or "bits" in metric else "max"))
+        return str(recorded or usual_mode(metric))
 
     # -- files -----------------------------------------------------------------------------
 
@@ -395,13 +346,12 @@ class RunRecord:
         with contextlib.suppress(OSError), (self.path / METRICS).open("rb") as file:
             for number_, line in enumerate(file, start=1):
                 try:
-                    record = field_types.loads(line)
+                    record = json_files.loads(line)
                 except ValueError:
                     if line.endswith(b"\n"):  # else it was cut off by a kill
                         self._note(f"{METRICS} is damaged at line {number_}")
                     continue
-                if isinstance(record, Mapping):
-                    yield {k: v for k, v in record.items() if k != WEIGHTS_STEP}
+                yield {k: v for k, v in record.items() if k != WEIGHTS_STEP}
 
     def _written(self, *names: str) -> float:
         for name in names:
@@ -418,30 +368,33 @@ class RunRecord:
             self._note(f"{name} cannot be read ({error.strerror})")
             return None
 
-    def _json(self, name: str, type_: FieldType) -> Fields:
+    def _json(self, name: str) -> Fields:
         content = self._content(name)
-        return {} if content is None else self._parsed(name, content, type_)
+        return {} if content is None else self._parsed(name, content)
 
-    def _loaded(self, path: Path, type_: FieldType) -> Fields:
+    def _loaded(self, path: Path) -> Fields:
         """Return what a JSON file below the run directory holds; empty where there is none."""
         try:
             content = path.read_bytes()
         except OSError:
             return {}
-        return self._parsed(str(path.relative_to(self.path)), content, type_)
+        return self._parsed(str(path.relative_to(self.path)), content)
 
-    def _parsed(self, name: str, content: bytes, type_: FieldType) -> Fields:
+    def _parsed(self, name: str, content: bytes) -> Fields:
         try:
-            found, wrong = field_types.fitted(field_types.loads(content), type_)
+            return json_files.loads(content)
         except ValueError as error:
-            found, wrong = {}, str(error)
-        if wrong:
-            self._note(f"{name} is damaged ({wrong})")
-        return found
+            self._note(f"{name} is damaged ({error})")
+            return {}
 
     def _note(self, problem: str) -> None:
         if problem not in self._problems:
             self._problems.append(problem)
+
+
+def usual_mode(metric: str) -> str:
+    """Return whether the best of a metric is the "min" or the "max", by its name."""
+    return "min" if any(word in metric for word in FALLING) else "max"
 
 
 # Reasons that make a run complete; a summary that is marked as incomplete all the same is old.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,9 +28,8 @@ def newest(wanted: Recipe) -> Path | None:
     are named, with the reason.
 
     Raises:
-        ConfigError: if another command trains in that run, or the recipe of a run that has
-            checkpoints is lost, so that it cannot be identified, or the chosen directory holds
-            another run or anything else.
+        ConfigError: if another command trains in that run, the recipe of a run is damaged, or the
+            chosen directory holds another run or anything else.
     """
     passed: list[str] = []
     found = None
@@ -66,18 +64,12 @@ def _candidates(wanted: Recipe) -> list[Path]:
 
 
 def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
-    if not directory.is_run(run_dir) and not _has_checkpoints(run_dir, wanted):
+    if not directory.is_run(run_dir):
         return "it was killed before its recipe was written"
     try:
         different = _differences(run_dir, wanted, resumed_recipe.SAME_RUN)
     except serialization.UnknownStrategyError as error:  # it is no run of the recipe `wanted`
         return str(error)
-    except ConfigError as error:
-        if not _has_checkpoints(run_dir, wanted):
-            return str(error)
-        rule = f"a run with checkpoints has lost its recipe ({error})"
-        remedy = "Restore the file, move the directory away, or start without resume."
-        raise ConfigError.of("resume=auto", rule, remedy) from error
     if different:
         more = f" and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
         keys = [f"{key} is {there} there, {here} here" for key, there, here in different]
@@ -91,18 +83,6 @@ def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
     if is_finished(run_dir, wanted) is None and directory.newest_checkpoint(run_dir) is None:
         return "it has no complete checkpoint"
     return None
-
-
-def _has_checkpoints(run_dir: Path, wanted: Recipe) -> bool:
-    """Return whether a run has checkpoints, in its directory or where `wanted` has them."""
-    elsewhere = wanted.checkpoint.project.project_dir
-    places = [run_dir] if elsewhere is None else [run_dir, Path(elsewhere)]
-    found = [
-        path for place in places for path in checkpoints.checkpoints(place / checkpoints.FOLDER)
-    ]
-    return any(
-        (path / checkpoints.MANIFEST).exists() for path in filter(directory.owner(run_dir), found)
-    )
 
 
 def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
@@ -202,21 +182,16 @@ def _differences(
 def mark_incomplete(run_dir: Path, folder: Path) -> None:
     """Stage a summary that says that a run is not complete any more, if it has one.
 
-    With the commit of the attempt `folder` the run is no finished one. A damaged summary is named
-    here, where it is certain that the run writes another.
+    With the commit of the attempt `folder` the run is no finished one.
     """
-    summary = _summary(run_dir, logging.WARNING)
+    summary = _summary(run_dir)
     if summary.get("complete") is True:
         json_files.write_json(folder / json_files.SUMMARY, {**summary, "complete": False})
 
 
-def _summary(run_dir: Path, level: int = logging.DEBUG) -> Mapping[str, object]:
-    """Return the summary of a run; empty: there is none, or it is damaged, which is logged."""
-    path = run_dir / json_files.SUMMARY
+def _summary(run_dir: Path) -> Mapping[str, object]:
+    """Return the summary of a run; empty: there is none, or it is damaged."""
     try:
-        content = atomic_update.read(run_dir, json_files.SUMMARY)
-        found = {} if content is None else json.loads(content)
-    except (OSError, ValueError) as error:
-        logger.log(level, "%s is damaged (%s): it is rewritten.", path, error)
+        return json_files.loads(atomic_update.read(run_dir, json_files.SUMMARY) or b"{}")
+    except ValueError:
         return {}
-    return found if isinstance(found, Mapping) else {}

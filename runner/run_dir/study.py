@@ -12,13 +12,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accel.machine.errors import ConfigError, nearest
-from runner.run_dir import measurements
-from runner.run_dir.json_files import WEIGHTS_STEP, write_json
+from runner.run_dir.json_files import METRICS, WEIGHTS_STEP, JsonObject, read_lines, write_json
 
 FILE = "optuna.json"
 JOURNAL = "optuna.journal"
 BEST = "best"  # the best value of the monitored validation metric
 VALIDATION, TEST = SPLITS = ("validation", "test")
+# Keys of metrics.jsonl that are no metrics; one with such a name ends with `OWN`.
+PLACE = ("step", "epoch", "samples", "split", WEIGHTS_STEP, "time")
+OWN = "_value"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,6 @@ class StudyFile:
     Attributes:
         storage: URL of a database, or path of a journal, from the sweep's folder.
         name: of the study in its storage.
-        sweep: the mark of its trials: the sweep's folder, as it was called first, and an id.
         metric: the validation metric that runs report at each evaluation; None: the monitored one.
         mode: whether its best is the "max" or the "min"; None: runs report nothing, since the
             objective is no such metric, or there are several.
@@ -39,7 +40,6 @@ class StudyFile:
 
     storage: str
     name: str
-    sweep: str
     metric: str | None = None
     mode: str | None = None
     pruner: Mapping[str, object] = field(default_factory=dict)
@@ -83,19 +83,11 @@ def of_sweep(sweep_dir: Path) -> StudyFile | None:
         raise ConfigError.of(str(path), rule, remedy) from error
 
 
-def goes_on_in(folder: Path, sweep: str, here: Path) -> bool:
-    """Return whether the search with a mark goes on in a folder that is another than `here`."""
-    if not folder.is_dir() or folder.samefile(here):  # another path, as of a mount
-        return False
-    there = of_sweep(folder)
-    return there is not None and there.sweep == sweep
-
-
 def values_of(summary: Mapping[str, object], metrics: Sequence[str], run_dir: Path) -> list[float]:
     """Return the objectives of a run; see `value_of`.
 
     Where metrics of the validation and of the test set are among them, they are of the same
-    weights: those that the test used. A run of an earlier version has not recorded which.
+    weights: those that the test used.
     """
     splits = {metric.partition("/")[0] for metric in metrics}
     step = weights_step(summary) if splits.issuperset(SPLITS) else None
@@ -121,7 +113,7 @@ def weights_step(summary: Mapping[str, object]) -> int | None:
 
 
 def _at_step(metric: str, run_dir: Path, step: int) -> float:
-    measured = measurements.last_values(run_dir, (VALIDATION,), step)
+    measured = last_values(run_dir, (VALIDATION,), step)
     if metric not in measured:
         found = ", ".join(measured) or "nothing"
         rule = f"at step {step}, whose weights were tested, the run measures {found}"
@@ -149,7 +141,7 @@ def value_of(summary: Mapping[str, object], metric: str, run_dir: Path | None = 
     elif slash and split in SPLITS:
         measured = _measured(summary)
         if metric not in measured and run_dir is not None:
-            measured |= measurements.last_values(run_dir, SPLITS)
+            measured |= last_values(run_dir, SPLITS)
         if metric not in measured:
             rule = f"the run measures {', '.join(measured) or 'nothing'}"
             raise ConfigError.of(f"hydra.sweeper.metrics={metric}", rule, nearest(metric, measured))
@@ -165,3 +157,20 @@ def _measured(summary: Mapping[str, object]) -> dict[str, object]:
         for split, values in (splits.items() if isinstance(splits, Mapping) else ())
         for name, value in values.items()
     }
+
+
+def last_values(run_dir: Path, splits: Sequence[str], step: int | None = None) -> JsonObject:
+    """Return by "<split>/<metric>" the last measured value, from metrics.jsonl.
+
+    An evaluation need not have all metrics. `step`: only evaluations at that step count; None: all.
+    """
+    found: JsonObject = {}
+    for record in read_lines(run_dir / METRICS):
+        split, at = str(record.get("split")), record.get("step")
+        if split not in splits or (step is not None and at != step):
+            continue
+        for key, value in record.items():
+            if key not in PLACE and value is not None:
+                name = key.removesuffix(OWN)
+                found[f"{split}/{name if name in PLACE else key}"] = value
+    return found

@@ -1,18 +1,17 @@
 """Which records of a sweep's journal count, for those that write it and those that look at it.
 
-A record is an attempt that has started, one that has ended, or the removal of the directory of a
-complete job. Free of torch.
+A record is an attempt that has started, or one that has ended. Free of torch.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from runner.run_dir import field_types
+from runner.run_dir import json_files
 from runner.run_dir.json_files import JsonObject
 
 FILE = "journal.jsonl"
-EVENTS = STARTED, ENDED, REMOVED = "started", "ended", "removed"
+EVENTS = STARTED, ENDED = "started", "ended"
 FINISHED, PRUNED = "finished", "pruned"
 # No job of these is started again.
 COMPLETE = (FINISHED, PRUNED)
@@ -25,7 +24,7 @@ def counts(
 
     The end of an attempt counts only until the next one is started, unless it completes the job: it
     may be recorded late, by another process than the job's. A complete job is not begun again,
-    whoever starts it. A removal counts if it is still that attempt that the job stands by.
+    whoever starts it.
 
     Args:
         event: of the record.
@@ -36,8 +35,6 @@ def counts(
     """
     if event == STARTED:
         return not is_complete
-    if event == REMOVED:
-        return is_complete and attempt == newest
     return attempt == newest or status in COMPLETE
 
 
@@ -45,15 +42,7 @@ def last_of_each_job(sweep_dir: Path) -> dict[int, JsonObject]:
     """Return the last record that counts of each job in a sweep's journal; torn lines do not."""
     found: dict[int, JsonObject] = {}
     newest: dict[int, str] = {}
-    try:
-        lines = (sweep_dir / FILE).read_bytes().splitlines()
-    except OSError:
-        return {}
-    for line in lines:
-        try:
-            record, _ = field_types.fitted(field_types.loads(line), field_types.JOURNAL)
-        except ValueError:  # cut off by a kill
-            continue
+    for record in json_files.read_lines(sweep_dir / FILE):
         job, event, attempt = record.get("job"), record.get("event"), record.get("attempt", "")
         if job is None or event not in EVENTS:
             continue
@@ -61,5 +50,5 @@ def last_of_each_job(sweep_dir: Path) -> dict[int, JsonObject]:
         is_complete = found.get(job, {}).get("status") in COMPLETE
         if counts(event, attempt, status, newest=before, is_complete=is_complete):
             found[job] = record
-            newest[job] = {STARTED: attempt, REMOVED: ""}.get(event, before)
+            newest[job] = attempt if event == STARTED else before
     return found

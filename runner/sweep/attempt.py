@@ -14,25 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.machine.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
-from runner.recipe import serialization
-from runner.run_dir import (
-    atomic_update,
-    data_files,
-    directory,
-    earlier_recipes,
-    lock,
-    measurements,
-    reproduction,
-    resumable,
-    study,
-)
+from runner.run_dir import atomic_update, lock, resumable, study
 from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.study import StudyFile
 from runner.run_dir.sweep_records import FINISHED, PRUNED
-from runner.sweep import changes
 from runner.sweep.journal import FAILED as FAILURE
 from runner.sweep.journal import Journal
 from runner.training import state
@@ -43,8 +31,7 @@ if TYPE_CHECKING:
 # Of a process in which another command's lock kept the job from being started.
 BUSY = 76
 # Limits that end a run before its schedule: it has come as far as its recipe says.
-STOP_AFTER = ("stop_after",)
-EARLY_LIMITS = ("max_time", *STOP_AFTER)
+EARLY_LIMITS = ("max_time", "stop_after")
 
 
 def run(
@@ -93,49 +80,27 @@ def _locked(
     if before.is_complete:
         return DONE
     summary = summary_of(run_dir)
-    # Its process was killed before it could say so, or somebody has finished it by hand.
-    if is_finished(summary) and _is_of(run_dir, recipe, summary):
+    if is_finished(summary) and _is_of(run_dir, recipe):  # killed before it could say so
         journal.ended(number, before.attempt, overrides, DONE, **_values(summary, run_dir))
         return DONE
-    files, earlier = data_files.find(recipe.data), reproduction.recorded(run_dir)
-    attempt = journal.started(number, overrides, changes.of_project(), files)
+    attempt = journal.started(number, overrides)
     code = train()
-    if code == DONE:
-        values = _values(summary_of(run_dir), run_dir)
-    else:  # what an earlier attempt has recorded is not this one's
-        values = {} if reproduction.recorded(run_dir) == earlier else _data(run_dir)
+    values = _values(summary_of(run_dir), run_dir) if code == DONE else {}
     journal.ended(number, attempt, overrides, code, **values)
     return code
 
 
-def _is_of(run_dir: Path, recipe: Recipe, summary: Mapping[str, Any]) -> bool:
-    """Return whether a directory holds a run of a recipe, and of no other, ended as it says.
+def _is_of(run_dir: Path, recipe: Recipe) -> bool:
+    """Return whether a directory holds a run of a recipe, and of no other.
 
-    Without its `max_time` a complete run has the same end, without `stop_after` a later one.
+    Another is refused with its difference by what goes on with the run.
     """
-    limits = STOP_AFTER if summary.get("complete") is True else EARLY_LIMITS
+    also = [("trainer", name) for name in EARLY_LIMITS]
     try:
-        _require_one_recipe(run_dir, recipe)
-        also = [("trainer", name) for name in limits]
-        return not resumable.is_changed(run_dir, recipe, also)
+        one = not atomic_update.kept_recipes(run_dir)
+        return one and not resumable.is_changed(run_dir, recipe, also)
     except ConfigError:
         return False
-
-
-def _require_one_recipe(run_dir: Path, recipe: Recipe) -> None:
-    """Raise a ConfigError if a run had another recipe before it was resumed with the job's."""
-    earlier = earlier_recipes.changes(run_dir, serialization.frozen_plain(recipe))
-    ConfigError.raise_if(
-        [
-            Problem(
-                f"{text} in {run_dir / name}",
-                "steps of the run were made with it, and the sweep's job has one recipe",
-                "Remove the run directory: the job is trained anew.",
-            )
-            for name, text in earlier.items()
-            if text != earlier_recipes.UNKNOWN
-        ]
-    )
 
 
 def _train(
@@ -148,8 +113,6 @@ def _train(
     log_levels: Mapping[str, str] | None,
 ) -> int:
     try:
-        if is_finished(summary_of(run_dir)) or directory.own_checkpoints(run_dir):
-            _require_one_recipe(run_dir, recipe)  # else it begins anew
         return start_run.continue_in(
             run_dir, recipe, overrides, config_name, fresh=fresh, log_levels=log_levels
         )
@@ -233,7 +196,7 @@ def objective(summary: Mapping[str, Any]) -> float | None:
 
 
 def _values(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Return what the journal records of a finished run, for the table and HParams."""
+    """Return what the journal records of a finished run, for the table."""
     best = summary.get("best") or {}
     found = {
         "status": PRUNED if summary.get("stopped") == state.PRUNED else FINISHED,
@@ -244,18 +207,9 @@ def _values(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
         "step": summary.get("step"),
         "best_step": best.get("step"),
         "seconds": summary.get("seconds"),
-        "metrics": summary.get("metrics"),
-        "measured": measurements.measured(run_dir, summary),
-        **_data(run_dir),
     }
     searched = study.of_sweep(run_dir.parent)
     return found if searched is None else found | _searched(summary, searched, run_dir)
-
-
-def _data(run_dir: Path) -> dict[str, object]:
-    """Return how the files of its data factory stood once it had read them, if it was given any."""
-    files = reproduction.recorded(run_dir).get("data")
-    return {"data": files} if files else {}
 
 
 def _searched(summary: Mapping[str, Any], searched: StudyFile, run_dir: Path) -> dict[str, object]:

@@ -8,32 +8,29 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
 
 from accel.machine import passwords
 from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.launch import failures
-from runner.recipe import hydra_setup, serialization
+from runner.recipe import hydra_setup, launchers, serialization, sweepers
 from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
 from runner.sweep import (
-    changes,
-    conclusion,
-    control_folder,
     directory,
     finished,
     jobs,
-    missing_runs,
-    plugins,
     settings,
-    sources,
+    slurm,
+    table,
     task,
 )
 from runner.sweep.directory import Description, Sweep
-from runner.sweep.job_errors import JobFailed
 from runner.sweep.jobs import Choice
 from runner.sweep.journal import JobState
 from runner.sweep.live import Live
@@ -42,7 +39,6 @@ from runner.sweep.settings import Settings
 if TYPE_CHECKING:
     from runner.sweep.fork_server import ForkServer
 
-JOBLIB = "joblib"
 Require = Callable[[Sequence[Examined]], object]
 Hydra = Callable[[Sequence[str], task.Task], int]
 
@@ -116,18 +112,16 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
     over = finished.find(request.given, request.config_name, request.settings)
     if over is not None:
         check([])
-        return conclusion.nothing_left(over[0], request.config_name, over[1])
+        return table.nothing_left(over[0], request.config_name, over[1])
     with contextlib.ExitStack() as stack:
         server = _Server(stack)
         known = _known(request, check, server)
         jobs.require_cluster(known.choice)
         sweep = known.sweep
         states = {} if sweep is None else sweep.journal.states()
-        missing = [] if sweep is None else missing_runs.of_finished(sweep, states)
-        again = missing if known.choice.known else []
-        numbers = _pending(sweep, known, states, again)
+        numbers = _pending(sweep, known, states)
         if known.choice.known and sweep is not None and not numbers:
-            return conclusion.nothing_left(sweep, request.config_name, states)
+            return table.nothing_left(sweep, request.config_name, states)
         require(_to_require(known, sweep, numbers))
         jobs.require_place(known.choice, request.overrides)
         if sweep is None:
@@ -136,14 +130,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
             sweep = directory.create(request.settings.dir, recipe, known.description)
             states = sweep.journal.states()
             numbers = _pending(sweep, known, states)
-        elif again:
-            missing = missing_runs.forget(sweep, again, states)
-            states = sweep.journal.states()
-            numbers = _pending(sweep, known, states)
         print(f"sweep: {sweep.path}{_of_how_many(known, states, numbers)}", flush=True)
-        if missing:
-            print(missing_runs.line(missing, again=known.choice.known), flush=True)
-        changes.say(states)
         code = _run(request, known, sweep, numbers, server, hydra)
         if known.sweep is None and request.settings.dir is None and code == REFUSED:
             _remove_unstarted(sweep)
@@ -152,7 +139,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
 
 def _remove_unstarted(sweep: Sweep) -> None:
     """Remove the directory that this command has made, if no job was started in it."""
-    if not sweep.journal.records() and not control_folder.others(sweep.path):
+    if not sweep.journal.records() and not any(sweep.path.glob(f"{task.CONTROL}*")):
         shutil.rmtree(sweep.path, ignore_errors=True)
 
 
@@ -183,7 +170,7 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
         if not lists:
             raise ConfigError.of("--multirun", "the sweep has no jobs", "Give key=a,b,c.")
         (first,) = jobs.examine(lists[:1], name)
-        here = sources.fingerprint()
+        here = finished.fingerprint()
         found = None if first.problems else directory.place_of(chosen.dir, first.recipe, digest)
         sweep = None if found is None else directory.read(found)
         if sweep is not None:
@@ -217,7 +204,7 @@ def _is_current(
 ) -> bool:
     """Return whether the recipes of a sweep are what would be composed now."""
     there = sweep.description
-    if not choice.known or not sources.are_of(there, here):
+    if not choice.known or not finished.are_of(there, here):
         return False
     return [list(job.overrides) for job in there.jobs] == [list(one) for one in lists]
 
@@ -230,10 +217,10 @@ def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> d
     """
     if not choice.is_search or examined[0].problems:
         return {}
-    from runner.sweep import study_plan  # needs Optuna
+    from runner.sweep import study_settings  # needs Optuna
 
     with hydra_setup.session(request.overrides):
-        return study_plan.recorded(request.overrides, request.config_name, examined[0].recipe)
+        return study_settings.recorded(request.overrides, request.config_name, examined[0].recipe)
 
 
 def _described(
@@ -259,7 +246,7 @@ def _described(
         sweeper=choice.sweeper,
         launcher=choice.launcher,
         digest=digest,
-        version=sources.version(),
+        version=finished.version(),
         sources=here,
         time=time.time(),
         recipe=plain[0],
@@ -268,15 +255,10 @@ def _described(
     )
 
 
-def _pending(
-    sweep: Sweep | None,
-    known: _Known,
-    states: dict[int, JobState],
-    again: Collection[int] = (),
-) -> tuple[int, ...]:
-    """Return the jobs to train: those that are not complete, and those to be trained `again`."""
+def _pending(sweep: Sweep | None, known: _Known, states: dict[int, JobState]) -> tuple[int, ...]:
+    """Return the jobs to train: those that are not complete."""
     total = len(sweep.description.jobs) if sweep is not None else len(known.examined or ())
-    done = {number for number, state in states.items() if state.is_complete}.difference(again)
+    done = {number for number, state in states.items() if state.is_complete}
     return tuple(number for number in range(total) if number not in done)
 
 
@@ -317,7 +299,7 @@ def _run(
     total = len(sweep.description.jobs) if choice.known else None
     with hydra_setup.session():
         levels = hydra_setup.log_levels(request.overrides)
-    with control_folder.made(sweep.path) as control, contextlib.ExitStack() as stack:
+    with task.control_folder(sweep.path) as control, contextlib.ExitStack() as stack:
         local = None
         if choice.is_watched:
             alone = choice.is_local and request.settings.jobs == 1
@@ -334,7 +316,7 @@ def _run(
             config_name=request.config_name,
             parent=os.getpid(),
             host=platform.node(),
-            launcher=choice.launcher,
+            is_detached=choice.launcher == slurm.LAUNCHER,
             command=tuple(sys.orig_argv),
             numbers=numbers if choice.known else None,
             log_levels=tuple(levels.items()),
@@ -343,9 +325,7 @@ def _run(
         code = FAILED
         try:
             code = hydra(_line(request, choice, sweep), called)
-            if choice.launcher == JOBLIB:
-                _end_idle_workers()
-        except JobFailed:  # the sweeper gave up
+        except task.JobFailed:  # the sweeper gave up
             code = FAILED
         except KeyboardInterrupt:
             code = INTERRUPTED
@@ -358,9 +338,7 @@ def _run(
             code = FAILED  # jobs were started: a search has found no objective in them
         stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
         mine = () if stopped else numbers
-        ended = conclusion.conclude(
-            request.config_name, sweep, mine, before, is_search=choice.is_search
-        )
+        ended = table.conclude(request.config_name, sweep, mine, before, is_search=choice.is_search)
         if ended is None:
             ended = DONE if choice.known or choice.is_search else FAILED
         if code in (STOPPED, INTERRUPTED):
@@ -379,13 +357,6 @@ def _ended_early(error: Exception) -> int:
     return failures.report(error)
 
 
-def _end_idle_workers() -> None:
-    """End joblib's processes, whose jobs have ended: by themselves that would take them seconds."""
-    loky: Any = sys.modules.get("joblib.externals.loky")
-    if loky is not None:
-        loky.get_reusable_executor(reuse=True).shutdown(wait=True, kill_workers=True)
-
-
 def _common(sweep: Sweep, examined: Sequence[Examined]) -> set[str]:
     """Return the overrides that all jobs have: known ones, or those `examined` for a sweeper."""
     jobs = [job.overrides for job in sweep.description.jobs]
@@ -395,24 +366,30 @@ def _common(sweep: Sweep, examined: Sequence[Examined]) -> set[str]:
 
 def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     """Return Hydra's command line."""
-    plugins.register()
-    if choice.is_search:
-        from runner.sweep import optuna_sweeper
-
-        optuna_sweeper.register()
+    _store_own()
     overrides = hydra_setup.without_levels(request.overrides)
     given = [one for one in overrides if not _names_plugin(one)]
     line = ["--config-name", request.config_name, "--multirun"]
-    launcher = plugins.LOCAL if choice.is_local else choice.launcher
-    sweeper = plugins.KNOWN if choice.known else choice.sweeper
+    launcher = jobs.LOCAL if choice.is_local else choice.launcher
+    sweeper = jobs.KNOWN if choice.known else choice.sweeper
     chosen = [f"hydra/launcher={launcher}", f"hydra/sweeper={sweeper}"]
     with hydra_setup.session():
         opened = [*hydra_setup.opened(given), *hydra_setup.FIXED]
     where = [f"hydra.sweep.dir='{sweep.path}'", "hydra.sweep.subdir=."]
-    if launcher == plugins.SLURM:
+    if launcher == slurm.LAUNCHER:
         name = str(sweep.description.recipe["name"])
-        where += [plugins.slurm_target(), f"hydra.job.name='{name}'"]
+        target = f"hydra.launcher._target_={launchers.MODULE}.SlurmLauncher"
+        where += [target, f"hydra.job.name='{name}'"]
     return [*line, *opened, *chosen, *where]
+
+
+def _store_own() -> None:
+    """Make the launcher of this machine and the sweeper of known jobs known to Hydra."""
+    store = ConfigStore.instance()
+    here = {"_target_": f"{launchers.MODULE}.LocalLauncher"}
+    store.store(group=launchers.GROUP, name=jobs.LOCAL, node=here, provider="runner")
+    known = {"_target_": f"{sweepers.MODULE}.KnownJobs", "max_batch_size": None, "params": None}
+    store.store(group=sweepers.GROUP, name=jobs.KNOWN, node=known, provider="runner")
 
 
 def _names_plugin(override: str) -> bool:

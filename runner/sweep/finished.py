@@ -6,16 +6,22 @@ find: the same overrides of the same files, composed by the same versions.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.recipe import hydra_setup
+from runner.recipe import hydra_setup, paths
 from runner.recipe.schema import Recipe
 from runner.run_dir.directory import SWEEP
-from runner.sweep import directory, missing_runs, sources
-from runner.sweep.directory import Sweep
+from runner.sweep import directory
+from runner.sweep.directory import Description, Sweep
 from runner.sweep.journal import JobState
 from runner.sweep.settings import Settings
+
+# Interpolations whose values are not in the files of a recipe.
+RESOLVER = re.compile(rb"\$\{[^}]*:")
 
 
 def find(
@@ -45,9 +51,9 @@ def find(
     if not all(job.number in states and states[job.number].is_complete for job in there.jobs):
         return None
     with hydra_setup.session(given):  # dearer than all before
-        if not sources.are_of(there, sources.fingerprint()):
+        if not are_of(there, fingerprint()):
             return None
-    return None if missing_runs.of_finished(sweep, states) else (sweep, states)
+    return sweep, states
 
 
 def _place(digest: str, chosen: Settings) -> Path | None:
@@ -63,3 +69,37 @@ def _is_where_it_was_made(sweep: Sweep) -> bool:
     recipe = sweep.description.recipe
     folder = Path(recipe["output_dir"]).expanduser().absolute() / recipe["name"]
     return sweep.path.parent == folder
+
+
+# -- what recipes are composed from --------------------------------------------------------
+
+
+def fingerprint() -> str | None:
+    """Return a digest of all files of recipes, inside a Hydra session.
+
+    None: values come from elsewhere, too.
+    """
+    if hydra_setup.packages():
+        return None
+    found = hashlib.sha256()
+    for _, path in hydra_setup.files():
+        content = path.read_bytes()
+        if RESOLVER.search(content):
+            return None
+        found.update(f"{path}\0".encode(errors="replace") + content + b"\0")
+    for package in ("hydra-core", "omegaconf"):
+        found.update(importlib.metadata.version(package).encode())
+    return found.hexdigest()
+
+
+def version() -> str:
+    """Return the version of the runner, or where its checkout is."""
+    try:
+        return importlib.metadata.version("accel-runner")
+    except importlib.metadata.PackageNotFoundError:
+        return str(paths.conf_folder().parent)
+
+
+def are_of(there: Description, here: str | None) -> bool:
+    """Return whether a sweep was composed from what is `here`, the fingerprint, by this version."""
+    return here is not None and there.sources == here and there.version == version()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accel.machine.errors import ConfigError, Problem, Problems, nearest
+from accel.machine.imports import is_available
 from runner.recipe import (
     composition,
     diagnose,
@@ -20,15 +21,13 @@ from runner.recipe import (
 )
 from runner.recipe.plugin_nodes import KINDS
 from runner.sweep import directory, settings
-from runner.sweep.plugins import LOCAL, SLURM
 from runner.sweep.settings import Settings
 
 if TYPE_CHECKING:
     from runner.recipe.composition import Examined
 
-BASIC = "basic"
-# Launchers that the runner's jobs are tested under; basic stands for our own, on this machine.
-LAUNCHERS = (BASIC, "joblib", "submitit_local", SLURM, launchers.RAY)
+BASIC, LOCAL, KNOWN = "basic", "local", "known"  # basic stands for our own, on this machine
+SLURM = "submitit_slurm"
 HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
 
@@ -77,7 +76,6 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
         launchers.require()
         problems += launchers.unknown_keys(map(hydra_setup.key_of, overrides))
         problems += launchers.problems_of(_launcher_settings(overrides, config_name))
-    problems += _unverified(found.launcher)
     if chosen.jobs != 1 and not found.is_local:
         problems.add(
             f"sweep.jobs={chosen.jobs} with hydra/launcher={found.launcher}",
@@ -147,9 +145,13 @@ def lists(overrides: Sequence[str], choice: Choice, chosen: Settings) -> list[li
         ConfigError: if a value is a range without steps or values, or would switch a group off.
     """
     if choice.is_search:
-        from runner.sweep import study_plan  # needs Optuna
+        if not is_available("optuna"):
+            rule = "it needs the package 'optuna', which is not installed"
+            remedy = "Install it with `pip install 'accel-runner[optuna]'`."
+            raise ConfigError.of(f"hydra/sweeper={choice.sweeper}", rule, remedy)
+        from runner.sweep import study_settings
 
-        return study_plan.probes(overrides, choice.config_name, choice.sweeper)
+        return study_settings.probes(overrides, choice.config_name, choice.sweeper)
     overrides = [override for override in overrides if not directory.is_scheduling(override)]
     if not choice.known:
         return hydra_setup.probes(overrides)
@@ -255,18 +257,7 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
         known = diagnose.options_of(key)
         if name in known:
             continue
-        if kind == "launcher" and name not in LAUNCHERS:
-            problems += _unverified(name)
-            continue
         rule = f"there is no such {kind} here, but {', '.join(sorted(known))}"
         unknown = Problem(override, rule, nearest(name, known))
         problems.append(foreign_names.plugin(key, name) or unknown)
     return [*problems, *hydra_setup.hydra_problems(overrides)]
-
-
-def _unverified(launcher: str) -> list[Problem]:
-    if launcher in (*LAUNCHERS, LOCAL):
-        return []
-    rule = f"the runner's jobs run under the launchers {', '.join(LAUNCHERS)}"
-    remedy = "Leave it out, or choose hydra/launcher=joblib."
-    return [Problem(f"hydra/launcher={launcher}", rule, remedy)]

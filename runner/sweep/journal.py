@@ -13,7 +13,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,16 @@ from accel.machine.errors import ConfigError
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.recipe import paths
 from runner.run_dir import slurm_job
-from runner.run_dir.json_files import Fields, finite
+from runner.run_dir.json_files import finite
 from runner.run_dir.sweep_records import (
     COMPLETE,
     ENDED,
     EVENTS,
     FILE,
     FINISHED,
-    REMOVED,
     STARTED,
     counts,
 )
-from runner.sweep import recorded_data
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +58,6 @@ class JobState:
         pid: its process.
         host: the machine of that.
         slurm: id of the Slurm job that it runs in; empty: in none.
-        code: digests of the user's packages that it was started with, by name.
-        data: the states of the files that its data factory was given, by dotted key.
         ended: the record of its end; empty: there is none.
     """
 
@@ -72,8 +68,6 @@ class JobState:
     pid: int = 0
     host: str = ""
     slurm: str = ""
-    code: Mapping[str, str] = field(default_factory=dict)
-    data: Mapping[str, Fields] = field(default_factory=dict)
     ended: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -98,16 +92,8 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
 
-    def started(
-        self,
-        job: int,
-        overrides: Sequence[str],
-        code: Mapping[str, str] | None = None,
-        data: Mapping[str, Fields] | None = None,
-    ) -> str:
+    def started(self, job: int, overrides: Sequence[str]) -> str:
         """Record that this process starts a job; return the id of the attempt.
-
-        `code` has digests of the user's packages that it trains with, `data` the states of files.
 
         Raises:
             ConfigError: if it cannot be written, as on a full disk.
@@ -116,8 +102,6 @@ class Journal:
         where = _where()
         if (slurm := slurm_job.own_id()) is not None:
             where["slurm"] = slurm
-        where |= {"code": dict(code)} if code else {}
-        where |= self._data(data or {})
         record = {"event": STARTED, "job": job, "overrides": list(overrides), **where}
         self.append({**record, "attempt": attempt})
         return attempt
@@ -131,12 +115,9 @@ class Journal:
         *,
         status: str | None = None,
         objective: Objective = None,
-        data: Mapping[str, Fields] | None = None,
         **more: object,
     ) -> None:
         """Record how an attempt ended; `more` are values for the table.
-
-        `data` has the states of files, with those that the data factory has written.
 
         Raises:
             ConfigError: if it cannot be written, as on a full disk.
@@ -144,28 +125,16 @@ class Journal:
         where = _where()
         record = {"event": ENDED, "job": job, "overrides": list(overrides), **where}
         end = {"code": code, "status": status or status_of(code), "objective": objective}
-        self.append({**record, **end, "attempt": attempt, **more, **self._data(data or {})})
+        self.append({**record, **end, "attempt": attempt, **more})
 
-    def removed(self, jobs: Mapping[int, JobState]) -> None:
-        """Record that run directories of complete jobs are gone: they are to be trained again."""
-        where = {"event": REMOVED, **_where()}
-        self.append(
-            *(
-                {**where, "job": job, "overrides": list(one.overrides), "attempt": one.attempt}
-                for job, one in jobs.items()
-            )
-        )
-
-    def append(self, *records: Mapping[str, object]) -> None:
-        """Append records and flush them to the disk.
+    def append(self, record: Mapping[str, object]) -> None:
+        """Append a record and flush it to the disk.
 
         Raises:
-            ConfigError: if they cannot be written, as on a full disk.
+            ConfigError: if it cannot be written, as on a full disk.
         """
-        if not records:
-            return
-        texts = (json.dumps(finite(one), allow_nan=False, ensure_ascii=False) for one in records)
-        line = "".join(f"{text}\n" for text in texts).encode(errors="replace")
+        text = json.dumps(finite(record), allow_nan=False, ensure_ascii=False)
+        line = f"{text}\n".encode(errors="replace")
         try:
             file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -177,18 +146,9 @@ class Journal:
             finally:
                 os.close(file)
         except OSError as error:
-            raise self._failure(error) from error
-
-    def _data(self, data: Mapping[str, Fields]) -> dict[str, object]:
-        try:
-            return recorded_data.written(self.path.parent, data)
-        except OSError as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: OSError) -> ConfigError:
-        rule = f"the journal of the sweep could not be written ({paths.failure(error)})"
-        remedy = "Make room and give the command again: finished jobs are not trained again."
-        return ConfigError.of(str(self.path), rule, remedy)
+            rule = f"the journal of the sweep could not be written ({paths.failure(error)})"
+            remedy = "Make room and give the command again: finished jobs are not trained again."
+            raise ConfigError.of(str(self.path), rule, remedy) from error
 
     @staticmethod
     def _is_torn(file: int) -> bool:
@@ -208,12 +168,11 @@ class Journal:
 
     def states(self) -> dict[int, JobState]:
         """Return the state of each job that was ever started, by number."""
-        return states(self.records(), recorded_data.reader(self.path.parent))
+        return states(self.records())
 
     def state(self, job: int) -> JobState:
         """Return the state of one job; its lines alone are parsed."""
-        data_of = recorded_data.reader(self.path.parent)
-        return states(self.records(job), data_of).get(job, JobState())
+        return states(self.records(job)).get(job, JobState())
 
 
 def _where() -> dict[str, object]:
@@ -242,15 +201,8 @@ def _is_record(value: Any) -> bool:
     return isinstance(value.get("job"), int)
 
 
-def states(
-    records: Iterable[Mapping[str, object]],
-    data_of: Callable[[Fields], Mapping[str, Fields] | None],
-) -> dict[int, JobState]:
-    """Return the state of each job from the records of a journal.
-
-    Not all records count (`sweep_records.counts`). A job whose directory was removed is pending.
-    `data_of` returns the states of the files of a record, if it has any.
-    """
+def states(records: Iterable[Mapping[str, object]]) -> dict[int, JobState]:
+    """Return the state of each job from the records of a journal that count."""
     found: dict[int, JobState] = {}
     for record in records:
         number = int(str(record["job"]))
@@ -261,17 +213,11 @@ def states(
         event, status, done = record["event"], record.get("status"), state.is_complete
         if not counts(event, attempt, status, newest=state.attempt, is_complete=done):
             continue
-        if event == REMOVED:
-            found[number] = JobState(overrides=state.overrides, attempts=state.attempts)
-        elif event == STARTED:
+        if event == STARTED:
             state.status, state.ended = RUNNING, {}
             state.attempts, state.attempt = state.attempts + 1, attempt
             state.pid, state.host = int(str(record.get("pid", 0))), str(record.get("host", ""))
             state.slurm = str(record.get("slurm", ""))
-            code = record.get("code")
-            state.code = code if isinstance(code, dict) else {}
-            state.data = data_of(record) or {}
         else:
             state.status, state.ended = str(record.get("status", FAILED)), record
-            state.data = data_of(record) or state.data  # with what its factory has written
     return found

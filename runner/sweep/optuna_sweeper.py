@@ -1,127 +1,92 @@
-"""The sweeper `hydra/sweeper=optuna`: a search with Optuna over any of Hydra's launchers.
+"""A search with Optuna over any of Hydra's launchers, and what it has found. Free of torch.
 
 Jobs go to the launcher in batches of `n_jobs`; the number of a job is the one that Hydra gives it.
-Free of torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import itertools
 import math
-import secrets
-import sys
+import shlex
 import time
-import types
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import optuna
-from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
-from optuna.distributions import check_distribution_compatibility
+from omegaconf import OmegaConf
 from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+from rich.console import Console
+from rich.table import Table
 
 from accel.machine.errors import ConfigError
 from runner.recipe import composition, hydra_setup, processes, sweepers
 from runner.run_dir import numerics
 from runner.run_dir import study as study_files
 from runner.run_dir.study import BEST, StudyFile
-from runner.run_dir.sweep_records import FILE as SWEEP_JOURNAL
-from runner.sweep import attempt, study_plan, study_report
-from runner.sweep.job_errors import JobFailed, JobStopped
+from runner.sweep import attempt, study_settings
 from runner.sweep.journal import Journal
-from runner.sweep.launcher import instantiate_launcher
 from runner.sweep.search_space import Space
 from runner.sweep.settings import AUTO
 from runner.sweep.study_settings import Settings
+from runner.sweep.task import JobFailed, JobStopped, Task
 from runner.sweep.trial_jobs import Jobs, TrialJob, one_at_a_time
 from runner.training import optuna_study
-from runner.training.optuna_study import PRUNER
+from runner.training.console import PipedConsole
+from runner.training.optuna_study import JOB, PRUNER
 
 STUDY = "sweep"
-OBJECTIVES = "objectives"  # attribute of a study
-FOLDER = "folder of"  # and the mark of a sweep: attribute of a study that it may share
-OBJECTIVE_KEYS = {"metrics": f"{sweepers.NODE}.metrics", "monitor": "checkpoint.monitor"}
 DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
 
 
-def register() -> None:
-    """Make the sweeper known to Hydra, which then makes one.
+def search(
+    arguments: Sequence[str],
+    settings: Mapping[str, object],
+    sweep_dir: Path,
+    config_name: str,
+    task: Task,
+    launcher: Launcher,
+) -> None:
+    """Search, from where an earlier command has left off.
 
-    Hydra takes plugins from the package `hydra_plugins` only, by name. The module of that name is
-    there until the sweeper has been made: launchers pickle the list of plugins, and a class whose
-    module is not there goes by value, so that their processes need not have the module.
+    Args:
+        arguments: overrides of the command.
+        settings: `hydra.sweeper`.
+        sweep_dir: folder of the sweep.
+        config_name: of the recipes.
+        task: of the sweep.
+        launcher: Hydra's, ready to launch.
+
+    Raises:
+        ConfigError: if the study is another sweep's, or its database fails.
+        JobFailed: if too many jobs fail.
     """
-    Plugins.instance().register(OptunaSweeper)
-    package = sweepers.MODULE.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        sys.modules[package] = types.ModuleType(package)
-        sys.modules[package].__path__ = []
-    sys.modules[sweepers.MODULE] = types.ModuleType(sweepers.MODULE)
-    setattr(sys.modules[sweepers.MODULE], sweepers.CLASS, OptunaSweeper)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    node = {name: _plain(value) for name, value in settings.items()}
+    with hydra_setup.session():
+        space = Space.read(arguments, node["params"], node["when"])
+    found = Settings.read(node)
+    if found.n_jobs is None:
+        found = replace(found, n_jobs=_at_once(task))
+    folder = sweep_dir.expanduser().absolute()
+    try:
+        Search(found, space, folder, config_name, launcher).run()
+    except optuna_study.FAILURES as error:  # the database went away
+        raise optuna_study.failed_database(str(found.storage), error) from error
 
 
-class OptunaSweeper(Sweeper):
-    """Hydra's interface to a search; its arguments are the keys of `hydra.sweeper`."""
-
-    __module__ = sweepers.MODULE  # Hydra refuses plugins of other packages
-
-    def __init__(self, **settings: object) -> None:
-        sys.modules.pop(sweepers.MODULE, None)
-        self._settings = settings
-        self._launcher: Launcher | None = None
-        self._config = OmegaConf.create()
-        self._at_once = 1
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        """Take what Hydra gives, and make its launcher."""
-        self._config = config
-        self._at_once = _at_once(task_function)
-        self._launcher = instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
-
-    def sweep(self, arguments: list[str]) -> None:
-        """Search, from where an earlier command has left off.
-
-        Raises:
-            ConfigError: if the study of an earlier command searches another space, or its database
-                fails.
-            JobFailed: if too many jobs fail.
-        """
-        assert self._launcher is not None
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        node = {name: _plain(value) for name, value in self._settings.items()}
-        with hydra_setup.session():
-            space = Space.read(arguments, node["params"], node["when"])
-        settings = Settings.read(node)
-        folder = study_plan.folder_of(self._config)
-        config_name = str(self._config.hydra.job.config_name)
-        if settings.n_jobs is None:
-            settings = replace(settings, n_jobs=self._at_once)
-        try:
-            Search(settings, space, folder, config_name, self._launcher).run()
-        except optuna_study.FAILURES as error:  # the database went away
-            raise optuna_study.failed_database(str(settings.storage), error) from error
-
-
-def _at_once(task: object) -> int:
+def _at_once(task: Task) -> int:
     """Return how many jobs run at once on this machine; 1 under other launchers."""
-    local = getattr(task, "local", None)
-    if local is None:
+    if task.local is None:
         return 1
-    if local.jobs == AUTO:
+    if task.local.jobs == AUTO:
         return processes.num_accelerators() or numerics.cores()
-    return int(local.jobs)
+    return int(task.local.jobs)
 
 
 def _plain(value: object) -> object:
@@ -157,10 +122,9 @@ class Search:
     def run(self) -> None:
         """Run jobs until the study is complete, and print what was found."""
         self.sweep_dir.mkdir(parents=True, exist_ok=True)
-        with one_at_a_time(self.sweep_dir):  # the first command chooses the mark of all
-            study, storage, mark = self._open()
-        with Jobs(study, storage, self.settings, self.space, self.sweep_dir, mark) as found:
-            self._rebuild(found)
+        with one_at_a_time(self.sweep_dir):  # the first command makes the study
+            study, storage = self._open()
+        with Jobs(study, storage, self.settings, self.space, self.sweep_dir) as found:
             self._note_continued(found)
             self._note_random_keys()
             while not self._stopped and not self._time_is_up():
@@ -172,25 +136,25 @@ class Search:
                 self._check_failures(found)
                 self._check_measured(found)
         if not self._stopped:
-            study_report.show(study, found.newest(), self.settings.metrics, self.config_name)
+            show(study, found.newest(), self.settings.metrics, self.config_name)
 
     # -- the study -------------------------------------------------------------------------
 
-    def _open(self) -> tuple[optuna.Study, optuna.storages.BaseStorage, str]:
-        """Create the study, or open that of an earlier command; return the mark of trials, too."""
+    def _open(self) -> tuple[optuna.Study, optuna.storages.BaseStorage]:
+        """Create the study, or open that of an earlier command.
+
+        Raises:
+            ConfigError: if the study is another sweep's.
+        """
         settings = self.settings
-        modes, objectives = self._objectives()
-        earlier = study_files.of_sweep(self.sweep_dir)
-        reported = settings.reported
+        modes, reported = self._modes(), settings.reported
         place = settings.storage or study_files.JOURNAL
         if settings.storage and "://" not in settings.storage:
             place = str(Path.cwd() / settings.storage)
-        mark = f"{self.sweep_dir.name}-{secrets.token_hex(4)}" if earlier is None else earlier.sweep
-        own_name = mark if earlier is None or earlier.storage != place else earlier.name
+        own_name = self.sweep_dir.name if settings.storage else STUDY
         file = StudyFile(
             storage=place,
-            name=settings.study_name or (own_name if settings.storage else STUDY),
-            sweep=mark,
+            name=settings.study_name or own_name,
             metric=None if reported == BEST else reported,
             mode=None if reported is None else modes[0],
             pruner=settings.pruner or {},
@@ -198,6 +162,21 @@ class Search:
             modes=modes,
         )
         storage = optuna_study.storage_of(file.storage, self.sweep_dir)
+        earlier = study_files.of_sweep(self.sweep_dir)
+        names = optuna.get_all_study_names(storage)
+        if earlier is None:
+            if file.name in names:
+                value = f"{sweepers.NODE}.study_name={file.name}"
+                rule = "a study is of one sweep, and there is one of that name"
+                remedy = "Give another name, or go on with its sweep (sweep.dir=DIR)."
+                raise ConfigError.of(value, rule, remedy)
+            file.write(self.sweep_dir)  # before the study: from now on it is this sweep's
+        else:
+            file = replace(file, name=earlier.name)  # the folder may have been renamed
+            if file.name not in names and Journal(self.sweep_dir).records():
+                rule = "the study of the sweep's jobs is not there"
+                remedy = "Restore it from a copy, or begin a new search with sweep.dir=DIR."
+                raise ConfigError.of(place, rule, remedy)
         study = optuna.create_study(
             study_name=file.name,
             storage=storage,
@@ -205,91 +184,16 @@ class Search:
             pruner=optuna_study.make(PRUNER, settings.pruner),
             load_if_exists=True,
         )
-        self._require_same(study, modes)
-        self._require_same_objectives(study, objectives, earlier)
-        if settings.storage:
-            self._require_own(study, mark)
-        if earlier is None and not settings.storage:  # the file was lost, not the journal
-            file = replace(file, sweep=optuna_study.last_mark(study) or mark)
-        file.write(self.sweep_dir)
-        return study, storage, file.sweep
+        return study, storage
 
-    def _require_own(self, study: optuna.Study, mark: str) -> None:
-        """Raise if another folder goes on with the trials of this one, of which one is a copy."""
-        key, here = f"{FOLDER} {mark}", str(self.sweep_dir.absolute())
-        there = study.user_attrs.get(key)
-        if there is not None and study_files.goes_on_in(Path(there), mark, self.sweep_dir):
-            rule = f"its search goes on in {there}, and one of these folders is a copy of the other"
-            remedy = f"Go on in {there}, or begin another sweep."
-            raise ConfigError.of(f"sweep.dir={self.sweep_dir}", rule, remedy)
-        if there != here:
-            study.set_user_attr(key, here)
-
-    def _rebuild(self, found: Jobs) -> None:
-        """Rebuild trials that the study has lost, and say so."""
-        held = bool(found.newest())
-        monitor = (found.study.user_attrs.get(OBJECTIVES) or {}).get("monitor")
-        rebuilt = found.rebuild(Journal(self.sweep_dir).states(), monitor)
-        if not rebuilt:
-            return
-        lost = f"{study_files.JOURNAL} {'ended early' if held else 'was missing, or empty'}"
-        if self.settings.storage is not None:
-            lost = f"The study {found.study.study_name!r} lacked trials of this sweep"
-        trials = "1 trial was" if len(rebuilt) == 1 else f"{len(rebuilt)} trials were"
-        print(f"{lost}: {trials} rebuilt from {SWEEP_JOURNAL} and the runs' evaluations.")
-
-    def _objectives(self) -> tuple[tuple[str, ...], dict[str, object]]:
-        """Return "min" or "max" of each objective, and what tells them from those of others."""
-        metrics = self.settings.metrics
-        if BEST not in metrics:
+    def _modes(self) -> tuple[str, ...]:
+        """Return "min" or "max" of each objective."""
+        if BEST not in self.settings.metrics:
             assert self.settings.modes is not None
-            return self.settings.modes, {"metrics": list(metrics), "monitor": None}
+            return self.settings.modes
         with hydra_setup.session():
             probe = composition.new_run(self.space.probes()[0], self.config_name)
-        recipe = composition.require(probe)
-        monitor, _ = study_plan.monitored(recipe)
-        modes = study_plan.modes_of(self.settings, recipe)
-        return modes, {"metrics": list(metrics), "monitor": monitor}
-
-    def _require_same_objectives(
-        self, study: optuna.Study, here: dict[str, object], earlier: StudyFile | None
-    ) -> None:
-        """Raise if values of the study's trials are of other metrics; note those of a new study."""
-        there = study.user_attrs.get(OBJECTIVES)
-        if there is None:
-            if not study.get_trials(deepcopy=False):
-                there = here
-            elif earlier is not None and earlier.modes:  # begun by an older version
-                there = {"metrics": list(earlier.metrics)}
-            if there is not None:
-                study.set_user_attr(OBJECTIVES, there)
-        for key, what in OBJECTIVE_KEYS.items():
-            before, now = (one.get(key) for one in (there or {}, here))
-            if before is not None and now is not None and before != now:
-                old, new = (", ".join(x) if isinstance(x, list) else x for x in (before, now))
-                rule = f"trials of the study {study.study_name!r} are judged by {old}"
-                remedy = f"Set {what}={old} again, or start another sweep"
-                if self.settings.storage is not None:
-                    remedy += f" with another {sweepers.NODE}.study_name"
-                raise ConfigError.of(f"{what}={new}", rule, f"{remedy}.")
-
-    def _require_same(self, study: optuna.Study, modes: Sequence[str]) -> None:
-        """Raise if the study searches another space, or in another direction."""
-        if study.directions != [DIRECTIONS[mode] for mode in modes]:
-            rule = f"the study {study.study_name!r} has other directions"
-            remedy = f"Give another {sweepers.NODE}.study_name, or the directions of that study."
-            raise ConfigError.of(f"{sweepers.NODE}.directions={', '.join(modes)}", rule, remedy)
-        wanted = {one.key: one.distribution for one in self.space.parameters}
-        for trial in study.get_trials(deepcopy=False):
-            for key, earlier in trial.distributions.items():
-                if key not in wanted:
-                    continue
-                try:
-                    check_distribution_compatibility(earlier, wanted[key])
-                except ValueError as error:
-                    rule = f"trials of {study.study_name!r} have {earlier}"
-                    remedy = "Search the same values, or start another sweep."
-                    raise ConfigError.of(f"{key}: {wanted[key]}", rule, remedy) from error
+        return study_settings.modes_of(self.settings, composition.require(probe))
 
     # -- jobs ------------------------------------------------------------------------------
 
@@ -387,3 +291,96 @@ def _consecutive(batch: Sequence[TrialJob]) -> Iterator[list[TrialJob]]:
     """Yield runs of jobs whose numbers follow each other, as launchers count."""
     for _, group in itertools.groupby(enumerate(batch), lambda pair: pair[1].number - pair[0]):
         yield [job for _, job in group]
+
+
+# -- what was found ------------------------------------------------------------------------
+
+
+def show(
+    study: optuna.Study,
+    newest: Mapping[int, FrozenTrial],
+    metrics: tuple[str, ...],
+    config_name: str,
+    console: Console | None = None,
+) -> None:
+    """Print the best trial, or the Pareto front of several objectives.
+
+    Args:
+        study: of all trials.
+        newest: the trials of this sweep, by the number of their job.
+        metrics: names of the objectives.
+        config_name: of the recipes.
+        console: where to; None: standard output.
+    """
+    console = console or PipedConsole(highlight=False, soft_wrap=True)
+    states = Counter(trial.state for trial in newest.values())
+    counts = ", ".join(
+        f"{states[state]} {word}"
+        for state, word in (
+            (TrialState.COMPLETE, "complete"),
+            (TrialState.PRUNED, "pruned"),
+            (TrialState.FAIL, "failed"),
+            (TrialState.RUNNING, "running"),
+        )
+        if states[state]
+    )
+    console.print(f"{len(newest)} trials: {counts or 'none'}")
+    best = best_trials(newest, study)
+    if not best:
+        return
+    if len(metrics) > 1:
+        console.print(_front(best, metrics))
+    for number, trial in best.items():
+        values = ", ".join(
+            f"{name} {value:.6g}" for name, value in zip(metrics, trial.values, strict=True)
+        )
+        console.print(
+            f"{'best' if len(metrics) == 1 else 'Pareto-optimal'} trial {number}: {values}"
+        )
+        if metrics != (BEST,):  # else the table of the sweep names it
+            console.print(f"  {command(trial.user_attrs[JOB]['overrides'], config_name)}")
+
+
+def best_trials(newest: Mapping[int, FrozenTrial], study: optuna.Study) -> dict[int, FrozenTrial]:
+    """Return the best trial of a sweep by the number of its job; of several objectives the front.
+
+    A trial is in the front where no other is at least as good in all objectives and better in one.
+    """
+    signs = [1 if one.name == "MINIMIZE" else -1 for one in study.directions]
+    costs = {
+        number: tuple(sign * value for sign, value in zip(signs, trial.values, strict=True))
+        for number, trial in sorted(newest.items())
+        if trial.state is TrialState.COMPLETE
+    }
+    if len(signs) == 1:
+        best = min(costs, key=lambda number: costs[number], default=None)
+        return {} if best is None else {best: newest[best]}
+    front = [
+        number
+        for number, cost in costs.items()
+        if not any(
+            other != cost and all(a <= b for a, b in zip(other, cost, strict=True))
+            for other in costs.values()
+        )
+    ]
+    return {number: newest[number] for number in sorted(front, key=lambda n: costs[n])}
+
+
+def command(overrides: Sequence[str], config_name: str) -> str:
+    """Return the command that trains one job alone."""
+    name = [] if config_name == hydra_setup.PRIMARY else ["--config-name", config_name]
+    words = [*name, *(hydra_setup.closed(override) for override in overrides)]
+    return shlex.join(["python", "-m", "runner", *words])
+
+
+def _front(best: Mapping[int, FrozenTrial], metrics: Sequence[str]) -> Table:
+    keys = list(dict.fromkeys(key for trial in best.values() for key in trial.params))
+    table = Table("trial", *metrics, *keys, title="Pareto front")
+    for number, trial in best.items():
+        values = [f"{value:.6g}" for value in trial.values]
+        table.add_row(str(number), *values, *(_short(trial.params.get(key)) for key in keys))
+    return table
+
+
+def _short(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -20,7 +20,6 @@ from typing import Protocol
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.recipe.schema import Recipe
 from runner.run_dir import lock
-from runner.run_dir.json_files import SUMMARY
 from runner.run_dir.outcomes import describe_exit
 from runner.sweep import attempt
 from runner.sweep.devices import Share
@@ -33,8 +32,6 @@ CONSOLE = "console.log"
 POLL_SECONDS = 0.2
 # Between looks at a job that another command trains.
 BUSY_SECONDS = 0.5
-# How long after the end of a run its process may take to end before that is said.
-LINGER_SECONDS = 60.0
 # How long Ctrl-C waits for jobs to end by themselves.
 INTERRUPT_SECONDS = 8.0
 
@@ -55,7 +52,6 @@ class _Running:
     share: Share
     ordered: float = field(default_factory=time.time)
     pid: int = 0
-    looked: float = field(default_factory=time.time)  # at a summary as new as this
 
 
 def train(
@@ -135,7 +131,6 @@ class Pool:
                 while self._running or (self._queue and self.stopped_by is None):
                     self._start_what_fits()
                     self._handle_events(POLL_SECONDS)
-                    self._note_lingering()
                     self._live.update()
             except KeyboardInterrupt:
                 self._interrupt()
@@ -239,26 +234,6 @@ class Pool:
             attempt.recorded_death(self._folder, task.number, task.overrides, code, how, ordered)
         self._codes[task.number] = code
         self._live.ended(task.number, code, status)
-
-    def _note_lingering(self) -> None:
-        """Say of which jobs the run has ended, but not the process: it keeps its place."""
-        if self._machine.has_queue:  # other machines have other clocks
-            return
-        for number, running in self._running.items():
-            run_dir = self._folder / f"{number:04}"
-            try:
-                ended = (run_dir / SUMMARY).stat().st_mtime
-            except OSError:
-                continue
-            if ended <= running.looked or time.time() - ended < LINGER_SECONDS:
-                continue
-            running.looked = ended
-            if attempt.is_finished(attempt.summary_of(run_dir)):
-                pid = f" {running.pid}" if running.pid else ""
-                self._live.note(
-                    f"job {number:04}: its run has ended, but its process{pid} has not, for "
-                    f"{LINGER_SECONDS:g} s: a thread or an exit handler of its code still runs"
-                )
 
     def _code_of(self, status: int) -> int:
         if status >= 0:

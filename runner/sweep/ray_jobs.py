@@ -12,23 +12,28 @@ import platform
 import signal
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from accel.machine.errors import Problem
 from runner.exit_codes import REFUSED
 from runner.launch import bootstrap, ray_cluster, remote_process
-from runner.recipe import processes, ray_placement
+from runner.recipe import launchers, processes, ray_placement
 from runner.recipe.schema import Recipe
 from runner.sweep import fork_server
 from runner.sweep.devices import THREADS, Share
 from runner.sweep.fork_server import Event, Order
 
 if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
     from ray.actor import ActorHandle
+
+    from runner.sweep.task import Task
 
 CPUS, GPUS = "CPU", "GPU"
 # Jobs that wait in Ray for room, beyond those that run: what an autoscaler goes by.
@@ -168,3 +173,24 @@ class Jobs:
         job = self._jobs.pop(number)
         self._ray.kill(job.actor)
         return Event(number, job.pid, status)
+
+
+def launch(
+    task: Task, settings: Mapping[str, object], job_overrides: Sequence[Sequence[str]], first: int
+) -> Sequence[JobReturn]:
+    """Run jobs to their ends in a cluster; their objectives are the results.
+
+    Args:
+        task: of the sweep.
+        settings: `hydra.launcher`, as `launchers.DEFAULTS` has it.
+        job_overrides: of each job.
+        first: as Hydra counts the first of them.
+    """
+    plain: dict[str, Any] = {name: _plain(value) for name, value in settings.items()}
+    with ray_cluster.connected(plain["address"], f"{launchers.NODE}.address") as ray:
+        jobs = Jobs(ray, plain)
+        return task.run_with(jobs, jobs, job_overrides, first)
+
+
+def _plain(value: object) -> object:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

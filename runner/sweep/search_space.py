@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any
 
+from hydra.core.override_parser.types import (
+    ChoiceSweep,
+    IntervalSweep,
+    Override,
+    RangeSweep,
+    Sweep,
+    Transformer,
+)
+from hydra.errors import HydraException
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -14,13 +25,21 @@ from optuna.distributions import (
 )
 from optuna.trial import Trial
 
-from accel.machine.errors import ConfigError, Problems
+from accel.machine.errors import ConfigError, Problems, nearest
 from runner.recipe import hydra_setup, keys
-from runner.sweep import conditions, ranges
-from runner.sweep.conditions import Condition
 
 PARAMS = "hydra.sweeper.params"
+WHEN = "hydra.sweeper.when"
+LOG = "log"
 WHOLE = (int, int | None)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A key takes part where another one has one of some values."""
+
+    key: str
+    values: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -121,14 +140,14 @@ class Space:
         fixed: list[str] = []
         found: dict[str, Parameter] = {}
         for line in hydra_setup.opened(lines):
-            parsed = ranges.parsed(line, problems)
+            parsed = parsed_override(line, problems)
             if parsed is None:
                 continue
             if not parsed.is_sweep_override():
                 fixed.append(line)
                 continue
             try:
-                distribution = ranges.distribution(parsed)
+                distribution = distribution_of(parsed)
             except ConfigError as error:
                 problems += error.problems
                 continue
@@ -141,20 +160,20 @@ class Space:
             found[parsed.key_or_group] = Parameter(parsed.key_or_group, prefix, distribution)
         values = {hydra_setup.key_of(line): line.partition("=")[2] for line in fixed}
         choices = {key: one.distribution for key, one in found.items()}
-        active = conditions.read(when, choices, values, problems)
+        active = read_conditions(when, choices, values, problems)
         if not found and not problems:
             rule = "the sweep searches no key"
             remedy = "Give a range, as in optimizer.lr='tag(log, interval(1e-4, 1e-1))'."
             problems.add(f"hydra/sweeper={chosen}", rule, remedy)
         problems.raise_if()
-        ordered = conditions.ordered(active)
+        ordered = in_order(active)
         return cls(tuple(fixed), tuple(replace(found[k], conditions=active[k]) for k in ordered))
 
     def sample(self, trial: Trial) -> list[str]:
         """Return the overrides of a job: the fixed ones and those that the sampler chooses."""
         chosen: dict[str, str] = {}
         for parameter in self.parameters:
-            if conditions.hold(parameter.conditions, chosen):
+            if hold(parameter.conditions, chosen):
                 chosen[parameter.key] = parameter.suggest(trial)
         return self._overrides(chosen)
 
@@ -185,7 +204,7 @@ class Space:
     def _probe(self, wanted: Mapping[str, str]) -> list[str]:
         chosen: dict[str, str] = {}
         for parameter in self.parameters:
-            if conditions.hold(parameter.conditions, chosen):
+            if hold(parameter.conditions, chosen):
                 chosen[parameter.key] = wanted.get(parameter.key, parameter.examples()[0])
         return self._overrides(chosen)
 
@@ -215,3 +234,202 @@ def _flat(params: object, problems: Problems, above: str = "") -> Iterator[tuple
             problems.add(f"{PARAMS}: {key}: {value}", rule, remedy)
         else:
             yield key, "null" if value is None else str(value)
+
+
+# -- ranges --------------------------------------------------------------------------------
+
+
+def parsed_override(line: str, problems: Problems) -> Override | None:
+    """Return an override as Hydra reads it; None, and a problem, where it cannot."""
+    try:
+        return hydra_setup.parse([line])[0]
+    except HydraException as error:
+        rule = f"it cannot be read: {str(error).splitlines()[0]}"
+        remedy = "Ranges are interval(a,b), range(a,b,step), choice(a,b), tag(log, interval(a,b))."
+        problems.add(hydra_setup.closed(line), rule, remedy)
+        return None
+
+
+def distribution_of(found: Override) -> BaseDistribution:
+    """Return the values of a swept key; a ConfigError if there are none."""
+    sweep: Any = found.value()
+    line = hydra_setup.closed(str(found.input_line))
+    tags = sweep.tags if isinstance(sweep, Sweep) else set()
+    for tag in sorted(tags - {LOG}):
+        raise ConfigError.of(line, f"there is no tag {tag!r}", "The one tag is log.")
+    if isinstance(sweep, IntervalSweep):
+        return _interval(line, sweep, LOG in tags)
+    if isinstance(sweep, RangeSweep):
+        return _range(line, sweep, LOG in tags)
+    if tags:
+        remedy = "Tag an interval, as in tag(log, interval(1e-4, 1e-1))."
+        raise ConfigError.of(line, "a list of values has no scale", remedy)
+    return _choices(found, line, sweep)
+
+
+def _choices(found: Override, line: str, sweep: object) -> BaseDistribution:
+    if isinstance(sweep, ChoiceSweep):  # not its iterator, which would shuffle
+        values = [Transformer.str(value) for value in sweep.list]
+    else:
+        values = list(found.sweep_string_iterator())
+    if not values:
+        raise ConfigError.of(line, "it has no values", "Give choice(a,b,c).")
+    twice = sorted({value for value in values if values.count(value) > 1})
+    if twice:
+        raise ConfigError.of(line, f"{twice[0]} stands there twice", "Give each value once.")
+    return CategoricalDistribution(values)
+
+
+def _interval(line: str, sweep: IntervalSweep, log: bool) -> BaseDistribution:
+    low, high = sweep.start, sweep.end
+    assert low is not None
+    assert high is not None
+    if not low < high:
+        raise ConfigError.of(line, "an interval begins below its end", "Swap or change the ends.")
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ConfigError.of(line, "its ends are finite", "Give numbers.")
+    if log and low <= 0:
+        rule = "a logarithmic scale begins above 0"
+        raise ConfigError.of(line, rule, "Leave out tag(log, …), or begin higher.")
+    if isinstance(low, int) and isinstance(high, int):
+        return IntDistribution(low, high, log=log)
+    return FloatDistribution(low, high, log=log)
+
+
+def _range(line: str, sweep: RangeSweep, log: bool) -> BaseDistribution:
+    start, stop, step = (Decimal(str(value)) for value in (sweep.start, sweep.stop, sweep.step))
+    count = math.ceil((stop - start) / step) if step else 0
+    if count <= 0:
+        raise ConfigError.of(line, "it has no values", "A range ends before its second number.")
+    low, high = sorted((start, start + (count - 1) * step))
+    whole = all(isinstance(value, int) for value in (sweep.start, sweep.stop, sweep.step))
+    if not whole and log:
+        rule = "a range of fractions has no logarithmic scale"
+        raise ConfigError.of(line, rule, "Write tag(log, interval(a,b)).")
+    if not whole:
+        return FloatDistribution(float(low), float(high), step=float(abs(step)))
+    if log and (low <= 0 or abs(step) != 1):
+        rule = "a logarithmic range begins above 0 and has the step 1"
+        raise ConfigError.of(line, rule, "Leave out tag(log, …), or change it.")
+    return IntDistribution(int(low), int(high), log=log, step=int(abs(step)))
+
+
+# -- conditions ----------------------------------------------------------------------------
+
+
+def read_conditions(
+    when: object,
+    found: Mapping[str, BaseDistribution],
+    values: Mapping[str, str],
+    problems: Problems,
+) -> dict[str, tuple[Condition, ...]]:
+    """Return the conditions of each swept key, without keys that are never set.
+
+    Args:
+        when: key -> condition or list of conditions, all of which must hold.
+        found: the values of each swept key.
+        values: keys that have the same value in all jobs.
+        problems: what is wrong is added here.
+    """
+    conditions: dict[str, list[Condition]] = {key: [] for key in found}
+    never: set[str] = set()
+    for key, texts in _flat_conditions(when, problems):
+        if key not in found and key not in values:
+            rule = "a condition is of a swept key"
+            problems.add(f"{WHEN}: {key}", rule, nearest(key, found))
+        for text in texts if key in found else ():
+            condition = _condition(key, text, found, values, problems)
+            if condition is None:
+                continue
+            if condition.key in values:  # fixed: it holds always or never
+                if values[condition.key] not in condition.values:
+                    never.add(key)
+            else:
+                conditions[key].append(condition)
+    lost = True
+    while lost:  # what depends on a key that is never set is not, either
+        lost = False
+        for key, own in conditions.items():
+            if key not in never and any(one.key in never for one in own):
+                never.add(key)
+                lost = True
+    return {key: tuple(own) for key, own in conditions.items() if key not in never}
+
+
+def _flat_conditions(
+    when: object, problems: Problems, above: str = ""
+) -> Iterator[tuple[str, list[str]]]:
+    if not isinstance(when, Mapping):
+        rule, remedy = "it maps swept keys to conditions", f"Write {WHEN}={{key: 'other=value'}}."
+        problems.add(f"{WHEN}={when}", rule, remedy)
+        return
+    for name, value in when.items():
+        if isinstance(value, Mapping):
+            yield from _flat_conditions(value, problems, f"{above}{name}.")
+        else:
+            texts = value if isinstance(value, list) else [value]
+            yield f"{above}{name}", [str(text) for text in texts]
+
+
+def _condition(
+    key: str,
+    text: str,
+    found: Mapping[str, BaseDistribution],
+    values: Mapping[str, str],
+    problems: Problems,
+) -> Condition | None:
+    """Return the condition that a text such as ``optimizer=sgd,adamw`` stands for."""
+    where = f"{WHEN}: {key}: {text}"
+    other, equals, listed = (part.strip() for part in text.partition("="))
+    wanted = tuple(value.strip() for value in listed.split(",") if value.strip())
+    if not equals or not wanted:
+        problems.add(where, "a condition is other_key=value", "Write it as 'optimizer=sgd'.")
+        return None
+    if other == key:
+        problems.add(where, "a key does not depend on itself", "Name another swept key.")
+        return None
+    if other in values:
+        return Condition(other, wanted)
+    if other not in found:
+        others = [name for name in (*found, *values) if name != key]
+        problems.add(where, f"{other} is neither swept nor given", nearest(other, others))
+        return None
+    known = _values(found[other])
+    if known is None:
+        problems.add(where, f"{other} has no single values", "Sweep it over choice(a,b).")
+        return None
+    unknown = [value for value in wanted if value not in known]
+    for value in unknown:
+        problems.add(where, f"{other} is one of {', '.join(known)}", nearest(value, known))
+    return None if unknown else Condition(other, wanted)
+
+
+def _values(distribution: BaseDistribution) -> list[str] | None:
+    """Return the values of a swept key as texts; None: there are infinitely many."""
+    if isinstance(distribution, CategoricalDistribution):
+        return [str(choice) for choice in distribution.choices]
+    if isinstance(distribution, IntDistribution):
+        return [str(v) for v in range(distribution.low, distribution.high + 1, distribution.step)]
+    return None
+
+
+def hold(conditions: Sequence[Condition], chosen: Mapping[str, str]) -> bool:
+    """Return whether all conditions hold for the values chosen so far."""
+    return all(chosen.get(condition.key) in condition.values for condition in conditions)
+
+
+def in_order(conditions: Mapping[str, Sequence[Condition]]) -> list[str]:
+    """Return the keys so that each comes after those that its conditions name.
+
+    Raises:
+        ConfigError: if they depend on each other.
+    """
+    left, placed = list(conditions), list[str]()
+    while left:
+        ready = [key for key in left if all(one.key in placed for one in conditions[key])]
+        if not ready:
+            rule = "conditions of keys depend on each other"
+            raise ConfigError.of(f"{WHEN}: {', '.join(left)}", rule, "Take one of them out.")
+        placed += ready
+        left = [key for key in left if key not in ready]
+    return placed

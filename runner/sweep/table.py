@@ -1,4 +1,4 @@
-"""The results of a sweep: `results.csv`, a table, the best job's command. Free of torch.
+"""The end of a sweep: `results.csv`, a table, the best job's command, failed jobs. Free of torch.
 
 All of it comes from `sweep.json` and the journal: two files, however many jobs there are.
 """
@@ -11,6 +11,7 @@ import io
 import math
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +22,16 @@ from rich.table import Table
 from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
-from runner.recipe import hydra_setup
-from runner.run_dir.sweep_records import FINISHED
+from runner.exit_codes import DONE, FAILED
+from runner.launch import failures
+from runner.recipe import hydra_setup, paths
+from runner.run_dir.sweep_records import FINISHED, PRUNED
+from runner.sweep import task
 from runner.sweep.directory import Sweep
-from runner.sweep.journal import JobState, Objective
+from runner.sweep.journal import FAILED as FAILURE
+from runner.sweep.journal import INTERRUPT, PENDING, STOP, JobState, Objective
 from runner.sweep.settings import is_setting
-from runner.training.console import UNLIMITED_COLUMNS, clock, number
+from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9]\d*(_\d+)*)", re.ASCII)
 _LIST = re.compile(r"\[[\w\s.+,-]+\]", re.ASCII)  # of plain values
@@ -34,6 +39,7 @@ _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE
 FILE = "results.csv"
 MOST_ROWS = 40
 STYLES = {"finished": "green", "failed": "red", "stopped": "yellow", "interrupted": "yellow"}
+_GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)
 COLUMNS = ("status", "objective", "best_step", "step", "seconds", "attempts", "run_dir")
 
 
@@ -275,3 +281,97 @@ def command_of(row: Row, config_name: str) -> str:
 def _is_of_launchers(override: str) -> bool:
     key = hydra_setup.key_of(override).replace("/", ".")
     return key.startswith(("hydra.launcher", "hydra.sweeper")) or is_setting(override)
+
+
+# -- the end of a command ------------------------------------------------------------------
+
+
+def nothing_left(sweep: Sweep, config_name: str, states: Mapping[int, JobState]) -> int:
+    """Show a sweep in which nothing is left to do, and return the exit code."""
+    found = results(sweep, states)
+    code = _written(sweep, found)
+    _show(found, config_name)
+    code = max(code, _without_a_number(found))
+    print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
+    return code
+
+
+def _show(found: Results, config_name: str) -> None:
+    """Print the table; where nobody reads it any more, what follows on standard error counts."""
+    try:
+        show(found, config_name, PipedConsole(highlight=False))
+    except BrokenPipeError:
+        failures.drop_stdout()
+
+
+def _written(sweep: Sweep, found: Results) -> int:
+    """Write `results.csv`; return the code that says whether it was possible.
+
+    A failure is told, and hides neither the table nor which jobs have failed.
+    """
+    try:
+        write_csv(sweep, found)
+    except OSError as error:
+        told = f"Warning: {FILE} is not written: {paths.failure(error)} ({sweep.path})"
+        print(f"{told}. The same command again writes it.", file=sys.stderr, flush=True)
+        return FAILED
+    return DONE
+
+
+def conclude(
+    config_name: str,
+    sweep: Sweep,
+    numbers: Sequence[int],
+    before: Mapping[int, JobState],
+    *,
+    is_search: bool = False,
+) -> int | None:
+    """Write and show the results; print which jobs failed, and return the code of the sweep.
+
+    It is that of a failure as soon as one job has failed, however other jobs have ended.
+    None: no job was to be run, and all has been written. `numbers` are the jobs that were to be
+    run, `before` the states before the command. Of a search all failed jobs count: it does not try
+    those again whose objective is no number.
+    """
+    begun = [n for n, state in sweep.journal.states().items() if _is_new(state, before.get(n))]
+    task.record_deaths(sweep.path, begun)
+    states = sweep.journal.states()
+    found = results(sweep, states)
+    others = [n for n, state in states.items() if is_search and state.status == FAILURE]
+    mine = sorted({*numbers, *begun, *others})
+    written = _written(sweep, found)
+    _show(found, config_name)
+    written = max(written, _without_a_number(found))
+    ended = {number: states.get(number, JobState()) for number in mine}
+    bad = {number: state for number, state in ended.items() if state.status not in _GOOD}
+    unstarted = [number for number, state in bad.items() if state.status == PENDING]
+    failed = [number for number in bad if number not in unstarted]
+    for some, what in ((failed, "failed"), (unstarted, "were not started")):
+        if some:
+            names = ", ".join(f"{number:04}" for number in some)
+            print(f"{len(some)} of {len(found.rows)} jobs {what}: {names}", file=sys.stderr)
+    if bad or written != DONE:
+        return FAILED
+    return max(map(_code_of, ended.values()), default=None)
+
+
+def _without_a_number(found: Results) -> int:
+    """Say which finished jobs have an objective that is NaN or infinite, and return the code."""
+    rows = [row.job for row in found.rows if row.state.status == FINISHED and row.is_no_number]
+    if not rows:
+        return DONE
+    names = ", ".join(f"{job:04}" for job in sorted(rows))
+    told = "their objectives are no finite numbers, and the same command does not train them again"
+    print(f"{len(rows)} of {len(found.rows)} jobs finished, but {told}: {names}", file=sys.stderr)
+    return FAILED
+
+
+def _is_new(state: JobState, before: JobState | None) -> bool:
+    return before is None or state.attempt != before.attempt or state.status != before.status
+
+
+def _code_of(state: JobState) -> int:
+    if state.is_complete:
+        return DONE
+    code = state.ended.get("code")
+    return code if isinstance(code, int) and code != DONE else FAILED

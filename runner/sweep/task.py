@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -25,19 +27,16 @@ from accel.machine import parent_watch
 from accel.machine.errors import ConfigError, MissingPackageError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
-from runner.recipe import composition, hydra_setup
+from runner.recipe import composition, hydra_setup, paths
 from runner.run_dir import lock, study
 from runner.sweep import attempt, directory, pool
 from runner.sweep.devices import Machine
-from runner.sweep.job_errors import JobFailed, JobStopped
-from runner.sweep.journal import JobState, Journal, Objective, status_of
+from runner.sweep.journal import Journal, Objective
 from runner.sweep.settings import Jobs
-from runner.sweep.worker_deaths import Deaths
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
-    from hydra.plugins.launcher import Launcher
     from omegaconf import DictConfig
 
     from runner.recipe.schema import Recipe
@@ -45,10 +44,15 @@ if TYPE_CHECKING:
     from runner.sweep.live import Live
 
 STOP_FILE = "stop"
-# Launchers whose jobs are to end with the command that began them.
-ENDING_WITH_PARENT = ("joblib", "submitit_local")
-# Launchers that end all processes when one dies.
-BROKEN_BY_A_DEATH = ("joblib",)
+CONTROL = ".command-"
+
+
+class JobFailed(Exception):
+    """Raised to a sweeper that chooses its samples; the error has been printed."""
+
+
+class JobStopped(JobFailed):
+    """A job was stopped with its state saved, or was not begun, since the sweep is to end."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Task:
         config_name: the primary file.
         parent: process id of the command.
         host: its machine.
-        launcher: the launcher's name.
+        is_detached: jobs outlive the command, as on a cluster.
         command: the command line.
         numbers: numbers of the jobs to run, in the order that the launcher gets them; None: a
             sweeper chooses the jobs and their numbers, and gets their objectives.
@@ -86,7 +90,7 @@ class Task:
     config_name: str
     parent: int
     host: str
-    launcher: str
+    is_detached: bool = False
     command: tuple[str, ...] = ()
     numbers: tuple[int, ...] | None = None
     log_levels: tuple[tuple[str, str], ...] = ()
@@ -102,63 +106,6 @@ class Task:
         jobs = directory.read(Path(self.folder)).description.jobs
         with hydra_setup.session():
             return [_of_recipe(jobs[number].overrides) for number in self.numbers or ()]
-
-    def launch_with(self, launcher: Launcher, jobs: Sequence[Sequence[str]], start: int) -> None:
-        """Launch known jobs; where the launcher gives up, the ones not started are launched again.
-
-        A process of joblib's that is killed takes all the others with it. Their jobs are recorded
-        as interrupted, and go on, where it is known which process was the first.
-        """
-        left = list(range(start, start + len(jobs)))
-        while left:
-            task = replace(self, numbers=tuple((self.numbers or ())[index] for index in left))
-            launcher.task_function = task  # type: ignore[attr-defined]
-            numbers = self._launch(launcher, task, [jobs[index - start] for index in left])
-            left = [index for index in left if (self.numbers or ())[index] in numbers]
-
-    def _launch(
-        self, launcher: Launcher, task: Task, jobs: Sequence[Sequence[str]]
-    ) -> Collection[int]:
-        """Launch the jobs of a task; return the numbers of those that are to be launched again.
-
-        Where the launcher gives up before any of them has started, its error is raised.
-        """
-        journal, numbers = Journal(Path(self.folder)), set(task.numbers or ())
-        before = journal.states()
-        with Deaths(Path(self.control), is_watched=self.launcher in BROKEN_BY_A_DEATH) as deaths:
-            try:
-                launcher.launch(jobs, 0)
-                return ()
-            except ConfigError:  # the launcher's own, before any job
-                raise
-            except Exception as error:  # whatever a launcher raises
-                if failures.is_unread(error):
-                    raise
-                print(f"hydra/launcher={self.launcher}: {error}", file=sys.stderr)
-                begun = {
-                    number
-                    for number, state in journal.states().items()
-                    if state.attempts > before.get(number, JobState()).attempts
-                }
-                if not begun & numbers:
-                    raise
-                deaths.settle()
-        return numbers - begun | self._record_killed(deaths)
-
-    def _record_killed(self, deaths: Deaths) -> set[int]:
-        """Record a job whose process has died, and those that were ended with it; return these."""
-        if deaths.first is None:
-            return set()
-        folder, first = Path(self.folder), f"{deaths.first:04}"
-        states = Journal(folder).states()
-        ends = {deaths.first: (FAILED, "its process has died")}
-        with_it = f"hydra/launcher={self.launcher} ended its process with that of job {first}"
-        ends |= dict.fromkeys(deaths.others, (INTERRUPTED, with_it))
-        for number, (code, reason) in ends.items():
-            overrides = states[number].overrides if number in states else ()
-            attempt.recorded_death(folder, number, overrides, code, reason)
-            print(f"job {number:04} {status_of(code)}: {reason}", file=sys.stderr, flush=True)
-        return set(deaths.others)
 
     # -- on this machine -------------------------------------------------------------------
 
@@ -343,7 +290,8 @@ class Task:
     @contextlib.contextmanager
     def in_launcher_process(self, number: int) -> Iterator[None]:
         """Be a process of the launcher's: end with the parent, and stop when it says so."""
-        if self.launcher in ENDING_WITH_PARENT and self.host == platform.node():
+        is_child = self.parent != os.getpid() and self.host == platform.node()
+        if is_child and not self.is_detached:
             parent_watch.die_with_ancestor(self.parent)
         with handlers_restored((*STOP_SIGNALS, signal.SIGINT)):
             for name in STOP_SIGNALS:
@@ -381,6 +329,26 @@ def _of_recipe(overrides: Sequence[str]) -> list[str]:
 
 
 # -- stopping ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def control_folder(sweep_dir: Path) -> Iterator[Path]:
+    """Make the folder by which jobs find their command: their process ids, and a request to stop.
+
+    Raises:
+        ConfigError: if it cannot be made.
+    """
+    try:
+        control = Path(tempfile.mkdtemp(prefix=CONTROL, dir=sweep_dir))
+    except OSError as error:
+        rule = f"the jobs of a sweep are run from there, and that failed ({paths.failure(error)})"
+        remedy = "Make room, or the folder writable, and give the command again."
+        raise ConfigError.of(str(sweep_dir), rule, remedy) from error
+    try:
+        yield control
+    finally:
+        # A launcher's process may be writing its last file there.
+        shutil.rmtree(control, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POINTER = "best.json"
-OWN = "recipe"  # the runner's own part, which checkpoints of earlier versions lack
 
 
 class Stateful(Protocol):
@@ -52,7 +51,7 @@ class RunState:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore each part that has a state; `added` and `dropped` then name the others."""
-        self.added = sorted(self.parts.keys() - state.keys() - {OWN})
+        self.added = sorted(self.parts.keys() - state.keys())
         self.dropped = sorted(state.keys() - self.parts.keys())
         for name in self.parts.keys() & state.keys():
             self.parts[name].load_state_dict(state[name])

@@ -33,7 +33,8 @@ PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)  # seconds between tries to open a database
 LONGEST_TRY = 10.0  # seconds, after which none follows
 FAILURES = (SQLAlchemyError, StorageInternalError)  # of a database
 # Without arguments that YAML could give, or in no need of a search.
-_LEFT_OUT = {"base", "basega", "partialfixed", "grid", "nop"}
+_GRIDS = {"grid", "bruteforce"}
+_LEFT_OUT = {"base", "basega", "partialfixed", "nop", *_GRIDS}
 # A name and its usual abbreviations, without separators.
 _ALIASES = {"asha": "successivehalving", "cma": "cmaes", "sobol": "qmc", "nsga2": "nsgaii"}
 # They optimize one objective.
@@ -113,7 +114,7 @@ def failed_database(url: str, error: Exception) -> ConfigError:
     cause = error.__cause__ if isinstance(error, (StorageInternalError, ImportError)) else None
     lines = str(cause or error).splitlines() or [type(error).__name__]
     rule = f"a study is kept in that database, which failed ({lines[0]})"
-    remedy = "Mend it, name another, or move it away: a sweep's trials are rebuilt."
+    remedy = "Mend it, or begin a new sweep with another."
     if isinstance(error, ImportError):
         remedy = "Install the Python package that the URL's driver needs, or name another database."
     return ConfigError.of(f"storage={url}", rule, remedy)  # which shows no password
@@ -164,9 +165,9 @@ def normalized(kind: str, given: object) -> dict[str, object] | None:
         return None
     known = _classes(kind)
     short = _short(str(name))
-    if short == "grid":
+    if short in _GRIDS:
         rule = "a grid needs no sampler"
-        remedy = "Leave out hydra/sweeper=optuna and give lists, or take sampler=bruteforce."
+        remedy = "Leave out hydra/sweeper=optuna and give lists."
         raise ConfigError.of(f"{where}={name}", rule, remedy)
     if short not in known:
         rule = f"it is one of {', '.join(sorted(known))}"
@@ -210,31 +211,19 @@ def make(kind: str, spec: Mapping[str, object] | None, **own: object) -> Any:
         raise ConfigError.of(value, rule, "Correct the arguments.") from error
 
 
-# A trial's user attribute that says which job of which sweep it is, of which command.
+# A trial's user attribute that says which job it is, of which command.
 JOB = "job"
 
 
-def trials_of(study: optuna.Study, sweep: str) -> dict[int, FrozenTrial]:
-    """Return the newest trial of each job of a sweep, which marks its own, by the job's number."""
-    found = {}
-    for trial in study.get_trials(deepcopy=False):
-        job = trial.user_attrs.get(JOB)
-        if job is not None and job["sweep"] == sweep:
-            found[int(job["number"])] = trial
-    return found
+def trials_of(study: optuna.Study) -> dict[int, FrozenTrial]:
+    """Return the newest trial of each job of a sweep by the job's number."""
+    trials = study.get_trials(deepcopy=False)
+    return {int(one.user_attrs[JOB]["number"]): one for one in trials if JOB in one.user_attrs}
 
 
-def last_mark(study: optuna.Study) -> str | None:
-    """Return the mark of the newest trial that is a job's; None: there is none."""
-    jobs = (trial.user_attrs.get(JOB) for trial in reversed(study.get_trials(deepcopy=False)))
-    return next((str(job["sweep"]) for job in jobs if job is not None), None)
-
-
-def running_trial(
-    study: optuna.Study, storage: BaseStorage, sweep: str, number: int
-) -> optuna.Trial | None:
+def running_trial(study: optuna.Study, storage: BaseStorage, number: int) -> optuna.Trial | None:
     """Return the trial of a job, to report to; None if it is not running."""
-    found = trials_of(study, sweep).get(number)
+    found = trials_of(study).get(number)
     if found is None or found.state is not TrialState.RUNNING:
         return None
     return trial_numbered(study, storage, found.number)

@@ -112,4 +112,4 @@ def _running_trial(file: StudyFile, number: int, sweep_dir: Path) -> Trial | Non
         sampler=optuna.samplers.RandomSampler(),
         pruner=optuna_study.make(optuna_study.PRUNER, file.pruner),
     )
-    return optuna_study.running_trial(opened, storage, file.sweep, number)
+    return optuna_study.running_trial(opened, storage, number)

@@ -219,8 +219,7 @@ class Hyperparameters:
             return False
         before, now = self.saved, self.now
         validation = before["samples"]["validation"] != now["samples"]["validation"]
-        # Checkpoints of earlier versions do not record how they measured.
-        return validation or before.get("measured", now["measured"]) != now["measured"]
+        return validation or before["measured"] != now["measured"]
 
     @property
     def monitors_differently(self) -> bool:

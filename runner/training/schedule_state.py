@@ -20,7 +20,7 @@ class ScheduleState:
     followed `num_steps` optimizer steps; None: it followed measurements, or nothing was restored.
     """
 
-    NOTE = "runner"  # checkpoints of earlier versions lack it
+    NOTE = "runner"
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
@@ -40,16 +40,12 @@ class ScheduleState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the scheduler, if the state is that of its class."""
         state = dict(state)
-        note = state.pop(self.NOTE, {"class": self._class})
+        note = state.pop(self.NOTE)
         self.replaced = note["class"] != self._class
         if not self.replaced:
             self._scheduler.load_state_dict(state)
             self._restored_mode = state.get("mode")
-        steps = getattr(self._scheduler, "last_epoch", None)
-        if "num_steps" in note:
-            self.num_steps = note["num_steps"]
-        elif is_replayed(self._scheduler) and isinstance(steps, int):
-            self.num_steps = steps
+        self.num_steps = note["num_steps"]
 
     def reconfigure(self) -> None:
         """Restore the recipe's options of a scheduler that monitors a metric."""

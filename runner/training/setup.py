@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from accel.machine.errors import ConfigError
 from accel.strategies.trainable_changes import Trainable
 from runner.data.train_eval_batches import EvalBatches, TrainBatches
-from runner.training.checkpointing import OWN, RunState, Stateful
+from runner.training.checkpointing import RunState, Stateful
 from runner.training.saved_hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _run_state(
     meter: StepMeter,
     hyperparameters: Hyperparameters,
 ) -> RunState:
-    parts: dict[str, Stateful] = {"train": run.state, "meter": meter, OWN: hyperparameters}
+    parts: dict[str, Stateful] = {"train": run.state, "meter": meter, "recipe": hyperparameters}
     parts |= {f"scheduler.{name}": part for name, part in hyperparameters.parts.items()}
     for name, callback in callbacks.items():
         if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):

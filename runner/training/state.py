@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, fields
 from accel.machine.errors import CheckpointError, ConfigError
 
 PRUNED = "pruned"  # why a trial of a study ended before its time
-FORMERLY = "best_checkpoint"  # in checkpoints of earlier versions, and never set
 
 
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
@@ -102,7 +101,6 @@ class TrainState:
         Raises:
             CheckpointError: if one is missing or unknown.
         """
-        state = {name: value for name, value in state.items() if name != FORMERLY}
         names = {field.name for field in fields(self)}
         if names != set(state):
             raise CheckpointError(

@@ -143,13 +143,6 @@ def test_another_measure_is_not_compared_with_the_best_before(
     assert ("Early stopping monitored another metric" in told.getvalue()) is not waits
 
 
-def test_what_an_early_version_saved_is_kept() -> None:
-    callback = EarlyStopping()
-    callback.load_state_dict({"best": 1.0, "num_waited": 2})
-    callback.on_start(FakeLoop())  # type: ignore[arg-type]
-    assert (callback.best, callback.num_waited) == (1.0, 2)
-
-
 class FakeLoop:
     monitor, mode, remeasured, data = "loss", "min", False, Data(Points(1), Points(1))
 

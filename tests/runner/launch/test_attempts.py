@@ -13,7 +13,7 @@ from runner.launch import attempts
 from runner.launch.attempt import Ended
 from runner.launch.worker_group import StopSignals
 from runner.recipe.schema import Distributed, Recipe
-from runner.run_dir import restarts
+from runner.run_dir import outcomes
 from runner.run_dir.job import Job
 from runner.run_dir.outcomes import Outcome
 
@@ -63,7 +63,7 @@ def test_a_failure_starts_again_within_the_budget(
     kept = tmp_path / "logs" / "attempt_2" / "run.log"
     assert "attempt 1 failed; restart 1 of 2" in kept.read_text()
     assert (tmp_path / "logs" / "attempt_2" / "config.yaml").exists()
-    assert restarts.used(tmp_path) == 2
+    assert outcomes.restarts_used(tmp_path) == 2
     assert machines.told == Ended(0)
 
 
@@ -75,7 +75,7 @@ def test_the_budget_is_of_the_whole_run(tmp_path: Path, capfd: pytest.CaptureFix
         "attempt 2 failed: distributed.max_restarts=1 are used up over the whole run, and there is"
     )
     assert f"{told} no complete checkpoint" in capfd.readouterr().err
-    assert [attempt.restarted for attempt in restarts.read(tmp_path)] == [True, False]
+    assert [attempt.restarted for attempt in outcomes.read_failed(tmp_path)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_the_budget_is_of_the_whole_run(tmp_path: Path, capfd: pytest.CaptureFix
 def test_other_ends_are_final(ending: Ended | BaseException, code: int, tmp_path: Path) -> None:
     machines = Scripted([ending])
     assert train(tmp_path, machines, 3) == code
-    assert restarts.read(tmp_path) == []
+    assert outcomes.read_failed(tmp_path) == []
     assert machines.told is not None
     assert machines.told.code == code
 
 
 def test_a_requested_stop_is_final(tmp_path: Path) -> None:
     assert train(tmp_path, Scripted([FAILED], stop=True), 3) == 1
-    assert restarts.read(tmp_path) == []
+    assert outcomes.read_failed(tmp_path) == []

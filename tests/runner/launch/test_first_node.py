@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.run_dir import restarts
+from runner.run_dir import outcomes
 from tests import nodes
 from tests.helpers import about, python
 from tests.nodes import Nodes, Site
@@ -91,7 +91,7 @@ def test_a_worker_that_hangs_is_named_with_the_stacks_of_all_nodes(tmp_path: Pat
         commands = [two.start(node, *hangs) for node in (0, 1)]
         assert [command.code() for command in commands] == [0, 0], two.outputs()
         assert "rank 1 failed first: it hangs: no progress for" in commands[0].printed()
-        (failed,) = restarts.read(two.run_dir)
+        (failed,) = outcomes.read_failed(two.run_dir)
         assert failed.rank == 1
         assert "it hangs" in failed.message
         for rank in (0, 1):
@@ -116,7 +116,7 @@ def test_a_killed_node_comes_back(two: Nodes) -> None:
     printed = first.printed()
     assert "is lost: its connection" in printed
     assert "attempt 1 failed; restart 1 of 1 goes on from checkpoints/checkpoint_" in printed
-    (failed,) = restarts.read(two.run_dir)
+    (failed,) = outcomes.read_failed(two.run_dir)
     assert (failed.attempt, failed.rank, failed.num_processes) == (1, 1, 2)
     assert losses(two.run_dir) == about(one_node(two.folder / "one", 2))
 

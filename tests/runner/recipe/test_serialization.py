@@ -49,16 +49,6 @@ def test_a_filter_of_fp8_is_frozen_by_its_name() -> None:
     assert serialization.from_plain(plain) == found
 
 
-def test_a_key_of_an_earlier_version_is_left_out_where_it_is_null() -> None:
-    path = Path("config.yaml")
-    found = serialization.parse_yaml("precision: {mode: bf16, fp8: null}", path)["precision"]
-    assert isinstance(found, dict)
-    assert found["mode"] == "bf16"
-    assert "fp8" not in found
-    with pytest.raises(ConfigError, match="'fp8' not in 'Precision'"):
-        serialization.parse_yaml("precision: {fp8: {margin: 1}}", path)
-
-
 def test_plain_and_back_is_the_same_recipe() -> None:
     changed = serialization.from_plain(
         {

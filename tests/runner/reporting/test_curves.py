@@ -1,4 +1,4 @@
-"""Learning curves, groups over seeds and sparklines."""
+"""L1: learning curves and groups over seeds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_long_curve_is_thinned_to_means() -> None:
 def test_a_band_is_mean_and_range_as_far_as_each_run_has_been() -> None:
     found = curves.band([curve(1, 2, 3, 4), curve(3, 4)])
     assert found.mean.tolist() == [2, 3, 3, 4]
-    assert (found.low[0], found.high[0], found.seeds) == (1, 3, "2")
+    assert (found.low[0], found.high[0], found.num_runs) == (1, 3, 2)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -51,7 +51,7 @@ def test_where_a_run_has_diverged_its_group_has_a_gap(value: float) -> None:
     for line in (found.mean, found.low, found.high):
         assert np.isnan(line).tolist() == [False, True, False, True]
     assert found.mean[2] == 4
-    assert found.seeds == "2 (1 not finite)"
+    assert found.num_diverged == 1
     assert found.is_drawn
     assert not curves.band([curve(value, value)]).is_drawn
 
@@ -98,11 +98,3 @@ def test_where_a_run_is_computed_is_no_cause_of_its_objective(tmp_path: Path) ->
 def test_the_objective_is_the_first_curve() -> None:
     found = [{name: curve(1) for name in ("train/loss", "test/loss", "validation/f1")}]
     assert curves.metric_names(found, "f1") == ["validation/f1", "train/loss"]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [((0, 1, 2), "▁▄█"), ((1, 1), "▁▁"), ((), ""), ((math.nan,), ""), ((0, math.nan, 1), "▁ █")],
-)
-def test_sparklines(values: tuple[float, ...], expected: str) -> None:
-    assert curves.sparkline(values) == expected

@@ -1,4 +1,4 @@
-"""`runner show`: everything that is known of a run, and nothing invented."""
+"""L1: `runner show` tells everything that is known of a run, and nothing invented."""
 
 from __future__ import annotations
 
@@ -33,13 +33,19 @@ def test_a_run_is_described(tmp_path: Path) -> None:
     evaluations.add(path, {"checkpoint": "checkpoint_0", "metrics": {"test": {"loss": 1.25}}})
     run = RunRecord(path)
     default = {**run.recipe, "optimizer": {**run.recipe["optimizer"], "lr": 0.005}}
+    del default["optimizer"]["weight_decay"]  # the default recipe leaves it to the factory
     found = describe_run.describe(run, default)
-    assert found["changes"] == [{"key": "optimizer.lr", "default": 0.005, "value": 0.01}]
+    assert found["changes"] == [
+        {"key": "optimizer.lr", "default": 0.005, "value": 0.01},
+        {"key": "optimizer.weight_decay", "value": 0.05},
+    ]
     complete, broken = found["checkpoints"]
     assert (complete["step"], complete["complete"], broken["complete"]) == (20, True, False)
     shown = text(found)
+    assert "(default null)" not in shown
     for expected in (
         "optimizer.lr=0.01  (default 0.005)",
+        "optimizer.weight_decay=0.05 ",
         "checkpoint_1  incomplete: it has no manifest.json",
         "best         loss 0.2500 at step 10",
         "loss 1.2500  (checkpoint_0",
@@ -72,15 +78,10 @@ def test_a_broken_run_is_described_as_such(tmp_path: Path) -> None:
 
 
 def test_earlier_code_of_a_run_is_said(tmp_path: Path) -> None:
-    git = {"sha": "a" * 40, "branch": "main", "dirty": False}
-    path = write_run(tmp_path / "a", git=git)
-    earlier = {"git": {**git, "sha": "b" * 40}, "packages": {"torch": "2.13.0"}}
-    (path / "environment.0001.json").write_text(json.dumps(earlier))
+    path = write_run(tmp_path / "a")
+    (path / "environment.0001.json").write_text("{}")
     shown = text(describe_run.describe(RunRecord(path), None))
-    said = "an earlier session of the run had other code (environment.0001.json)"
-    assert "≠ code" in shown
-    assert said in shown
-    assert "≠ versions" not in shown
+    assert "earlier sessions had other code, versions or data: environment.0001.json" in shown
 
 
 @pytest.mark.parametrize("content", [None, '{"git": {'])
@@ -91,7 +92,6 @@ def test_without_a_record_git_is_not_known(content: str | None, tmp_path: Path) 
     shown = text(describe_run.describe(RunRecord(path), None))
     assert "no git work tree" not in shown
     assert "not known" in shown
-    assert "environment.json is" in shown
 
 
 def test_a_submitted_run_is_resumed_by_another_job(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of `runner report`: complete, self-contained, and nobody's HTML but ours."""
+"""L1: the page of `runner report` is complete, self-contained, and nobody's HTML but ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.reporting import findings, html_page
+from runner.reporting import html_page
 from runner.run_dir import discovery
 from tests.runner.written_runs import write_failure, write_run, write_search, write_sweep
 
@@ -38,7 +38,7 @@ class Checked(HTMLParser):
 
 
 def page(folder: Path) -> tuple[str, Checked]:
-    found = findings.find(discovery.find_runs([folder]))
+    found = html_page.read(discovery.find_runs([folder]))
     text = html_page.page("runs & <more>", found, html_page.pictures(found))
     checked = Checked()
     checked.feed(text)
@@ -53,11 +53,10 @@ def test_the_page_of_a_sweep(tmp_path: Path) -> None:
     text, checked = page(tmp_path)
     assert "<script>alert" not in text
     assert "runs &amp; &lt;more&gt;" in text
-    for title in ("Learning curves", "Objective", "Timing and memory", "Groups of seeds", "Runs"):
+    for title in ("Learning curves", "Objective", "Groups of seeds", "Runs"):
         assert f"<h2>{title}</h2>" in text
-    assert checked.seen["svg"] == 8
+    assert checked.seen["svg"] == 4
     assert checked.seen["script"] == 1
-    assert "permutation importance of a random forest (scikit-learn)" in text
     assert text.count("<tr") == 1 + 6 + 1 + 13 + 1  # two tables: groups (one of a failed run), runs
     assert 'tr class="best"' in text
     ids = re.findall(r'\sid="([^"]+)"', text)
@@ -108,7 +107,6 @@ def test_runs_without_anything_make_a_page(tmp_path: Path) -> None:
     write_run(tmp_path / "b", summary=False, best=None)
     text, _ = page(tmp_path)
     assert "No run has measured an objective." in text
-    assert "No importance of keys" in text
 
 
 def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
@@ -116,6 +114,65 @@ def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
         write_run(tmp_path / name)
     (tmp_path / "a" / "environment.json").write_text("{")
     text, _ = page(tmp_path)
-    assert "2 runs: 1 finished, 1 finished (damaged)" in text
+    assert "2 runs: 2 finished" in text
     assert text.count('<span class="broken"> (damaged)</span>') == 1
     assert '<p class="broken">a: environment.json is damaged' in text
+
+
+def test_a_sweep_is_read_with_the_best_run_first(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path)
+    (sweep / "0012").mkdir()
+    found = html_page.read(discovery.find_runs([sweep]))
+    assert found.statuses == "13 runs: 12 finished, 1 broken"
+    values = [run.objective.value for run in found.judged if run.objective]
+    assert values == sorted(values)
+    assert found.metrics == ["validation/loss", "train/loss"]
+    bands = found.bands("validation/loss")
+    assert [band.num_runs for band in bands.values()] == [2] * 6
+
+
+def test_a_seed_counts_once_with_its_newest_finished_run(tmp_path: Path) -> None:
+    for number, (seed, best) in enumerate(((0, 0.1), (0, 0.2), (1, 0.4))):
+        values = {"seed": seed}
+        write_run(tmp_path / f"{number}", values, best=best, metrics=2, started=1e9 + number)
+    write_run(tmp_path / "3", {"seed": 1}, summary=False, metrics=9, started=2e9)
+    found = html_page.read(discovery.find_runs([tmp_path]))
+    (band,) = found.bands("train/loss").values()
+    assert (band.num_runs, len(band.steps)) == (2, 2)
+    text, _ = page(tmp_path)
+    assert ">0.3000</td>" in text  # the mean of 0.2 and 0.4
+
+
+def test_runs_of_different_code_are_not_averaged(tmp_path: Path) -> None:
+    git = {"sha": "a" * 40, "branch": "main", "dirty": False}
+    changed = {**git, "dirty": True, "diff_sha256": "d" * 64}
+    for number, state in enumerate((git, git, changed, {**git, "branch": "side"})):
+        write_run(tmp_path / f"{number}", {"seed": number}, best=0.1 * number, git=state)
+    found = html_page.read(discovery.find_runs([tmp_path]))
+    assert found.keys == ["code"]
+    assert sorted(len(group.runs) for group in found.groups) == [1, 3]
+
+
+def test_objectives_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"{n}", best=0.5 - n / 10) for n in range(3)]
+    text = (folders[0] / "summary.json").read_text()
+    text = text.replace('"metric": "loss", "mode": "min"', '"metric": "accuracy", "mode": "max"')
+    (folders[0] / "summary.json").write_text(text)
+    found = html_page.read(discovery.find_runs([tmp_path]))
+    assert [run.path.name for run in found.runs] == ["2", "1", "0"]
+    assert [run.path.name for run in found.judged] == ["2", "1"]
+    assert "accuracy 0.5000" in page(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "metric", "expected"),
+    [("min", "validation/loss", True), ("max", "validation/score", False)],
+)
+def test_the_mode_of_a_run_says_whether_a_falling_metric_improves(
+    mode: str, metric: str, expected: bool
+) -> None:
+    judge = (metric.partition("/")[2], mode)
+    found = html_page.Report([], [], [], {}, [], judge)
+    assert found.lower_is_better(metric) is expected
+    assert found.lower_is_better("train/loss")
+    assert not found.lower_is_better("validation/accuracy")

@@ -1,11 +1,9 @@
-"""Figures: their content, their size, and that they stand in a page."""
+"""L1: figures of a report: their content, their size, and that they stand in a page."""
 
 from __future__ import annotations
 
 import builtins
-import colorsys
 import io
-import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,7 @@ def check(picture: plots.Picture, *texts: str) -> None:
 
 def test_learning_curves_name_the_best_groups_and_draw_the_others_thin() -> None:
     bands = {f"lr={n} _$x_<&>": band(1 + n % 2, 120 if n else 2) for n in range(12)}
-    picture = plots.learning_curves("validation/loss", bands)
+    picture = plots.learning_curves("validation/loss", bands, lower_is_better=True)
     check(picture, "step", "lr=0 _$x_<&>", "lr=7 _$x_<&> (2 seeds)")
     assert "lr=9" not in picture.svg
     assert picture.name == "curve-validation-loss"
@@ -61,7 +59,7 @@ def test_a_legend_lies_within_the_picture(label: str, kept: str) -> None:
     from matplotlib.image import imread
 
     bands = {label.replace("{n}", str(n)): band(1 + n % 2, 60) for n in range(16)}
-    picture = plots.learning_curves("validation/loss", bands)
+    picture = plots.learning_curves("validation/loss", bands, lower_is_better=True)
     check(picture, kept)
     pixels = imread(io.BytesIO(picture.png))[..., :3]
     for edge in (pixels[:, :3], pixels[:, -3:], pixels[:3], pixels[-3:]):
@@ -88,42 +86,31 @@ def test_the_objective_against_a_key_of_any_kind(
         for n, value in enumerate(values)
     ]
     check(plots.objective_by_key(key, runs), text, "loss")
-    check(plots.parallel_coordinates([key, "seed"], runs), key, "loss (objective)")
 
 
 def test_runs_that_lack_a_key_have_a_place_of_their_own(tmp_path: Path) -> None:
     runs = discovery.find_runs([write_search(tmp_path)])
     check(plots.objective_by_key("optimizer", runs), "adamw", "sgd")
     check(plots.objective_by_key("optimizer.momentum", runs), plots.NO_VALUE, "0.2")
-    keys = ["optimizer", "optimizer.momentum", "optimizer.lr"]
-    picture = plots.parallel_coordinates(keys, runs)
-    check(picture, plots.NO_VALUE, "adamw", "sgd")
-    lines = re.findall(r'd="([^"]*)"[^>]*stroke-opacity: 0\.[4-9]', picture.svg)
-    runs_drawn = [line for line in lines if line.count("L") > 1]
-    assert [line.split().count("M") for line in runs_drawn] == [1] * len(runs)  # none is broken
-    assert {line.count("L") for line in runs_drawn} == {3}
 
 
-@pytest.mark.parametrize("num_runs", [1, 4])
-def test_the_best_lines_have_the_colour_that_the_title_names(num_runs: int, tmp_path: Path) -> None:
-    runs = [
-        RunRecord(write_run(tmp_path / f"{n}", {"seed": n}, best=0.1 * (n + 1)))
-        for n in range(num_runs)
-    ]
-    picture = plots.parallel_coordinates(["seed"], runs)
-    assert "(orange: the best" in picture.title
-    colours = re.findall(r"stroke: #([0-9a-f]{6}); stroke-opacity: 0\.95", picture.svg)
-    (best,) = set(colours)
-    red, green, blue = (int(best[at : at + 2], 16) / 255 for at in (0, 2, 4))
-    assert 20 < 360 * colorsys.rgb_to_hsv(red, green, blue)[0] < 40
-
-
-def test_bars() -> None:
-    check(plots.bars("memory", "memory", {"a": 1.0, "_b$": 2.0}, "MB"), "MB", "_b$"[1:])
+@pytest.mark.parametrize("lower_is_better", [True, False])
+def test_a_score_has_a_linear_axis_and_a_falling_loss_a_logarithmic_one(
+    lower_is_better: bool,
+) -> None:
+    """A score from 0.01 to 0.99 has no ticks at powers of ten (L1)."""
+    steps = np.arange(1, 61, dtype=float)
+    values = np.linspace(0.01, 0.99, 60)
+    bands = {"a": Band(steps, values, values, values, 1)}
+    picture = plots.learning_curves("validation/x", bands, lower_is_better=lower_is_better)
+    words = "".join(ElementTree.fromstring(picture.svg).itertext())
+    assert ("0.8" in words) is not lower_is_better
 
 
 def test_the_same_figure_is_drawn_each_time() -> None:
-    first, second = (plots.learning_curves("train/loss", {"a": band()}) for _ in range(2))
+    first, second = (
+        plots.learning_curves("train/loss", {"a": band()}, lower_is_better=True) for _ in range(2)
+    )
     assert first.svg == second.svg
 
 

@@ -1,11 +1,11 @@
-"""The keys of runs are those that were swept."""
+"""L1: the keys of runs are those that were swept."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from runner.reporting import curves, findings, swept_keys
+from runner.reporting import curves, html_page, swept_keys
 from runner.run_dir import discovery
 from runner.run_dir.record import MISSING, RunRecord
 from tests.runner.written_runs import write_run, write_search
@@ -19,29 +19,12 @@ def run(path: Path, values: dict[str, Any], *overrides: str) -> RunRecord:
     return RunRecord(write_run(path, values, overrides=list(overrides)))
 
 
-def test_data_that_has_changed_behind_one_recipe_is_a_key(tmp_path: Path) -> None:
-    found = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
-
-    def given(name: str, seed: int, **changed: Any) -> RunRecord:
-        data = {"data.path": {**found, **changed}}
-        return RunRecord(write_run(tmp_path / name, {"seed": seed}, data=data))
-
-    one, two, other = given("a", 1), given("b", 2), given("c", 3, bytes=10)
-    assert swept_keys.find([one, two]) == []
-    copied = given("e", 5, newest=2.0, digest="ab")  # anew for the job, by a later version
-    assert swept_keys.find([one, two, copied]) == []
-    assert len(findings.find([one, two, copied]).groups) == 1
-    assert swept_keys.find([one, two, other]) == ["data files"]
-    assert len(findings.find([one, two, other]).groups) == 2  # a band over seeds has one data
-    assert swept_keys.find([one, given("d", 4, path="/e.csv", bytes=5)]) == []  # a key of recipes'
-
-
 def test_a_swept_group_is_one_key(tmp_path: Path) -> None:
     runs = discovery.find_runs([write_search(tmp_path)])
     assert swept_keys.find(runs) == KEYS
     assert [swept_keys.value(one, "optimizer") for one in runs[:2]] == ["adamw", "sgd"]
     assert swept_keys.value(runs[0], "optimizer.momentum") is MISSING
-    found = findings.find(runs)
+    found = html_page.read(runs)
     assert (found.keys, len(found.groups)) == (KEYS, 6)
     assert (
         curves.settings(runs[1], KEYS) == "optimizer=sgd optimizer.lr=0.01 optimizer.momentum=0.1"

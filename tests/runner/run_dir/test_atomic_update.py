@@ -1,20 +1,17 @@
-"""The files that describe a run change all together or not at all, and either can be restored."""
+"""R7: the files that describe a run change all together or not at all, at its first step."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from accel.machine.errors import ConfigError
+from runner.recipe import serialization
 from runner.recipe.schema import Recipe, Trainer
-from runner.run_dir import atomic_update, job, numerics
+from runner.run_dir import atomic_update
 from runner.run_dir.job import Job
-from runner.run_dir.numerics import Numerics
 
 OLD, NEW = (Recipe(trainer=Trainer(epochs=epochs)) for epochs in (1, 2))
 
@@ -87,7 +84,6 @@ def test_a_commit_that_is_cut_off_leaves_the_old_or_the_new(
             (2, "trainer.epochs=2"),
         )
         atomic_update.recover(folder)
-        job.mend(folder)
         assert Job.load(folder) == (found, recipe)
         assert not [path for path in folder.iterdir() if path.name[0] == "."]
         assert ended == (recipe.trainer.epochs == 2) or recipe.trainer.epochs == 2
@@ -96,88 +92,28 @@ def test_a_commit_that_is_cut_off_leaves_the_old_or_the_new(
     raise AssertionError("the commit never came to its end")
 
 
-# -- damage --------------------------------------------------------------------------------
+# -- what workers read ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\n", b"\0" * 100, "half", "lines"])
-def test_a_recipe_that_is_lost_is_taken_from_the_job(
-    content: bytes | str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = run(tmp_path) / "config.yaml"
-    whole = config.read_bytes()
-    if content is None:
-        config.unlink()
-    elif content == "half":
-        config.write_bytes(whole[: len(whole) // 2])
-    elif content == "lines":  # valid YAML: the rest would have its defaults
-        config.write_bytes(whole[: whole.index(b"trainer:")])
-    else:
-        config.write_bytes(content)  # type: ignore[arg-type]
-    with caplog.at_level(logging.WARNING):
-        assert epochs(tmp_path) == 1
-        assert epochs(tmp_path) == 1  # a command reads it several times
-        job.mend(tmp_path)
-    assert caplog.text.count("config.yaml is missing, empty or truncated") == 1
-    assert config.read_bytes() == whole
+def test_a_job_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    frozen = serialization.from_plain(
+        {"name": "x", "trainer": {"max_steps": 3}, "model": {"name": "cnn"}}
+    )
+    job = Job(tmp_path, ("trainer.max_steps=3",), resume_from="somewhere", cwd="/here")
+    job.save(frozen)
+    assert Job.load(tmp_path) == (job, frozen)
+    assert (tmp_path / "overrides.yaml").read_text() == "- trainer.max_steps=3\n"
 
 
-def test_a_recipe_that_a_person_has_changed_holds(tmp_path: Path) -> None:
-    config = run(tmp_path) / "config.yaml"
-    config.write_text(config.read_text().replace("epochs: 1", "epochs: 7"))
-    assert epochs(tmp_path) == 7
-    job.mend(tmp_path)
-    assert epochs(tmp_path) == 7
-    config.write_text("trainer: [")
-    with pytest.raises(ConfigError, match="Correct the file"):
+def test_a_job_does_not_decide_what_is_trusted(tmp_path: Path) -> None:
+    Job(tmp_path, imports=("evil",)).save(Recipe())
+    with pytest.raises(ConfigError, match="'evil', which is not trusted here"):
         Job.load(tmp_path)
 
 
-WRONG_JOBS = [
-    None,
-    "",
-    "{",
-    "[]",
-    "{}",
-    '{"run_dir": "x", "overrides": "abc", "imports": [], "cwd": ".", "config_name": "config"}',
-    '{"run_dir": "x", "overrides": [], "imports": [], "cwd": 3, "config_name": "config"}',
-]
-
-
-@pytest.mark.parametrize("content", WRONG_JOBS)
-def test_a_job_that_is_lost_is_put_together(
-    content: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = run(tmp_path) / "job.json"
-    (tmp_path / "environment.json").write_text('{"cwd": "/here"}')
-    expected = Job.load(tmp_path)
-    file.unlink() if content is None else file.write_text(content)
-    with caplog.at_level(logging.WARNING):
-        assert Job.load(tmp_path) == expected
-    assert "job.json is" in caplog.text
-    job.mend(tmp_path)
-    caplog.clear()
-    assert Job.load(tmp_path) == expected
-    assert caplog.text == ""
-
-
-def test_where_both_are_lost_the_kept_recipe_is_named(tmp_path: Path) -> None:
-    Job(run(tmp_path)).save(NEW)
-    for name in ("config.yaml", "job.json"):
-        (tmp_path / name).write_text("")
-    with pytest.raises(ConfigError, match=r"An earlier recipe is config\.0001\.yaml"):
+@pytest.mark.parametrize("content", [None, "{}", "[]", "{"])
+def test_what_is_no_job_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "job.json").write_text(content)
+    with pytest.raises(ConfigError, match="it is no run directory"):
         Job.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", '{"num_threads": "2"}', '{"num_threads": 0}', '{"cores": 2}'],
-)
-def test_damaged_threads_are_chosen_anew_with_a_word(
-    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "threads.json").write_text(content)
-    with caplog.at_level(logging.WARNING):
-        assert numerics.read(tmp_path) == Numerics()
-    assert "threads.json is damaged" in caplog.text
-    numerics.record_threads(tmp_path, replace(OLD, deterministic=True), 1)
-    assert json.loads((tmp_path / "threads.json").read_text())["num_threads"] >= 1

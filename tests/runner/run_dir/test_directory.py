@@ -1,8 +1,7 @@
-"""Run directories: claimed once, described, found again; metrics without doubles."""
+"""R10: a run directory is claimed once, found again, and removed if nothing was started in it."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,13 @@ import pytest
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError
+from runner.exit_codes import REFUSED
+from runner.launch import launcher, worker
+from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
-from runner.run_dir import directory
+from runner.run_dir import directory, outcomes
 from runner.run_dir.job import Job
+from runner.run_dir.outcomes import Outcome
 
 
 def new_run(folder: Path, name: str = "digits", stamp: str | None = None, **fields: Any) -> Path:
@@ -57,40 +60,12 @@ def test_a_taken_name_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names == ["20260101-000000-0000", "20260101-000000-1111"]
 
 
-@pytest.mark.parametrize("inside", ["logs/own", "checkpoints"])
-def test_no_run_is_made_inside_of_another(tmp_path: Path, inside: str) -> None:
-    run = new_run(tmp_path)
-    with pytest.raises(directory.UsedError, match=re.escape(f"inside of a run's ({run})")) as told:
-        directory.claim_chosen(run / inside)
-    assert f"run_dir={run}-2." in str(told.value)
-    assert not (run / inside).exists()
-    assert directory.claim_chosen(run / ".." / "mine").is_dir()
-
-
-@pytest.mark.parametrize("folder", ["0003", "0003/mine", ".mine"])
-def test_no_run_is_made_among_the_jobs_of_a_sweep(tmp_path: Path, folder: str) -> None:
-    described = {"digest": "0", "config_name": "config", "jobs": []}
-    (tmp_path / "sweep.json").write_text(json.dumps(described))  # before its first job
-    with pytest.raises(directory.UsedError, match="inside of a sweep's"):
-        directory.claim_chosen(tmp_path / folder)
-    assert directory.claim_chosen(tmp_path / "mine").is_dir()  # as with sweep.dir=.
-
-
 def test_what_is_no_directory_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "none")
     for name, words in (("file", "that is no directory"), ("link", "a link to what is not there")):
         with pytest.raises(ConfigError, match=words):
             directory.claim_chosen(tmp_path / name)
-
-
-def test_a_project_with_files_of_such_names_is_no_run(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("image: x\n")
-    (tmp_path / "job.json").write_text('{"image": "x"}')
-    assert directory.claim_chosen(tmp_path / "runs" / "a").is_dir()
-    (tmp_path / "config.yaml").unlink()
-    (tmp_path / "config.yaml").mkdir()
-    assert directory.claim_chosen(tmp_path / "runs" / "b").is_dir()
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
@@ -103,6 +78,16 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output_dir"):
         directory.claim(tmp_path / "file", "digits")
+
+
+@pytest.mark.parametrize(("held", "words"), [("job.json", "holds another run"), ("a.py", "a.py")])
+def test_a_chosen_directory_is_empty(held: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "slurm-7.out").touch()  # of the command itself
+    (tmp_path / ".lock").touch()
+    assert directory.claim_chosen(tmp_path) == tmp_path
+    (tmp_path / held).write_text("{}")
+    with pytest.raises(directory.UsedError, match=words):
+        directory.claim_chosen(tmp_path)
 
 
 # -- find ----------------------------------------------------------------------------------
@@ -135,3 +120,65 @@ def test_checkpoints_lie_where_the_recipe_says(tmp_path: Path) -> None:
     elsewhere.checkpoint.project.set_directories("states")
     other = new_run(tmp_path, name="other", checkpoint=elsewhere.checkpoint)
     assert directory.checkpoint_folder(other) == tmp_path / "states" / "checkpoints"
+
+
+# -- runs that came to nothing -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_under_a_launcher_only_a_new_run_is_removed(
+    is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = new_run(tmp_path)
+    folder = run_dir if is_new else run_dir / ".attempt-1"
+    monkeypatch.setattr(launcher, "run_here", lambda *given: REFUSED)
+    monkeypatch.setattr(worker, "end_process", lambda code: None)
+    place = Adopted(**{name: 0 for name in Adopted.__dataclass_fields__})
+    assert launcher.run_adopted(folder, place) == REFUSED
+    assert run_dir.exists() is not is_new
+
+
+def test_a_rank_that_ends_late_makes_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = new_run(tmp_path)
+    real = outcomes.log_folder
+
+    def late(folder: Path) -> Path:
+        directory.remove_unstarted(run_dir, REFUSED)
+        return real(folder)
+
+    monkeypatch.setattr(outcomes, "log_folder", late)
+    Outcome(1, 0.0, REFUSED, "no").write(run_dir, "a")
+    assert not run_dir.exists()
+
+
+def test_files_are_moved_and_logs_stay(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_1.log").write_text("said")
+    (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)
+    for attempt in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f"{attempt}")
+        directory.set_aside(tmp_path)
+        kept = tmp_path / "logs" / f"attempt_{attempt}" / "metrics.jsonl"
+        assert kept.read_text() == f"{attempt}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "logs"]
+    assert (tmp_path / "logs" / "rank_1.log").read_text() == "said"
+
+
+def test_where_nothing_is_left_nothing_is_made(tmp_path: Path) -> None:
+    directory.set_aside(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_that_was_frozen_and_never_started_stays(tmp_path: Path) -> None:
+    frozen = ["config.yaml", "environment.json", "job.json", "overrides.yaml"]
+    for name in (*frozen, "slurm.json", "submit.sh"):
+        (tmp_path / name).touch()
+    directory.set_aside(tmp_path)
+    assert not (tmp_path / "logs").exists()
+    (tmp_path / "metrics.jsonl").touch()
+    directory.set_aside(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["logs", "slurm.json", "submit.sh"]

@@ -24,28 +24,6 @@ def test_splits_of_one_state_are_together_and_states_apart(tmp_path: Path) -> No
     ]
 
 
-def test_splits_measured_on_other_data_are_apart(tmp_path: Path) -> None:
-    file = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
-    evaluations.add(tmp_path, {**measured(test=1.0), "data": {"data.path": file}})
-    changed = {"data.path": {**file, "bytes": 12}}
-    evaluations.add(tmp_path, {**measured(validation=2.0), "data": changed})
-    evaluations.add(tmp_path, {**measured(test=3.0), "data": changed})
-    assert [one["metrics"] for one in evaluations.read(tmp_path)] == [
-        {"test": {"loss": 1.0}},
-        {"test": {"loss": 3.0}, "validation": {"loss": 2.0}},
-    ]
-
-
-def test_a_copy_of_the_data_with_another_time_is_no_other_data(tmp_path: Path) -> None:
-    file = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
-    evaluations.add(tmp_path, {**measured(test=1.0), "data": {"data.path": file}})
-    copied = {"data.path": {**file, "newest": 2.0, "digest": "ab"}}  # which older ones lack
-    evaluations.add(tmp_path, {**measured(test=3.0), "data": copied})
-    (found,) = evaluations.read(tmp_path)
-    assert found["metrics"] == {"test": {"loss": 3.0}}
-    assert found["data"] == copied
-
-
 def test_a_damaged_file_is_begun_again(tmp_path: Path) -> None:
     (tmp_path / evaluations.EVAL).write_text('{"evalu')
     assert evaluations.read(tmp_path) == []

@@ -1,14 +1,36 @@
-"""The state of code and data of a run, and how two of them differ."""
+"""A run records the code, versions and data that it was made from, and tells what differs (R8)."""
 
 from __future__ import annotations
 
+import json
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runner.run_dir import provenance, untracked_files
+from runner.run_dir import atomic_update, environment, provenance, reproduction
+from tests.runner.written_runs import write_run
+
+CLEAN = {"sha": "a" * 40, "branch": "main", "dirty": False, "diff_sha256": None}
+FILES = {
+    "plain.py": b"x = 1\n",
+    "deep/er/module.py": b"x = 1\n\ny = 2\n",
+    "no_newline.py": b"x = 1",
+    "empty.py": b"",
+    "only_newline.py": b"\n",
+    "a name.py": b"x = 1\n",
+    'quo"te\\.py': b"x = 1\n",
+    "tab\there.py": b"x = 1\n",
+    "f\u00fcr.py": "gr\u00fc\u00dfe = 1\n".encode(),
+    "byte\udcff.py": b"x = '\xff'\n",
+    "windows.py": b"x = 1\r\ny = 2\r\n",
+    "return.py": b"x = 1\ry = 2",
+    "looks_like_a_patch.py": b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-- \ndiff --git a/x b/x\n",
+}
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -31,32 +53,32 @@ def code(folder: Path) -> dict[str, object]:
     return {"git": provenance.git_state(folder)}
 
 
-def test_equal_work_trees_do_not_differ(project: Path) -> None:
-    assert provenance.code_differences(code(project), code(project)) == []
-    assert provenance.git_state(project)["branch"] == "main"
+# -- git -----------------------------------------------------------------------------------
 
 
-def test_each_kind_of_change_is_told(project: Path, tmp_path: Path) -> None:
+def test_each_kind_of_change_is_told(project: Path) -> None:
     before = code(project)
+    assert provenance.code_differences(before, code(project)) == []
     (project / "model.py").write_text("width = 2\n")
-    (dirty,) = provenance.code_differences(before, code(project))
-    assert "no uncommitted changes then, uncommitted changes" in dirty
-    was_dirty = code(project)
+    dirty = code(project)
+    assert provenance.code_differences(before, dirty) == [
+        "the project had no uncommitted changes, and has uncommitted changes"
+    ]
     (project / "model.py").write_text("width = 3\n")
-    assert len(provenance.code_differences(was_dirty, code(project))) == 1
+    assert len(provenance.code_differences(dirty, code(project))) == 1
     git(project, "commit", "-qam", "second")
     (commit,) = provenance.code_differences(before, code(project))
     assert commit.startswith("the project was at commit ")
     now = code(project)
     (project / "new.py").write_text("x = 1\n")
     added = code(project)
+    changes = "uncommitted changes (1 untracked Python file: new.py)"
     assert provenance.code_differences(now, added) == [
-        "the project: no untracked Python files then, 1 untracked Python file: new.py now"
+        f"the project had no uncommitted changes, and has {changes}"
     ]
-    assert provenance.code_differences(added, code(project)) == []
     (project / "new.py").write_text("x = 2\n")
     assert provenance.code_differences(added, code(project)) == [
-        "the project: the contents differ of 1 untracked Python file: new.py"
+        f"the project had {changes}, and has {changes} of other contents"
     ]
     (project / "new.py").unlink()
     (project / "new.txt").write_text("no code\n")
@@ -65,98 +87,42 @@ def test_each_kind_of_change_is_told(project: Path, tmp_path: Path) -> None:
     assert "has no git state now" in lost
 
 
-def test_what_runs_have_written_is_no_untracked_file_of_the_project(project: Path) -> None:
-    for name in (
-        *("runs/.lock", "runs/one/overrides.yaml", "runs/one/checkpoints/checkpoint_0/model.bin"),
-        *("runs/sweep-1/sweep.json", "runs/sweep-1/0000/.attempt-1/config.yaml", "runs/notes.txt"),
-    ):
-        (project / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / name).write_text("")
-    found = provenance.git_state(project)
-    assert (found["untracked"], found["num_untracked"]) == (["runs/notes.txt"], 1)
-
-
-def test_the_patch_applies_and_a_large_one_is_only_named(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (project / "model.py").write_text("width = 2\n")
-    patch = tmp_path / "git.diff"
-    found = provenance.git_state(project, patch)
-    assert found["diff_complete"]
-    git(project, "checkout", "-q", ".")
-    git(project, "apply", str(patch))
-    assert (project / "model.py").read_text() == "width = 2\n"
-    monkeypatch.setattr(provenance, "MOST_DIFF_BYTES", 20)
-    found = provenance.git_state(project, patch)
-    assert not found["diff_complete"]
-    assert "model.py |" in patch.read_text()
-    assert "names only" in provenance.described_git(found)
-
-
-def test_the_patch_of_a_run_has_its_untracked_python_files(project: Path, tmp_path: Path) -> None:
+def test_the_patch_of_a_run_makes_its_code_again(project: Path, tmp_path: Path) -> None:
     git(project, "config", "diff.noprefix", "true")  # a user's own taste
     git(project, "config", "diff.relative", "true")
     (project / ".gitignore").write_text("secret.py\n")
     git(project, "add", ".gitignore")
     git(project, "commit", "-qm", "second")
-    clone = tmp_path / "clone"
-    git(tmp_path, "clone", "-q", str(project), str(clone))
-    (project / "models").mkdir()
-    (project / "models" / "foo.py").write_text("depth = 3\n")
-    (project / "secret.py").write_text("token = 1\n")
-    (project / "notes.txt").write_text("no code\n")
-    (project / "model.py").write_text("width = 2\n")
-    index = (project / ".git" / "index").read_bytes()
-    patch = tmp_path / "git.diff"
-    found = provenance.git_state(project / "models", patch)
-    assert (project / ".git" / "index").read_bytes() == index
-    assert found["untracked"] == ["models/foo.py", "notes.txt"]
-    assert patch.stat().st_size == found["diff_bytes"] + found["untracked_bytes"]
-    git(clone, "apply", str(patch))
-    assert (clone / "models" / "foo.py").read_text() == "depth = 3\n"
-    assert (clone / "model.py").read_text() == "width = 2\n"
-    assert not (clone / "secret.py").exists()
-    assert not (clone / "notes.txt").exists()
-    assert provenance.code_id(code(clone)) == provenance.code_id({"git": found})
-    said = provenance.described_git(found)
-    assert "(git.diff), 1 untracked Python file: models/foo.py (git.diff), 1 other" in said
-    assert "git.diff" not in provenance.described_git(found, kept=False)
-
-
-def test_a_file_that_is_no_longer_tracked_is_in_the_patch(project: Path, tmp_path: Path) -> None:
     clone, patch = tmp_path / "clone", tmp_path / "git.diff"
     git(tmp_path, "clone", "-q", str(project), str(clone))
-    git(project, "rm", "-q", "--cached", "model.py")
-    (project / "model.py").write_text("width = 4\n")
-    provenance.git_state(project, patch)
+    written = {"secret.py": "token = 1\n", "notes.txt": "no code\n", "model.py": "width = 2\n"}
+    runs = ("runs/one/overrides.yaml", "runs/one/code.py", "runs/sweep-1/sweep.json")
+    for name, text in {**written, **dict.fromkeys(runs, "")}.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    for name, content in FILES.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_bytes(content)
+    (project / "binary.py").write_bytes(b"\0\n")
+    index = (project / ".git" / "index").read_bytes()
+    found = provenance.git_state(project / "deep", patch)
+    assert (project / ".git" / "index").read_bytes() == index
+    assert set(found["untracked"]) == {*FILES, "binary.py"}
     git(clone, "apply", str(patch))
-    assert (clone / "model.py").read_text() == "width = 4\n"
+    assert {name: (clone / name).read_bytes() for name in FILES} == FILES
+    assert (clone / "model.py").read_text() == "width = 2\n"
+    assert not {"secret.py", "notes.txt", "runs"} & {path.name for path in clone.iterdir()}
+    assert "14 untracked Python files" in provenance.described_git(found)
 
 
-def test_without_room_in_the_patch_it_is_said(
+def test_a_patch_that_is_too_large_is_said_to_be_left_out(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (project / "a.py").write_text("x = 1\n" * 20)
-    (project / "b.py").write_text("y = 1\n")
-    monkeypatch.setattr(untracked_files, "MOST_BYTES", 50)
+    (project / "model.py").write_text("width = 2\n")
+    monkeypatch.setattr(provenance, "MOST_DIFF_BYTES", 20)
     found = provenance.git_state(project, tmp_path / "git.diff")
-    assert (found["num_untracked_kept"], found["num_untracked_python"]) == (1, 2)
-    (said,) = provenance.not_kept(found)
-    assert said.startswith("1 of 2 untracked Python files (limits: 50 bytes in all")
-    assert "a.py, b.py (1 of them in git.diff)" in provenance.described_git(found)
-
-
-def test_records_of_earlier_versions_are_described() -> None:
-    old = {"sha": "a" * 40, "branch": "main", "dirty": False, "untracked_sha256": "u" * 64}
-    listed = {**old, "untracked": ["a.txt", "new.py"], "num_untracked": 2}
-    said = "aaaaaaaaaa on main, 1 untracked Python file: new.py (not kept), 1 other untracked files"
-    assert provenance.described_git(listed) == said
-    assert provenance.not_kept(listed) == []
-    cut = {**old, "untracked": ["a.txt"], "num_untracked": 300}
-    assert provenance.uncommitted(cut) == "uncommitted changes (untracked Python files)"
-    new = {**listed, "num_untracked_python": 1, "num_untracked_kept": 1, "untracked_bytes": 99}
-    assert provenance.code_differences({"git": listed}, {"git": new}) == []
-    assert provenance.code_id({"git": listed}) == provenance.code_id({"git": new})
+    assert not (tmp_path / "git.diff").exists()
+    assert "not kept: more than 20 bytes" in provenance.described_git(found)
 
 
 def test_no_commit_no_work_tree_and_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +134,6 @@ def test_no_commit_no_work_tree_and_no_git(tmp_path: Path, monkeypatch: pytest.M
     assert provenance.described_git(found).startswith("no commit on")
     monkeypatch.setattr(provenance, "GIT", ("no-such-program",))
     assert provenance.git_state(tmp_path) == {"reason": "git is not installed"}
-    assert provenance.described_git(None) == "no git work tree"
 
 
 def test_packages_are_told_apart_by_their_sources(
@@ -182,24 +147,14 @@ def test_packages_are_told_apart_by_their_sources(
     names = ("ownpackage_p", "ownmodule_p", "nowhere_p")
     before = provenance.package_digests(names)
     assert before["nowhere_p"] is None
-    assert before["ownpackage_p"]
     (package / "inner.py").write_text("y = 2\n")
-    after = provenance.package_digests(names)
-    differences = provenance.code_differences({"code": before}, {"code": after})
+    differences = provenance.code_differences(
+        {"code": before}, {"code": provenance.package_digests(names)}
+    )
     assert differences == ["the Python files of the package ownpackage_p differ"]
     monkeypatch.setattr(provenance, "MOST_SOURCES", 1)
     assert provenance.package_digests(names)["ownpackage_p"] is None
     assert "ownpackage_p" not in sys.modules
-
-
-def test_versions_and_machine_are_compared() -> None:
-    then = {"packages": {"torch": "2.12"}, "python": "3.11", "cpu_count": 8}
-    now = {"packages": {"torch": "2.13", "numpy": "2"}, "python": "3.11", "cpu_count": 2}
-    assert provenance.machine_differences(then, now) == [
-        "torch was 2.12, and is 2.13",
-        "numpy was not installed, and is 2",
-        "the number of CPUs was 8, and is 2",
-    ]
 
 
 def test_equal_code_has_one_short_name() -> None:
@@ -212,3 +167,134 @@ def test_equal_code_has_one_short_name() -> None:
     assert provenance.code_id({**recorded, "code": {"wine": "2"}}) != name
     assert len(provenance.code_id({"git": {"reason": "no git"}, "code": {"wine": "1"}})) == 8
     assert provenance.code_id({"git": None}) == ""
+
+
+# -- environment ---------------------------------------------------------------------------
+
+
+def test_the_environment_tells_versions_machine_and_git(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.chdir(project)
+    environment.write_environment(tmp_path)
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert found["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert found["device"]["count"] >= 1
+    assert re.fullmatch("[0-9a-f]{40}", found["git"]["sha"])
+    assert not (tmp_path / "git.diff").exists()
+    (project / "model.py").write_text("width = 2\n")
+    environment.write_environment(tmp_path)
+    assert json.loads((tmp_path / "environment.json").read_text())["git"]["dirty"]
+    assert "+width = 2" in (tmp_path / "git.diff").read_text()
+
+
+def test_no_password_of_the_command_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    word = "hydra.sweeper.storage=postgresql://user:{}@host/db"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "runner", word.format("secret")])
+    assert environment.describe()["command"] == ["python", "-m", "runner", word.format("***")]
+
+
+def test_data_that_a_factory_is_given_is_compared_by_number_size_and_time(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.csv").write_text("1,2\n")
+    node = {"name": "csv", "path": str(tmp_path / "d"), "cache": str(tmp_path / "c.bin"), "k": [3]}
+    before = {"data": environment.data_files(node)}
+    assert list(before["data"]) == ["data.path"]
+    (tmp_path / "c.bin").write_text("what the factory has written is no difference")
+    assert environment.data_differences(before, {"data": environment.data_files(node)}) == []
+    (tmp_path / "d" / "b.csv").write_text("3,4\n")
+    now = {"data": environment.data_files(node)}
+    (said,) = environment.data_differences(before, now)
+    assert said.startswith("data.path: 1 file of 4 bytes, newest of ")
+    assert "then, 2 files of 8 bytes" in said
+    assert environment.data_differences(before, now, ["data.path"]) == []
+    assert "is not there" in environment.data_differences(before, {"data": {}})[0]
+
+
+def test_versions_and_machine_are_compared() -> None:
+    then = {"packages": {"torch": "2.12"}, "python": "3.11", "cpu": "A"}
+    now = {"packages": {"torch": "2.13", "numpy": "2"}, "python": "3.11", "cpu": "B"}
+    assert environment.version_differences(then, now) == [
+        "torch was 2.12, and is 2.13",
+        "numpy was not installed, and is 2",
+    ]
+    assert environment.machine_differences(then, now) == ["the CPU was A, and is B"]
+
+
+# -- sessions ------------------------------------------------------------------------------
+
+
+def session(run_dir: Path, diff: str = "", **recorded: Any) -> None:
+    """Commit what a session records of its code."""
+    staged = atomic_update.stage(run_dir)
+    (staged / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
+    found = {"packages": {"torch": "2.13.0"}, "git": CLEAN, **recorded}
+    (staged / "environment.json").write_text(json.dumps(found))
+    if diff:
+        (staged / "git.diff").write_text(diff)
+    atomic_update.commit(staged)
+
+
+def test_the_code_of_each_session_is_kept_under_a_name(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", git=CLEAN)
+    dirty = {**CLEAN, "dirty": True, "diff_sha256": "d"}
+    session(run_dir, git=dirty, diff="+first")
+    session(run_dir, git=dirty, diff="+first")  # the same code
+    session(run_dir)
+    kept = [path.name for path in atomic_update.kept_environments(run_dir)]
+    assert kept == ["environment.0001.json", "environment.0002.json"]
+    assert (run_dir / "git.0002.diff").read_text() == "+first"
+    assert not (run_dir / "git.0001.diff").exists()
+    assert not (run_dir / "git.diff").exists()  # of a clean work tree
+    found = reproduction.compare(run_dir, {"git": CLEAN}, {"git": CLEAN})
+    assert found["code"] == [
+        f"earlier sessions had other code, versions or data ({', '.join(kept)})"
+    ]
+
+
+def test_a_run_that_was_never_trained_has_no_session_to_keep(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", summary=False, metrics=0, git=CLEAN)
+    session(run_dir, packages={"torch": "2.14"})
+    assert atomic_update.kept_environments(run_dir) == []
+
+
+# -- a run and this process ----------------------------------------------------------------
+
+
+def test_what_differs_is_said_by_subject(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    assert not any(reproduction.compare(run, {"git": CLEAN}, {"git": CLEAN}).values())
+    (run / "config.0001.yaml").write_text("")
+    found = reproduction.compare(run, {"git": CLEAN, "cwd": "/there"}, {"git": CLEAN, "cwd": "/"})
+    first, second = found["recipe"]
+    assert "it began with config.0001.yaml" in first
+    assert "/there" in second
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_without_a_record_nothing_is_claimed(content: str | None, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "environment.json").unlink()
+    if content is not None:
+        (run / "environment.json").write_text(content)
+    told = "environment.json is missing or damaged: code, versions and data are not compared"
+    assert reproduction.compare(run, reproduction.recorded(run), {}) == {"code": [told]}
+    assert reproduction.changed_since(run, []) == [told]
+
+
+def test_changes_are_named_before_a_resume(tmp_path: Path) -> None:
+    then = {
+        "git": provenance.git_state("."),
+        "packages": {**environment.versions(), "torch": "2.0.0"},
+        "python": platform.python_version(),
+    }
+    (tmp_path / "environment.json").write_text(json.dumps(then))
+    (said,) = reproduction.changed_since(tmp_path, [])
+    assert said == f"torch was 2.0.0, and is {environment.versions()['torch']}"
+
+
+def test_without_checkpoints_weights_are_not_compared(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    assert reproduction.weights_verdict(*runs) == ""

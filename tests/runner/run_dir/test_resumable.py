@@ -96,22 +96,12 @@ def test_how_a_run_is_watched_and_saved_makes_no_other_run_of_it(
     assert auto(tmp_path, trainer=Trainer(eval_every=3)) is None
 
 
-def test_auto_does_not_train_anew_what_has_lost_its_recipe(tmp_path: Path) -> None:
-    run_dir = new_run(tmp_path, stamp=FIRST)
-    add_checkpoint(run_dir / "checkpoints", 7)
-    for name in ("config.yaml", "job.json"):
-        (run_dir / name).unlink()
-    with pytest.raises(ConfigError, match=r"has lost its recipe.*Restore the file"):
-        auto(tmp_path)
-
-
 def test_auto_skips_a_run_of_a_strategy_that_is_not_installed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = (new_run(tmp_path, stamp=stamp) for stamp in (FIRST, SECOND))
     for run_dir in (ours, theirs):
         add_checkpoint(run_dir / "checkpoints", 7)
-    (theirs / "job.json").unlink()
     with (theirs / "config.yaml").open("a") as file:
         file.write("other:\n  size: 2\n")
     with caplog.at_level(logging.WARNING):

@@ -11,7 +11,10 @@ from accel.checkpoint import directory as checkpoints
 from accel.config.training import ProjectConfiguration
 from accel.machine.errors import CheckpointError
 from runner.cli import dispatch
+from runner.exit_codes import REFUSED
 from runner.inference.load import described, find_checkpoint
+from runner.launch import failures
+from runner.recipe import parts
 from runner.recipe.schema import Checkpoint, Recipe
 from runner.run_dir import directory
 from runner.training.checkpointing import Best, read_best
@@ -60,7 +63,7 @@ def test_a_run_goes_on_from_checkpoints_of_its_own(tmp_path: Path) -> None:
     assert found.checkpoint == own.name
 
 
-def test_a_run_that_was_moved_and_one_of_an_early_version_keep_theirs(tmp_path: Path) -> None:
+def test_a_run_that_was_moved_keeps_its_checkpoints(tmp_path: Path) -> None:
     first, _, folder = two_runs(tmp_path)
     own = add(folder, 0, 6, first.name)
     moved = first.rename(first.with_name("kept"))
@@ -68,8 +71,6 @@ def test_a_run_that_was_moved_and_one_of_an_early_version_keep_theirs(tmp_path: 
     inside = new_run(tmp_path, name="inside", stamp=NAMES[0])
     own = add(inside / "checkpoints", 3, 6, "what it was called")
     assert directory.newest_checkpoint(inside) == own
-    early = add(folder, 4, 8, None)
-    assert directory.newest_checkpoint(moved) == early
 
 
 def test_a_new_run_wants_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -116,3 +117,17 @@ def test_old_checkpoints_of_another_run_are_not_pruned(tmp_path: Path) -> None:
     run(tmp_path / NAMES[0], recipe)
     left = {path.name for path in checkpoints.checkpoints(folder)}
     assert {"checkpoint_0", "checkpoint_1"} < left
+
+
+def test_checkpoints_elsewhere_are_worth_keeping(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = new_run(tmp_path, checkpoint=shared(tmp_path))
+    add(tmp_path / "all" / "checkpoints", 0, 6, "another")
+    failures.print_interrupted(run_dir)
+    assert "before the first checkpoint" in capsys.readouterr().err
+    assert not directory.worth_keeping(run_dir, REFUSED)
+    add(tmp_path / "all" / "checkpoints", 1, 6, run_dir.name)
+    failures.print_interrupted(run_dir)
+    assert "resume=" in capsys.readouterr().err
+    assert directory.worth_keeping(run_dir, REFUSED)

@@ -14,22 +14,17 @@ from runner.run_dir.study import StudyFile
 
 
 def test_a_job_finds_the_study_and_its_number(tmp_path: Path) -> None:
-    written = StudyFile(
-        study.JOURNAL, "sweep", tmp_path.name, mode="max", pruner={"name": "median"}
-    )
+    written = StudyFile(study.JOURNAL, "sweep", mode="max", pruner={"name": "median"})
     written.write(tmp_path)
     found = study.of_run(study.job_folder(tmp_path, 7))
     assert found is not None
     assert found[1] == 7
-    assert (found[0].mode, found[0].pruner, found[0].sweep) == (
-        *("max", {"name": "median"}),
-        tmp_path.name,
-    )
+    assert (found[0].mode, found[0].pruner) == ("max", {"name": "median"})
 
 
 def test_any_other_run_belongs_to_none(tmp_path: Path) -> None:
     assert study.of_run(tmp_path / "0001") is None
-    StudyFile(study.JOURNAL, "sweep", "s").write(tmp_path)
+    StudyFile(study.JOURNAL, "sweep").write(tmp_path)
     assert study.of_run(tmp_path / "20260101-000000-abcd") is None
 
 
@@ -92,11 +87,16 @@ def test_objectives_of_both_splits_are_of_the_weights_that_were_tested(tmp_path:
         study.values_of(summary_of_test(), ("test/accuracy", "validation/recall"), tmp_path)
 
 
-def test_a_run_of_an_earlier_version_has_its_last_values(tmp_path: Path) -> None:
-    lines(tmp_path, {"split": "validation", "step": 4, "loss": 0.25})
-    for summary in (
-        summary_of_test(weights_step=None),
-        {k: v for k, v in summary_of_test().items() if k[0] != "w"},
-    ):
-        assert study.values_of(summary, BOTH, tmp_path) == [0.5, 0.75]
-        assert study.step_of(summary, BOTH) == 12
+def test_a_metric_of_an_earlier_evaluation_has_its_last_value(tmp_path: Path) -> None:
+    lines = [
+        {"split": "validation", "step": 1, "loss": 0.5, "recall": 0.25, "time_value": 2.0},
+        {"split": "train", "step": 1, "loss": 9.0},
+        {"split": "validation", "step": 2, "loss": "Infinity"},
+    ]
+    text = "".join(f"{json.dumps(one)}\n" for one in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert study.last_values(tmp_path, ("validation", "test")) == {
+        "validation/loss": math.inf,
+        "validation/recall": 0.25,
+        "validation/time": 2.0,
+    }

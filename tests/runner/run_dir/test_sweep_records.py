@@ -40,21 +40,6 @@ def test_an_end_that_is_recorded_late_is_not_that_of_a_newer_attempt(tmp_path: P
     assert found[1] == lines[5]  # complete, whichever attempt has come to the end
 
 
-def test_a_complete_job_is_begun_again_once_its_directory_was_removed(tmp_path: Path) -> None:
-    lines: list[dict[str, object]] = [
-        {"event": "started", "job": 0, "attempt": "a"},
-        {"event": "ended", "job": 0, "attempt": "a", "status": "finished"},
-        {"event": "started", "job": 0, "attempt": "b"},
-    ]
-    assert write(tmp_path, lines)[0] == lines[1]
-    lines.append({"event": "removed", "job": 0, "attempt": "b"})
-    assert write(tmp_path, lines)[0] == lines[1]
-    lines.append({"event": "removed", "job": 0, "attempt": "a"})
-    assert write(tmp_path, lines)[0] == lines[4]
-    lines.append({"event": "started", "job": 0, "attempt": "c"})
-    assert write(tmp_path, lines)[0] == lines[5]
-
-
 RECORDS = st.lists(
     st.fixed_dictionaries(
         {

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from runner.recipe import hydra_setup
-from runner.sweep import command, directory, hparams, jobs, sources
+from runner.sweep import command, directory, finished, jobs
 from runner.sweep.directory import KnownJob, _sha256
 
 
@@ -31,7 +31,7 @@ def _make(folder: Path, number: int, pending: int) -> list[str]:
     with hydra_setup.session():
         choice = jobs.choose(given, "config", request.settings)
         examined = jobs.examine([["seed=0", "optimizer.lr=0.1"]], "config")
-        here = sources.fingerprint()
+        here = finished.fingerprint()
     digest = directory.digest_of("config", given)
     described = command._described(request, choice, examined, digest, here)
     for seed in range(1, number):
@@ -48,7 +48,6 @@ def _make(folder: Path, number: int, pending: int) -> list[str]:
             end = {"code": 0, "status": "finished", "objective": 1 / (job + 1), "mode": "min"}
             more = {"metric": "loss", "step": 9, "best_step": 7, "seconds": 1.5}
             file.write(json.dumps({"event": "ended", **common, **end, **place, **more}) + "\n")
-            (sweep.path / hparams.FOLDER / f"{job:04}").mkdir(parents=True)
             sweep.run_dir(job).mkdir()
             (sweep.run_dir(job) / "config.yaml").touch()
     return ["-m", *given]

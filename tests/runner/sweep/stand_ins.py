@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from runner.recipe.schema import Recipe
-from runner.run_dir import data_files
-from runner.sweep import changes, fork_server, pool
+from runner.sweep import fork_server, pool
 from runner.sweep.devices import Machine
 from runner.sweep.fork_server import Event, Order
 from runner.sweep.journal import Journal
@@ -38,8 +37,7 @@ class StandIn:
         self.orders.append(order)
         given: Any = order.arguments
         code, journal = self.codes.get(order.number, 0), Journal(Path(given["folder"]))
-        files = data_files.find(given["recipe"].data)
-        attempt = journal.started(order.number, given["overrides"], changes.of_project(), files)
+        attempt = journal.started(order.number, given["overrides"])
         run_dir = journal.path.parent / f"{order.number:04}"
         run_dir.mkdir(exist_ok=True)
         (run_dir / "config.yaml").touch()

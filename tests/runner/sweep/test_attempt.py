@@ -1,4 +1,4 @@
-"""What one attempt at a job does with what earlier ones have left."""
+"""S1: one attempt at a job goes on with what earlier ones have left."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from runner.launch import launcher
 from runner.recipe.schema import Recipe, Trainer
-from runner.run_dir import atomic_update, data_files, environment, lock
+from runner.run_dir import lock
 from runner.run_dir.job import Job
 from runner.run_dir.study import StudyFile
 from runner.sweep import attempt
@@ -87,22 +85,6 @@ def test_a_job_is_trained_once(trains: list[Job], tmp_path: Path) -> None:
     assert found == {"step": 5, "best_step": 4, "seconds": 2.5, "metric": "loss", "mode": "min"}
 
 
-def test_the_journal_has_values_at_the_steps_of_metrics_jsonl(
-    trains: list[Job], tmp_path: Path
-) -> None:
-    def measure(run_dir: Path) -> int:
-        lines = [{"step": step, "split": "validation", "loss": 1 / step} for step in (4, 5)]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (run_dir / "metrics.jsonl").write_text(text)
-        return finish(run_dir)
-
-    ENDS.append(measure)
-    assert run(tmp_path) == 0
-    ended = Journal(tmp_path).state(0).ended
-    assert ended["measured"] == {"validation": {"step": 4, "metrics": {"loss": 0.25}}}
-    assert (ended["objective"], ended["objective_step"]) == (0.25, 4)
-
-
 def test_a_stopped_job_is_resumed_from_its_checkpoint(trains: list[Job], tmp_path: Path) -> None:
     ENDS.extend([stop, finish])
     assert run(tmp_path) == 75
@@ -122,29 +104,6 @@ def test_a_failed_job_without_a_checkpoint_begins_anew(trains: list[Job], tmp_pa
     assert (kept / "metrics.jsonl").read_text() == "early"
     assert (kept / "config.yaml").exists()
     assert Journal(tmp_path).state(0).attempts == 2
-
-
-def test_a_failed_job_records_the_data_that_it_has_read(trains: list[Job], tmp_path: Path) -> None:
-    cache = tmp_path / "cache.bin"
-    recipe = replace(RECIPE, data={"name": "digits", "cache": str(cache)})
-
-    def write_cache(run_dir: Path) -> int:
-        cache.write_text("1")
-        environment.note_data(run_dir, recipe.data)
-        return 1
-
-    def fail_with_a_checkpoint(run_dir: Path) -> int:
-        add_checkpoint(run_dir / "checkpoints", 0)
-        return 1
-
-    ENDS.extend([write_cache, fail_with_a_checkpoint, lambda run_dir: 1])
-    assert run(tmp_path, recipe) == 1
-    assert Journal(tmp_path).state(0).data == data_files.find(recipe.data) != {}
-    assert run(tmp_path, recipe) == 1  # begun anew, with the cache
-    assert Journal(tmp_path).state(0).data == data_files.find(recipe.data)
-    cache.write_text("12")
-    assert run(tmp_path, recipe) == 1  # a resume that has not come to its first step
-    assert Journal(tmp_path).state(0).data == data_files.find(recipe.data)
 
 
 def test_a_finished_job_whose_record_is_missing_is_recognized(
@@ -185,65 +144,6 @@ def test_a_finished_run_of_another_recipe_is_no_result(
     assert "seed=3: the run in" in capsys.readouterr().err
     assert Journal(tmp_path).state(0).status == "failed"
     assert len(trains) == 1
-
-
-@pytest.mark.parametrize("given", [("seed=3",), ("seed=3", "seed=0"), ("tags=[mine]",)])
-def test_a_job_that_somebody_finishes_counts_if_it_had_the_recipe(
-    given: tuple[str, ...],
-    trains: list[Job],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Steps that were made with another recipe are no result of the job's."""
-    ENDS.append(stop)
-    assert run(tmp_path) == 75
-    run_dir = tmp_path / "0000"
-    for override in given:  # resumed by hand
-        key, _, value = override.partition("=")
-        new = replace(RECIPE, **{key: yaml.safe_load(value)})
-        atomic_update.commit(Job.read(run_dir)[0].stage(new).place)
-    finish(run_dir)
-    is_of = given[0].startswith("tags")
-    assert run(tmp_path) == (0 if is_of else 2)
-    assert Journal(tmp_path).state(0).status == ("finished" if is_of else "failed")
-    told = capsys.readouterr().err
-    if given == ("seed=3",):
-        assert "seed=0: the run in" in told
-    elif not is_of:
-        assert f"seed=3 in {run_dir / 'config.0002.yaml'}" in told
-        assert "Remove the run directory" in told
-    assert len(trains) == 1
-
-
-@pytest.mark.parametrize(
-    ("of_job", "by_hand", "stopped", "counts"),
-    [
-        ({}, {"max_time": 60.0}, "max_time", False),  # ended before its end
-        ({}, {"stop_after": 3}, "stop_after", False),
-        ({"max_time": 60.0}, {"max_time": 60.0}, "max_time", True),
-        ({"max_time": 60.0}, {}, "max_steps", True),
-        ({"stop_after": 3}, {}, "max_steps", False),  # ended behind its end
-        ({"stop_after": 3}, {"stop_after": 3}, "stop_after", True),
-    ],
-)
-def test_a_job_ends_at_its_own_limit_also_where_somebody_finishes_it(
-    of_job: dict[str, Any],
-    by_hand: dict[str, Any],
-    stopped: str,
-    counts: bool,
-    trains: list[Job],
-    tmp_path: Path,
-) -> None:
-    recipe = replace(RECIPE, trainer=Trainer(max_steps=5, **of_job))
-    ENDS.append(stop)
-    assert run(tmp_path, recipe) == 75
-    run_dir = tmp_path / "0000"
-    resumed = replace(RECIPE, trainer=Trainer(max_steps=5, **by_hand))
-    atomic_update.commit(Job.read(run_dir)[0].stage(resumed).place)
-    summary = {**SUMMARY, "stopped": stopped, "complete": stopped == "max_steps"}
-    (run_dir / "summary.json").write_text(json.dumps(summary))
-    assert run(tmp_path, recipe) == (0 if counts else 2)
-    assert Journal(tmp_path).state(0).status == ("finished" if counts else "failed")
 
 
 def test_a_job_that_another_command_trains_is_busy(trains: list[Job], tmp_path: Path) -> None:
@@ -311,7 +211,7 @@ def test_a_run_without_the_objective_of_its_search_has_failed(
     status: str,
     reason: str | None,
 ) -> None:
-    StudyFile("j", "s", tmp_path.name, mode="min", metrics=metrics, modes=["min"]).write(tmp_path)
+    StudyFile("j", "s", mode="min", metrics=metrics, modes=["min"]).write(tmp_path)
 
     def end(run_dir: Path) -> int:
         (run_dir / "summary.json").write_text(json.dumps({**SUMMARY, "best": best}))
@@ -330,7 +230,7 @@ def test_the_journal_has_the_step_of_the_weights_that_a_search_judges(
     trains: list[Job], tmp_path: Path
 ) -> None:
     metrics = ["test/loss", "validation/loss"]
-    file = StudyFile("j", "s", tmp_path.name, metrics=metrics, modes=["min", "min"])
+    file = StudyFile("j", "s", metrics=metrics, modes=["min", "min"])
     file.write(tmp_path)
 
     def end(run_dir: Path) -> int:
@@ -348,4 +248,3 @@ def test_the_journal_has_the_step_of_the_weights_that_a_search_judges(
     state = Journal(tmp_path).state(0)
     assert state.objective == [0.75, 0.5]
     assert [state.ended[name] for name in ("objective_step", "best_step", "step")] == [2, 2, 5]
-    assert state.ended["measured"]["test"] == {"step": 2, "metrics": {"loss": 0.75}}

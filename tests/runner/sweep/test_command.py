@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import subprocess
-import sys
 import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -229,15 +227,6 @@ def test_two_commands_that_begin_together_share_one_sweep(
         thread.join(SECONDS)
     assert len(made) == 4
     assert len(set(made)) == 1
-
-
-def test_idle_workers_of_joblib_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[dict[str, bool]] = []
-    executor = types.SimpleNamespace(shutdown=lambda **given: ended.append(given))
-    loky = types.SimpleNamespace(get_reusable_executor=lambda reuse: executor)
-    monkeypatch.setitem(sys.modules, "joblib.externals.loky", loky)  # type: ignore[arg-type]
-    command._end_idle_workers()
-    assert ended == [{"wait": True, "kill_workers": True}]
 
 
 COUNTED = """

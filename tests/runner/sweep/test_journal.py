@@ -15,15 +15,6 @@ from runner.sweep import journal
 from runner.sweep.journal import Journal
 
 
-def test_the_data_of_a_job_is_that_with_what_its_factory_has_written(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    attempt = journal.started(0, [], {}, {"data.path": {"files": 1}})
-    assert journal.state(0).data == {"data.path": {"files": 1}}
-    journal.ended(0, attempt, [], 0, data={"data.path": {"files": 2}})
-    assert journal.state(0).data == {"data.path": {"files": 2}}
-    assert journal.states()[0].data == {"data.path": {"files": 2}}
-
-
 def test_the_state_of_a_job_is_that_of_its_newest_attempt(tmp_path: Path) -> None:
     found = Journal(tmp_path)
     assert found.states() == {}

@@ -1,13 +1,13 @@
-"""Searches with Optuna: from a command line to the trials of a study."""
+"""S4: searches with Optuna, from a command line to the trials of a study and their report."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
-import re
-import shutil
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,21 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from optuna.trial import TrialState
+from rich.console import Console
 
 from accel.machine.errors import ConfigError
 from runner.recipe import hydra_setup, sweepers
 from runner.run_dir import study as study_files
 from runner.run_dir.json_files import METRICS, SUMMARY
-from runner.sweep.job_errors import JobFailed, JobStopped
+from runner.sweep import optuna_sweeper
 from runner.sweep.journal import Journal
 from runner.sweep.optuna_sweeper import STUDY, Search
 from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
+from runner.sweep.task import JobFailed, JobStopped
 from runner.training import optuna_study
 from tests.helpers import python
-from tests.runner.sweep.kills import ROOT, killed_sweep
+from tests.runner.sweep.kills import ROOT, START_SECONDS, descendants, killed_sweep, require_ended
 
 SPACE = ("optimizer.lr=tag(log, interval(1e-4,1e-1))", "seed=1,2")
 Objective = Callable[[int, dict[str, str]], Any]
@@ -84,14 +86,8 @@ def study_of(folder: Path) -> optuna.Study:
     return optuna.load_study(study_name=STUDY, storage=storage)
 
 
-def mark_of(folder: Path) -> str:
-    file = study_files.of_sweep(folder)
-    assert file is not None
-    return file.sweep
-
-
 def states(folder: Path) -> list[str]:
-    newest = optuna_study.trials_of(study_of(folder), mark_of(folder))
+    newest = optuna_study.trials_of(study_of(folder))
     return [newest[number].state.name for number in sorted(newest)]
 
 
@@ -108,7 +104,6 @@ def test_jobs_go_to_the_launcher_in_batches(
     shown = capsys.readouterr().out
     assert "6 trials: 6 complete" in shown
     assert f"best trial {study_of(tmp_path).best_trial.number}: best" in shown
-    assert "Importance for best" in shown
 
 
 @pytest.mark.parametrize(("sampler", "told"), [("cmaes", True), ("tpe", False)])
@@ -259,92 +254,10 @@ def test_a_metric_that_only_earlier_evaluations_have_is_their_last_value(tmp_pat
     assert study_of(tmp_path).best_value == 0.5
 
 
-@pytest.mark.parametrize(
-    ("space", "changes", "message"),
-    [
-        (("seed=1,2,3", SPACE[0]), {}, "Search the same values"),
-        ((), {"metrics": "seconds", "direction": "maximize"}, "other directions"),
-        ((), {"direction": "maximize"}, "the best of the monitored metric is the minimum"),
-    ],
-)
-def test_a_study_of_something_else_is_refused(
-    tmp_path: Path, space: tuple[str, ...], changes: dict[str, object], message: str
-) -> None:
-    search(tmp_path, distance, n_trials=2)
-    with pytest.raises(ConfigError, match=message):
-        search(tmp_path, distance, *space, **changes)
-
-
-def test_values_of_other_metrics_are_not_mixed(tmp_path: Path) -> None:
-    search(tmp_path, measured(tmp_path), n_trials=2, **LOSS)
-    message = r"metrics=seconds: trials of the study 'sweep' are judged by validation/loss"
-    with pytest.raises(ConfigError, match=message):
-        search(tmp_path, measured(tmp_path), **{**LOSS, "metrics": ["seconds"]})
-    assert len(study_of(tmp_path).trials) == 2
-
-
-def test_a_study_of_an_older_version_has_the_metrics_of_its_file(tmp_path: Path) -> None:
-    search(tmp_path, measured(tmp_path), n_trials=1, **LOSS)
-    journal = tmp_path / study_files.JOURNAL
-    lines = journal.read_text().splitlines(keepends=True)
-    journal.write_text("".join(line for line in lines if "objectives" not in line))
-    with pytest.raises(ConfigError, match="are judged by validation/loss"):
-        search(tmp_path, measured(tmp_path), **{**LOSS, "metrics": ["seconds"]})
-    assert search(tmp_path, measured(tmp_path), n_trials=2, **LOSS).batches == [[1]]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"metrics": ["validation/loss"], "directions": ["minimize"]},
-            "judged by best.*study_name",
-        ),
-        ({"config_name": "accurate"}, "checkpoint.monitor=accuracy: .* are judged by loss"),
-    ],
-)
-def test_sweeps_that_share_a_study_have_one_metric(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "conf").mkdir()
-    text = "defaults: [config, _self_]\ncheckpoint: {monitor: accuracy, mode: min}\n"
-    (tmp_path / "conf" / "accurate.yaml").write_text(text)
-    shared = {"storage": "shared.journal", "study_name": "s", "n_trials": 1}
-    search(tmp_path / "one", distance, **shared)
-    with pytest.raises(ConfigError, match=message):
-        search(tmp_path / "two", distance, **shared, **changes)
-
-
 def test_the_direction_of_best_is_checked_wherever_it_stands(tmp_path: Path) -> None:
     both = {"metrics": ["seconds", "best"], "directions": ["minimize", "maximize"]}
     with pytest.raises(ConfigError, match="monitored metric is the minimum"):
         search(tmp_path, distance, **both)
-
-
-def test_sweeps_may_share_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("one", "two"):
-        launched = search(tmp_path / name, distance, storage="shared.journal", study_name="s")
-        assert launched.batches == [[n] for n in range(6)]
-    storage = optuna_study.storage_of("shared.journal", tmp_path)
-    shared = optuna.load_study(study_name="s", storage=storage)
-    assert len({trial.params["optimizer.lr"] for trial in shared.trials}) == 12
-
-
-def test_a_copy_of_a_search_takes_no_trials_of_a_shared_study(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    search(tmp_path / "one", distance, storage="shared.journal")
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    with pytest.raises(ConfigError, match=rf"two: its search goes on in {tmp_path / 'one'}, "):
-        search(tmp_path / "two", distance, storage="shared.journal", n_trials=8)
-    assert search(tmp_path / "one", distance, storage="shared.journal", n_trials=7).batches
-    (tmp_path / "one").rename(tmp_path / "old")  # the copy replaces it
-    assert search(tmp_path / "two", distance, storage="shared.journal", n_trials=8).batches
-    with pytest.raises(ConfigError, match=rf"old: its search goes on in {tmp_path / 'two'}, "):
-        search(tmp_path / "old", distance, storage="shared.journal", n_trials=9)
 
 
 def journaled(folder: Path) -> Objective:
@@ -357,70 +270,6 @@ def journaled(folder: Path) -> Objective:
         return value
 
     return objective
-
-
-@pytest.mark.parametrize(
-    ("changes", "lost"),
-    [
-        ({}, "optuna.journal was missing, or empty"),
-        ({"storage": "own.journal"}, r"The study '[\w-]+' lacked trials of this sweep"),
-    ],
-)
-def test_a_lost_journal_of_a_study_is_told_and_its_trials_are_rebuilt(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, object],
-    lost: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "sweep"
-    search(folder, journaled(folder), **changes)
-    for path in tmp_path.rglob("*.journal"):
-        path.unlink()
-    capsys.readouterr()
-    assert search(folder, journaled(folder), n_trials=7, **changes).batches == [[6]]
-    told = r"6 trials were rebuilt from journal.jsonl and the runs' evaluations\."
-    shown = capsys.readouterr().out
-    assert re.search(rf"{lost}: {told}\nThe study goes on: 6 of 7", shown), shown
-    assert search(folder, journaled(folder), n_trials=7, **changes).batches == []
-    assert "rebuilt" not in capsys.readouterr().out
-
-
-def test_a_journal_of_a_study_that_ends_early_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    search(tmp_path, journaled(tmp_path))
-    journal = tmp_path / study_files.JOURNAL
-    lines = journal.read_bytes().splitlines(keepends=True)
-    last = [i for i, line in enumerate(lines) if line.startswith(b'{"op_code":4')][-1]
-    journal.write_bytes(b"".join(lines[:last])[:-9] + b"x" * 9)  # it is cut off in a line
-    assert search(tmp_path, journaled(tmp_path)).batches == [[4]]
-    shown = capsys.readouterr().out
-    assert "optuna.journal ended early: 1 trial was rebuilt from journal.jsonl" in shown
-
-
-@pytest.mark.slow
-def test_a_pruner_decides_as_before_when_the_journal_was_lost(tmp_path: Path) -> None:
-    def printed(count: int) -> str:
-        line = (
-            *("hydra/sweeper=random", "optimizer.lr=tag(log,interval(1e-6,1e-1))", *QUICK),
-            *("hydra.sweeper.pruner=median", "hydra.sweeper.pruner.n_startup_trials=1"),
-            *(f"hydra.sweeper.n_trials={count}", "trainer.max_steps=10", "sweep.dir=here"),
-        )
-        command, kept = python("-m", "runner", "-m", *line), {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.check_output(command, cwd=tmp_path, env=kept, text=True, timeout=240)
-
-    printed(2)
-    shutil.copytree(tmp_path / "here", tmp_path / "copy")
-    whole = printed(3)
-    assert "trial 2: pruned" in whole
-    shutil.rmtree(tmp_path / "here")
-    (tmp_path / "copy").rename(tmp_path / "here")
-    (tmp_path / "here" / study_files.JOURNAL).unlink()
-    rebuilt = printed(3)
-    assert "2 trials were rebuilt from journal.jsonl" in rebuilt
-    assert "trial 2: pruned" in rebuilt
 
 
 def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: float) -> None:
@@ -438,7 +287,7 @@ def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: f
     assert sorted(done) == list(range(count)), ended.killed
     names = sorted(path.name for path in ended.folder.glob("[0-9]*"))
     assert names == [f"{job:04}" for job in range(count)]
-    newest = optuna_study.trials_of(study_of(ended.folder), mark_of(ended.folder))
+    newest = optuna_study.trials_of(study_of(ended.folder))
     kept = {"COMPLETE": "finished", "PRUNED": "pruned"}
     by_job = {one["job"]: one["status"] for one in ended.records if one["event"] == "ended"}
     assert {n: kept[trial.state.name] for n, trial in newest.items()} == by_job
@@ -461,3 +310,129 @@ def test_a_search_that_is_killed_goes_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_trials_with_pruning_killed_three_times(tmp_path: Path) -> None:
     killed_search(tmp_path, count=20, steps=120, kills=3, longest=8.0)
+
+
+def test_a_study_of_another_sweep_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shared = {"storage": "shared.journal", "study_name": "s", "n_trials": 2}
+    search(tmp_path / "a", distance, **shared)
+    with pytest.raises(ConfigError, match="a study is of one sweep"):
+        search(tmp_path / "b", distance, **shared)
+    assert search(tmp_path / "b", distance, **{**shared, "study_name": "t"}).batches == [[0], [1]]
+    assert search(tmp_path / "a", distance, **{**shared, "n_trials": 3}).batches == [[2]]
+
+
+def test_a_study_that_was_lost_is_refused(tmp_path: Path) -> None:
+    search(tmp_path, journaled(tmp_path), n_trials=1)
+    (tmp_path / study_files.JOURNAL).unlink()
+    with pytest.raises(ConfigError, match=r"Restore it from a copy, .*sweep\.dir=DIR"):
+        search(tmp_path, journaled(tmp_path), n_trials=2)
+
+
+# -- what was found ------------------------------------------------------------------------
+
+
+def study_with(*values: tuple[float, ...], directions: tuple[str, ...]) -> optuna.Study:
+    study = optuna.create_study(directions=list(directions))
+    for number, value in enumerate(values):
+        trial = study.ask()
+        trial.suggest_float("optimizer.lr", 0, 1)
+        overrides = ["name=a b", f"++optimizer.lr={number}"]
+        trial.set_user_attr(optuna_study.JOB, {"number": number, "overrides": overrides})
+        study.tell(trial, list(value))
+    return study
+
+
+def shown_of(study: optuna.Study, *metrics: str) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=120)
+    optuna_sweeper.show(study, optuna_study.trials_of(study), metrics, "mine", console)
+    return out.getvalue()
+
+
+def test_the_best_trial_of_one_objective_with_its_command() -> None:
+    study = study_with((3.0,), (1.0,), (2.0,), directions=("maximize",))
+    text = shown_of(study, "validation/accuracy")
+    assert "3 trials: 3 complete" in text
+    assert "best trial 0: validation/accuracy 3" in text
+    assert "python -m runner --config-name mine 'name=a b' optimizer.lr=0" in text
+
+
+def test_the_front_of_several_objectives() -> None:
+    values = ((1.0, 5.0), (2.0, 4.0), (0.5, 6.0), (3.0, 9.0))
+    study = study_with(*values, directions=("minimize", "maximize"))
+    best = optuna_sweeper.best_trials(optuna_study.trials_of(study), study)
+    assert list(best) == [2, 3]  # 0.5 and 6 are better than 1 and 5, and than 2 and 4
+    assert shown_of(study, "validation/loss", "seconds").count("Pareto-optimal") == len(best)
+
+
+def test_equal_trials_are_both_in_the_front() -> None:
+    study = study_with((1.0, 1.0), (1.0, 1.0), directions=("minimize", "minimize"))
+    assert list(optuna_sweeper.best_trials(optuna_study.trials_of(study), study)) == [0, 1]
+
+
+def test_a_study_without_results_is_counted() -> None:
+    study = optuna.create_study()
+    assert shown_of(study, "best") == "0 trials: none\n"
+
+
+# -- a directory that was moved ----------------------------------------------------------
+
+
+def test_a_sweep_directory_that_was_moved_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+
+    def stopping(number: int, given: dict[str, str]) -> float:
+        if number == 2:
+            overrides = [f"{key}={value}" for key, value in given.items()]
+            Journal(here).started(number, overrides)
+            raise JobStopped("job 0002 was stopped")
+        return journaled(here)(number, given)
+
+    assert search(here, stopping).batches == [[0], [1], [2]]
+    begun = study_of(here).trials
+    here.rename(there)
+    assert search(there, journaled(there)).batches == [[2], [3], [4], [5]]
+    shown = capsys.readouterr().out
+    assert "The study goes on: 2 of 6 trials have ended." in shown
+    trials = study_of(there).trials
+    assert [trial.params for trial in trials[:3]] == [trial.params for trial in begun]
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 6
+    there.rename(here)
+    assert search(here, journaled(here)).batches == []
+    assert len(study_of(here).trials) == 6
+
+
+@pytest.mark.slow
+def test_a_run_of_a_sweep_that_was_moved_reports_to_its_trial(tmp_path: Path) -> None:
+    kept = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = (
+        *("hydra/sweeper=random", "optimizer.lr=tag(log,interval(1e-6,1e-1))", *QUICK),
+        *("hydra.sweeper.pruner=median", "hydra.sweeper.n_trials=2", "trainer.max_steps=400"),
+    )
+
+    def command(folder: str) -> list[str]:
+        return python("-m", "runner", "-m", *line, f"sweep.dir={folder}")
+
+    started = subprocess.Popen(command("here"), cwd=tmp_path, env=kept)
+    journal, deadline = tmp_path / "here" / study_files.JOURNAL, time.monotonic() + START_SECONDS
+    while not journal.exists() or "intermediate_value" not in journal.read_text():
+        assert started.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    below = descendants(started.pid)
+    started.kill()
+    started.wait(60)
+    require_ended(below)
+    before = study_of(tmp_path / "here").trials
+    (tmp_path / "here").rename(tmp_path / "there")
+    subprocess.check_output(command("there"), cwd=tmp_path, env=kept, text=True, timeout=240)
+    trials = study_of(tmp_path / "there").trials
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 2
+    assert trials[0].params == before[0].params
+    assert len(trials[0].intermediate_values) == 80
+    assert before[0].intermediate_values.items() <= trials[0].intermediate_values.items()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -109,27 +107,6 @@ def test_the_death_of_the_server_fails_its_jobs_and_the_others_run(
     codes = run_pool(server, tmp_path, range(4))
     assert codes == {0: 1, 1: 1, 2: 0, 3: 0}
     assert "the jobs that ran have failed" in capsys.readouterr().out
-
-
-def test_a_process_that_does_not_end_after_its_run_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pool, "LINGER_SECONDS", -10.0)
-    server, looks = StandIn(), iter(range(4))
-    real = server.events
-
-    def late(seconds: float) -> list[Event]:
-        return real(seconds) if next(looks, None) is None else []
-
-    def run(order: Order) -> None:
-        summary = tmp_path / f"{order.number:04}" / "summary.json"
-        summary.write_text(json.dumps({"complete": order.number == 1}))
-        os.utime(summary, (time.time() + 5,) * 2)
-
-    server.events, server.on_start = late, run  # type: ignore[method-assign]
-    assert run_pool(server, tmp_path, range(2)) == {0: 0, 1: 0}
-    told = [line for line in capsys.readouterr().out.splitlines() if "has not" in line]
-    assert [line.partition(":")[0] for line in told] == ["job 0001"]
 
 
 def test_a_job_that_died_before_it_had_recorded_its_start_has_failed(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from runner import cli
 from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import study as study_files
 from runner.sweep import command
-from runner.sweep.directory import read
 from tests.runner.sweep import databases, stand_ins
 from tests.runner.sweep.stand_ins import StandIn
 
@@ -78,19 +77,6 @@ def test_changed_settings_of_a_search_are_refused(
     write(tmp_path, n_trials=4)
     assert cli.main(LINE) == 0
     assert numbers(server) == [3]
-
-
-@pytest.mark.slow
-def test_a_sweep_of_an_older_version_goes_on(server: StandIn, tmp_path: Path) -> None:
-    write(tmp_path, n_trials=1)
-    assert cli.main(LINE) == 0
-    (folder,) = sweeps(tmp_path)
-    text = (folder / "sweep.json").read_text()
-    (folder / "sweep.json").write_text(re.sub(r', "search": \{.*\}\}\s*$', "}", text))
-    assert read(folder).description.search == {}
-    write(tmp_path, n_trials=2)
-    assert cli.main(LINE) == 0
-    assert numbers(server) == [0, 1]
 
 
 @pytest.mark.slow

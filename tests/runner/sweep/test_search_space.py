@@ -1,4 +1,4 @@
-"""Spaces of searches, from a command line and from `hydra.sweeper.params`."""
+"""S4: spaces of searches: ranges and conditions, from overrides and `hydra.sweeper.params`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,24 @@ from collections.abc import Iterator
 
 import optuna
 import pytest
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 
-from accel.machine.errors import ConfigError
+from accel.machine.errors import ConfigError, Problems
 from runner.recipe import hydra_setup
-from runner.sweep.search_space import Space
+from runner.sweep.search_space import (
+    Condition,
+    Space,
+    distribution_of,
+    hold,
+    in_order,
+    parsed_override,
+    read_conditions,
+)
 
 SGD = {"optimizer.momentum": "optimizer=sgd"}
 GIVEN = ("seed=3", "optimizer=adamw,sgd", "optimizer.lr=tag(log, interval(1e-4, 1e-1))")
@@ -79,3 +93,139 @@ def test_a_group_may_be_switched_off() -> None:
 def test_mistakes_are_told(overrides: list[str], params: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Space.read(overrides, params, {})
+
+
+# -- ranges ------------------------------------------------------------------------------
+
+
+def distribution(line: str) -> BaseDistribution:
+    with hydra_setup.session():
+        parsed = parsed_override(line, Problems())
+        assert parsed is not None
+        return distribution_of(parsed)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("interval(1,5)", FloatDistribution(1.0, 5.0)),
+        ("int(interval(1,5))", IntDistribution(1, 5)),
+        ("tag(log, interval(1e-4,1))", FloatDistribution(1e-4, 1.0, log=True)),
+        ("tag(log, int(interval(1,64)))", IntDistribution(1, 64, log=True)),
+        ("range(1,10)", IntDistribution(1, 9)),
+        ("range(16,65,16)", IntDistribution(16, 64, step=16)),
+        ("range(10,0,-5)", IntDistribution(5, 10, step=5)),
+        ("range(0,1,0.25)", FloatDistribution(0.0, 0.75, step=0.25)),
+        ("tag(log, range(1,9))", IntDistribution(1, 8, log=True)),
+        ("1,2,3", CategoricalDistribution(["1", "2", "3"])),
+        ("choice(a,'b c')", CategoricalDistribution(["a", "b\\ c"])),
+        ("shuffle(1,2,3)", CategoricalDistribution(["1", "2", "3"])),
+        ("[1,2],[3]", CategoricalDistribution(["[1,2]", "[3]"])),
+    ],
+)
+def test_each_range_has_a_distribution(value: str, expected: BaseDistribution) -> None:
+    assert distribution(f"seed={value}") == expected
+
+
+def test_a_pattern_names_files_of_a_group() -> None:
+    found = distribution("optimizer=glob(*)")
+    assert isinstance(found, CategoricalDistribution)
+    assert {"adamw", "sgd"} <= set(found.choices)
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("interval(5,1)", "begins below its end"),
+        ("interval(1,1)", "begins below its end"),
+        ("tag(log, interval(0,1))", "begins above 0"),
+        ("tag(lin, interval(0,1))", "there is no tag 'lin'"),
+        ("tag(log, choice(1,2))", "has no scale"),
+        ("range(5,1)", "it has no values"),
+        ("tag(log, range(1,9,2))", "has the step 1"),
+        ("tag(log, range(0.1,1,0.1))", "Write tag\\(log, interval"),
+        ("choice(1,1)", "stands there twice"),
+    ],
+)
+def test_a_range_without_values_is_told(value: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        distribution(f"seed={value}")
+
+
+def test_what_cannot_be_read_is_told() -> None:
+    problems = Problems()
+    with hydra_setup.session():
+        assert parsed_override("seed=interval(1", problems) is None
+    assert "interval(a,b)" in problems[0].remedy
+
+
+# -- conditions --------------------------------------------------------------------------
+
+
+FOUND = {
+    "optimizer": CategoricalDistribution(["adamw", "sgd"]),
+    "optimizer.momentum": FloatDistribution(0.0, 0.9),
+    "layers": IntDistribution(1, 3),
+    "optimizer.nesterov": CategoricalDistribution(["true", "false"]),
+}
+FIXED = {"model": "cnn"}
+
+
+def read(when: object) -> dict[str, tuple[Condition, ...]]:
+    problems = Problems()
+    found = read_conditions(when, FOUND, FIXED, problems)
+    problems.raise_if()
+    return found
+
+
+def test_conditions_are_read_nested_or_dotted() -> None:
+    expected = (Condition("optimizer", ("sgd",)),)
+    assert read({"optimizer.momentum": "optimizer=sgd"})["optimizer.momentum"] == expected
+    assert read({"optimizer": {"momentum": "optimizer=sgd"}})["optimizer.momentum"] == expected
+    both = read({"optimizer.momentum": ["optimizer=sgd", "layers=1, 2"]})["optimizer.momentum"]
+    assert both == (*expected, Condition("layers", ("1", "2")))
+
+
+def test_a_condition_on_a_fixed_key_holds_always_or_never() -> None:
+    assert read({"layers": "model=cnn"})["layers"] == ()
+    assert "layers" not in read({"layers": "model=gpt"})
+    never = read({"layers": "model=gpt", "optimizer.momentum": "layers=1"})
+    assert set(never) == {"optimizer", "optimizer.nesterov"}
+
+
+def test_conditions_hold_for_what_was_chosen() -> None:
+    own = (Condition("optimizer", ("sgd",)),)
+    assert hold(own, {"optimizer": "sgd"})
+    assert not hold(own, {"optimizer": "adamw"})
+    assert not hold(own, {})
+    assert hold((), {})
+
+
+def test_a_key_comes_after_those_it_depends_on() -> None:
+    of = read({"optimizer.momentum": "optimizer.nesterov=true", "optimizer.nesterov": "layers=1"})
+    order = in_order(of)
+    assert order.index("layers") < order.index("optimizer.nesterov")
+    assert order.index("optimizer.nesterov") < order.index("optimizer.momentum")
+
+
+@pytest.mark.parametrize(
+    ("when", "message"),
+    [
+        ({"optimizer.momentun": "optimizer=sgd"}, "Did you mean 'optimizer.momentum'"),
+        ({"layers": "optimizr=sgd"}, "Did you mean 'optimizer'"),
+        ({"layers": "optimizer=sdg"}, "Did you mean 'sgd'"),
+        ({"layers": "optimizer"}, "a condition is other_key=value"),
+        ({"layers": "layers=1"}, "does not depend on itself"),
+        ({"layers": "optimizer.momentum=0.5"}, "has no single values"),
+        ("optimizer=sgd", "maps swept keys"),
+    ],
+)
+def test_a_mistake_is_told(when: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(when)
+
+
+def test_keys_that_depend_on_each_other_are_told() -> None:
+    found = read({"layers": "optimizer=sgd", "optimizer": "layers=1"})
+    with pytest.raises(ConfigError, match="depend on each other"):
+        in_order(found)

@@ -1,11 +1,15 @@
-"""Settings of a search, and the mistakes one makes with them."""
+"""S4, C1: settings of a search are examined before its first job."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
 from accel.machine.errors import ConfigError
-from runner.recipe import sweepers
+from runner.recipe import composition, hydra_setup, sweepers
+from runner.sweep import jobs, study_settings
+from runner.sweep import settings as sweep_settings
 from runner.sweep.study_settings import Settings
 
 
@@ -90,3 +94,78 @@ def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         read(n_trials=0, sampler="tpee", direction="up")
     assert len(caught.value.problems) == 3
+
+
+# -- before the first job ----------------------------------------------------------------
+
+
+LR = "optimizer.lr=tag(log, interval(1e-4, 1e-1))"
+
+
+@pytest.fixture(autouse=True)
+def _session() -> Iterator[None]:
+    with hydra_setup.session():
+        yield
+
+
+def probes(*overrides: str) -> list[list[str]]:
+    return study_settings.probes(["hydra/sweeper=optuna", *overrides], "config", "optuna")
+
+
+def test_jobs_to_check_hold_no_override_of_hydra() -> None:
+    found = probes(LR, "optimizer=adamw,sgd", "hydra.sweeper.n_trials=3")
+    assert not [one for job in found for one in job if one.startswith("hydra")]
+    assert ["optimizer.lr=0.1", "optimizer=adamw"] in found
+
+
+def test_ranges_stand_in_params_as_well() -> None:
+    found = probes("hydra.sweeper.params={optimizer.lr: 'interval(0,1)', seed: '1,2'}")
+    assert {"optimizer.lr=1.0", "seed=2"} <= {one for job in found for one in job}
+    nested = probes("hydra.sweeper.params.optimizer.lr='interval(0,1)'")
+    assert ["optimizer.lr=1.0"] in nested
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((LR, "hydra.sweeper.n_trial=3"), "Did you mean 'n_trials'"),
+        ((LR, "hydra.sweeper.sampler=tpee"), "Did you mean 'tpe'"),
+        (("seed=1,2", "hydra.sweeper.sampler=bruteforce"), "a grid needs no sampler"),
+        (("seed=3",), "searches no key"),
+        ((LR, "hydra.sweeper.when={optimizer.momentun: 'optimizer=sgd'}"), "swept key"),
+        (("optimizer.lr=interval(1,0)", "hydra.sweeper.n_trials=0"), "at least 1"),
+    ],
+)
+def test_a_mistake_is_told_of_plan(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        probes(*overrides)
+
+
+def test_without_the_package_its_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "is_available", lambda package: False)
+    choice = jobs.Choice("basic", "optuna")
+    with pytest.raises(ConfigError, match=r"accel-runner\[optuna\]"):
+        jobs.lists([LR], choice, sweep_settings.Settings())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        (("checkpoint.monitor=accuracy", "checkpoint.mode=max"), "max"),
+        ((), "min"),
+        (("experiment=bytes_gpt",), "min"),
+    ],
+)
+def test_the_recipe_says_what_is_better(overrides: tuple[str, ...], mode: str) -> None:
+    recipe = composition.require(composition.new_run(overrides, "config"))
+    assert study_settings.monitored(recipe)[1] == mode
+
+
+def test_a_sweep_keeps_the_settings_but_for_scheduling() -> None:
+    line = ["hydra/sweeper=optuna", LR, "hydra.sweeper.n_trials=3", "hydra.sweeper.seed=5"]
+    recipe = composition.require(composition.new_run((), "config"))
+    kept = study_settings.recorded(line, "config", recipe)
+    assert (kept["seed"], kept["sampler"]) == (5, {"name": "tpe"})
+    assert not {"n_trials", "n_jobs", "timeout", "max_failure_rate"} & kept.keys()
+    with pytest.raises(ConfigError, match="direction=maximize: the best of the monitored metric"):
+        study_settings.recorded([*line, "hydra.sweeper.direction=maximize"], "config", recipe)

@@ -1,4 +1,4 @@
-"""The task that launchers call with each job."""
+"""C3, S2: the task that any launcher of Hydra calls with each job."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import os
 import pickle
 import platform
 import signal
-import subprocess
-import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +14,8 @@ import pytest
 
 from runner.recipe.schema import Recipe
 from runner.sweep import attempt, directory, pool, task
-from runner.sweep.journal import Journal
 from runner.sweep.live import Live
 from runner.sweep.task import JobFailed, Local, Task
-from tests.helpers import SECONDS
 from tests.runner.sweep.stand_ins import StandIn
 from tests.runner.sweep.test_directory import described
 
@@ -37,7 +31,7 @@ def called(sweep: directory.Sweep, tmp_path: Path) -> Task:
     control = tmp_path / "control"
     control.mkdir()
     here = (os.getpid(), platform.node())
-    return Task(str(sweep.path), str(control), "config", *here, "other", ("runner",), (0, 2))
+    return Task(str(sweep.path), str(control), "config", *here, command=("runner",), numbers=(0, 2))
 
 
 def with_server(called: Task, server: StandIn) -> Task:
@@ -83,92 +77,6 @@ def test_a_stop_ends_the_command(called: Task) -> None:
     with pytest.raises(SystemExit) as ended:
         with_server(called, server).run_here([["seed=5"], ["seed=7"]], 0)
     assert ended.value.code == 75
-
-
-class Launcher:
-    """Gives up after the first job of a batch, as joblib does when a process is killed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.task_function: Any = None
-        self.batches: list[tuple[int, ...]] = []
-        self._journal = Journal(folder)
-
-    def launch(self, jobs: list[list[str]], first: int) -> None:
-        self.batches.append(self.task_function.numbers)
-        self._journal.started(self.task_function.numbers[0], jobs[0])
-        if len(jobs) > 1:
-            raise RuntimeError("a worker was killed")
-
-
-def test_jobs_that_a_launcher_never_started_are_launched_again(
-    called: Task, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launcher: Any = Launcher(Path(called.folder))
-    replace(called, numbers=(0, 1, 2)).launch_with(launcher, [["a"], ["b"], ["c"]], 0)
-    assert launcher.batches == [(0, 1, 2), (1, 2), (2,)]
-    assert "a worker was killed" in capsys.readouterr().err
-
-
-def test_a_job_that_failed_before_is_launched_again_too(called: Task) -> None:
-    journal = Journal(Path(called.folder))
-    journal.ended(1, journal.started(1, ["b"]), ["b"], 1)  # by an earlier command
-    launcher: Any = Launcher(Path(called.folder))
-    replace(called, numbers=(0, 1)).launch_with(launcher, [["a"], ["b"]], 0)
-    assert launcher.batches == [(0, 1), (1,)]
-
-
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfds")
-def test_jobs_that_joblib_ends_with_another_go_on(
-    called: Task, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    watched: list[int] = []
-    real = os.pidfd_open
-    monkeypatch.setattr(os, "pidfd_open", lambda pid: watched.append(pid) or real(pid))
-    control, journal = Path(called.control), Journal(Path(called.folder))
-    batches: list[tuple[int, ...]] = []
-
-    class Joblib:
-        """Runs all jobs at once; the process of job 1 is killed, and the others with it."""
-
-        task_function: Any = None
-
-        def launch(self, jobs: list[list[str]], first: int) -> None:
-            batches.append(self.task_function.numbers)
-            if len(batches) > 1:
-                return
-            line = [sys.executable, "-c", "import time; time.sleep(600)"]
-            workers = [subprocess.Popen(line) for _ in jobs[:2]]
-            for number, worker in enumerate(workers):
-                journal.started(number, jobs[number])
-                (control / f"{number}.pid").write_text(f"{worker.pid} {platform.node()}")
-            (watch,) = (one for one in threading.enumerate() if one.name == "worker-deaths")
-            deadline = time.monotonic() + SECONDS
-            while len(watched) < 2 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            workers[1].kill()
-            watch.join(SECONDS)
-            for worker in workers:
-                worker.kill()
-                worker.wait(SECONDS)
-            raise RuntimeError("a worker was killed")
-
-    task = replace(called, numbers=(0, 1, 2), launcher="joblib")
-    task.launch_with(Joblib(), [["a"], ["b"], ["c"]], 0)  # type: ignore[arg-type]
-    assert batches == [(0, 1, 2), (0, 2)]
-    assert [journal.state(number).status for number in (0, 1)] == ["interrupted", "failed"]
-    assert "with that of job 0001" in str(journal.state(0).ended["reason"])
-    said = capsys.readouterr().err
-    assert "job 0001 failed: its process has died" in said
-    assert "job 0000 interrupted: hydra/launcher=joblib ended its process" in said
-
-
-def test_a_launcher_that_starts_nothing_is_not_asked_again(called: Task) -> None:
-    class Broken:
-        def launch(self, jobs: list[list[str]], first: int) -> None:
-            raise RuntimeError("no such partition")
-
-    with pytest.raises(RuntimeError, match="no such partition"):
-        called.launch_with(Broken(), [["a"], ["b"]], 0)  # type: ignore[arg-type]
 
 
 # -- in a process of the launcher's --------------------------------------------------------

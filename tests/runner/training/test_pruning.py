@@ -36,7 +36,7 @@ class Scripted(Fit):
 def study_in(folder: Path, *, mode: str = "min", **changes: Any) -> optuna.Study:
     """Return a study with one good complete trial, and a running one, of job 1."""
     folder.mkdir(exist_ok=True)
-    file = StudyFile(study.JOURNAL, "sweep", folder.name, mode=mode, pruner=PRUNER)
+    file = StudyFile(study.JOURNAL, "sweep", mode=mode, pruner=PRUNER)
     StudyFile(**{**vars(file), **changes}).write(folder)
     storage = optuna_study.storage_of(study.JOURNAL, folder)
     found = optuna.create_study(storage=storage, study_name="sweep", direction=f"{mode}imize")
@@ -44,7 +44,7 @@ def study_in(folder: Path, *, mode: str = "min", **changes: Any) -> optuna.Study
     for step in (5, 10, 15, 20):
         first.report(1.0, step)
     found.tell(first, 1.0)
-    attribute = {"number": 1, "sweep": folder.name, "command": "x", "overrides": []}
+    attribute = {"number": 1, "command": "x", "overrides": []}
     found.ask().set_user_attr(JOB, attribute)
     return found
 
@@ -91,7 +91,7 @@ def test_a_run_that_was_killed_after_the_decision_is_pruned_at_once(tmp_path: Pa
     found = study_in(tmp_path, pruner={})
     assert train(tmp_path, 0.5, 0.5, 0.5, 0.5, 0.5)["stopped"] == "epochs"
     trial = optuna_study.running_trial(
-        found, optuna_study.storage_of(study.JOURNAL, tmp_path), tmp_path.name, 1
+        found, optuna_study.storage_of(study.JOURNAL, tmp_path), 1
     )
     assert trial is not None
     trial.set_user_attr("pruned", 5)
@@ -126,7 +126,7 @@ def test_an_evaluation_without_the_metric_reports_nothing(tmp_path: Path) -> Non
 
 def test_runs_of_several_objectives_report_nothing(tmp_path: Path) -> None:
     study_in(tmp_path, mode="min")
-    StudyFile(study.JOURNAL, "sweep", tmp_path.name, mode=None).write(tmp_path)
+    StudyFile(study.JOURNAL, "sweep", mode=None).write(tmp_path)
     assert pruning.callbacks_of(study.job_folder(tmp_path, 1)) == {}
 
 

@@ -1,0 +1,256 @@
+"""Jobs of a sweep on Slurm: submitit hands them over as one array.
+
+How a job has ended is read from the sweep's journal, and whether it is still to come from the
+queue, so that Slurm needs no accounting. Elements that an earlier command has left waiting in the
+queue are cancelled; what runs of them is waited for, and not submitted again.
+
+Rank 0 trains the job and records its end; the others join it. A job that is stopped has its state
+saved, and is queued again where Slurm does not do so itself:
+
+| signal | what follows |
+|---|---|
+| SIGUSR2 (submitit's) before the time limit | queued again, at most `max_num_timeout` times |
+| SIGUSR2 or SIGTERM while the job is preempted | queued again |
+| SIGTERM of ``scontrol requeue`` | Slurm queues it again |
+| SIGTERM of ``scancel``, or of the command that began the sweep | not queued again |
+
+Source: https://slurm.schedmd.com/preempt.html; https://facebookincubator.github.io/submitit/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.utils import JobReturn
+from omegaconf import OmegaConf
+
+from accel.machine import env
+from accel.machine.errors import StateError
+from runner.exit_codes import DONE, FAILED, STOPPED
+from runner.launch import launcher, worker
+from runner.recipe import processes
+from runner.run_dir import slurm_job
+from runner.sweep.journal import JobState, Journal
+from runner.sweep.task import Task, closed
+
+if TYPE_CHECKING:
+    from submitit import AutoExecutor
+
+LAUNCHER = "submitit_slurm"
+FOLDER = "submitit_folder"
+# Parameters that submitit has on every kind of cluster; the others are Slurm's.
+SHARED = (
+    *("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node"),
+    *("name", "stderr_to_stdout"),
+)
+PREEMPT_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"
+LOOK_SECONDS, MOST_SECONDS = 0.5, 15.0
+# A job that fails in one process would leave the others waiting in a collective.
+SRUN = ["--kill-on-bad-exit=1"]
+
+
+def launch(
+    task: Task, settings: Mapping[str, Any], job_overrides: Sequence[Sequence[str]], first: int
+) -> Sequence[JobReturn]:
+    """Run jobs to their ends; their objectives are the results.
+
+    Args:
+        task: of the sweep.
+        settings: `hydra.launcher`.
+        job_overrides: of each job.
+        first: as Hydra counts the first of them.
+    """
+    return _Array(task, settings).launch(job_overrides, first)
+
+
+class _Array:
+    def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
+        self._task, self._params = task, settings
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> Sequence[JobReturn]:
+        task = self._task
+        jobs = {
+            task.number(first + index): closed(overrides)
+            for index, overrides in enumerate(job_overrides)
+        }
+        journal = Journal(Path(task.folder))
+        ids = self._left_running(journal, jobs)
+        new = [number for number in jobs if number not in ids]
+        if new:
+            submitted = self._submit(new, [jobs[number] for number in new])
+            ids |= dict(zip(new, submitted, strict=True))
+            array = submitted[0].partition("_")[0]
+            print(f"Slurm: job {array}, {len(new)} runs (scancel {array} stops them)", flush=True)
+        try:
+            self._wait(ids, journal)
+        except KeyboardInterrupt:
+            slurm_job.cancel(*ids.values())
+            raise
+        if task.is_stopped:
+            raise SystemExit(STOPPED)
+        states = journal.states()
+        codes = {number: _code_of(states.get(number)) for number in jobs}
+        return task.returned(job_overrides, first, codes)
+
+    def _left_running(self, journal: Journal, jobs: Collection[int]) -> dict[int, str]:
+        """Cancel what waits of earlier commands on the sweep; return what runs, by job number."""
+        folder = Path(str(self._params[FOLDER])).parent
+        arrays = {path.name.partition("_")[0] for path in folder.glob("[0-9]*")}
+        before = {i for i in slurm_job.queue() if i.partition("_")[0] in arrays}
+        slurm_job.cancel(*before, state=slurm_job.PENDING)
+        left = before & slurm_job.queue().keys()
+        states = journal.states()
+        found = {number: states[number].slurm for number in jobs if number in states}
+        running = {n: i for n, i in found.items() if i in left and not states[n].ended}
+        for number, job_id in running.items():
+            print(f"job {number:04} runs as Slurm's job {job_id}: it is waited for", flush=True)
+        return running
+
+    def _submit(self, numbers: list[int], overrides: list[list[str]]) -> list[str]:
+        """Submit jobs as an array; return their ids, as squeue shows them."""
+        import submitit
+
+        executor: AutoExecutor = submitit.AutoExecutor(folder=self._params[FOLDER], cluster="slurm")
+        executor.update_parameters(**self._given())
+        task = SlurmTask(self._task, int(self._params.get("max_num_timeout") or 0))
+        return [str(job.job_id) for job in executor.map_array(task, numbers, overrides)]
+
+    def _given(self) -> dict[str, Any]:
+        given = {
+            name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            for name, value in self._params.items()
+            if value is not None and name not in (FOLDER, "max_num_timeout")
+        }
+        named = {name if name in SHARED else f"slurm_{name}": v for name, v in given.items()}
+        return {**named, "slurm_srun_args": SRUN}
+
+    def _wait(self, ids: Mapping[int, str], journal: Journal) -> None:
+        """Wait until the jobs are neither queued nor run; cancel them if the command is stopped."""
+        seconds, is_cancelled, trouble = LOOK_SECONDS, False, ""
+        while True:
+            try:
+                if self._task.is_stopped and not is_cancelled:
+                    slurm_job.cancel(*ids.values())
+                    is_cancelled, seconds = True, LOOK_SECONDS
+                if not slurm_job.queue().keys() & set(ids.values()):
+                    return
+                trouble = ""
+            except StateError as error:  # the controller restarts
+                if str(error) != trouble:
+                    print(f"{error}; asking again", file=sys.stderr, flush=True)
+                trouble = str(error)
+            states = journal.states()
+            if all(number in states and states[number].is_complete for number in ids):
+                return
+            time.sleep(seconds)
+            seconds = LOOK_SECONDS if self._task.is_stopped else seconds * 1.2
+            seconds = min(seconds, MOST_SECONDS)
+
+
+def _code_of(state: JobState | None) -> int:
+    if state is None:
+        return FAILED
+    if state.is_complete:
+        return DONE
+    code = state.ended.get("code")
+    return code if isinstance(code, int) else FAILED
+
+
+# -- in a job of Slurm's --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """A job of a sweep, as each process of a job of Slurm's runs it; it can be pickled.
+
+    Args:
+        task: the task of the sweep.
+        max_num_timeout: how often a job is queued again after its time limit.
+    """
+
+    task: Task
+    max_num_timeout: int = 0
+
+    def __call__(self, number: int, overrides: list[str]) -> None:
+        """Train a job. Returns where it is complete; else the process is ended with its code."""
+        place = processes.adopted()
+        with _warning_taken() as warned:
+            if place is None:
+                code = self._alone(number, overrides)
+            elif place.rank > 0:
+                code = launcher.follow(place)
+                code = DONE if code == STOPPED else code
+            else:
+                code = self._leading(number, overrides)
+            if code == STOPPED:
+                self._queue_again(warned.is_set())
+        if code != DONE:
+            worker.end_process(code)
+
+    def _alone(self, number: int, overrides: list[str]) -> int:
+        with self.task.in_launcher_process(number):
+            return self.task.attempt(number, overrides)
+
+    def _leading(self, number: int, overrides: list[str]) -> int:
+        with self.task.noted(number):
+            code = self.task.attempt(number, overrides)
+        if code == DONE:  # perhaps it was complete before
+            launcher.release_followers()
+        return code
+
+    def _queue_again(self, is_warned: bool) -> None:
+        """Queue the job again after a stop, unless Slurm does, or the command ends the sweep."""
+        if self.task.is_stopped:
+            return
+        try:
+            if slurm_job.field("JobState") != slurm_job.RUNNING:  # Slurm ends it
+                return
+            is_preempted = slurm_job.field("PreemptTime") not in ("", "None")
+            restarts = int(env.read("SLURM_RESTART_COUNT") or 0)
+            if is_warned and not is_preempted and restarts >= self.max_num_timeout:
+                print(
+                    f"The time is up, and hydra.launcher.max_num_timeout={self.max_num_timeout}: "
+                    "the job is not queued again. The same command goes on with it.",
+                    flush=True,
+                )
+                return
+            print("The state is saved; the job is queued again.", flush=True)
+            slurm_job.requeue()
+        except StateError as error:
+            print(f"The job could not be queued again: {error}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _warning_taken() -> Iterator[threading.Event]:
+    """Take submitit's signal in the context: it stops the run; the event is then set.
+
+    It is blocked here and, by inheritance, in workers and loaders, which Slurm may send it to as
+    well and which it would end.
+    """
+    number = getattr(signal, f"SIG{env.read(PREEMPT_SIGNAL) or 'USR2'}")
+    warned, ended = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        while not ended.is_set():
+            if signal.sigtimedwait([number], LOOK_SECONDS) is not None:
+                warned.set()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    thread = threading.Thread(target=wait, name="slurm-warning", daemon=True)
+    thread.start()
+    try:
+        yield warned
+    finally:
+        ended.set()
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
