@@ -68,7 +68,7 @@ def write_run(
     given = [f"{k}={v}" for k, v in (values or {}).items()] if overrides is None else overrides
     job: dict[str, Any] = {"overrides": given, "imports": []}
     job |= {"run_dir": str(path), "resume_from": None, "cwd": "/", "config_name": "config"}
-    (path / "job.json").write_text(json.dumps({**job, "recipe": text}))
+    (path / "job.json").write_text(json.dumps(job))
     write(path / "environment.json", {
         "started": started, "command": ["python", "-m", "runner"], "cwd": "/", "hostname": "vm",
         "packages": packages or {"torch": "2.13.0"}, "git": git, "data": data or {}, "cpu_count": 2,

@@ -96,7 +96,7 @@ def test_the_frozen_recipe_is_run_with_its_limits(
     assert not fresh
     out = capsys.readouterr().out
     assert "torch was 2.13.0, and is" in out
-    assert "data       not compared" in out
+    assert "data       as recorded" in out
 
 
 def test_overrides_change_it_even_where_a_resume_could_not(

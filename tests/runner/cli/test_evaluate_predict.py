@@ -16,7 +16,7 @@ import pytest
 from runner import cli
 from runner.cli import evaluate_predict
 from runner.inference.load import load
-from runner.run_dir import data_files, evaluations, provenance
+from runner.run_dir import environment, evaluations, provenance
 from tests.helpers import ROOT, about, python
 from tests.runner.runs import make_run
 from tests.runner.written_runs import write_run
@@ -84,12 +84,12 @@ def test_data_that_has_changed_since_is_said_and_kept_with_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path)
-    file = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
+    file = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0}
     (run_dir / "environment.json").write_text(json.dumps({"data": {"data.path": file}}))
     now = {"data.path": {**file, "bytes": 12}}
-    monkeypatch.setattr(data_files, "find", lambda node: now)
+    monkeypatch.setattr(environment, "data_files", lambda node: now)
     assert cli.main(["eval", str(run_dir), "--split", "test"]) == 0
-    said = "data: not as it was trained with: data.path: 1 file of 9 bytes then, 1 file of 12 bytes"
+    said = "data: not as it was trained with: data.path: 1 file of 9 bytes"
     assert said in capsys.readouterr().out
     assert evaluations.read(run_dir)[-1]["data"] == now
     line = ["eval", str(run_dir), "--split", "test"]

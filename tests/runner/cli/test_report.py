@@ -67,15 +67,6 @@ def test_a_device_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"--output {os.devnull}: a report is a file" in capsys.readouterr().err
 
 
-def test_in_the_terminal_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep = write_sweep(tmp_path)
-    assert cli.main(["report", str(sweep), "--terminal"]) == 0
-    assert "validation/loss" in capsys.readouterr().out
-    assert not list(sweep.glob("report*"))
-
-
 def test_a_full_disk_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = write_sweep(tmp_path)
     (sweep / "report.html").mkdir()

@@ -90,9 +90,7 @@ def test_the_last_evaluation_prunes_nothing_any_more(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_after_the_decision_is_pruned_at_once(tmp_path: Path) -> None:
     found = study_in(tmp_path, pruner={})
     assert train(tmp_path, 0.5, 0.5, 0.5, 0.5, 0.5)["stopped"] == "epochs"
-    trial = optuna_study.running_trial(
-        found, optuna_study.storage_of(study.JOURNAL, tmp_path), 1
-    )
+    trial = optuna_study.running_trial(found, optuna_study.storage_of(study.JOURNAL, tmp_path), 1)
     assert trial is not None
     trial.set_user_attr("pruned", 5)
     resume = newest(study.job_folder(tmp_path, 1))
