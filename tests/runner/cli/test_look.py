@@ -76,7 +76,7 @@ def test_without_runs_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("show",), "required: RUN_DIR"),
         (("compare", "runs/digits/20260101-120000-aaaa"), "two runs or more"),
         (("report", "status=failed"), "Name one"),
-        (("report", "runs", "status=pruned", "--terminal"), "no run fulfills"),
+        (("report", "runs", "status=pruned"), "no run fulfills"),
         (("report", "runs", "--output", "no/where.html"), "a folder that exists"),
     ],
 )

@@ -14,7 +14,6 @@ from runner.cli import dispatch
 from runner.exit_codes import REFUSED
 from runner.inference.load import described, find_checkpoint
 from runner.launch import failures
-from runner.recipe import parts
 from runner.recipe.schema import Checkpoint, Recipe
 from runner.run_dir import directory
 from runner.training.checkpointing import Best, read_best
