@@ -7,7 +7,6 @@ files alone; values are set here, one by one, and each mistake is reported besid
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import types
 import typing
@@ -47,7 +46,7 @@ class Words:
 def sorted_words(overrides: Sequence[str]) -> Words:
     """Sort overrides without sweeps; of several of one key the last is taken."""
     overrides, problems = keys.pairs(overrides)
-    found = Words([], [], [*problems, *_switches(overrides)])
+    found = Words([], [], problems)
     for override in unique(overrides):
         wrong = hydra_setup.hydra_problems([override])
         if wrong:
@@ -186,15 +185,6 @@ def _has_place(group: str) -> bool:
     return group in PLUGINS or (paths.conf_folder() / group).is_dir()
 
 
-def _switches(overrides: Sequence[str]) -> list[Problem]:
-    values: dict[str, object] = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if value.lstrip("-").isdigit():
-            values[key.lstrip("+")] = int(value)
-    return list(keys.switches(values))
-
-
 def _sweep_problem(parsed: Override, override: str) -> Problem | None:
     if not parsed.is_sweep_override():
         return None
@@ -251,6 +241,8 @@ def _apply(parsed: Override, config: DictConfig) -> list[Problem]:
     node = _factory_node(parsed)
     if node is not None:
         _rename(node, parsed, config)
+    if keys.is_switch(key) and type(parsed.value()) is int and parsed.value() not in (0, 1):
+        return [Problem(line, _rule_of(key), "Correct the value.")]  # OmegaConf takes it for true
     try:
         OmegaConf.update(config, key, parsed.value(), merge=True, force_add=True)
     except (OmegaConfBaseException, AssertionError, TypeError) as failure:
@@ -271,8 +263,7 @@ def _rename(node: str, parsed: Override, config: DictConfig) -> None:
 def _take_out(key: str, line: str, known: Sequence[str], config: DictConfig) -> list[Problem]:
     """Take an argument of a factory or another free key out, or return why not."""
     if not keys.is_free(key):
-        remedy = _instead(key)
-        return [Problem(line, "every key of a recipe has a value", remedy)]
+        return [Problem(line, "every key of a recipe has a value", f"Give {key}=… another one.")]
     parent, _, leaf = key.rpartition(".")
     if key not in known:
         names = [name.rpartition(".")[2] for name in known if name.startswith(f"{parent}.")]
@@ -311,23 +302,6 @@ def _rule_of(key: str) -> str:
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     words = [TYPES.get(part, "") for part in parts]
     return f"it is {' or '.join(words)}" if all(words) else ""
-
-
-def _instead(key: str) -> str:
-    """Return the remedy for a key of the schema that was to be taken out."""
-    parent, _, leaf = key.rpartition(".")
-    kind = keys.node_of(parent) if parent else Recipe
-    assert kind is not None
-    default = next(field.default for field in dataclasses.fields(kind) if field.name == leaf)
-    if default is None or type(None) in typing.get_args(typing.get_type_hints(kind)[leaf]):
-        return "Set it to null."
-    if isinstance(default, (bool, int, float, str)):
-        return f"Write {key}={_typed(default)}, the default."
-    return "Leave it out."
-
-
-def _typed(value: float | str) -> str:
-    return str(value) if isinstance(value, str) else json.dumps(value)
 
 
 def translate(error: Exception, config_name: str) -> list[Problem]:

@@ -80,14 +80,12 @@ def problems(recipe: Recipe) -> list[Problem]:
     """
     from accel.trackers.table import filter_trackers
 
-    distributed = recipe.distributed
     checks: tuple[Callable[[], object], ...] = (
         lambda: _batch_plan(recipe),
         lambda: _check_plan(recipe),
         lambda: _check_clipping(recipe),
         lambda: _check_weights(recipe),
         lambda: ConfigError.raise_if(environment_conflicts(recipe, Environment.read())),
-        lambda: processes.check_interface(distributed),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
     found = Problems()

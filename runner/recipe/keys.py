@@ -212,19 +212,6 @@ def _value_of(word: str, following: Sequence[str]) -> tuple[str, int] | None:
     return None
 
 
-def no_switch(key: str, value: object) -> bool:
-    """Return whether a number other than 0 and 1 was given for a key that is true or false."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and value not in (0, 1) and is_switch(key)
-
-
-def switches(values: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield a problem for each number that was given for true or false."""
-    for key, value in values.items():
-        if no_switch(key, value):
-            yield Problem(f"{key}={value}", "it is true or false", "Correct the value.")
-
-
 # -- errors of the engine ------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -125,24 +124,6 @@ def restarts_of_new_runs() -> Problems:
             "Add resume=auto (also for the first start), or leave --max-restarts out.",
         )
     return problems
-
-
-def check_interface(distributed: Distributed) -> None:
-    """Raise if processes on the CPU are to meet at a network interface that is not there.
-
-    Raises:
-        ConfigError: naming those that are.
-    """
-    given = env.read(INTERFACE)
-    elsewhere = distributed.kind == ray_placement.KIND
-    if not given or elsewhere or device(distributed) != "cpu" or count(distributed) == 1:
-        return
-    present = [name for _, name in socket.if_nameindex()]
-    missing = [name for name in given.split(",") if name and name not in present]
-    if missing:
-        rule = f"gloo finds no network interface {missing[0]!r} on this machine"
-        remedy = f"Unset it, or name one of: {', '.join(present)}."
-        raise ConfigError.of(f"{INTERFACE}={given}", rule, remedy)
 
 
 def dp_size(recipe: Recipe, num_processes: int) -> int:

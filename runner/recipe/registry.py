@@ -7,7 +7,6 @@ and imported when first used, so that names can be listed without importing torc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -88,12 +87,8 @@ class Registry:
 
 
 def _origin(factory: object) -> str:
-    if isinstance(factory, functools.partial):
-        given = [repr(value) for value in factory.args]
-        given += [f"{name}={value!r}" for name, value in factory.keywords.items()]
-        return f"{_origin(factory.func)}({', '.join([*given, '…'])})"
-    if not hasattr(factory, "__qualname__"):
-        return f"{_origin(type(factory))}()"
+    if not hasattr(factory, "__qualname__"):  # a partial, or an instance with `__call__`
+        return repr(factory)
     return f"{factory.__module__}:{factory.__qualname__}"
 
 

@@ -139,7 +139,6 @@ FILES = (
         "experiment=own",
         "conf/experiment/own.yaml",
         "trainer.epoch",
-        "optimizer.lrr",
         "sead",
         conf__experiment__own=f"{OVERLAY}sead: 1\ntrainer:\n  epoch: 3\noptimizer:\n  lrr: 1\n",
     ),

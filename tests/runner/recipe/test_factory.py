@@ -251,11 +251,9 @@ def test_any_callable_is_registered_and_checked(made: Any, registered: None) -> 
 
 def test_a_name_of_another_callable_is_refused_by_what_has_it(registered: None) -> None:
     register.model("callable_a")(functools.partial(linear, 3, bias=False))
-    rule = r"the name belongs to \S*test_factory:linear\(3, bias=False, …\)"
-    with pytest.raises(ConfigError, match=rule):
-        register.model("callable_a")(functools.partial(linear, 4))
-    with pytest.raises(ConfigError, match=rf"on \S*test_factory:Maker\(\): {rule}"):
-        register.model("callable_a")(Maker())
+    for other in (functools.partial(linear, 4), Maker()):
+        with pytest.raises(ConfigError, match=r"the name belongs to functools\.partial"):
+            register.model("callable_a")(other)
 
 
 def test_names_are_listed_without_importing() -> None:

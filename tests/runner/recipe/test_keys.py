@@ -77,11 +77,6 @@ def test_values_behind_a_space_are_taken_out() -> None:
     ]
 
 
-def test_a_number_is_no_switch_unless_it_is_0_or_1() -> None:
-    values = {"deterministic": 2, "trainer.epochs": 2, "checkpoint.at_end": 1, "nowhere.x": 2}
-    assert [problem.value for problem in keys.switches(values)] == ["deterministic=2"]
-
-
 @pytest.mark.parametrize(
     ("key", "remedy"),
     [

@@ -8,8 +8,8 @@ import pytest
 
 from accel.machine import env
 from accel.machine.errors import ConfigError, MissingPackageError
-from runner.recipe import engine, processes
-from runner.recipe.schema import Distributed, Recipe
+from runner.recipe import processes
+from runner.recipe.schema import Distributed
 
 ALONE = {"RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": None}
 
@@ -89,18 +89,6 @@ def test_tasks_of_srun_that_cannot_join_each_other_are_refused() -> None:
 )
 def test_device(fields: dict[str, Any], device: str | None) -> None:
     assert processes.device(Distributed(**fields)) == device
-
-
-def test_an_interface_that_is_not_there_is_refused_before_workers_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    two = Distributed(kind="multi_cpu", num_processes=2)
-    (told, *_) = map(str, engine.problems(Recipe(distributed=two)))
-    assert "GLOO_SOCKET_IFNAME=nosuch0: gloo finds no network interface 'nosuch0'" in told
-    processes.check_interface(Distributed())
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    processes.check_interface(two)
 
 
 def test_a_recipe_is_checked_for_another_machine() -> None:
