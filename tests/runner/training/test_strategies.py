@@ -1,4 +1,4 @@
-"""The loop under every engine: equal losses, states that any engine goes on from, the header."""
+"""R1, R5: equal losses under every strategy, and states that any strategy resumes."""
 
 from __future__ import annotations
 
