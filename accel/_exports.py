@@ -144,6 +144,7 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "accel.trackers.mlflow": ("MLflowTracker",),
         "accel.trackers.swanlab": ("SwanLabTracker",),
         "accel.trackers.table": (
+            "LOGGER_TYPE_TO_CLASS",
             "filter_trackers",
             "get_available_trackers",
             "register_tracker_class",

@@ -9,6 +9,7 @@ from accel.trackers.csv import CSVTracker as CSVTracker
 from accel.trackers.dvclive import DVCLiveTracker as DVCLiveTracker
 from accel.trackers.mlflow import MLflowTracker as MLflowTracker
 from accel.trackers.swanlab import SwanLabTracker as SwanLabTracker
+from accel.trackers.table import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
 from accel.trackers.table import filter_trackers as filter_trackers
 from accel.trackers.table import get_available_trackers as get_available_trackers
 from accel.trackers.table import register_tracker_class as register_tracker_class

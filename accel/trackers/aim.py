@@ -10,13 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel.trackers.base import (
-    LibraryTracker,
-    images_of,
-    on_main_process,
-    plain,
-    scalars_and_texts,
-)
+from accel.trackers.base import LibraryTracker, images_of, on_main_process
 
 Options = Mapping[str, Mapping[str, object]]
 
@@ -31,15 +25,15 @@ class AimTracker(LibraryTracker):
     """
 
     name = "aim"
+    library = "aim:Run"
+    alias = "writer"
     requires_logging_directory = True
 
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: object
     ) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir = logging_dir
-        self._kwargs = kwargs
 
     def _open(self) -> object:
         from aim import Run
@@ -64,24 +58,26 @@ class AimTracker(LibraryTracker):
         """Return the arguments of `aim.Run` that continue a run."""
         return {"run_hash": run_id}
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, object]) -> None:
-        """Record hyper-parameters, nested as they are, as the run's ``hparams``."""
-        self.tracker["hparams"] = plain(values)
+    def _configure(self, values: dict[str, Any]) -> None:
+        self.tracker["hparams"] = values
 
-    @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Record numbers, nested ones under ``outer/inner``, and text."""
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
+    ) -> None:
         from aim import Text
 
-        numbers, texts = scalars_and_texts(values)
         for name, value in {**numbers, **{n: Text(text) for n, text in texts.items()}}.items():
             self.tracker.track(value, name=name, step=step, **kwargs)
 
     @on_main_process
     def log_images(
         self,
-        values: dict[str, object],
+        values: dict[str, Any],
         step: int | None = None,
         kwargs: Options | None = None,
         **options: Mapping[str, object],

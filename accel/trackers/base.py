@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -123,8 +123,7 @@ class GeneralTracker:
         """Record images of one step.
 
         Args:
-            values: by name: images, as `images_of` takes them; TensorBoard takes [N, C, H, W],
-                or another order by ``dataformats``.
+            values: by name: images, as `images_of` takes them.
             step: optimizer step.
             kwargs: for the library's own call.
         """
@@ -147,12 +146,23 @@ class GeneralTracker:
 class LibraryTracker(GeneralTracker):
     """Base of trackers that are one run object of a library: opened once, closed once.
 
-    A subclass opens it in `_open` and closes it in `_close`. Attributes that the tracker lacks are
-    those of the run object: ``get_tracker("wandb").log_artifact(…)``.
+    A subclass opens it in `_open`, closes it in `_close`, and gives it values in `_configure` and
+    `_write`. Attributes that the tracker lacks are those of the run object:
+    ``get_tracker("wandb").log_artifact(…)``.
+
+    Args:
+        run_name: name of the run or the project, as the library takes it.
+        kwargs: arguments of the library's own call that opens a run.
     """
 
-    def __init__(self) -> None:
+    requires_logging_directory = False
+    library: ClassVar[str] = ""  # "module:class" of the run object
+    alias: ClassVar[str] = ""  # the run object, as an attribute that the documentation names
+
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
+        self.run_name = run_name
+        self._kwargs = kwargs
         self._run: Any = None
         self._finished = False
 
@@ -161,6 +171,21 @@ class LibraryTracker(GeneralTracker):
 
     def _close(self, run: Any) -> None:
         raise NotImplementedError(f"{type(self).__name__} closes no run.")
+
+    def _configure(self, values: dict[str, Any]) -> None:
+        """Record hyper-parameters in the types that every library stores, nested as they are."""
+        raise NotImplementedError(f"{type(self).__name__} does not store configurations.")
+
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
+    ) -> None:
+        """Record values of one step: numbers and texts, or images as `images_of` returns them."""
+        raise NotImplementedError(f"{type(self).__name__} does not log values.")
 
     @property
     def tracker(self) -> Any:
@@ -179,12 +204,45 @@ class LibraryTracker(GeneralTracker):
         run = None if name.startswith("_") else self.__dict__.get("_run")
         if run is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(run, name)
+        return run if name == self.alias else getattr(run, name)
 
     @on_main_process
     def start(self) -> None:
         """Open the run."""
         assert self.tracker is not None
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record hyper-parameters.
+
+        Args:
+            values: by name; may be nested.
+        """
+        self._configure(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers and text; nested values are named ``outer/inner``.
+
+        Args:
+            values: by name: numbers, 0-d tensors, text or dicts of these.
+            step: optimizer step; None leaves the axis to the library.
+            kwargs: for the library's own call.
+        """
+        numbers, texts = scalars_and_texts(values)
+        self._write(numbers, texts, {}, step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record images.
+
+        Args:
+            values: by name: images, as `images_of` takes them.
+            step: optimizer step.
+            kwargs: for the library's own image or call.
+        """
+        images = {name: images_of(found) for name, found in values.items()}
+        self._write({}, {}, images, step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
@@ -194,48 +252,25 @@ class LibraryTracker(GeneralTracker):
             self._close(run)
 
 
+def numbered(name: str, items: Sequence[V], separator: str = "_") -> Iterator[tuple[str, V]]:
+    """Yield each item with a name of its own: ``name`` for one, else ``name_<index>``."""
+    for index, item in enumerate(items):
+        yield (name if len(items) == 1 else f"{name}{separator}{index}"), item
+
+
+class IncompleteTrackerError(NotImplementedError, ValueError):
+    """A tracker class lacks attributes."""
+
+
 def require_attributes(kind: type) -> None:
-    """Raise `NotImplementedError` unless a tracker class gives all it must."""
+    """Raise `IncompleteTrackerError` unless a tracker class gives all it must."""
     base = GeneralTracker
     missing = [n for n in REQUIRED if getattr(kind, n, None) is getattr(base, n, None)]
     if missing:
-        raise NotImplementedError(
+        raise IncompleteTrackerError(
             f"The tracker {kind.__name__} lacks {', '.join(missing)}. "
             f"Define {'them' if len(missing) > 1 else 'it'} in the class."
         )
-
-
-class RecordedSteps:
-    """The steps of each value that a continued run has already, after a kill for instance.
-
-    Libraries without it would record the steps between the checkpoint and the kill twice.
-
-    Args:
-        tracker: its name, for the warning.
-        read: returns the recorded steps of a name; called once for each.
-    """
-
-    def __init__(self, tracker: str, read: Callable[[str], Iterable[int]]) -> None:
-        self._tracker = tracker
-        self._read = read
-        self._steps: dict[str, frozenset[int]] = {}
-
-    def missing(self, values: Mapping[str, V], step: int | None) -> dict[str, V]:
-        """Return the values whose name is not recorded at `step` yet; all, for None."""
-        found = {name: value for name, value in values.items() if step not in self._of(name)}
-        if len(found) < len(values):
-            logger.warning_once(
-                "The continued run of %s has values of step %s and maybe of later ones, which are "
-                "made again: they stay as they were recorded, also where this run has others.",
-                self._tracker,
-                step,
-            )
-        return found
-
-    def _of(self, name: str) -> frozenset[int]:
-        if name not in self._steps:
-            self._steps[name] = frozenset(self._read(name))
-        return self._steps[name]
 
 
 def plain(value: Any) -> Any:

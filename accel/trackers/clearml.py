@@ -9,18 +9,12 @@ Source: https://clear.ml/docs/latest/docs/references/sdk/task
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel.logging import get_logger
 from accel.machine import env
-from accel.trackers.base import (
-    LibraryTracker,
-    images_of,
-    on_main_process,
-    plain,
-    scalars_and_texts,
-)
+from accel.trackers.base import LibraryTracker, numbered, on_main_process
 
 logger = get_logger(__name__)
 SPLITS = ("train", "validation", "eval", "test")
@@ -29,7 +23,9 @@ SPLITS = ("train", "validation", "eval", "test")
 class ClearMLTracker(LibraryTracker):
     """Logs to a task of ClearML; to the current one, where the script has initialized it.
 
-    The variables `CLEARML_PROJECT` and `CLEARML_TASK` override the arguments.
+    Values ``<split>/<name>`` and ``<split>_<name>`` are the series of one chart; without a step
+    they are single values of the task. The variables `CLEARML_PROJECT` and `CLEARML_TASK` override
+    the arguments.
 
     Args:
         run_name: name of the task, and of the ClearML project where `kwargs` give none.
@@ -37,12 +33,11 @@ class ClearMLTracker(LibraryTracker):
     """
 
     name = "clearml"
-    requires_logging_directory = False
+    library = "clearml:Task"
+    alias = "task"
 
-    def __init__(self, run_name: str | None = None, **kwargs: object) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self._kwargs = kwargs
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
         self._is_own = True
         self._not_finite: set[str] = set()
 
@@ -81,30 +76,23 @@ class ClearMLTracker(LibraryTracker):
         """Return the arguments of `Task.init` that continue a task, its steps as they are."""
         return {"reuse_last_task_id": run_id, "continue_last_task": 0}
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, object]) -> None:
-        """Record hyper-parameters; ClearML joins the names of nested ones."""
-        self.tracker.connect(plain(values))
+    def _configure(self, values: dict[str, Any]) -> None:
+        self.tracker.connect(values)  # ClearML joins the names of nested ones
 
-    @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Record numbers and text.
-
-        ClearML records NaN and infinity as 0, or as `clearml.Logger.set_reporting_nan_value` and
-        `set_reporting_inf_value` say; while they say 0, such a value is in the text log instead,
-        with a warning.
-
-        Args:
-            values: by name: ``<split>/<name>`` and ``<split>_<name>`` are the series of one chart.
-            step: optimizer step; None: single values of the task.
-            kwargs: for the logger's `report_scalar` or `report_single_value`.
-        """
-        numbers, texts = scalars_and_texts(values)
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
+    ) -> None:
         report = self.tracker.get_logger()
+        said = dict(texts)
         for name, value in numbers.items():
-            if not math.isfinite(value) and _is_zero_there(value):
+            if not math.isfinite(value):
                 self._tell_of_not_finite(name, value, step)
-                texts[name] = str(value)
+                said[name] = str(value)
             elif step is None:
                 report.report_single_value(name=name, value=value, **kwargs)
             else:
@@ -112,41 +100,25 @@ class ClearMLTracker(LibraryTracker):
                 report.report_scalar(
                     title=title, series=series, value=value, iteration=step, **kwargs
                 )
-        for name, text in texts.items():
+        for name, text in said.items():
             report.report_text(f"{name}: {text}" if step is None else f"{step}: {name}: {text}")
+        for name, found in images.items():
+            title, series = _chart(name)
+            for place, image in numbered(series, found):
+                report.report_image(
+                    title=title, series=place, iteration=step, **_image(image), **kwargs
+                )
 
     def _tell_of_not_finite(self, name: str, value: float, step: int | None) -> None:
         if name not in self._not_finite:
             logger.warning(
-                "clearml: %s=%s (step %s) is no point of its series, as others of that name that "
-                "are not finite: ClearML would record 0. They are in the text log; or set "
-                "clearml.Logger.set_reporting_nan_value and set_reporting_inf_value.",
+                "clearml: %s=%s (step %s) and other values of it that are not finite are in the "
+                "text log alone: ClearML would record 0.",
                 name,
                 value,
                 step,
             )
         self._not_finite.add(name)
-
-    @on_main_process
-    def log_images(
-        self, values: dict[str, object], step: int | None = None, **kwargs: object
-    ) -> None:
-        """Record images.
-
-        Args:
-            values: by name: images, as `images_of` takes them.
-            step: optimizer step.
-            kwargs: for the logger's `report_image`.
-        """
-        report = self.tracker.get_logger()
-        for name, found in values.items():
-            title, series = _chart(name)
-            images = images_of(found)
-            for index, image in enumerate(images):
-                place = series if len(images) == 1 else f"{series}_{index}"
-                report.report_image(
-                    title=title, series=place, iteration=step, **_image(image), **kwargs
-                )
 
     @on_main_process
     def log_table(
@@ -180,16 +152,6 @@ class ClearMLTracker(LibraryTracker):
         title, series = _chart(table_name)
         report = self.tracker.get_logger()
         report.report_table(title=title, series=series, iteration=step, table_plot=table, **kwargs)
-
-
-def _is_zero_there(value: float) -> bool:
-    """Return whether ClearML records a value that is not finite as 0, its default."""
-    try:
-        from clearml.backend_interface.metrics.events import MetricsEventAdapter
-    except ImportError:
-        return True
-    kind = "nan" if math.isnan(value) else "inf"
-    return not getattr(MetricsEventAdapter, f"default_{kind}_value", 0.0)
 
 
 def _chart(name: str) -> tuple[str, str]:

@@ -7,19 +7,11 @@ Source: https://www.comet.com/docs/v2/api-and-sdk/python-sdk/reference/start/
 
 from __future__ import annotations
 
-import shutil
-import time
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from accel.machine.errors import ConfigError
-from accel.trackers.base import (
-    LibraryTracker,
-    images_of,
-    on_main_process,
-    plain,
-    scalars_and_texts,
-)
+from accel.trackers.base import LibraryTracker, on_main_process
 
 
 class CometMLTracker(LibraryTracker):
@@ -31,12 +23,8 @@ class CometMLTracker(LibraryTracker):
     """
 
     name = "comet_ml"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: object) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self._kwargs = kwargs
+    library = "comet_ml:CometExperiment"
+    alias = "writer"
 
     def _open(self) -> object:
         import comet_ml
@@ -55,19 +43,9 @@ class CometMLTracker(LibraryTracker):
 
     @on_main_process
     def flush(self) -> None:
-        """Write what the library's threads have yet to write; offline, into the zip file, too."""
-        run = self._run
-        if run is None:
-            return
-        run.flush()
-        # Until the end the library keeps all in a temporary folder, and the zip file is empty.
-        describe = getattr(run, "_write_experiment_meta_file", None)
-        if describe is not None:
-            run.stop_time = int(time.time() * 1000)
-            describe()
-            archive = Path(run.offline_directory, run._get_offline_archive_file_name())
-            partial = shutil.make_archive(f"{archive}.partial", "zip", run.tmpdir)
-            Path(partial).replace(archive)
+        """Write what the library's threads have yet to write."""
+        if self._run is not None:
+            self._run.flush()
 
     @property
     def run_id(self) -> str | None:
@@ -80,34 +58,25 @@ class CometMLTracker(LibraryTracker):
         # Offline, the part before may be uploaded later, or never have been written.
         return {"experiment_key": run_id, "mode": "get_or_create"}
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, object]) -> None:
-        """Record hyper-parameters; Comet joins the names of nested ones."""
-        self.tracker.log_parameters(plain(values))
+    def _configure(self, values: dict[str, Any]) -> None:
+        self.tracker.log_parameters(values)  # Comet joins the names of nested ones
 
-    @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Record numbers as metrics, nested ones under ``outer/inner``, and text as others."""
-        numbers, texts = scalars_and_texts(values)
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
+    ) -> None:
         if step is not None:
             self.tracker.set_step(step)
-        self.tracker.log_metrics(numbers, step=step, **kwargs)
+        if numbers:
+            self.tracker.log_metrics(numbers, step=step, **kwargs)
         for name, text in texts.items():
             self.tracker.log_other(name, text)
-
-    @on_main_process
-    def log_images(
-        self, values: dict[str, object], step: int | None = None, **kwargs: object
-    ) -> None:
-        """Record images.
-
-        Args:
-            values: by name: images, as `images_of` takes them.
-            step: optimizer step.
-            kwargs: for the experiment's `log_image`.
-        """
-        for name, found in values.items():
-            for image in images_of(found):
+        for name, found in images.items():
+            for image in found:
                 # Comet would stretch bytes to its full range.
                 is_bytes = str(getattr(image, "dtype", "")) == "uint8"
                 options = {"image_minmax": (0, 255), **kwargs} if is_bytes else kwargs

@@ -5,19 +5,12 @@ Source: https://dvc.org/doc/dvclive/live
 
 from __future__ import annotations
 
-import csv
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accel.logging import get_logger
-from accel.trackers.base import (
-    LibraryTracker,
-    RecordedSteps,
-    images_of,
-    on_main_process,
-    plain,
-    scalars_and_texts,
-)
+from accel.trackers.base import LibraryTracker, numbered, on_main_process
 
 logger = get_logger(__name__)
 
@@ -32,20 +25,18 @@ class DVCLiveTracker(LibraryTracker):
     """
 
     name = "dvclive"
-    requires_logging_directory = False
+    library = "dvclive:Live"
+    alias = "live"
 
-    def __init__(self, run_name: str | None = None, live: object = None, **kwargs: object) -> None:
-        super().__init__()
-        self.run_name = run_name
+    def __init__(self, run_name: str | None = None, live: object = None, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
         self._live: Any = live
-        self._kwargs = kwargs
-        self._config: dict[str, object] | None = None  # stored when the folder is opened
-        self._recorded = RecordedSteps(self.name, self._steps)
+        self._config: dict[str, Any] | None = None  # stored when the folder is opened
 
     def _open(self) -> object:
         live = self._folder() if self._live is None else self._live
         if self._config is not None:
-            live.log_params(plain(self._config))
+            live.log_params(self._config)
         return live
 
     def _folder(self) -> Any:
@@ -59,14 +50,6 @@ class DVCLiveTracker(LibraryTracker):
                 folder,
             )
         return Live(**self._kwargs)
-
-    def _steps(self, name: str) -> list[int]:
-        """Return the steps of a value that a continued run has in its file."""
-        path = Path(f"{self.tracker.dir}/plots/metrics/{name}.tsv")
-        if not self._kwargs.get("resume") or not path.is_file():
-            return []
-        with path.open(newline="", encoding="utf-8") as file:
-            return [int(row["step"]) for row in csv.DictReader(file, delimiter="\t")]
 
     @on_main_process
     def start(self) -> None:
@@ -106,48 +89,26 @@ class DVCLiveTracker(LibraryTracker):
         """Return the arguments of `dvclive.Live` that append to a folder."""
         return {"dir": run_id, "resume": True}
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, object]) -> None:
-        """Record hyper-parameters in ``params.yaml``, nested as they are."""
+    def _configure(self, values: dict[str, Any]) -> None:
         self._config = values
         if self._run is not None:
-            self._run.log_params(plain(values))
+            self._run.log_params(values)
 
-    @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Record numbers and text, and make the step's summary.
-
-        A value of a continued run is kept where it has that step already.
-
-        Args:
-            values: by name; nested ones are named ``outer/inner``.
-            step: optimizer step; None: the next one.
-            kwargs: for `Live.log_metric`.
-        """
-        live = self.tracker
-        if step is not None:
-            live.step = step
-        numbers, texts = scalars_and_texts(values)
-        for name, value in self._recorded.missing({**numbers, **texts}, step).items():
-            live.log_metric(name, value, **kwargs)
-        live.next_step()
-
-    @on_main_process
-    def log_images(
-        self, values: dict[str, object], step: int | None = None, **kwargs: object
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
     ) -> None:
-        """Record images as ``<name>.png``, several as ``<name>_<index>.png``.
-
-        Args:
-            values: by name: images, as `images_of` takes them.
-            step: optimizer step.
-            kwargs: for `Live.log_image`.
-        """
         live = self.tracker
         if step is not None:
             live.step = step
-        for name, found in values.items():
-            images = images_of(found)
-            for index, image in enumerate(images):
-                file = f"{name}.png" if len(images) == 1 else f"{name}_{index}.png"
-                live.log_image(file, image, **kwargs)
+        for name, value in {**numbers, **texts}.items():
+            live.log_metric(name, value, **kwargs)
+        for name, found in images.items():
+            for file, image in numbered(name, found):
+                live.log_image(f"{file}.png", image, **kwargs)
+        if not images:
+            live.next_step()

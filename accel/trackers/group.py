@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.logging import get_logger
 from accel.machine.errors import ConfigError, Problem, StateError, nearest
+from accel.machine.imports import load_attribute
 from accel.trackers.base import GeneralTracker
 from accel.trackers.table import OWN, REGISTERED, TRACKERS
 
@@ -180,7 +181,8 @@ class TrackerGroup:
             raise ConfigError(unknown)
         if self._is_main_process:
             raise StateError(f"get_tracker({name!r}): call init_trackers(…) first.")
-        return None if unwrap else SilentTracker()
+        choice = next(choice for choice in self.log_with if choice.name == name)
+        return None if unwrap else SilentTracker(choice)
 
     def log(
         self,
@@ -294,11 +296,23 @@ def _has_images(tracker: GeneralTracker) -> bool:
 
 
 class SilentTracker(GeneralTracker):
-    """Stands for a tracker on a process where that does not log: every method does nothing."""
+    """Stands for a tracker on a process where that does not log: its methods do nothing.
+
+    It has the attributes that the tracker has on the main process: those of its class, and of the
+    run object of its library. Those that are no methods are None.
+
+    Args:
+        choice: the tracker's class, or the tracker.
+    """
 
     name = "silent"
     requires_logging_directory = False
     main_process_only = False
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__()
+        self.name = choice.name
+        self._choice = choice
 
     @property
     def tracker(self) -> None:
@@ -314,8 +328,21 @@ class SilentTracker(GeneralTracker):
     def log_images(self, values: object, step: int | None = None, **kwargs: object) -> None:
         """Do nothing."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        # Methods of the tracker that it stands for: log_table, log_artifact, …
+    def __getattr__(self, name: str) -> Callable[..., None] | None:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: None
+        if name == getattr(self._choice, "alias", None):
+            return None
+        place = getattr(self._choice, "library", "")
+        for owner in (self._choice, load_attribute(place) if place else None):
+            if hasattr(owner, name):
+                found = inspect.getattr_static(owner, name)
+                return _nothing if callable(found) or hasattr(found, "__func__") else None
+        raise AttributeError(
+            f"The class of the tracker {self.name!r} has no attribute {name!r}, and this process "
+            "has no run: ask inside `if accelerator.is_main_process:`."
+        )
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """Do nothing."""

@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accel.logging import get_logger
 from accel.machine import env
 from accel.machine.errors import ConfigError
-from accel.trackers.base import (
-    LibraryTracker,
-    RecordedSteps,
-    flatten,
-    images_of,
-    on_main_process,
-    plain,
-    scalars_and_texts,
-)
+from accel.trackers.base import LibraryTracker, flatten, numbered, on_main_process
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -52,7 +44,8 @@ class MLflowTracker(LibraryTracker):
     """
 
     name = "mlflow"
-    requires_logging_directory = False
+    library = "mlflow:ActiveRun"
+    alias = "active_run"
 
     def __init__(
         self,
@@ -64,7 +57,7 @@ class MLflowTracker(LibraryTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         self.experiment_name = env.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
         self.logging_dir = logging_dir
         tags = env.read("MLFLOW_TAGS") or tags
@@ -76,7 +69,6 @@ class MLflowTracker(LibraryTracker):
             "run_name": run_name,
             "description": description,
         }
-        self._recorded = RecordedSteps(self.name, self._steps)
 
     def _open(self) -> object:
         import mlflow
@@ -113,13 +105,6 @@ class MLflowTracker(LibraryTracker):
             return str(found.experiment_id)
         return str(client.create_experiment(self.experiment_name, artifacts))
 
-    def _steps(self, name: str) -> list[int]:
-        """Return the steps of a metric that a continued run has."""
-        if self._arguments["run_id"] is None:
-            return []
-        history = self._client.get_metric_history(self.tracker.info.run_id, name)
-        return [metric.step for metric in history]
-
     def _close(self, run: Any) -> None:
         import mlflow
 
@@ -150,8 +135,7 @@ class MLflowTracker(LibraryTracker):
         """Return the arguments that continue a run."""
         return {"run_id": run_id}
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, object]) -> None:
+    def _configure(self, values: dict[str, Any]) -> None:
         """Record hyper-parameters as text, nested ones under ``outer/inner``.
 
         MLflow keeps the first value of a parameter: where a resumed run has another, the tag
@@ -163,7 +147,7 @@ class MLflowTracker(LibraryTracker):
 
         run_id = self.tracker.info.run_id
         known = self._client.get_run(run_id).data.params
-        texts = {name: str(value) for name, value in flatten(plain(values)).items()}
+        texts = {name: str(value) for name, value in flatten(values).items()}
         params = []
         for name, text in texts.items():
             if len(text) > MAX_PARAM_VAL_LENGTH:
@@ -177,38 +161,23 @@ class MLflowTracker(LibraryTracker):
         for start in range(0, len(params), BATCH):
             self._client.log_batch(run_id, params=params[start : start + BATCH])
 
-    @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Record numbers as metrics, nested ones under ``outer/inner``, and text as tags.
-
-        A metric of a continued run keeps the value of a step that it has already.
-        """
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
+    ) -> None:
         import mlflow
 
-        numbers, texts = scalars_and_texts(values)
         run_id = self.tracker.info.run_id
-        mlflow.log_metrics(
-            self._recorded.missing(numbers, step), step=step, run_id=run_id, **kwargs
-        )
+        if numbers:
+            mlflow.log_metrics(numbers, step=step, run_id=run_id, **kwargs)
         for name, text in texts.items():
             self._client.set_tag(run_id, name, text)
-
-    @on_main_process
-    def log_images(
-        self, values: dict[str, object], step: int | None = None, **kwargs: object
-    ) -> None:
-        """Record images.
-
-        Args:
-            values: by name: images, as `images_of` takes them.
-            step: optimizer step.
-            kwargs: for `MlflowClient.log_image`.
-        """
-        run_id = self.tracker.info.run_id
-        for name, found in values.items():
-            images = images_of(found)
-            for index, image in enumerate(images):
-                key = name if len(images) == 1 else f"{name}/{index}"
+        for name, found in images.items():
+            for key, image in numbered(name, found, "/"):
                 self._client.log_image(run_id, image, key=key, step=step, **kwargs)
 
     @on_main_process

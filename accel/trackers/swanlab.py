@@ -9,20 +9,11 @@ Source: https://docs.swanlab.cn/en/api/py-init.html
 from __future__ import annotations
 
 import inspect
-import time
+from collections.abc import Mapping
 from typing import Any
 
-from accel.logging import get_logger
-from accel.trackers.base import (
-    LibraryTracker,
-    images_of,
-    on_main_process,
-    plain,
-    scalars_and_texts,
-)
+from accel.trackers.base import LibraryTracker
 
-logger = get_logger(__name__)
-SECONDS_TO_FLUSH = 10.0
 OLDER_ARGUMENTS = ("experiment_name", "notes", "logdir")  # of `swanlab.init`
 
 
@@ -35,12 +26,8 @@ class SwanLabTracker(LibraryTracker):
     """
 
     name = "swanlab"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: object) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self._kwargs = kwargs
+    library = "swanlab:Run"
+    alias = "run"
 
     def _open(self) -> object:
         import swanlab
@@ -52,29 +39,6 @@ class SwanLabTracker(LibraryTracker):
         if known and unknown:
             raise TypeError(f"swanlab.init() got an unexpected keyword argument {unknown[0]!r}")
         return swanlab.init(**{"project": self.run_name, **self._kwargs})
-
-    @on_main_process
-    def flush(self) -> None:
-        """Write what is in the library's queue and buffers: a killed run's file would lack it."""
-        if self._run is None:
-            return
-        try:  # it offers no method for it
-            parts, store = self._run._components, self._run._core._store
-            queue, consumer = parts.emitter.queue, parts.consumer
-            if store is None or not hasattr(consumer, "_batch_empty"):  # it writes nothing here
-                return
-            end = time.monotonic() + SECONDS_TO_FLUSH
-            empty = 0  # times in a row: what is taken from the queue is not in the batch at once
-            while empty < 2 and time.monotonic() < end:
-                time.sleep(0.05)
-                empty = empty + 1 if queue.empty() and consumer._batch_empty else 0
-            store.ensure_flushed()
-        except AttributeError as error:
-            logger.warning_once(
-                "This version of swanlab writes its file when the run ends (%s): after a kill, it "
-                "may lack values from before the last checkpoint.",
-                error,
-            )
 
     def _close(self, run: Any) -> None:
         run.finish(state="crashed" if self.failed else "success")
@@ -89,35 +53,22 @@ class SwanLabTracker(LibraryTracker):
         """Return the arguments of `swanlab.init` that continue an experiment."""
         return {"id": run_id, "resume": "allow"}
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, object]) -> None:
-        """Record hyper-parameters, nested as they are."""
-        self.tracker.config.update(plain(values))
+    def _configure(self, values: dict[str, Any]) -> None:
+        self.tracker.config.update(values)
 
-    @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Record numbers, nested ones under ``outer/inner``, and text."""
-        import swanlab
-
-        numbers, texts = scalars_and_texts(values)
-        media = {name: swanlab.Text(text) for name, text in texts.items()}
-        self.tracker.log({**numbers, **media}, step=step, **kwargs)
-
-    @on_main_process
-    def log_images(
-        self, values: dict[str, object], step: int | None = None, **kwargs: object
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
     ) -> None:
-        """Record images.
-
-        Args:
-            values: by name: images, as `images_of` takes them.
-            step: optimizer step.
-            kwargs: for `swanlab.Image`.
-        """
         import swanlab
 
-        images = {
-            name: [swanlab.Image(image, **kwargs) for image in images_of(found)]
-            for name, found in values.items()
-        }
-        self.tracker.log(images, step=step)
+        media = {name: swanlab.Text(text) for name, text in texts.items()}
+        if images:
+            shown = {n: [swanlab.Image(i, **kwargs) for i in found] for n, found in images.items()}
+            self.tracker.log(shown, step=step)
+        else:
+            self.tracker.log({**numbers, **media}, step=step, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,22 @@ TRACKERS: dict[str, Entry] = {
 }
 # Needs no library, so "all" leaves it out.
 OWN = {"csv": Entry("accel.trackers.csv:CSVTracker", "accel-runner", lambda: True)}
+
+
+class _Classes(Mapping[str, type[GeneralTracker]]):
+    """The class of each shipped tracker, by name; imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> type[GeneralTracker]:
+        return {**TRACKERS, **OWN}[name].load()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**TRACKERS, **OWN})
+
+    def __len__(self) -> int:
+        return len({**TRACKERS, **OWN})
+
+
+LOGGER_TYPE_TO_CLASS = _Classes()
 # Classes of the user's own that have a name here.
 REGISTERED: dict[str, type[GeneralTracker]] = {}
 

@@ -9,17 +9,16 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accel.trackers.base import GeneralTracker, flatten, numbers, on_main_process, plain
+import numpy as np
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from accel.trackers.base import LibraryTracker, flatten, numbered, numbers, on_main_process
 
 HPARAM_TYPES = (bool, int, float, str)
 
 
-class TensorBoardTracker(GeneralTracker):
+class TensorBoardTracker(LibraryTracker):
     """Writes to ``<logging_dir>/<run_name>``.
 
     Args:
@@ -30,39 +29,32 @@ class TensorBoardTracker(GeneralTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
+    library = "torch.utils.tensorboard:SummaryWriter"
+    alias = "writer"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir = str(Path(logging_dir) / run_name)
-        self._kwargs = kwargs
-        self._writer: SummaryWriter | None = None
 
-    @property
-    def tracker(self) -> SummaryWriter:
-        """The writer; made on first use."""
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+    def _open(self) -> object:
+        from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self.logging_dir, **self._kwargs)
-        return self._writer
+        writer = SummaryWriter(self.logging_dir, **self._kwargs)
+        writer.flush()
+        return writer
 
-    @on_main_process
-    def start(self) -> None:
-        """Open the event file."""
-        self.tracker.flush()
+    def _close(self, run: Any) -> None:
+        run.close()
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def _configure(self, values: dict[str, Any]) -> None:
         """Record hyper-parameters in the event file, and as they are in ``hparams.yml``."""
-        kept = plain(values)
-        flat = flatten(kept)
+        flat = flatten(values)
         shown = {k: v if isinstance(v, HPARAM_TYPES) else str(v) for k, v in flat.items()}
         self.tracker.add_hparams(shown, metric_dict={}, run_name=".")
         self.tracker.flush()
         # JSON is YAML.
         path = Path(self.logging_dir) / "hparams.yml"
-        path.write_text(json.dumps(kept, indent=2) + "\n")
+        path.write_text(json.dumps(values, indent=2) + "\n")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -94,20 +86,53 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images: [N, C, H, W] unless ``dataformats`` says otherwise."""
-        for name, images in values.items():
-            self.tracker.add_images(name, images, global_step=step, **kwargs)
+        """Record images.
+
+        Args:
+            values: by name: images, as `images_of` takes them; with ``dataformats``, arrays or
+                tensors [N, …] of that order.
+            step: optimizer step.
+            kwargs: for `SummaryWriter.add_images`, or `add_image` where there is one of a name.
+        """
+        if "dataformats" in kwargs:
+            for name, images in values.items():
+                self.tracker.add_images(name, images, global_step=step, **kwargs)
+            self.tracker.flush()
+        else:
+            super().log_images(values, step, **kwargs)
+
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
+    ) -> None:
+        for name, found in images.items():
+            arrays = [_channels_last(image) for image in found]
+            if len({array.shape for array in arrays}) == 1:  # TensorBoard puts them side by side
+                arrays = [np.stack(arrays)]
+            for tag, array in numbered(name, arrays):
+                order = "NHWC" if array.ndim == 4 else "HWC"
+                add = self.tracker.add_images if array.ndim == 4 else self.tracker.add_image
+                add(tag, array, global_step=step, dataformats=order, **kwargs)
         self.tracker.flush()
 
     @on_main_process
     def flush(self) -> None:
         """Write the events that are buffered."""
-        if self._writer is not None:
-            self._writer.flush()
+        if self._run is not None:
+            self._run.flush()
 
-    @on_main_process
-    def finish(self) -> None:
-        """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+
+def _channels_last(image: Any) -> np.ndarray[Any, Any]:
+    """Return an image [H, W, C]: of an array, a PIL image or the path of one."""
+    if isinstance(image, str | os.PathLike):
+        from PIL import Image
+
+        image = Image.open(image)
+    if getattr(image, "mode", "RGB") not in ("L", "RGB", "RGBA"):  # of PIL
+        image = image.convert("RGB")
+    array = np.asarray(image)
+    return array[..., None] if array.ndim == 2 else array

@@ -5,6 +5,7 @@ Source: https://huggingface.co/docs/trackio/index
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,11 @@ import torch
 
 from accel.trackers.base import (
     LibraryTracker,
-    RecordedSteps,
     detached,
     flatten,
-    images_of,
     number,
+    numbered,
     on_main_process,
-    plain,
 )
 
 
@@ -31,28 +30,13 @@ class TrackioTracker(LibraryTracker):
     """
 
     name = "trackio"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: object) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self._kwargs = kwargs
-        self._recorded = RecordedSteps(self.name, self._steps)
+    library = "trackio:Run"
+    alias = "run"
 
     def _open(self) -> object:
         import trackio
 
         return trackio.init(**{"project": self.run_name, **self._kwargs})
-
-    def _steps(self, name: str) -> list[int]:
-        """Return the steps of a value that a continued run has in the database here."""
-        if self._kwargs.get("resume", "never") == "never":
-            return []
-        from trackio.sqlite_storage import SQLiteStorage
-
-        run = self.tracker
-        logs = SQLiteStorage.get_logs(run.project, run.name)
-        return [record["step"] for record in logs if name in record]
 
     def _close(self, run: Any) -> None:
         import trackio
@@ -62,16 +46,6 @@ class TrackioTracker(LibraryTracker):
             trackio.finish()  # or it is finished again at the exit of the process
         else:
             run.finish()
-
-    @on_main_process
-    def flush(self) -> None:
-        """Write what Trackio's thread has yet to write into the database here."""
-        run = self._run
-        # Trackio has no public way to wait for its thread short of `finish`.
-        write = getattr(run, "_flush_queues_inline", None)
-        if write is not None and run._is_local:
-            with run._client_lock:
-                write()
 
     @property
     def run_id(self) -> str | None:
@@ -83,43 +57,31 @@ class TrackioTracker(LibraryTracker):
         """Return the arguments of `trackio.init` that continue a run."""
         return {"name": run_id, "resume": "allow"}
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, object]) -> None:
-        """Record hyper-parameters, nested as they are; Trackio stores them with the first log."""
-        self.tracker.config.update(plain(values))
+    def _configure(self, values: dict[str, Any]) -> None:
+        self.tracker.config.update(values)  # stored with the first values
 
     @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
-        """Record numbers, nested ones under ``outer/inner``, text, or Trackio's own objects.
-
-        A value of a continued run is kept where it has that step already.
-        """
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers, nested ones under ``outer/inner``, text, or Trackio's own objects."""
         # One array would keep Trackio's thread from writing the values beside it.
         found = {
             name: value
             for name, value in detached(flatten(values)).items()
             if not isinstance(value, (torch.Tensor, np.ndarray)) or number(name, value) is not None
         }
-        missing = self._recorded.missing(found, step)
-        if missing:
-            self.tracker.log(missing, step=step, **kwargs)
+        if found:
+            self.tracker.log(found, step=step, **kwargs)
 
-    @on_main_process
-    def log_images(
-        self, values: dict[str, object], step: int | None = None, **kwargs: object
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
     ) -> None:
-        """Record images.
-
-        Args:
-            values: by name: images, as `images_of` takes them; several of one name are named
-                ``<name>/<index>``.
-            step: optimizer step.
-            kwargs: for `trackio.Image`.
-        """
         import trackio
 
-        for name, found in values.items():
-            images = [trackio.Image(image, **kwargs) for image in images_of(found)]
-            one = {name: images[0]}
-            named = {f"{name}/{index}": image for index, image in enumerate(images)}
-            self.tracker.log(one if len(images) == 1 else named, step=step)
+        for name, found in images.items():
+            shown = [trackio.Image(image, **kwargs) for image in found]
+            self.tracker.log(dict(numbered(name, shown, "/")), step=step)

@@ -7,15 +7,17 @@ Source: https://docs.wandb.ai/ref/python/sdk/functions/init
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel.trackers.base import LibraryTracker, detached, images_of, on_main_process, plain
-from accel.trackers.wandb_file import Rows, frequent_writes
+from accel.trackers.base import LibraryTracker, detached, on_main_process
 
 
 class WandBTracker(LibraryTracker):
     """Logs to a run of Weights & Biases.
+
+    A continued run has the values that W&B has received before: it takes none for a step that it
+    has already.
 
     Args:
         run_name: name of the W&B project.
@@ -23,22 +25,13 @@ class WandBTracker(LibraryTracker):
     """
 
     name = "wandb"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: object) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self._kwargs = kwargs
-        self._rows: Rows | None = None
+    library = "wandb:Run"
+    alias = "run"
 
     def _open(self) -> object:
         import wandb
 
-        settings = frequent_writes(self._kwargs.get("settings"))
-        own = {} if settings is None else {"settings": settings}
-        run = wandb.init(**{"project": self.run_name, **self._kwargs, **own})
-        self._rows = Rows(run)
-        return run
+        return wandb.init(**{"project": self.run_name, **self._kwargs})
 
     def _close(self, run: Any) -> None:
         run.finish(exit_code=1 if self.failed else None)
@@ -53,45 +46,28 @@ class WandBTracker(LibraryTracker):
         """Return the arguments of `wandb.init` that continue a run."""
         return {"id": run_id, "resume": "allow"}
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, object]) -> None:
-        """Record hyper-parameters, nested as they are."""
-        self.tracker.config.update(plain(values), allow_val_change=True)
+    def _configure(self, values: dict[str, Any]) -> None:
+        self.tracker.config.update(values, allow_val_change=True)
 
     @on_main_process
-    def log(self, values: dict[str, object], step: int | None = None, **kwargs: object) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers, text, or anything else that `wandb.log` takes."""
-        self._record(detached(values), step, **kwargs)
+        self.tracker.log(detached(values), step=step, **kwargs)
 
-    def _record(self, values: dict[str, object], step: int | None, **kwargs: object) -> None:
-        assert self.tracker is not None
-        assert self._rows is not None
-        self._rows.log(values, step, **kwargs)
-
-    @on_main_process
-    def flush(self) -> None:
-        """Close the row of the newest step, and wait until the run's file has it."""
-        if self._run is not None and self._rows is not None:
-            self._rows.flush()
-
-    @on_main_process
-    def log_images(
-        self, values: dict[str, object], step: int | None = None, **kwargs: object
+    def _write(
+        self,
+        numbers: Mapping[str, float],
+        texts: Mapping[str, str],
+        images: Mapping[str, list[Any]],
+        step: int | None,
+        **kwargs: Any,
     ) -> None:
-        """Record images.
-
-        Args:
-            values: by name: images, as `images_of` takes them.
-            step: optimizer step.
-            kwargs: for `wandb.Image`.
-        """
         import wandb
 
-        images: dict[str, object] = {
-            name: [wandb.Image(image, **kwargs) for image in images_of(found)]
-            for name, found in values.items()
+        shown = {
+            n: [wandb.Image(image, **kwargs) for image in found] for n, found in images.items()
         }
-        self._record(images, step)
+        self.tracker.log(shown, step=step)
 
     @on_main_process
     def log_table(
@@ -101,7 +77,7 @@ class WandBTracker(LibraryTracker):
         data: Sequence[Sequence[object]] | None = None,
         dataframe: object = None,
         step: int | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> None:
         """Record a table, given as columns and rows or as a data frame.
 
@@ -117,4 +93,4 @@ class WandBTracker(LibraryTracker):
 
         columns = None if columns is None else list(columns)
         table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
-        self._record({table_name: table}, step, **kwargs)
+        self.tracker.log({table_name: table}, step=step, **kwargs)

@@ -14,7 +14,6 @@ from accel.machine.enums import LoggerType
 from accel.machine.errors import StateError
 from accel.trackers.base import (
     LibraryTracker,
-    RecordedSteps,
     detached,
     flatten,
     images_of,
@@ -86,7 +85,7 @@ class Library(LibraryTracker):
     requires_logging_directory = False
 
     def __init__(self, run_name: str) -> None:
-        super().__init__()
+        super().__init__(run_name)
         self.opened = 0
 
     def _open(self) -> Run:
@@ -112,21 +111,6 @@ def test_a_librarys_run_is_opened_and_closed_once() -> None:
     assert run.closed == [True]
     with pytest.raises(StateError, match=r"library.*finished"):
         assert tracker.tracker
-
-
-def test_values_that_a_continued_run_has_already_are_kept() -> None:
-    asked = []
-
-    def read(name: str) -> list[int]:
-        asked.append(name)
-        return {"loss": [1, 2]}.get(name, [])
-
-    steps = RecordedSteps("mine", read)
-    values = {"loss": 0.5, "validation": 0.25}
-    assert steps.missing(values, 2) == {"validation": 0.25}
-    assert steps.missing(values, 3) == values
-    assert steps.missing(values, None) == values
-    assert asked == ["loss", "validation"]
 
 
 def test_values_are_plain_numbers_and_texts(caplog: pytest.LogCaptureFixture) -> None:

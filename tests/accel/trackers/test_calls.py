@@ -238,10 +238,7 @@ def mlflow_library(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> Fake:
 
 
 def test_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    none: dict[str, Any] = {
-        "mlflow__MlflowClient()__get_experiment_by_name": None,
-        "mlflow__MlflowClient()__get_metric_history": [],
-    }
+    none: dict[str, Any] = {"mlflow__MlflowClient()__get_experiment_by_name": None}
     fake = mlflow_library(monkeypatch, mlflow__is_tracking_uri_set=False, **none)
     arguments = {"tags": {"a": "b"}, "run_name": "mine", "description": "Text."}
     tracker = MLflowTracker("exp", tmp_path, run_id="7", nested_run=True, **arguments)
@@ -255,6 +252,7 @@ def test_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         call(experiment_id=experiment, run_id="7", nested=True, **arguments)
     ]
     assert tracker.tracker == Fake(run, [], {})
+    assert tracker.active_run is tracker.tracker
     run_id = Fake(f"{run}.info.run_id", [], {})
     assert tracker.run_id == f"{run}.info.run_id"
     assert tracker.resume_arguments("a") == {"run_id": "a"}

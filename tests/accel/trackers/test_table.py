@@ -14,7 +14,13 @@ from accel.machine.enums import LoggerType
 from accel.machine.errors import ConfigError, MissingPackageError
 from accel.trackers import table
 from accel.trackers.table import TRACKERS, filter_trackers, get_available_trackers
-from accel.tracking import TensorBoardTracker, WandBTracker, register_tracker_class
+from accel.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    GeneralTracker,
+    TensorBoardTracker,
+    WandBTracker,
+    register_tracker_class,
+)
 from tests.accel.trackers.test_group import Memory
 
 
@@ -86,8 +92,10 @@ def test_a_registered_class_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatc
     class Half(Memory):
         tracker = table.GeneralTracker.tracker
 
-    with pytest.raises(NotImplementedError, match="Half lacks tracker"):
+    with pytest.raises((NotImplementedError, ValueError), match="Half lacks tracker") as raised:
         register_tracker_class(Half)
+    assert isinstance(raised.value, NotImplementedError)
+    assert isinstance(raised.value, ValueError)
 
 
 def test_a_librarys_function_says_whether_it_is_installed(
@@ -110,3 +118,12 @@ def test_a_trackers_object_is_used_as_it_is() -> None:
     mine = WandBTracker("project", mode="offline")  # opens nothing yet
     assert filter_trackers(mine) == [mine]
     assert mine.run_id is None
+
+
+def test_the_class_of_each_tracker_is_in_the_documented_table() -> None:
+    """E1: `LOGGER_TYPE_TO_CLASS`, by the names of `LoggerType`."""
+    assert set(LOGGER_TYPE_TO_CLASS) == set(LoggerType.list()) - {"all"}
+    for name, kind in LOGGER_TYPE_TO_CLASS.items():
+        assert issubclass(kind, GeneralTracker)
+        assert kind.name == name
+    assert LOGGER_TYPE_TO_CLASS[LoggerType.TENSORBOARD] is TensorBoardTracker

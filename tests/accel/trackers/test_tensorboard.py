@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accel import Accelerator
@@ -55,3 +59,44 @@ def test_a_resumed_run_drops_later_steps_of_charts_with_several_curves(tmp_path:
     wanted = [(step, step + (3 if step >= 3 else 0)) for step in range(6)]
     assert scalars(tmp_path / "run") == {"loss": wanted}
     assert scalars(tmp_path / "run" / "parts_of_a") == {"parts/of": wanted}
+
+
+IMAGES = {
+    "a batch [N, C, H, W]": (torch.zeros(2, 3, 4, 5), (4, 10, 3)),
+    "[C, H, W]": (torch.zeros(3, 4, 5), (4, 5, 3)),
+    "[H, W, C]": (np.zeros((4, 5, 3), np.uint8), (4, 5, 3)),
+    "[H, W, 1]": (np.zeros((4, 5, 1), np.uint8), (4, 5, 1)),
+    "[H, W]": (torch.zeros(4, 5), (4, 5, 1)),
+    "PIL": (Image.new("L", (5, 4)), (4, 5, 1)),
+    "PIL with a palette": (Image.new("P", (5, 4)), (4, 5, 3)),
+    "several": ([Image.new("RGB", (5, 4)), np.zeros((4, 5, 3), np.uint8)], (4, 10, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_images_are_taken_in_any_order_of_their_dims(kind: str, tmp_path: Path) -> None:
+    """E1: `log_images` takes what the other trackers take."""
+    images, (height, width, channels) = IMAGES[kind]
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.log_images({"digits": images}, step=1)
+    tracker.finish()
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    (event,) = events.Images("digits")
+    with Image.open(io.BytesIO(event.encoded_image_string)) as found:
+        assert found.size == (width, height)
+        assert len(found.getbands()) in (channels, 3)
+
+
+def test_the_methods_of_the_writer_are_reached(tmp_path: Path) -> None:
+    """E1: also by the documented name, `writer`."""
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.start()
+    assert tracker.writer is tracker.tracker
+    tracker.add_text("note", "fine", 1)
+    with pytest.raises(AttributeError):
+        tracker.add_txt("note", "fine", 1)
+    tracker.finish()
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert "note/text_summary" in events.Tags()["tensors"]

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.accel.trackers.offline import logged, needs
 
 BLOCK, HEADER = 32768, 7
@@ -82,22 +80,3 @@ def test_an_offline_run_holds_what_was_logged(tmp_path: Path) -> None:
     assert [config["optimizer"]["lr"] for config in found["configs"]] == [0.1, 0.2]
     assert found["exits"] == [1, 0]
     assert found["projects"] == ["proj", "proj"]
-
-
-@needs("wandb")
-def test_settings_of_the_user_stay() -> None:
-    import wandb
-
-    from accel.trackers.wandb_file import INTERVAL, frequent_writes
-
-    assert frequent_writes(None) == {INTERVAL: 0.1}
-    assert frequent_writes({"quiet": True}) == {INTERVAL: 0.1, "quiet": True}
-    assert frequent_writes({INTERVAL: 3.0}) == {INTERVAL: 3.0}
-    given = wandb.Settings(quiet=True)
-    found = frequent_writes(given)
-    assert (getattr(found, INTERVAL), found.quiet, getattr(given, INTERVAL)) == (0.1, True, 15.0)
-    own = wandb.Settings(**{INTERVAL: 3.0})
-    assert frequent_writes(own) is own
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "5")
-        assert frequent_writes(None) is None
