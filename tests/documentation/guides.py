@@ -38,6 +38,7 @@ SECONDS = 300.0
 MODULES = {"runner": "runner", "accel": "accel.commands"}
 # Commands of `runner` that take no recipe, and so no `--cfg job`.
 LOOKING = [[name] for name in ("list", "show", "compare", "report", "eval", "predict", "again")]
+LOOKS = ("--cfg", "--help", "--dry-run")  # flags that start nothing
 CHECK = """
 import json, sys
 from runner import cli
@@ -139,7 +140,7 @@ class Reader:
             if program in ("pip", "make") or "examples/" in "".join(given[:1]):
                 continue  # `_checks` looks at the one, `tests/examples` runs the other
             arguments = [self._with_runs(argument) for argument in on_this_machine(given)]
-            if "short" in block.marks and not any(a in ("--cfg", "--help") for a in given):
+            if "short" in block.marks and not set(LOOKS) & set(given):
                 arguments += SHORT
             module = ["-m", MODULES[program]] if program in MODULES else []
             cwd = self.folder / block.marks.get("cd", "")
@@ -152,9 +153,10 @@ class Reader:
             expected += answers
             yield from unknown([program, *arguments])
             if program == "runner" and arguments[:1] not in LOOKING and checkable(arguments):
-                check = "--dry-run" if arguments[:1] == ["submit"] else "--cfg=job"
-                checks.append([a for a in arguments if a not in ("--dry-run", "--cfg", "job")])
-                checks[-1].append(check)
+                checks.append(arguments)
+                if not answers and not set(LOOKS) & set(arguments):
+                    submits = arguments[:1] == ["submit"]
+                    checks[-1] += ["--dry-run"] if submits else ["--cfg=job", "--resolve"]
         if checks:
             arguments = ["-c", CHECK, json.dumps(checks)]
             cwd = self.folder / block.marks.get("cd", "")
