@@ -8,6 +8,6 @@ from runner.recipe import paths
 
 if __name__ == "__main__":
     paths.move_project_last()
-    from runner.cli import program
+    from runner import cli
 
-    sys.exit(program.main())
+    sys.exit(cli.main())

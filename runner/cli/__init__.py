@@ -20,8 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from accel.machine.errors import ConfigError
 
     try:
-        from runner.cli import dispatch
+        from runner.cli import program
     except ConfigError as error:  # a strategy of another package cannot be loaded
         print(error, file=sys.stderr)
         return REFUSED
-    return dispatch.run(arguments)
+    return program.run(arguments)

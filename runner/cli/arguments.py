@@ -11,7 +11,6 @@ from typing import NoReturn
 from accel import commands
 from accel.machine.errors import ConfigError, Problem, nearest
 from runner.recipe import keys
-from runner.recipe.keys import COMMANDS
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -125,11 +124,6 @@ def take_imports(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     known, rest = parser.parse_known_args(list(arguments))
     named = [name for value in known.imports for name in str(value).split(",") if name]
     return named, rest
-
-
-def command(arguments: Sequence[str]) -> str | None:
-    """Return the subcommand that the arguments begin with, or None."""
-    return arguments[0] if arguments and arguments[0] in COMMANDS else None
 
 
 def for_hydra(flags: argparse.Namespace, overrides: Sequence[str]) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,14 +47,22 @@ class _GroupFailed(Exception):
         self.code, self.cause = code, cause
 
 
-def main(command: str, arguments: Sequence[str]) -> int:
-    """Run ``runner <command> <arguments>`` and return the exit code."""
-    try:
-        return {"eval": evaluate_runs, "predict": predict}[command](arguments)
-    except _GroupFailed as failure:
-        return failure.code
+def _codes_returned(
+    command: Callable[[Sequence[str]], int],
+) -> Callable[[Sequence[str]], int]:
+    """Return a command that ends with the code of processes that failed, which have said why."""
+
+    @functools.wraps(command)
+    def run(arguments: Sequence[str]) -> int:
+        try:
+            return command(arguments)
+        except _GroupFailed as failure:
+            return failure.code
+
+    return run
 
 
+@_codes_returned
 def evaluate_runs(arguments: Sequence[str]) -> int:
     """Measure runs on their data sets, print a table, and write it to eval.json of each.
 
@@ -156,6 +165,7 @@ def _show_table(requests: Sequence[Request], results: Mapping[Path, Fields | Fai
     run_table.show_evaluations(rows, run_table.console_for_tables())
 
 
+@_codes_returned
 def predict(arguments: Sequence[str]) -> int:
     """Write a run's predictions for a data set, one JSON object per sample and line.
 

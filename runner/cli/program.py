@@ -1,46 +1,350 @@
-"""The command as a program of its own: nothing but it runs in this process."""
+"""The command line: subcommands, training, the exit code. Free of torch until a job starts."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib.metadata
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from runner.recipe import paths
+from accel.commands.program import COMMANDS as OF_ACCEL
+from accel.machine import env, parent_watch
+from accel.machine.errors import ConfigError, Problem
+from accel.machine.imports import load_attribute
+from runner.cli import arguments as command_line
+from runner.exit_codes import DONE, FAILED, INTERRUPTED
+from runner.launch import failures
+from runner.recipe import paths, trust
+from runner.run_dir import numerics
+from runner.training import startup
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from runner.recipe.composition import Examined
+    from runner.recipe.schema import Recipe
+
+DISTRIBUTION = "accel-runner"
+# Functions of the arguments behind a subcommand, which return the exit code.
+SUBCOMMANDS = {
+    "list": "runner.cli.look:list_runs",
+    "show": "runner.cli.look:show_run",
+    "compare": "runner.cli.look:compare_runs",
+    "report": "runner.cli.report:main",
+    "again": "runner.cli.again:main",
+    "submit": "runner.cli.submit:main",
+    "eval": "runner.cli.evaluate_predict:evaluate_runs",
+    "predict": "runner.cli.evaluate_predict:predict",
+}
 
 
-def main() -> int:
-    """Run the process's command line and return its exit code.
-
-    Workers that are forked return through here, too: a caller that has something to clean up
-    afterwards calls `runner.cli.main`, which forks none.
-    """
-    paths.move_project_last()
-    open_missing_streams()
-    from accel.machine.errors import ConfigError
-    from runner import cli, collector
-
-    collector.collect_rarely()
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; errors go to standard error."""
     try:
-        from runner.launch import warm_workers
-    except ConfigError:  # a strategy of another package cannot be loaded
-        return cli.main()  # it tells
-    warm_workers.allow()
+        imports, rest = command_line.take_imports(arguments)
+        with _trusting(imports), numerics.sleeping_when_idle():
+            code = _run(rest)
+            print(end="", flush=True)  # here, where a closed pipe is handled
+            return code
+    except KeyboardInterrupt:
+        startup.interrupted()
+        return INTERRUPTED
+    except BrokenPipeError:  # of `runner list | head`
+        # The interpreter flushes the buffer at its exit, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except command_line.ParserExit as end:
+        return end.code
+    except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
+        return failures.report(error)
+
+
+@contextlib.contextmanager
+def _trusting(imports: Sequence[str]) -> Iterator[None]:
+    """Trust packages inside the context, in this process and in workers that it starts."""
+    given = [name for name in (env.read(trust.VARIABLE) or "").split(",") if name]
+    with env.patched(**{trust.VARIABLE: ",".join([*given, *imports]) or None}):
+        yield
+
+
+def _run(arguments: Sequence[str]) -> int:
+    command = arguments[0] if arguments else ""
+    if command in OF_ACCEL:
+        raise ConfigError.of(f"runner {command}", "it is accel's", f"Write accel {command}.")
+    if command in SUBCOMMANDS:
+        return int(load_attribute(SUBCOMMANDS[command])(arguments[1:]))
+    flags = command_line.parse(arguments)
+    overrides = command_line.searched(flags)
+    if flags.help:
+        return _help(overrides)
+    if flags.version:
+        return _version()
+    if flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
+        return _complete(overrides[0].partition("=")[2])
+    if flags.shell_completion or flags.hydra_help or flags.info:
+        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
+    overrides = _last_of_each(overrides)
+    if flags.multirun and flags.cfg in ("hydra", "all"):
+        rule = "of a sweep the jobs are listed"
+        raise ConfigError.of(f"--cfg {flags.cfg} with --multirun", rule, "Write --cfg job.")
+    if flags.dry_run or (flags.cfg and flags.multirun):
+        return _list(overrides, flags)
+    if flags.cfg in ("hydra", "all"):
+        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
+    if flags.cfg:
+        return _show(overrides, flags.config_name, flags.package, flags.resolve)
+    return _train(overrides, flags.config_name, flags.multirun)
+
+
+def _last_of_each(overrides: Sequence[str]) -> list[str]:
+    from runner.recipe import diagnose
+
+    for line in diagnose.overridden(overrides):
+        print(line, file=sys.stderr)
+    return diagnose.unique(overrides)
+
+
+def _complete(shell: str) -> int:
+    """Print the completions of the line in COMP_LINE: on one line, or one per line for fish."""
+    from runner.cli import completion
+
+    found = completion.candidates(env.read("COMP_LINE") or "")
+    print(("\n" if shell == "fish" else " ").join(found))
+    return DONE
+
+
+def _help(overrides: Sequence[str]) -> int:
+    from runner.cli import help
+
+    print(help.of_groups(overrides) if overrides else help.text())
+    return DONE
+
+
+def _version() -> int:
     try:
-        return cli.main()
-    except warm_workers.Began as began:
-        order = began.order
-    return warm_workers.be(order)
+        print(f"runner {importlib.metadata.version(DISTRIBUTION)}")
+    except importlib.metadata.PackageNotFoundError:
+        print(f"runner, a checkout at {paths.conf_folder().parent}")
+    return DONE
 
 
-def open_missing_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed, as after ``>&-``.
+def _show(overrides: Sequence[str], config_name: str, package: str | None, resolve: bool) -> int:
+    """Print the composed recipe; with `resolve` also the arguments at a factory's default."""
+    from omegaconf import OmegaConf
 
-    Else the next file that is opened, a checkpoint perhaps, would get what is printed.
-    """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        if getattr(sys, name) is None:
-            file = os.open(os.devnull, os.O_RDWR)
-            if file != number:
-                os.dup2(file, number)
-                os.close(file)
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    from runner.recipe import composition, factory, hydra_setup, keys
+
+    with hydra_setup.session(overrides):
+        examined = examine(overrides, config_name)
+    _require_names([examined], _import_packages_named(examined.recipe))
+    recipe = composition.require(examined)
+    if resolve:
+        ConfigError.raise_if([*trust.missing_packages(), *factory.check_factories(recipe)])
+        recipe = factory.completed(recipe)
+    shown = OmegaConf.create(composition.to_yaml(recipe))
+    if package is not None:
+        content: Any = OmegaConf.to_container(shown)
+        known = keys.known_keys(content)
+        if package not in known:
+            value, rule = f"--package {package}", "the recipe has no such node"
+            raise ConfigError.of(value, rule, keys.suggestion(package, known))
+        shown = OmegaConf.select(shown, package)
+    print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
+    return DONE
+
+
+def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
+    """Train one job, or those of a sweep; all are composed and checked before the first starts."""
+    from runner.recipe import processes
+
+    place = processes.adopted()
+    if place is not None:
+        parent_watch.die_alone_with(os.getppid())
+    if place is not None and place.rank > 0:
+        from runner.launch import launcher
+
+        return launcher.follow(place)
+    if place is not None and multirun:
+        rule = "a sweep starts the processes of each job itself"
+        remedy = "Start it without torchrun, mpirun or srun."
+        raise ConfigError.of("--multirun on processes of a launcher", rule, remedy)
+    if trust.asked_for():  # packages of the user's import torch
+        startup.announce("runner")
+    if not multirun:
+        return _train_one(overrides, config_name)
+    return _train_all(overrides, config_name, trust.missing_packages())
+
+
+def _train_one(overrides: Sequence[str], config_name: str) -> int:
+    from runner.launch import member, rendezvous, start_run
+    from runner.recipe import hydra_setup
+    from runner.sweep import jobs, settings
+    from runner.training import build
+
+    ConfigError.raise_if(settings.misplaced(overrides))
+    with hydra_setup.session(overrides):
+        examined = examine(overrides, config_name)
+    problems = [*trust.missing_packages(), *jobs.misplaced(overrides)]
+    _require_names([examined], problems)
+    if rendezvous.is_member(examined.recipe.distributed):
+        return member.follow(examined.recipe)
+    startup.announce(examined.recipe.name)
+    with rendezvous.ending_with() as ended:
+        build.require([examined], problems)
+        return ended(
+            start_run.start(
+                examined.recipe,
+                examined.overrides,
+                examined.config_name,
+                origin=examined.origin,
+                auto=examined.auto,
+                log_levels=examined.log_levels,
+            )
+        )
+
+
+def examine(overrides: Sequence[str], config_name: str) -> Examined:
+    """Compose one job; the run that it resumes, if any, is then `recipe.resume`."""
+    from runner.launch import rendezvous
+    from runner.recipe import composition, hydra_setup, processes
+    from runner.run_dir import directory, resumable
+
+    new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
+    requested = next((o for o in overrides if hydra_setup.key_of(o) == "resume"), "")
+    value = requested.partition("=")[2].strip("'\"")
+    if requested and value not in (resumable.AUTO, "null", ""):
+        run_dir = directory.existing(value, "resume=")
+        return _resumed(composition.resumed(directory.frozen(run_dir), new), str(run_dir))
+    examined = composition.new_run(overrides, config_name)
+    for line in examined.notes:
+        print(line, file=sys.stderr)
+    if examined.problems:
+        return examined
+    if examined.recipe.resume is None:
+        return replace(examined, problems=processes.restarts_of_new_runs())
+    if examined.recipe.resume != resumable.AUTO:
+        value = f"resume={examined.recipe.resume!r} in a file"
+        rule, remedy = "a file can set only resume: auto", "Name the run on the command line."
+        return replace(examined, problems=[Problem(value, rule, remedy)])
+    if rendezvous.is_member(examined.recipe.distributed):
+        return examined  # the first node finds the run
+    found = resumable.newest(examined.recipe)
+    if found is None:
+        return replace(examined, recipe=replace(examined.recipe, resume=None))
+    examined = replace(
+        examined, overrides=tuple(new), origin=directory.fingerprint(found), auto=True
+    )
+    return _resumed(examined, str(found))
+
+
+def _resumed(examined: Examined, run_dir: str) -> Examined:
+    return replace(examined, recipe=replace(examined.recipe, resume=run_dir))
+
+
+def _import_packages_named(recipe: Recipe) -> list[Problem]:
+    """Import the user's packages where a recipe names factories that are not built in."""
+    from runner.recipe import factory
+
+    return trust.missing_packages() if factory.unregistered(recipe) else []
+
+
+def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> None:
+    """Raise the problems of all jobs that can be found without loading torch."""
+    from runner.recipe import factory
+
+    problems = dict.fromkeys(missing)
+    for examined in checked:
+        problems.update(dict.fromkeys(examined.problems))
+        if examined.composed:
+            problems.update(dict.fromkeys(factory.wrong_names(examined.recipe)))
+    ConfigError.raise_if(list(problems))
+
+
+def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
+    """Train the jobs of a sweep, each in processes of its own, where the launcher puts them."""
+    from runner.launch import rendezvous
+    from runner.sweep import command
+    from runner.training import build
+
+    request = command.Request.of(overrides, config_name)
+
+    def require(examined: Sequence[Examined]) -> None:
+        if any(rendezvous.spans_nodes(one.recipe.distributed) for one in examined):
+            rule = "the commands of several nodes train one run"
+            remedy = "Leave distributed.rdzv_endpoint out, or start the runs one by one."
+            raise ConfigError.of("distributed=multi_node with --multirun", rule, remedy)
+        startup.announce(examined[0].recipe.name if examined else "")
+        build.require(examined, missing)
+
+    return command.train(request, lambda found: _require_names(found, missing), require, _hydra)
+
+
+def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
+    """Print the jobs of a sweep, or one recipe's check, and start nothing."""
+    from runner.recipe import hydra_setup
+    from runner.sweep import command, jobs
+    from runner.training import build
+
+    if not flags.multirun:
+        with hydra_setup.session(overrides):
+            examined = examine(overrides, flags.config_name)
+        found = [examined]
+        missing = [*trust.missing_packages(), *jobs.misplaced(overrides)]
+        _require_names(found, missing)
+    else:
+        missing = trust.missing_packages()
+        request = command.Request.of(overrides, flags.config_name)
+        found = command.examine(request, lambda found: _require_names(found, missing))
+    note = command.note(request) if flags.multirun else ""
+    if flags.cfg:
+        print("\n".join([*([f"# {note}"] if note else ()), *command.recipe_lines(found)]))
+        return DONE
+    startup.announce(found[0].recipe.name)
+    build.require(found, missing)
+    if flags.multirun:
+        print("\n".join(filter(None, [*command.listing(found), note])))
+    print("The configuration is valid; nothing was started (--dry-run).")
+    return DONE
+
+
+def _no_task(config: DictConfig) -> None:
+    """Train nothing: Hydra only prints information."""
+
+
+def _for_hydra(overrides: Sequence[str]) -> list[str]:
+    from runner.recipe import hydra_setup
+
+    with hydra_setup.session():
+        return [*hydra_setup.opened(overrides), *hydra_setup.FIXED]
+
+
+def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:
+    """Run Hydra's own main, which calls `task` with each job; return the code it ends with."""
+    import hydra
+
+    from runner.recipe import diagnose, hydra_setup
+
+    hydra_setup.prepare()
+    main = hydra.main(
+        version_base=hydra_setup.VERSION_BASE,
+        config_path=str(paths.conf_folder()),
+        config_name=hydra_setup.PRIMARY,
+    )(task)
+    before, sys.argv = sys.argv, ["runner", *line]
+    try:
+        # With this variable Hydra raises an error instead of printing it and exiting.
+        with env.patched(HYDRA_FULL_ERROR="1"):
+            main()
+    except (ConfigError, BrokenPipeError):  # of a sweeper of ours; of one who reads the output
+        raise
+    except diagnose.MISTAKES as error:
+        raise ConfigError(*diagnose.translate(error, hydra_setup.PRIMARY)) from error
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else FAILED if end.code else DONE
+    finally:
+        sys.argv = before
+    return DONE

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accel.machine.errors import ConfigError
 from runner.cli import arguments as command_line
+from runner.cli import program
 from runner.exit_codes import DONE
 from runner.recipe import trust
-
-if TYPE_CHECKING:
-    from runner.recipe.composition import Examined
 
 USAGE = """\
 usage: runner submit [submit.KEY=VALUE ...] [KEY=VALUE ...] [--dry-run]
@@ -25,12 +22,11 @@ is refused before anything is submitted.
 SWEEP = "runner -m … hydra/launcher=submitit_slurm hydra.launcher.partition=…"
 
 
-def main(arguments: Sequence[str], examine: Callable[[Sequence[str], str], Examined]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Submit a run, and print its job, its directory and how to follow it.
 
     Args:
         arguments: those behind ``submit``.
-        examine: composes a run from overrides and the primary file's name.
 
     Raises:
         ConfigError: if the recipe is refused, there is no Slurm, or it refuses the job.
@@ -52,7 +48,7 @@ def main(arguments: Sequence[str], examine: Callable[[Sequence[str], str], Exami
         startup.announce("runner")
     missing = [*trust.missing_packages(), *jobs.misplaced(overrides, submits=True)]
     with hydra_setup.session(overrides):
-        examined = examine(overrides, flags.config_name)
+        examined = program.examine(overrides, flags.config_name)
     startup.announce(examined.recipe.name)
     recipe = examined.recipe
     try:

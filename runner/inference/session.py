@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError, Problem
-from runner import collector
 from runner.inference import not_as_trained
 from runner.inference.load import (
     described,
@@ -332,7 +331,6 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
                 notes += not_as_trained.other_data(recorded, files, given)
                 for line in (*notes, *_limited(request, recipe, batches)):
                     print(line, file=_told_to(request))
-            collector.collect_usually()
             yield Session(accelerator, step, batches, checkpoint, progress, files, notes, code)
 
 

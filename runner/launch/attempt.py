@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL, STOPPED
-from runner.launch import bootstrap, failures, rank_logs, warm_workers
-from runner.launch.warm_workers import ForkedWorker
+from runner.launch import bootstrap, failures, rank_logs
 from runner.launch.worker_group import Failure, Place, StopSignals, WorkerGroup
 from runner.run_dir import directory, outcomes
 from runner.run_dir.atomic_update import run_dir_of
@@ -60,19 +59,11 @@ class Machines(Protocol):
 class ThisMachine:
     """All workers run on this machine; code in `cwd`, the user's directory, can be imported.
 
-    Each worker calls `target` (``module:function``) with the folder and its stop flag. All may be
-    stopped (SIGSTOP) for `hang_timeout` seconds; None: for any time.
+    Each worker calls `target` (``module:function``) with the folder and its stop flag.
     """
 
-    def __init__(
-        self,
-        num_processes: int,
-        cwd: Path,
-        target: str = TRAIN,
-        hang_timeout: float | None = None,
-    ) -> None:
+    def __init__(self, num_processes: int, cwd: Path, target: str = TRAIN) -> None:
         self.num_processes, self._cwd, self._target = num_processes, cwd, target
-        self._hang_timeout = hang_timeout
 
     def attempt(self, folder: Path, stops: StopSignals) -> Ended:
         """Run the job in `folder` once."""
@@ -80,10 +71,7 @@ class ThisMachine:
         with hosted_store() as store:
             number = self.num_processes
             place = Place(number, 0, number, 0, 1, "localhost", store.port, launch, {})
-            waiting = warm_workers.take(number)
-            group = workers(
-                folder, launch, place, self._cwd, self._hang_timeout, self._target, waiting
-            )
+            group = workers(folder, launch, place, self._cwd, self._target)
             with stops.running(group):
                 group.wait()
         return conclude(run_dir, launch, group.failed, outcomes.read_outcomes(run_dir, launch))
@@ -103,28 +91,15 @@ def hosted_store() -> Iterator[TCPStore]:
     yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-def workers(
-    folder: Path,
-    launch: str,
-    place: Place,
-    cwd: Path,
-    hang_timeout: float | None,
-    target: str = TRAIN,
-    waiting: Sequence[ForkedWorker] = (),
-) -> WorkerGroup:
-    """Return the workers of an attempt at the job in `folder`, to be started on this machine.
-
-    Those that are `waiting` already are taken first. For `hang_timeout` see `WorkerGroup`.
-    """
+def workers(folder: Path, launch: str, place: Place, cwd: Path, target: str = TRAIN) -> WorkerGroup:
+    """Return the workers of an attempt at the job in `folder`, to be started on this machine."""
     command = bootstrap.command(WORKER, json.dumps(order(folder, launch, cwd, target)))
     run_dir = run_dir_of(folder)
     return WorkerGroup(
         command,
         place,
         lambda rank: has_outcome(run_dir, launch, rank),
-        waiting,
         partial(outcomes.note_processes, run_dir, launch),
-        hang_timeout,
     )
 
 
@@ -197,11 +172,13 @@ def _outcome_from_status(run_dir: Path, rank: int, failure: Failure, ended: bool
     status = failure.status
     if status == INTERRUPTED:  # SIGINT was sent only to this process
         return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
-    message = failure.why or f"its process {outcomes.describe_exit(status)}"
-    if status == DONE:
-        message += " before the run was complete"
     log = rank_logs.log_file(run_dir, rank)
     printed = rank_logs.tail(log)
+    message = f"its process {outcomes.describe_exit(status)}"
+    if status == FAILED and any(line.startswith(rank_logs.TIMED_OUT) for line in printed):
+        message = "it hangs: native code keeps the interpreter"
+    if status == DONE:
+        message += " before the run was complete"
     return Outcome(
         rank=rank,
         time=failure.time,

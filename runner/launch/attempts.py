@@ -86,9 +86,7 @@ def _attempt(machines: Machines, job: Job, stops: StopSignals) -> Ended:
 
 def _restarts(ended: Ended, stops: StopSignals) -> bool:
     """Return whether an attempt ended with a failure that another one may not have."""
-    if ended.code != FAILED or ended.cause is None or stops.received:
-        return False
-    return ended.cause.message != failures.UNREAD
+    return ended.code == FAILED and ended.cause is not None and not stops.received
 
 
 def _used_up(job: Job, limit: int) -> str:

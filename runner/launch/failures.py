@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -9,6 +10,7 @@ import shlex
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -22,7 +24,7 @@ from accel.machine.errors import (
 from runner.exit_codes import FAILED, REFUSED
 from runner.recipe import user_frames
 from runner.run_dir import directory
-from runner.run_dir.outcomes import Outcome
+from runner.run_dir.outcomes import Outcome, describe_exit
 
 # Messages of gloo and NCCL when another rank has ended; both raise plain RuntimeErrors.
 COMMUNICATION = re.compile(
@@ -30,6 +32,26 @@ COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 UNREAD = "nobody reads standard output any more"
+
+
+class LoaderWorkerError(AccelError, RuntimeError):
+    """A loader worker died; the message has its exit status."""
+
+
+@contextlib.contextmanager
+def loader_deaths_named() -> Iterator[None]:
+    """Raise a `LoaderWorkerError` where torch only reports that a loader worker exited."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        from accel.data.worker_signals import failed
+
+        ended = [f"{pid} {describe_exit(status)}" for pid, status in failed().items()]
+        if not ended:
+            raise
+        raise LoaderWorkerError(f"a loader worker died: process {', '.join(ended)}") from error
 
 
 def stdout_is_closed() -> bool:
@@ -79,8 +101,6 @@ def outcome_of(error: BaseException, rank: int) -> Outcome:
         return Outcome(rank, time.time(), REFUSED, str(error))
     if isinstance(error, DiskFullError):
         return Outcome(rank, time.time(), FAILED, str(error))
-    if is_unread(error):
-        return Outcome(rank, time.time(), FAILED, UNREAD)
     texts = user_frames.one_line(error), "".join(user_frames.formatted(error))
     full = "".join(traceback.format_exception(error))
     return Outcome(
@@ -105,12 +125,7 @@ def _is_communication_error(error: BaseException) -> bool:
 
 def print_failure(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
     """Print on standard error how a run ended."""
-    if outcome.message == UNREAD:
-        # As `head` ends any other command; writing would be an error of its own.
-        if directory.is_request(run_dir) or _is_closed(sys.stderr):
-            return
-        lines = [f"The run has ended early: {UNREAD}.", *_resumed(run_dir)]
-    elif outcome.code == REFUSED:
+    if outcome.code == REFUSED:
         lines = [outcome.message]
     else:
         who = f"rank {outcome.rank} failed first" if num_processes > 1 else "the run failed"

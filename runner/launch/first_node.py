@@ -15,7 +15,7 @@ from typing import Any
 
 from accel.machine.errors import ConfigError, StateError
 from runner.exit_codes import FAILED
-from runner.launch import attempt, hangs, staging
+from runner.launch import attempt, staging
 from runner.launch.attempt import Ended
 from runner.launch.joining import Joining, Node
 from runner.launch.messages import Lost, gloo_variables
@@ -52,7 +52,6 @@ class FirstNode:
         self._local = processes.local_count(recipe.distributed)
         self._least, self._most = nodes.counts(recipe.distributed)
         self._timeout = nodes.seconds(recipe.distributed, "node_timeout")
-        self._hang_timeout = hangs.timeout_of(recipe)
         self._joining = Joining(listener, job, recipe)
         self.num_processes = processes.count(recipe.distributed)
 
@@ -64,7 +63,7 @@ class FirstNode:
             return attempt.stopped_while_waiting(run_dir, stops.received[0])
         with attempt.hosted_store() as store:
             place = self._start(chosen, folder, launch, store.port)
-            group = attempt.workers(folder, launch, place, Path(self._job.cwd), self._hang_timeout)
+            group = attempt.workers(folder, launch, place, Path(self._job.cwd))
             try:
                 with stops.running(group):
                     self._watch(group, chosen, stops)

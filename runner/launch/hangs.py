@@ -1,28 +1,103 @@
-"""Which rank hangs, judged from reports of all ranks. Free of torch."""
+"""Which rank hangs, judged from the Python stacks of all ranks. Free of torch."""
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+import threading
+import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from runner.launch.stacks import BUSY, IN_TORCH, WAITING, Stack
-from runner.recipe.durations import parse_duration
-from runner.training.heartbeat import START_UP
+from accel.strategies.table import specs
 
-if TYPE_CHECKING:
-    from runner.recipe.schema import Recipe
+_ROOT = Path(__file__).absolute().parents[2]
+_PACKAGES = (
+    sysconfig.get_paths()["stdlib"],
+    sysconfig.get_paths()["purelib"],
+    str(_ROOT / "runner") + "/",
+    str(_ROOT / "accel") + "/",
+    "/site-packages/",
+    "<",
+)
+# Innermost files of a thread that waits for other ranks.
+_COLLECTIVES = (
+    *("/torch/distributed/", "/accel/comm/"),
+    *(f"/{name}/" for spec in specs() for name in spec.packages),
+)
+_THROUGH = ("/torch/_ops.py", "/torch/utils/_contextlib.py")  # calls of others pass through here
+_BACKWARD = "_engine_run_backward"  # waits in native code for the gradients of other ranks
+_COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")
 
-# A start-up in which nothing changes for that many time limits is ended.
-START_UP_LIMITS = 6
+# Time limits without any progress that a phase of unknown duration may take.
+SLOW_LIMITS = 6
+BUSY, IN_TORCH, WAITING = "busy", "in torch", "waiting"
 
 
-def timeout_of(recipe: Recipe) -> float | None:
-    """Return the seconds without progress after which a worker counts as hanging; None: never."""
-    return parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
+@dataclass(frozen=True)
+class Place:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The Python stack of a thread, outermost call first.
+
+    `text` is as a traceback shows it: the user's own lines, where there are any.
+    """
+
+    places: tuple[Place, ...]
+    text: str
+
+    @classmethod
+    def of_main_thread(cls) -> Stack:
+        """Return the stack of this process's main thread, as it is now."""
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        summary = traceback.extract_stack(frame)
+        places = tuple(Place(line.filename, line.lineno or 0, line.name) for line in summary)
+        own = [line for line in summary if _is_own(line.filename)]
+        return cls(places, "".join(traceback.format_list(own or list(summary))))
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Stack:
+        """Return the stack that `plain` describes."""
+        return cls(tuple(Place(**place) for place in plain["places"]), plain["text"])
+
+    @property
+    def own(self) -> Place:
+        """The innermost line of the user's code; where there is none, the innermost of all."""
+        found = (place for place in reversed(self.places) if _is_own(place.file))
+        return next(found, self.places[-1])
+
+    @property
+    def kind(self) -> str:
+        """Activity of the thread: "waiting" for other ranks, "in torch", or else "busy"."""
+        if any(place.file.startswith("<frozen importlib") for place in self.places):
+            return BUSY  # it imports, perhaps a module of torch's
+        inner = next(p for p in reversed(self.places) if not p.file.endswith(_THROUGH))
+        if inner.function == _BACKWARD or any(part in inner.file for part in _COLLECTIVES):
+            return WAITING
+        in_torch = "/torch/" in inner.file and "/torch/utils/data/" not in inner.file
+        return IN_TORCH if in_torch else BUSY
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a model is being compiled."""
+        return any(part in place.file for place in self.places for part in _COMPILERS)
+
+
+def _is_own(file: str) -> bool:
+    return not any(part in file for part in _PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -73,33 +148,29 @@ def judge(
     reports: Mapping[int, Report],
     silent: Mapping[int, str],
     limit: float,
-    before: Sequence[Mapping[int, Report]] = (),
+    before: Mapping[int, Report],
     dead: Set[int] = frozenset(),
 ) -> Verdict | None:
-    """Return which rank hangs; None: the run makes progress, or is in a debugger.
+    """Return which rank hangs; None: the run makes progress.
 
     A run is ended in the middle of training, where each step takes a time that is known. Start-up
     with the first step, compilation, evaluation and saving take as long as they take: the rank is
     named, and the run is ended only if every rank waits for another, twice in the same place, if a
-    process is stopped or gone, or if nothing changes in start-up for `START_UP_LIMITS` limits.
+    process that had begun does not answer, or after `SLOW_LIMITS` time limits.
 
     Args:
         reports: of the ranks that have answered.
         silent: why the other ranks have not.
         limit: seconds without progress.
-        before: the previous reports, newest first.
-        dead: the silent ranks whose process is stopped or gone.
+        before: the previous reports.
+        dead: the silent ranks that had begun, and have not left.
     """
-    if any(report.seconds < limit / 2 or report.stack.is_debugged for report in reports.values()):
+    if any(report.seconds < limit / 2 for report in reports.values()):
         return None
     kinds = {report.stack.kind for report in reports.values()}
     deadlocked = not silent and kinds == {WAITING} and len(reports) > 1
-    same = list(takewhile(lambda earlier: _same(reports, earlier, limit), before))
-    unchanged = bool(same)
-    stuck = unchanged and all(
-        report.phase == START_UP
-        and report.seconds - same[-1][rank].seconds >= (START_UP_LIMITS - 1) * limit
-        for rank, report in reports.items()
+    unchanged = reports.keys() == before.keys() and all(
+        report.state == before[rank].state for rank, report in reports.items()
     )
     slow = any(report.is_slow or report.stack.compiles for report in reports.values())
     out_of_step = None if silent else _rank_out_of_step(reports)
@@ -119,16 +190,9 @@ def judge(
     if out_of_step is not None:
         cause, stack = _out_of_step_text(reports, out_of_step), ""  # its stack is as expected
     message = f"{cause}{activity}. Meanwhile {waits}{rest}" if others else f"{cause}{activity}"
-    ends = not slow or (deadlocked and unchanged) or bool(dead) or stuck
+    too_long = min(report.seconds for report in reports.values()) >= SLOW_LIMITS * limit
+    ends = not slow or (deadlocked and unchanged) or bool(dead) or too_long
     return Verdict(first, message, stack, ends, is_new=not unchanged)
-
-
-def _same(now: Mapping[int, Report], before: Mapping[int, Report], limit: float) -> bool:
-    """Return whether the same ranks were at the same place before, and had a verdict."""
-    return now.keys() == before.keys() and all(
-        before[rank].seconds >= limit / 2 and report.state == before[rank].state
-        for rank, report in now.items()
-    )
 
 
 def _rank_out_of_step(reports: Mapping[int, Report]) -> int | None:

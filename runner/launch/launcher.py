@@ -6,7 +6,6 @@ codes are those of `runner.exit_codes`. Free of torch at import.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import shlex
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from accel.machine import passwords
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL
-from runner.launch import attempt, attempts, exit_guards, failures, hangs, rank_logs, rendezvous
+from runner.launch import attempt, attempts, failures, rank_logs, rendezvous
 from runner.launch.first_node import FirstNode
 from runner.launch.worker_group import StopSignals, Terminated
 from runner.recipe import processes, ray_placement
@@ -67,10 +66,9 @@ def _launch_workers(job: Job, recipe: Recipe, number: int, local: int) -> int:
     elif recipe.distributed.kind == ray_placement.KIND:
         from runner.launch.ray_group import RayCluster
 
-        machines = RayCluster(recipe.distributed, number, Path(job.cwd), hangs.timeout_of(recipe))
+        machines = RayCluster(recipe.distributed, number, Path(job.cwd))
     else:
-        limit = hangs.timeout_of(recipe)
-        machines = attempt.ThisMachine(number, Path(job.cwd), hang_timeout=limit)
+        machines = attempt.ThisMachine(number, Path(job.cwd))
     try:
         return attempts.train(machines, job, recipe, local)
     except KeyboardInterrupt:
@@ -106,7 +104,7 @@ def run_adopted(folder: Path, place: Adopted) -> int:
 
     # Until the process has ended: srun sends SIGTERM to the others as soon as one has failed, and
     # takes one that it kills for stopped.
-    with StopFlag().installed() as stop, exit_guards.explained(stop):
+    with StopFlag().installed() as stop:
         code = run_here(folder, place.rank, stop)
         if code not in CLEAN:
             is_new = folder == run_dir_of(folder)  # a resumed run keeps its files, whatever comes
@@ -128,9 +126,7 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
         faulthandler.enable()
     run_dir = run_dir_of(folder)
     try:
-        # An interrupt of the run's own code is a failure.
-        with contextlib.nullcontext() if stop is None else exit_guards.explained(stop):
-            return worker.run(folder, stop)
+        return worker.run(folder, stop)
     except KeyboardInterrupt:
         if rank == 0:
             failures.print_interrupted(run_dir)

@@ -16,7 +16,7 @@ from typing import Any
 
 from accel.machine.errors import StateError
 from runner.exit_codes import INTERRUPTED, REFUSED, STOPPED
-from runner.launch import attempt, hangs, messages, staging, start_run
+from runner.launch import attempt, messages, staging, start_run
 from runner.launch.messages import PROTOCOL, Connection, Lost
 from runner.launch.worker_group import MONITOR_SECONDS, Place, StopSignals
 from runner.recipe import nodes, processes, serialization
@@ -96,7 +96,6 @@ class _Member:
         self._connection, self._endpoint = connection, endpoint
         self._local_addr, self._number = recipe.distributed.local_addr, num_processes
         self._stops, self._told = stops, 0
-        self._hang_timeout = hangs.timeout_of(recipe)
         self._patience = nodes.seconds(recipe.distributed, "join_timeout") + ANSWER_SECONDS
 
     def run(self) -> int:
@@ -163,7 +162,7 @@ class _Member:
             f"of {place.world_size}, run {run_dir}",
             flush=True,
         )
-        group = attempt.workers(folder, launch, place, Path.cwd(), self._hang_timeout)
+        group = attempt.workers(folder, launch, place, Path.cwd())
         with self._stops.running(group):
             while group.poll() and not group.failed:
                 if any(message["kind"] == "end" for message in self._connection.received()):

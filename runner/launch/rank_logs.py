@@ -17,6 +17,8 @@ TAIL_BYTES = 64 * 1024
 _TERMINAL: list[TextIO] = []
 # Where the report of `faulthandler` begins.
 CRASH = "Fatal Python error"
+# How its report begins where the watchdog got no interpreter for the time limit.
+TIMED_OUT = "Timeout ("
 CURRENT_THREAD = "Current thread "
 # Begins the first line of each process in a log: a resumed run adds to it.
 BEGIN = "--- rank"

@@ -9,16 +9,14 @@ import contextlib
 import os
 import socket
 import sys
-import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel.machine import env, imports
 from accel.machine.errors import ConfigError
-from runner.launch import heartbeats, remote_process
-from runner.launch.remote_process import State
+from runner.launch import remote_process
 from runner.recipe import ray_placement, trust
 from runner.run_dir import numerics
 from runner.training.stopping import HEARD_SIGNALS, handlers_restored
@@ -34,10 +32,7 @@ CURRENT = Path("/tmp/ray/ray_current_cluster")
 CONNECT_SECONDS = 10.0
 # How long an actor waits for something to report.
 POLL_SECONDS = 5.0
-# How long an actor's word on its process is waited for.
-ANSWER_SECONDS = 5.0
 LOST = "lost"
-BY_VALUE = (remote_process, heartbeats)  # modules that nodes need not have
 SHARE = "Start in a folder, with an output_dir, on a file system that all nodes share."
 # Variables by which Ray marks its own workers; the processes that they start are none.
 OF_WORKERS: dict[str, None] = dict.fromkeys(("RAY_JOB_ID", "RAY_RAYLET_PID", "PYTHONBREAKPOINT"))
@@ -76,13 +71,11 @@ def connected(address: str | None, key: str) -> Iterator[ModuleType]:
             ray.init(address=address or "auto", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise _unreached(address, key, _first_line(error)) from error
-    for module in BY_VALUE:
-        ray.cloudpickle.register_pickle_by_value(module)
+    ray.cloudpickle.register_pickle_by_value(remote_process)  # nodes need not have it
     try:
         yield ray
     finally:
-        for module in BY_VALUE:
-            ray.cloudpickle.unregister_pickle_by_value(module)
+        ray.cloudpickle.unregister_pickle_by_value(remote_process)
         ray.shutdown()
 
 
@@ -188,74 +181,6 @@ class Watch:
         if not any(event.kind == remote_process.ENDED for event in found):
             self.add(key, actor)
         return found
-
-
-class States:
-    """How processes are, as their actors say; these are asked each time `seconds` have passed.
-
-    A state that was read before the last question does not count: the process may have gone on. Of
-    heartbeats only a new one says something, so the last that was heard stays: where no answers
-    come, no watchdog is heard. An actor that has once let its time pass is not waited for again
-    until it answers.
-    """
-
-    def __init__(self, ray: ModuleType, seconds: float) -> None:
-        self._ray, self._seconds = ray, seconds
-        self._actors: dict[int, ActorHandle] = {}
-        self._asked: dict[int, ObjectRef] = {}
-        self._late: set[int] = set()  # those that have not answered in time
-        self._asked_at, self._is_waiting = float("-inf"), False
-        self._found: dict[int, State] = {}
-        self._counts: set[int] = set()  # whose state was read since the last question
-
-    def add(self, key: int, actor: ActorHandle) -> None:
-        """Ask an actor from now on."""
-        self._actors[key] = actor
-
-    def look(self, keys: Collection[int]) -> bool:
-        """Take the answers of some processes that are there, or ask; this waits for nobody.
-
-        Returns:
-            Whether all have just answered the last question, or have had the time for it.
-        """
-        self._take()
-        waited = time.monotonic() - self._asked_at
-        if self._is_waiting:
-            if waited >= ANSWER_SECONDS:
-                self._late.update(self._asked)
-            self._is_waiting = bool((self._asked.keys() & keys) - self._late)
-            return not self._is_waiting
-        if waited >= self._seconds:
-            self._counts.clear()
-            for key in keys - self._asked.keys():
-                self._asked[key] = self._actors[key].state.remote()
-            self._asked_at, self._is_waiting = time.monotonic(), True
-        return False
-
-    def _take(self) -> None:
-        for key, reference in list(self._asked.items()):
-            ready, _ = self._ray.wait([reference], timeout=0)
-            if not ready:
-                continue
-            del self._asked[key]
-            self._late.discard(key)
-            try:
-                self._found[key] = State(*self._ray.get(reference))
-                self._counts.add(key)
-            except self._ray.exceptions.RayError:  # it is lost, which its events tell
-                self._found.pop(key, None)
-
-    def of(self, key: int) -> str:
-        """Return the state of a process, as `process_state`; "?": it is not known."""
-        return self._found[key].state if key in self._counts else "?"
-
-    def beat(self, key: int) -> int | None:
-        """Return when the watchdog of a process was heard last; None: it is not watched."""
-        return self._found[key].beat if key in self._found else None
-
-    def name_of(self, key: int) -> str:
-        """Return what a process is called in messages."""
-        return self._found[key].name
 
 
 def reason(error: BaseException) -> str:

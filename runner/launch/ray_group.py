@@ -26,7 +26,6 @@ from runner.launch import attempt, bootstrap, ray_cluster, remote_process
 from runner.launch.attempt import Ended
 from runner.launch.ray_cluster import Event, Watch
 from runner.launch.remote_process import Place
-from runner.launch.stopped_workers import StoppedWorkers, look_seconds
 from runner.launch.worker_group import GRACE_SECONDS, Failure, StopSignals
 from runner.recipe import processes
 from runner.recipe.schema import Distributed
@@ -56,19 +55,10 @@ class RayCluster:
         distributed: says where, and on which device.
         num_processes: number of workers.
         cwd: the user's directory.
-        hang_timeout: seconds for which all workers may be stopped (SIGSTOP), and their watchdogs
-            silent for longer; None: any time.
     """
 
-    def __init__(
-        self,
-        distributed: Distributed,
-        num_processes: int,
-        cwd: Path,
-        hang_timeout: float | None = None,
-    ) -> None:
+    def __init__(self, distributed: Distributed, num_processes: int, cwd: Path) -> None:
         self._distributed, self.num_processes, self._cwd = distributed, num_processes, cwd
-        self._hang_timeout = hang_timeout
 
     def attempt(self, folder: Path, stops: StopSignals) -> Ended:
         """Run the job in `folder` once, and return how it ended.
@@ -92,7 +82,6 @@ class RayCluster:
                 self.num_processes,
                 lambda rank: attempt.has_outcome(run_dir, launch, rank),
                 signals,
-                self._hang_timeout,
             )
             try:
                 failed = group.run()
@@ -134,7 +123,6 @@ class _Group:
         num_processes: int,
         finished: Callable[[int], bool],
         signals: list[int],
-        hang_timeout: float | None = None,
     ) -> None:
         self._ray, self._distributed = ray, distributed
         # Paths in a recipe are relative to where the command was given.
@@ -147,10 +135,6 @@ class _Group:
         self._running: set[int] = set()
         self._passed_on = 0
         self._deadline: float | None = None  # of processes that are to end
-        self._states = ray_cluster.States(ray, look_seconds(hang_timeout))
-        self._stopped = StoppedWorkers(
-            hang_timeout, GRACE_SECONDS, self._states.beat, self._states.of, self._states.name_of
-        )
         self._failed: dict[int, Failure] = {}
 
     def run(self) -> dict[int, Failure]:
@@ -158,16 +142,13 @@ class _Group:
         environments = self._assigned()
         for rank, (actor, variables) in enumerate(zip(self._actors, environments, strict=True)):
             order = {**self._order, "environment": variables}
-            worker = self._order["launch"], rank
-            actor.start.remote(bootstrap.code(attempt.WORKER), order, worker=worker)
+            actor.start.remote(bootstrap.code(attempt.WORKER), order)
             self._watch.add(rank, actor)
-            self._states.add(rank, actor)
             self._running.add(rank)
         while self._running:
             for event in self._watch.events(POLL_SECONDS):
                 self._take(event)
             self._pass_signals_on()
-            self._end_stopped()
             self._end_what_is_left()
         if signal.SIGINT in self._signals:
             raise KeyboardInterrupt
@@ -291,20 +272,11 @@ class _Group:
         for number in self._signals[self._passed_on :]:
             self._passed_on += 1
             if number != signal.SIGINT:
-                self._stopped.request(signal.Signals(number).name)
                 self._send(number)
 
     def _send(self, number: int) -> None:
         for rank in self._running:
             self._actors[rank].send.remote(number)
-
-    def _end_stopped(self) -> None:
-        """Kill the processes that have been stopped, or silent, for too long."""
-        if not self._states.look(self._running):
-            return
-        for rank, why in self._stopped.failed({rank: rank for rank in self._running}).items():
-            self._failed.setdefault(rank, Failure(-signal.SIGKILL, time.time(), why))
-            self._actors[rank].kill.remote()
 
     def _end_what_is_left(self) -> None:
         """Interrupt the processes after Ctrl-C or a failure; kill those that do not end soon."""

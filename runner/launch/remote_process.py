@@ -1,7 +1,7 @@
 """A process on a node of a Ray cluster: the class of the actor that starts and watches it.
 
-The class goes to the node by value, with `heartbeats`, and needs nothing but Python there, so that
-neither a folder of the user's nor another installation is taken for it. The process is a child of
+The class goes to the node by value and needs nothing but Python there, so that neither a folder of
+the user's nor another installation is taken for it. The process is a child of
 the actor: it ends itself when the actor ends (`accel.machine.parent_watch`), as Ray lets actors
 do when the command ends, is killed or loses the node.
 """
@@ -18,9 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, NamedTuple, TypedDict
-
-from runner.launch.heartbeats import Heartbeat
+from typing import IO, TypedDict
 
 # What `ProcessHost.events` returns: a kind, with a process id, (stream, bytes) or a status.
 STARTED, OUTPUT, ENDED = "started", "output", "ended"
@@ -42,24 +40,12 @@ class Place(TypedDict):
     missing: list[str]
 
 
-class State(NamedTuple):
-    """Of a process: its state as Linux lists it, its name in messages, and its last heartbeat.
-
-    The state is "?" and the heartbeat None where it is not known.
-    """
-
-    state: str
-    name: str
-    beat: int | None
-
-
 class ProcessHost:
     """Starts one process on its node, passes signals and output on, and reports its end."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._queue: queue.Queue[Event] = queue.Queue()
-        self._heartbeat: Heartbeat | None = None
 
     def place(self, folders: Sequence[str]) -> Place:
         """Return the node, the GPUs that Ray has assigned, and which of some folders it lacks."""
@@ -74,21 +60,11 @@ class ProcessHost:
             "missing": [folder for folder in folders if not os.path.isdir(folder)],
         }
 
-    def start(
-        self,
-        code: str,
-        order: Mapping[str, object],
-        content: bytes = b"",
-        worker: tuple[str, int] | None = None,
-    ) -> None:
+    def start(self, code: str, order: Mapping[str, object], content: bytes = b"") -> None:
         """Start a Python process that runs `code` with `order`, and with `content` as its input.
 
-        The order gets the id of this process as "parent". Launch and rank of a `worker` say whose
-        heartbeat this is.
+        The order gets the id of this process as "parent".
         """
-        if worker is not None:
-            self._heartbeat = Heartbeat(*worker)
-            self._heartbeat.make()
         text = json.dumps({**order, "parent": os.getpid()})
         # Until it can handle them; it releases them itself.
         numbers = [getattr(signal, name) for name in HELD_BACK if hasattr(signal, name)]
@@ -103,7 +79,7 @@ class ProcessHost:
             )
         except OSError as error:
             self._queue.put((OUTPUT, (2, f"{error}\n".encode())))
-            self._report_end(FAILED_TO_START)
+            self._queue.put((ENDED, FAILED_TO_START))
             return
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -129,11 +105,6 @@ class ProcessHost:
             os.killpg(process.pid, signal.SIGKILL)
         for reader in readers:
             reader.join(END_SECONDS)
-        self._report_end(status)
-
-    def _report_end(self, status: int) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.remove()
         self._queue.put((ENDED, status))
 
     def _read(self, number: int, stream: IO[bytes]) -> None:
@@ -148,20 +119,6 @@ class ProcessHost:
             while True:
                 found.append(self._queue.get_nowait())
         return found
-
-    def state(self) -> State:
-        """Return how the process is now.
-
-        Source: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
-        """
-        pid = None if self._process is None else self._process.pid
-        name = f"its process {pid} on {platform.node()}"
-        beat = None if self._heartbeat is None else self._heartbeat.last()
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                return State(file.read().rpartition(")")[2].split()[0], name, beat)
-        except OSError:  # not started, ended, or no Linux
-            return State("?", name, beat)
 
     def send(self, number: int) -> None:
         """Send a signal to the process, if it runs."""

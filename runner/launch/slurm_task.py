@@ -16,7 +16,7 @@ from pathlib import Path
 
 from accel.machine import env
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
-from runner.launch import exit_guards, failures, launcher, start_run, worker
+from runner.launch import failures, launcher, start_run, worker
 from runner.recipe import processes
 from runner.run_dir import atomic_update, directory, lock, numerics, outcomes
 from runner.run_dir.job import Job
@@ -37,7 +37,7 @@ def main() -> None:
     """Train the run whose directory is the program's argument, as one of its processes; exit."""
     run_dir = Path(sys.argv[1])
     try:
-        with numerics.sleeping_when_idle(), exit_guards.silent_exit_refused():
+        with numerics.sleeping_when_idle():
             code = _train(run_dir)
     except KeyboardInterrupt:
         code = INTERRUPTED

@@ -7,9 +7,8 @@ process judges (`runner.launch.hangs`) and shares the verdict. While the run mak
 of the store is read every few seconds, and the main thread only counts.
 
 A main thread that waits in native code has given the interpreter to others, as all of torch does. A
-rank that does not answer keeps it, is stopped or has ended; `faulthandler`, which needs no
-interpreter, has then written its stack. Where no rank answers, nobody judges: the parent, which
-hears no heartbeat (`runner.launch.heartbeats`), then ends the run. Without a parent, nobody does.
+rank whose interpreter does not run is ended by `faulthandler`, which needs none, with its stack in
+its log. A process that is stopped (SIGSTOP) does not answer, and is named by the others.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from runner.exit_codes import FAILED
 from runner.launch import failures, hangs, rank_logs, torchrun
-from runner.launch.hangs import Report, Verdict
-from runner.launch.heartbeats import Heartbeat
-from runner.launch.stacks import Stack
-from runner.launch.stopped_workers import process_state
+from runner.launch.hangs import Report, Stack, Verdict
 from runner.recipe import processes, user_frames
+from runner.recipe.durations import parse_duration
 from runner.run_dir import outcomes
 from runner.run_dir.outcomes import Outcome
 from runner.training.heartbeat import Progress
@@ -52,15 +49,9 @@ if TYPE_CHECKING:
 MAX_POLL_SECONDS = 5.0
 # Below the process group's own time-out, which would end the run without naming anyone.
 OF_GROUP_TIMEOUT = 0.9
-# A watchdog that comes so much too late, as a part of the time limit, was stopped. One that native
-# code kept from the interpreter comes late, too; rarely as late.
-OF_LIMIT_STOPPED = 0.25
-# Of the longest time without progress so far.
-OF_LONGEST = 2.0
 # Torch's default for NCCL.
 NCCL_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(seconds=20)
-DEAD = frozenset("TtZX")  # states of processes: stopped, traced, ended, gone
 
 
 class Watchdog:
@@ -87,23 +78,18 @@ class Watchdog:
         self._on_verdict = on_verdict
         self._rank, self._world_size = rank, world_size
         self._run_dir, self._launch = run_dir, launch
-        self._heartbeat = Heartbeat(launch, rank)
         self._poll = min(MAX_POLL_SECONDS, limit / 10)
         self._log = rank_logs.log_file(run_dir, rank).open("a")
         self._seen, self._since = progress.count, time.monotonic()
-        self._longest = 0.0  # seconds until the count changed
         self._round = 0
         self._quiet_until = 0.0
         self._verdict_told = False
-        self._dumped: tuple[Any, ...] | None = None  # its state when it last wrote its stacks
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
         self._store.set(f"process/{self._rank}", f"{socket.gethostname()} {os.getpid()}")
-        self._heartbeat.beat()  # native code may take the interpreter at once
-        self._arm()
         self._thread.start()
 
     def close(self) -> None:
@@ -111,7 +97,6 @@ class Watchdog:
         self._closing.set()
         self._thread.join(STORE_TIMEOUT.total_seconds())
         faulthandler.cancel_dump_traceback_later()
-        self._heartbeat.rest()
         if not self._thread.is_alive():
             self._log.close()
             if self._world_size == 1:
@@ -121,7 +106,7 @@ class Watchdog:
                 self._store.set(f"left/{self._rank}", "")
 
     def _watch(self) -> None:
-        while not self._paused():
+        while not self._wait(self._poll):
             try:
                 self._check()
             except RuntimeError as error:  # torch's errors of the store: its host may have ended
@@ -129,37 +114,24 @@ class Watchdog:
                     return
                 self._write(f"The watchdog does not reach the store: {error}")
                 self._dump()
+                faulthandler.cancel_dump_traceback_later()
                 return
 
-    def _paused(self) -> bool:
-        """Wait until the next look; return whether the watchdog is closed.
-
-        Where the wait took much longer, the whole process was stopped (Ctrl-Z, a suspended job)
-        and continued: that time does not count.
-        """
-        begun = time.monotonic()
-        is_closing = self._wait(self._poll)
-        late = time.monotonic() - begun - self._poll
-        if late > OF_LIMIT_STOPPED * self._limit:
-            self._since += late
-        return is_closing
-
     def _wait(self, seconds: float) -> bool:
-        """Wait, with a heartbeat; return whether the watchdog is closed."""
-        self._heartbeat.beat()
-        return self._closing.wait(seconds)
+        """Wait, and return whether the watchdog is closed.
 
-    def _arm(self) -> None:
-        """Have the stacks written if the watchdog does not get the interpreter for so long."""
-        # It must not end the process: that may have been suspended.
-        faulthandler.dump_traceback_later(self._limit, file=self._log)
+        If the interpreter does not run for the time limit, the process ends, its stacks in its log.
+        """
+        limit = self._limit + 2 * self._poll
+        # A run without a parent, which shows the end of the log, tells it on the terminal.
+        place = self._log if self._launch or self._world_size > 1 else sys.stderr
+        faulthandler.dump_traceback_later(limit, exit=True, file=place)
+        return self._closing.wait(seconds)
 
     def _check(self) -> None:
         """Note progress, answer who asks, ask where there is no progress."""
-        self._arm()
         now = time.monotonic()
         if self._progress.count != self._seen:
-            self._longest = max(self._longest, now - self._since)
             self._seen, self._since, self._quiet_until = self._progress.count, now, 0.0
             if self._verdict_told:
                 self._verdict_told = False
@@ -167,7 +139,7 @@ class Watchdog:
         if self._store.check([f"{self._round}/requested"]):
             self._answer()
             self._wait_for_verdict()
-        elif now - self._since >= self._patient_limit and now >= self._quiet_until:
+        elif now - self._since >= self._limit and now >= self._quiet_until:
             key = f"{self._round}/requested"
             if self._store.add(key, 1) == 1:
                 self._answer()
@@ -175,11 +147,6 @@ class Watchdog:
             else:
                 self._answer()
                 self._wait_for_verdict()
-
-    @property
-    def _patient_limit(self) -> float:
-        """Seconds without progress after which this rank asks: what takes long may do so again."""
-        return max(self._limit, OF_LONGEST * self._longest)
 
     # -- answers -------------------------------------------------------------------------------
 
@@ -198,12 +165,8 @@ class Watchdog:
         )
         self._store.set(f"{self._round}/{self._rank}", json.dumps(asdict(report)))
         if seconds >= self._limit / 2:
-            if report.state == self._dumped:
-                self._write(f"No progress for {seconds:.0f} s: the same as before.")
-                return
             self._write(f"No progress for {seconds:.0f} s in {report.phase}. All threads:")
             self._dump()
-            self._dumped = report.state
 
     def _write(self, line: str) -> None:
         self._log.write(f"--- watchdog of rank {self._rank}: {line}\n")
@@ -242,8 +205,7 @@ class Watchdog:
         reports = self._reports(self._round)
         silent = {rank: self._why_silent(rank) for rank in keys.keys() - reports.keys()}
         moved = self._progress.count != self._seen
-        earlier = range(self._round - 1, self._round - 2 - hangs.START_UP_LIMITS, -1)
-        before = [self._reports(number) for number in earlier]
+        before = self._reports(self._round - 1)
         dead = {rank for rank in silent if self._is_dead(rank)}
         verdict = None if moved else hangs.judge(reports, silent, self._limit, before, dead)
         if verdict is not None and (verdict.is_new or verdict.ends):
@@ -267,14 +229,10 @@ class Watchdog:
         if self._store.check([f"left/{rank}"]):
             return "it has left the run"
         host, pid = self._process(rank)
-        who = f"its process {pid} on {host} does not answer"
-        state = _state(host, pid)
-        if state in DEAD:
-            return f"{who}: it is {'stopped (SIGSTOP?)' if state in 'Tt' else 'gone'}"
+        known = f" (process {pid} on {host})" if pid else ""
         if not self._store.check([f"process/{rank}"]):
-            known = f" (process {pid} on {host})" if pid else ""
             return f"it has not started to build the run{known}"
-        return f"{who}: native code keeps the interpreter; its log has the stack"
+        return f"it does not answer{known}: it is stopped or gone"
 
     def _process(self, rank: int) -> tuple[str, str]:
         """Return host and process id of a rank: by itself, or by its parent; empty: not known."""
@@ -286,9 +244,8 @@ class Watchdog:
         return host, pid
 
     def _is_dead(self, rank: int) -> bool:
-        """Return whether a rank's process is stopped, or gone before it has left the run."""
-        left = self._store.check([f"left/{rank}"])
-        return not left and _state(*self._process(rank)) in DEAD
+        """Return whether a rank that has begun does not answer, though it has not left the run."""
+        return self._store.check([f"process/{rank}"]) and not self._store.check([f"left/{rank}"])
 
     def _apply_verdict(self, ends: bool) -> None:
         if ends:
@@ -316,14 +273,9 @@ def _collectives() -> int | None:
     return None
 
 
-def _state(host: str, pid: str) -> str:
-    """Return the state of a process; "?" on another machine. See `process_state`."""
-    return process_state(pid) if pid and host == socket.gethostname() else "?"
-
-
 def limit_of(recipe: Recipe) -> float | None:
     """Return the seconds without progress after which reports are requested; None: never."""
-    limit = hangs.timeout_of(recipe)
+    limit = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
     if limit is None:
         return None
     group = recipe.distributed.init.timeout

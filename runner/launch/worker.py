@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from accel.machine import env, parent_watch
 from accel.machine.env import Environment
 from accel.machine.imports import load_attribute
-from runner import collector
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
-from runner.launch import exit_guards, failures, rank_logs
+from runner.launch import failures, rank_logs
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update, lock
@@ -44,7 +43,6 @@ def main(order: Mapping[str, Any]) -> NoReturn:
             ("module:function"), parent (process id); environment (variables) and cwd, unless they
             are the parent's.
     """
-    collector.collect_rarely()
     parent_watch.die_with(order["parent"])
     env.set_values(order.get("environment", {}))
     if order.get("cwd"):
@@ -76,17 +74,14 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
     # The parent held them back while it started this process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     try:
-        with exit_guards.explained(stop):
-            code = load_attribute(order["target"])(Path(order["job"]), stop)
+        code = load_attribute(order["target"])(Path(order["job"]), stop)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit: the run is not complete
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
         # Written before anything is torn down: other ranks fail as soon as this one ends.
         outcome = failures.outcome_of(error, rank)
-        if (
-            isinstance(error, exit_guards.LoaderWorkerError) and rank > 0
-        ):  # else it is on the terminal
+        if isinstance(error, failures.LoaderWorkerError) and rank > 0:  # else it is on the terminal
             crash = rank_logs.crash(rank_logs.log_file(run_dir, rank))
             outcome = replace(outcome, traceback="\n".join(crash))
         try:
@@ -128,10 +123,10 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
     with lock.shared(run_dir_of(folder)), numerics.exported():  # before a numeric library is loaded
         job, recipe = Job.load(folder)
         numerics.apply()
-        with log_levels.applied(job.log_levels):
+        with log_levels.applied(job.log_levels), failures.loader_deaths_named():
             if stop is not None:
                 return _train(job, recipe, stop)
-            with StopFlag().installed() as own, exit_guards.explained(own):
+            with StopFlag().installed() as own:
                 return _train(job, recipe, own)
 
 
@@ -168,7 +163,6 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
             stop_flag=stop,
             on_begin=lambda: _commit(job, accelerator),
         )
-        collector.collect_usually()
         summary = loop.run()
     return STOPPED if summary["stopped"] == "signal" else DONE
 

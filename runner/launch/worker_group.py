@@ -7,8 +7,6 @@ found by the next, and no port is chosen twice.
 * SIGTERM and SIGUSR1 are handed on to the workers, which save and stop. Ctrl-C, a closed terminal
   and SIGQUIT raise a KeyboardInterrupt.
 * When one worker has failed, nothing can be saved: the others are interrupted and soon killed.
-* Workers that are stopped (SIGSTOP) answer no signal. One counts as failed a while after a stop
-  signal, and all of them when they have been stopped for `trainer.hang_timeout`.
 * Data-loading processes of a worker that died stay behind; the worker's process group is killed.
 
 Free of torch.
@@ -29,17 +27,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 from accel.machine import env
-from runner.launch.heartbeats import Heartbeat
-from runner.launch.stopped_workers import StoppedWorkers
-from runner.launch.warm_workers import ForkedWorker
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, handlers_restored, signals_blocked
 
 MONITOR_SECONDS = 0.1
-# Time between "end now" and SIGKILL: to close the progress bar and to flush files. Also how long a
-# worker may be stopped (SIGSTOP) after a stop signal.
+# Time between "end now" and SIGKILL: to close the progress bar and to flush files.
 GRACE_SECONDS = 3.0
 INTERRUPTS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-Process = subprocess.Popen[bytes] | ForkedWorker
 
 
 @dataclass(frozen=True)
@@ -49,12 +42,10 @@ class Failure:
     Attributes:
         status: its exit status; negative: minus the number of the signal that ended it.
         time: seconds since the epoch at which it was last seen alive.
-        why: reason for which it was killed here; empty: it ended by itself.
     """
 
     status: int
     time: float
-    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,10 +105,8 @@ class Place:
 class WorkerGroup:
     """The workers of one attempt on this machine.
 
-    `finished` tells whether the rank that has exited with 0 had come to its end. Workers that are
-    `waiting` get the order, the command's last argument; a fresh interpreter is what they lack in
-    number. `on_start` is called with the process id of each rank. All workers may be stopped
-    (SIGSTOP) for `hang_timeout` seconds, and their watchdogs silent for longer; None: any time.
+    `finished` tells whether the rank that has exited with 0 had come to its end. `on_start` is
+    called with the process id of each rank.
     """
 
     def __init__(
@@ -125,45 +114,29 @@ class WorkerGroup:
         command: Sequence[str],
         place: Place,
         finished: Callable[[int], bool] = lambda rank: True,
-        waiting: Sequence[ForkedWorker] = (),
         on_start: Callable[[Mapping[int, int]], None] = lambda pids: None,
-        hang_timeout: float | None = None,
     ) -> None:
         self._command, self._place, self._finished = list(command), place, finished
-        self._waiting, self._on_start = list(waiting), on_start
-        self._processes: dict[int, Process] = {}
-        self._beats = {rank: Heartbeat(place.run_id, rank) for rank in place.ranks}
-        self._stopped = StoppedWorkers(
-            hang_timeout, GRACE_SECONDS, lambda rank: self._beats[rank].last()
-        )
+        self._on_start = on_start
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._seen: dict[int, float] = {}  # when each rank was last seen alive
         # How each rank ended that failed, not those that were ended because of it.
         self.failed: dict[int, Failure] = {}
 
     def start(self) -> None:
         """Start the workers."""
-        for heartbeat in self._beats.values():
-            heartbeat.make()
         # A signal that comes before a worker can handle it would kill it. So signals are held back
         # here and, by inheritance, in the workers, which release them when they are ready.
         with signals_blocked(HEARD_SIGNALS):
             for local_rank, rank in enumerate(self._place.ranks):
-                self._processes[rank] = self._started(self._place.environment(local_rank))
+                environment = self._place.environment(local_rank)
+                self._processes[rank] = subprocess.Popen(
+                    self._command, env=environment, process_group=0
+                )
         self._on_start({rank: process.pid for rank, process in self._processes.items()})
 
-    def _started(self, environment: Mapping[str, str]) -> Process:
-        while self._waiting:
-            worker = self._waiting.pop(0)
-            try:
-                worker.begin(self._command[-1], environment)
-            except OSError:  # somebody has killed it
-                worker.wait()
-            else:
-                return worker
-        return subprocess.Popen(self._command, env=environment, process_group=0)
-
     def poll(self) -> bool:
-        """Note who has ended, or is stopped for too long; return whether any worker runs."""
+        """Note who has ended; return whether any worker runs."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         now = time.time()
         for rank, code in codes.items():
@@ -171,15 +144,7 @@ class WorkerGroup:
                 self._seen[rank] = now
             elif rank not in self.failed and (code or not self._finished(rank)):
                 self.failed[rank] = Failure(code, self._seen.get(rank, 0.0))
-        self._end_stopped([rank for rank, code in codes.items() if code is None])
         return None in codes.values()
-
-    def _end_stopped(self, running: Sequence[int]) -> None:
-        """Kill the workers that have been stopped for too long."""
-        pids = {rank: self._processes[rank].pid for rank in running if rank not in self.failed}
-        for rank, why in self._stopped.failed(pids).items():
-            self.failed[rank] = Failure(-signal.SIGKILL, time.time(), why)
-            kill_group(pids[rank])
 
     def wait(self) -> None:
         """Wait for the end of all workers, or of one that has failed."""
@@ -188,8 +153,6 @@ class WorkerGroup:
 
     def forward(self, number: int) -> None:
         """Send a signal to the workers."""
-        if number in STOP_SIGNALS:
-            self._stopped.request(signal.Signals(number).name)
         for process in self._processes.values():
             process.send_signal(number)
 
@@ -209,8 +172,6 @@ class WorkerGroup:
         self.end()
         for process in self._processes.values():
             kill_group(process.pid)
-        for heartbeat in self._beats.values():
-            heartbeat.remove()
 
 
 def kill_group(leader: int) -> None:

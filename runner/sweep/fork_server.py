@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from accel.machine import env, parent_watch
-from runner import collector
-from runner.launch import bootstrap, preload, rank_logs
+from runner.launch import bootstrap, rank_logs
 from runner.run_dir import numerics
+from runner.sweep import preload
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS
 
 # What a run of the built-in parts imports.
@@ -174,7 +174,6 @@ def main(settings: Mapping[str, Any]) -> None:
     for number in HEARD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(settings["pipe"])
-    collector.collect_rarely()
     preload.preload(settings["preload"])
     server, order = os.getpid(), _serve(pipe)
     if order is not None:

@@ -25,7 +25,7 @@ SECONDS = 240.0
 IMPORTED = (
     *("sklearn.datasets", "torch", "torch._dynamo", "torch.utils.tensorboard"),
     *(
-        "runner.cli.dispatch",
+        "runner.cli.program",
         "runner.training.build",
         "runner.callbacks.early_stopping",
         "runner.builtin.text_callbacks",

@@ -59,13 +59,12 @@ def import_everything() -> None:
 
     import runner
     from runner import cli
-    from runner.cli import dispatch
     from runner.inference import session
     from runner.launch import launcher, start_run, worker
     from runner.recipe import composition
     from runner.training import build, loop
 
-    warm = (dispatch, build, cli, session, composition, launcher, loop, start_run, worker, runner)
+    warm = (build, cli, session, composition, launcher, loop, start_run, worker, runner)
     gc.collect()
     gc.freeze()  # the collector writes to what it looks at, which would be copied
     assert all((*warm, safetensors.torch, sklearn.datasets, torch._dynamo, torch.utils.data))

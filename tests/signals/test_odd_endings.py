@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +19,6 @@ from tests.signals.cells import COMMAND, PATIENCE_SECONDS, RECIPE, ROOT, childre
 
 OWN = 'tests/signals/recipe.py", line '
 LOADERS = "dataloader=workers"
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read in /proc")
 HANG = "trainer.hang_timeout=5"
 DIED = "a loader worker died: process "
 
@@ -45,7 +41,8 @@ class Ending:
 
 
 TWO = (
-    Ending("objective.ending=exit_0", "EndedByOwnCodeError: os._exit(0)"),
+    Ending("objective.ending=exit_0", "its process exited with 0 before the run", own=False),
+    Ending(f"{HANG} objective.ending=hang_native", "it hangs: native code keeps the interpreter"),
     Ending("objective.ending=wordless", "Wordless: (its message cannot be read"),
     Ending("data.ending=stop_iteration", "the data set Samples raised StopIteration: no more"),
     Ending(f"{HANG} objective.ending=hang", "it hangs: no progress for"),
@@ -66,11 +63,10 @@ ONE = (
 )
 
 
-def end(folder: Path, *arguments: str, stops: Sequence[int] = ()) -> tuple[int, str, list[int]]:
+def end(folder: Path, *arguments: str) -> tuple[int, str, list[int]]:
     """Return the exit code of a run, its standard error, and those of its processes that are left.
 
-    One that hangs is killed. `stops`: ranks that are stopped as soon as their processes are
-    noted.
+    One that hangs is killed.
     """
     seen: set[int] = set()
     with tempfile.TemporaryFile("w+", dir=folder) as told:
@@ -85,11 +81,6 @@ def end(folder: Path, *arguments: str, stops: Sequence[int] = ()) -> tuple[int, 
         deadline = time.monotonic() + PATIENCE_SECONDS
         while process.poll() is None and time.monotonic() < deadline:
             seen.update(children(process.pid))
-            noted = next(folder.rglob("*_processes_*.json"), None) if stops else None
-            if noted is not None:
-                for rank in stops:
-                    os.kill(noted_processes(noted)[rank], signal.SIGSTOP)
-                stops = ()
             time.sleep(0.05)
         if process.poll() is None:
             process.kill()
@@ -102,11 +93,6 @@ def end(folder: Path, *arguments: str, stops: Sequence[int] = ()) -> tuple[int, 
                 os.kill(pid, signal.SIGKILL)
         told.seek(0)
         return code, told.read(), left
-
-
-def noted_processes(file: Path) -> list[int]:
-    """Return the process ids of the ranks, as the launcher has noted them."""
-    return [int(who.split()[-1]) for _, who in sorted(json.loads(file.read_text()).items())]
 
 
 def check(folder: Path, ending: Ending, who: str, *arguments: str) -> str:
@@ -136,54 +122,6 @@ def test_an_odd_ending_of_one_process_names_the_cause(ending: Ending, tmp_path: 
     part = ending.arguments.partition(".")[0]
     told = check(tmp_path, ending, "the run failed", f"{part}.on=0")
     assert "Traceback" not in told or OWN in told
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_stopped_as_it_starts_ends_the_run(tmp_path: Path) -> None:
-    two = ("distributed=multi_cpu", "distributed.num_processes=2", HANG)
-    code, told, left = end(tmp_path, *two, stops=[1])
-    assert (code, left) == (1, []), told
-    assert " failed first: it hangs: its process " in told
-    assert "does not answer: it is stopped (SIGSTOP?). Meanwhile rank " in told
-    (folder,) = (path.parent for path in tmp_path.rglob("logs"))
-    assert not list((folder / "logs").glob("*_processes_*"))
-
-
-@LINUX
-@pytest.mark.slow
-def test_workers_that_are_all_stopped_end_the_run(tmp_path: Path) -> None:
-    two = ("distributed=multi_cpu", "distributed.num_processes=2", HANG)
-    code, told, left = end(tmp_path, *two, stops=[0, 1])
-    assert (code, left) == (1, []), told
-    assert "rank 0 failed first: it hangs: its process " in told
-    assert "it is stopped (SIGSTOP?), as are all workers that this command has started" in told
-
-
-@pytest.mark.slow
-def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
-    waits = (f"objective.folder={tmp_path}", "objective.wait=training")
-    arguments = ("trainer.hang_timeout=8", *waits, "distributed=multi_cpu")
-    command = python("-c", COMMAND, *RECIPE, *arguments, "distributed.num_processes=2")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with (
-        (tmp_path / "told").open("wb") as told,
-        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=told, stderr=told) as run,
-    ):
-        try:
-            assert wait_until(lambda: all((tmp_path / f"training_{r}").exists() for r in (0, 1)))
-            time.sleep(2)  # the watchdogs see the steps so far
-            workers = noted_processes(next(tmp_path.rglob("*_processes_*.json")))
-            for pid in (*workers, run.pid):
-                os.kill(pid, signal.SIGSTOP)
-            time.sleep(10)
-            for pid in (run.pid, *workers):
-                os.kill(pid, signal.SIGCONT)
-            time.sleep(1)  # the watchdogs look at least once
-            (tmp_path / "go").touch()
-            code = run.wait(PATIENCE_SECONDS)
-        finally:
-            run.kill()
-    assert code == 0, (tmp_path / "told").read_text()
 
 
 def save_model(folder: str) -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,20 +21,6 @@ from tests.runner.runs import make_run
 from tests.runner.written_runs import write_run
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
-
-
-def test_commands_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.cli import evaluate_predict
-
-    calls: list[Any] = []
-
-    def record(name: str, arguments: list[str]) -> int:
-        calls.append((name, arguments))
-        return 1
-
-    monkeypatch.setattr(evaluate_predict, "main", record)
-    assert cli.main(["predict", "RUN", "--split", "test"]) == 1
-    assert calls == [("predict", ["RUN", "--split", "test"])]
 
 
 @pytest.mark.parametrize("command", ["eval", "predict"])

@@ -59,24 +59,3 @@ def test_a_sweep_without_a_reader_says_which_jobs_were_not_started(
     assert "The sweep has ended early: nobody reads standard output any more." in told
     assert re.search("of 3 jobs were not started: .*0002", told)
     assert "Traceback" not in told
-
-
-@pytest.mark.slow  # it trains
-def test_a_run_whose_streams_have_no_reader_is_kept(tmp_path: Path) -> None:
-    line = ["trainer.epochs=null", "trainer.max_steps=100000", "model.width=4", "run_dir=run"]
-    begun = subprocess.Popen(
-        python("-m", "runner", *line, "trainer.log_every=1", "tracker=none"),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert begun.stdout is not None
-    while not begun.stdout.readline().startswith("step"):
-        assert begun.poll() is None
-    begun.stdout.close()
-    assert begun.wait(120) == 1
-    assert (tmp_path / "run" / "metrics.jsonl").read_text()
-    (outcome,) = (tmp_path / "run" / "logs").glob("launch_*_rank_0.json")
-    assert "nobody reads standard output any more" in outcome.read_text()

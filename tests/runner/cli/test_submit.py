@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from runner.cli import dispatch
+from runner.cli import program
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["submit", "--dry-run", "submit.nodes=2", "distributed=multi_cpu"]
-    assert dispatch.run([*line, "submit.time=04:00:00"]) == 0
+    assert program.run([*line, "submit.time=04:00:00"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("#!/bin/bash\n#SBATCH")
     assert "--ntasks-per-node=2" in shown
@@ -21,14 +21,14 @@ def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None
 def test_gpus_that_this_machine_lacks_are_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     """Nodes that take submissions have none."""
     gpus = ["submit.nodes=2", "submit.gpus_per_node=4", "distributed=multi_gpu"]
-    assert dispatch.run(["submit", "--dry-run", *gpus, "fsdp=full_shard"]) == 0
+    assert program.run(["submit", "--dry-run", *gpus, "fsdp=full_shard"]) == 0
     assert "--gpus-per-node=4" in capsys.readouterr().out
-    assert dispatch.run(["submit", "--dry-run", *gpus, "trainer.micro_batch_size=60"]) == 2
+    assert program.run(["submit", "--dry-run", *gpus, "trainer.micro_batch_size=60"]) == 2
     assert "micro" in capsys.readouterr().err
 
 
 def test_help_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dispatch.run(["submit", "--help"]) == 0
+    assert program.run(["submit", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "submit.signal_delay_s" in shown
     assert "submit.partition" in shown
@@ -49,7 +49,7 @@ def test_help_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_are_refused(
     line: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dispatch.run(line) == 2
+    assert program.run(line) == 2
     assert told in capsys.readouterr().err
 
 
@@ -57,5 +57,5 @@ def test_without_slurm_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert dispatch.run(["submit"]) == 2
+    assert program.run(["submit"]) == 2
     assert "there is no sbatch on this machine" in capsys.readouterr().err

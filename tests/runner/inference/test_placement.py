@@ -12,7 +12,7 @@ import torch
 from accel.checkpoint import directory, serialization
 from accel.machine.errors import CheckpointError, ConfigError
 from accel.utils import has_offloaded_params
-from runner.cli import dispatch
+from runner.cli import program
 from runner.inference import session
 from runner.inference.placement import Placement, parse_limits
 from tests.runner.runs import make_run
@@ -27,7 +27,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def predicted(run_dir: Path, *flags: str) -> str:
     output = run_dir / "predictions.jsonl"
-    assert dispatch.run(["predict", str(run_dir), "--output", str(output), *flags]) == 0
+    assert program.run(["predict", str(run_dir), "--output", str(output), *flags]) == 0
     return output.read_text()
 
 
@@ -109,7 +109,7 @@ def test_another_kind_of_state_is_written_first(
 def test_mistakes_are_told(
     run_dir: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dispatch.run(["eval", str(run_dir), *flags]) == 2
+    assert program.run(["eval", str(run_dir), *flags]) == 2
     assert message in capsys.readouterr().err
 
 

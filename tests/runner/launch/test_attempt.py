@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import attempt
+from runner.launch import attempt, rank_logs
 from runner.launch.attempt import Ended
 from runner.launch.worker_group import Failure
 from runner.run_dir import outcomes
@@ -43,11 +43,13 @@ def test_a_silent_process_is_described_by_its_status(
     assert (ended.code, ended.cause.rank, ended.cause.message) == (code, 3, message)
 
 
-def test_a_process_that_was_killed_here_is_described_by_the_reason(tmp_path: Path) -> None:
-    failed = {3: Failure(-signal.SIGKILL, 5.0, "it hangs: it is stopped")}
-    ended = attempt.conclude(tmp_path, "launch_1", failed, [])
+def test_a_process_whose_interpreter_hung_is_described_so(tmp_path: Path) -> None:
+    log = rank_logs.log_file(tmp_path, 3)
+    log.write_text("--- rank 3\nTimeout (0:20:00)!\nThread 0x1 (most recent call first):\n")
+    ended = attempt.conclude(tmp_path, "launch_1", {3: Failure(1, 5.0)}, [])
     assert ended.cause is not None
-    assert (ended.code, ended.cause.message) == (1, "it hangs: it is stopped")
+    assert ended.cause.message == "it hangs: native code keeps the interpreter"
+    assert "Timeout (0:20:00)!" in ended.cause.traceback
 
 
 def test_a_hang_is_the_cause_of_what_the_watchdog_ended(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import pytest
 from accel.machine.errors import ConfigError, MissingPackageError, Problem
 from runner.launch import failures, launcher, worker
 from runner.run_dir.outcomes import Outcome
-from runner.training.stopping import StopFlag
-from tests.runner.run_dir.test_directory import add_checkpoint
 
 REFUSAL = ConfigError(Problem("optimizer.lr=-1", "it is above 0", "Set optimizer.lr=0.1."))
 
@@ -65,21 +62,6 @@ def test_control_c_tells_how_to_go_on(
     assert capsys.readouterr().err.endswith(f"runner resume='{run_dir}'\n")
 
 
-def test_an_interrupt_of_the_runs_own_code_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "run", raising(KeyboardInterrupt()))
-    (tmp_path / "metrics.jsonl").touch()
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with StopFlag().installed() as stop:
-            assert launcher.run_here(tmp_path, 0, stop) == 1
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    (kept,) = (tmp_path / "logs").glob("*_rank_0.json")
-    assert "raised without a Ctrl-C" in json.loads(kept.read_text())["message"]
-
-
 def test_the_folder_of_an_evaluation_is_not_named_as_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,19 +71,3 @@ def test_the_folder_of_an_evaluation_is_not_named_as_a_run(
     failures.print_interrupted(tmp_path)
     failures.print_failure(Outcome(0, 0.0, 1, "no"), tmp_path, 2)
     assert capsys.readouterr().err == "Interrupted.\nrank 0 failed first: no\n"
-
-
-@pytest.mark.parametrize("is_resumable", [True, False])
-def test_a_run_without_a_reader_says_so(
-    is_resumable: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if is_resumable:
-        add_checkpoint(tmp_path / "checkpoints", 0)
-    failures.print_failure(Outcome(0, 0.0, 1, failures.UNREAD), tmp_path)
-    first, *rest = capsys.readouterr().err.splitlines()
-    assert first == "The run has ended early: nobody reads standard output any more."
-    command = f"runner resume={tmp_path}"
-    assert rest == [f"Resume from the last checkpoint with: {command}"] * is_resumable
-    (tmp_path / "request.json").write_text("{}")
-    failures.print_failure(Outcome(0, 0.0, 1, failures.UNREAD), tmp_path)
-    assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Which rank hangs, judged from the reports of all."""
+"""R9: which rank hangs, judged from the stacks of all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from runner.launch.hangs import START_UP_LIMITS, Report, judge
-from runner.launch.stacks import Place, Stack
+from runner.launch.hangs import (
+    BUSY,
+    IN_TORCH,
+    SLOW_LIMITS,
+    WAITING,
+    Place,
+    Report,
+    Stack,
+    judge,
+)
 
 LIMIT = 10.0
 
@@ -49,7 +57,7 @@ def report(rank: int, places: tuple[Place, ...], **changes: object) -> Report:
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_the_rank_that_does_not_wait_is_named_with_its_place(culprit: int) -> None:
     reports = {rank: report(rank, SLEEP if rank == culprit else BACKWARD) for rank in (0, 1)}
-    verdict = judge(reports, {}, LIMIT)
+    verdict = judge(reports, {}, LIMIT, {})
     assert verdict is not None
     assert (verdict.rank, verdict.ends) == (culprit, True)
     assert "in training, at /home/me/data.py:12 in __getitem__" in verdict.message
@@ -62,25 +70,25 @@ def test_of_two_that_wait_the_one_with_fewer_collectives_is_named() -> None:
         1: report(1, BACKWARD, collectives=7),
         2: report(2, LINEAR, collectives=9),
     }
-    verdict = judge(reports, {}, LIMIT)
+    verdict = judge(reports, {}, LIMIT, {})
     assert verdict is not None
     assert verdict.rank == 2
     reports[2] = report(2, LINEAR, collectives=6)
     reports[1] = report(1, LINEAR, collectives=5)
-    verdict = judge(reports, {}, LIMIT)
+    verdict = judge(reports, {}, LIMIT, {})
     assert verdict is not None
     assert verdict.rank == 1
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
-    verdict = judge({0: report(0, SLEEP)}, {1: "it does not answer"}, LIMIT)
+    verdict = judge({0: report(0, SLEEP)}, {1: "it does not answer"}, LIMIT, {})
     assert verdict is not None
     assert (verdict.rank, verdict.ends, verdict.stack) == (1, True, "")
     assert verdict.message.startswith("it does not answer")
 
 
 def test_a_run_that_makes_progress_is_left_alone() -> None:
-    assert judge({0: report(0, SLEEP, seconds=1.0), 1: report(1, BACKWARD)}, {}, LIMIT) is None
+    assert judge({0: report(0, SLEEP, seconds=1.0), 1: report(1, BACKWARD)}, {}, LIMIT, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +98,7 @@ def test_a_run_that_makes_progress_is_left_alone() -> None:
 )
 def test_a_slow_phase_is_named_and_never_ended(slow: Report) -> None:
     reports = {0: report(0, GATHER), 1: slow}
-    verdict = judge(reports, {}, LIMIT, [reports])
+    verdict = judge(reports, {}, LIMIT, reports)
     assert verdict is not None
     assert (verdict.rank, verdict.ends) == (1, False)
 
@@ -99,69 +107,32 @@ def test_a_slow_phase_is_named_and_never_ended(slow: Report) -> None:
 def test_a_process_that_is_stopped_ends_the_run_in_any_phase(phase: str) -> None:
     reports = {0: report(0, GATHER, is_slow=True, phase=phase)}
     silent = {1: "it has not started", 2: "its process 7 does not answer: it is stopped"}
-    named = judge(reports, silent, LIMIT)
+    named = judge(reports, silent, LIMIT, {})
     assert named is not None
     assert (named.rank, named.ends) == (1, False)
-    verdict = judge(reports, silent, LIMIT, dead={2})
+    verdict = judge(reports, silent, LIMIT, {}, dead={2})
     assert verdict is not None
     assert (verdict.rank, verdict.ends) == (2, True)
     assert "it is stopped" in verdict.message
 
 
-def rounds(number: int, **changes: Any) -> list[dict[int, Report]]:
-    """Return the reports of rank 0 at each limit without progress, the newest first."""
-    changes = {"is_slow": True, "phase": "start-up", **changes}
-    return [{0: report(0, GATHER, seconds=at * LIMIT, **changes)} for at in range(number, 0, -1)]
-
-
+@pytest.mark.parametrize("phase", ["start-up", "evaluation"])
 @pytest.mark.parametrize("silent", [{}, {1: "it has not started"}], ids=["answers", "silent"])
-def test_a_start_up_in_which_nothing_changes_is_ended(silent: dict[int, str]) -> None:
-    for number in range(1, START_UP_LIMITS + 1):
-        now, *before = rounds(number)
-        both = [{**each, 1: report(1, SLEEP, **vars_of(each))} for each in (now, *before)]
-        now, *before = (now, *before) if silent else both
-        verdict = judge(now, silent, LIMIT, before)
+def test_a_slow_phase_is_ended_after_several_limits(silent: dict[int, str], phase: str) -> None:
+    for limits in (1, SLOW_LIMITS):
+        slow: dict[str, Any] = {"is_slow": True, "phase": phase, "seconds": limits * LIMIT}
+        reports = {0: report(0, GATHER, **slow)}
+        reports |= {} if silent else {1: report(1, SLEEP, **slow)}
+        verdict = judge(reports, silent, LIMIT, {})
         assert verdict is not None
-        assert (verdict.ends, verdict.is_new) == (number == START_UP_LIMITS, number == 1)
-
-
-def vars_of(reports: dict[int, Report]) -> dict[str, Any]:
-    return {"is_slow": True, "phase": "start-up", "seconds": reports[0].seconds}
-
-
-def test_what_changes_or_is_no_start_up_is_not_ended() -> None:
-    now, *before = rounds(START_UP_LIMITS + 3)
-    others = [
-        (rounds(START_UP_LIMITS + 3, phase="evaluation"), {1: "silent"}),
-        ([now, *before[:3], *rounds(START_UP_LIMITS, count=4)], {1: "silent"}),
-        ([now, {**before[0], 1: report(1, SLEEP)}, *before[1:]], {1: "silent"}),
-    ]
-    for (latest, *earlier), silent in others:
-        verdict = judge(latest, silent, LIMIT, earlier)
-        assert verdict is not None
-        assert not verdict.ends
-
-
-@pytest.mark.parametrize("prompt", ["cmdloop", "do_wait_suspend"])
-def test_a_process_that_waits_in_a_debugger_does_not_hang(prompt: str) -> None:
-    at_prompt = (*SLEEP, Place("/usr/lib/python3/debugger.py", 1, prompt))
-    reports = {0: report(0, at_prompt), 1: report(1, BACKWARD)}
-    assert judge(reports, {}, LIMIT) is None
+        assert (verdict.rank, verdict.ends) == (1, limits == SLOW_LIMITS)
 
 
 def test_a_process_that_is_alone_waits_for_no_other_rank() -> None:
-    verdict = judge({0: report(0, BACKWARD)}, {}, LIMIT)
+    verdict = judge({0: report(0, BACKWARD)}, {}, LIMIT, {})
     assert verdict is not None
     assert verdict.message.startswith("no progress for 10 s in training, at /home/me/train.py:3")
     assert verdict.ends
-
-
-def test_a_verdict_is_new_where_there_was_none_before() -> None:
-    now, quick = rounds(1)[0], rounds(1)[0]
-    quick = {0: replace(quick[0], seconds=1.0)}
-    verdict = judge(now, {1: "silent"}, LIMIT, [quick])
-    assert verdict is not None
-    assert verdict.is_new
 
 
 def test_a_deadlock_is_ended_in_any_phase_once_it_is_seen_twice() -> None:
@@ -170,14 +141,14 @@ def test_a_deadlock_is_ended_in_any_phase_once_it_is_seen_twice() -> None:
         0: report(0, GATHER, is_slow=True, phase="start-up"),
         1: report(1, elsewhere, is_slow=True, phase="start-up"),
     }
-    first = judge(reports, {}, LIMIT)
+    first = judge(reports, {}, LIMIT, {})
     assert first is not None
     assert not first.ends
     moved = {**reports, 1: report(1, GATHER, is_slow=True, phase="start-up")}
-    again = judge(reports, {}, LIMIT, [moved])
+    again = judge(reports, {}, LIMIT, moved)
     assert again is not None
     assert not again.ends
-    last = judge(reports, {}, LIMIT, [reports])
+    last = judge(reports, {}, LIMIT, reports)
     assert last is not None
     assert last.ends
     assert "every rank waits for another" in last.message
@@ -204,7 +175,7 @@ def test_a_rank_that_ends_training_alone_is_named(
         )
         for rank in range(world_size)
     }
-    verdict = judge(reports, {}, LIMIT, [reports])
+    verdict = judge(reports, {}, LIMIT, reports)
     assert verdict is not None
     assert (verdict.rank, verdict.ends, verdict.stack) == (named, True, "")
     rule = "after step 2 (enough); call loop.stop on every rank at the same step: no progress for"
@@ -214,7 +185,7 @@ def test_a_rank_that_ends_training_alone_is_named(
 def test_where_all_have_ended_the_one_that_does_not_wait_is_named() -> None:
     ending = "after step 2 (enough)"
     reports = {0: report(0, GATHER, ending=ending), 1: report(1, SLEEP, ending=ending)}
-    verdict = judge(reports, {}, LIMIT)
+    verdict = judge(reports, {}, LIMIT, {})
     assert verdict is not None
     assert (verdict.rank, verdict.stack) == (1, "the stack")
     assert "ended training" not in verdict.message
@@ -223,3 +194,35 @@ def test_where_all_have_ended_the_one_that_does_not_wait_is_named() -> None:
 def test_reports_travel_as_plain_containers() -> None:
     made = report(1, GATHER, collectives=3)
     assert Report.from_plain(asdict(made)) == made
+
+
+IMPORT = (
+    Place("/home/me/train.py", 3, "main"),
+    Place("<frozen importlib._bootstrap>", 1, "_find_and_load"),
+    Place(f"{SITE}/torch/distributed/tensor/__init__.py", 1, "<module>"),
+)
+LOADER = (*SLEEP, Place(f"{SITE}/torch/utils/data/dataloader.py", 1, "_try_get_data"))
+
+
+@pytest.mark.parametrize(
+    ("places", "kind"),
+    [
+        (SLEEP, BUSY),
+        (IMPORT, BUSY),
+        (LOADER, BUSY),
+        (LINEAR, IN_TORCH),
+        (BACKWARD, WAITING),
+        (GATHER, WAITING),
+    ],
+)
+def test_what_a_thread_does(places: tuple[Place, ...], kind: str) -> None:
+    assert Stack(places, "").kind == kind
+
+
+def test_a_stack_is_shown_with_the_users_own_lines() -> None:
+    found: list[Stack] = []
+    list(map(lambda _: found.append(Stack.of_main_thread()), [0]))
+    (stack,) = found
+    assert f'File "{__file__}"' in stack.text
+    assert "_pytest" not in stack.text
+    assert any("_pytest" in place.file for place in stack.places)

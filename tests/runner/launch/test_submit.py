@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli import dispatch
+from runner.cli import program
 from runner.run_dir.record import RunRecord
 from tests.runner.slurm_runs import (
     LONG,
@@ -54,7 +54,7 @@ def test_a_wrong_recipe_is_refused_and_nothing_submitted(
     line: list[str], told: str, here: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = here.jobs()
-    assert dispatch.run(["submit", "trainer.max_steps=2", *line]) == 2
+    assert program.run(["submit", "trainer.max_steps=2", *line]) == 2
     assert told in capsys.readouterr().err
     assert here.jobs() == before
     assert list(tmp_path.iterdir()) == []
@@ -63,7 +63,7 @@ def test_a_wrong_recipe_is_refused_and_nothing_submitted(
 def test_a_job_is_frozen_and_a_second_one_of_its_run_refused(
     here: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dispatch.run(["submit", *QUICK, HELD, "trainer.max_steps=2", "run_dir=there"]) == 0
+    assert program.run(["submit", *QUICK, HELD, "trainer.max_steps=2", "run_dir=there"]) == 0
     shown = capsys.readouterr().out
     run_dir = Path("there").absolute()
     job_id = json.loads((run_dir / "slurm.json").read_text())["job"]
@@ -73,11 +73,11 @@ def test_a_job_is_frozen_and_a_second_one_of_its_run_refused(
     assert (run_dir / "config.yaml").exists()
     assert RunRecord(run_dir).status == "submitted"
     assert RunRecord(run_dir).reason == f"Slurm's job {job_id} has not begun"
-    assert dispatch.run(["submit", "resume=there", "trainer.max_steps=3"]) == 2
+    assert program.run(["submit", "resume=there", "trainer.max_steps=3"]) == 2
     assert f"job {job_id} trains it (state PENDING)" in capsys.readouterr().err
     here.ask("scancel", job_id)
     wait_until(lambda: job_id not in here.jobs(), "it was not cancelled")
-    assert dispatch.run(["submit", "resume=there", "trainer.max_steps=3", HELD]) == 0
+    assert program.run(["submit", "resume=there", "trainer.max_steps=3", HELD]) == 0
     second = json.loads((run_dir / "slurm.json").read_text())["job"]
     assert second != job_id
     assert "max_steps: 3" in (run_dir / "config.yaml").read_text()

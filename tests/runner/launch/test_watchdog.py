@@ -1,24 +1,19 @@
-"""The time-out of the watchdog, and its threads in two real processes."""
+"""R9: the time-out of the watchdog, and its threads in two real processes."""
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
 
 import pytest
-from torch.distributed import HashStore
 
 from accel.machine.errors import ConfigError
 from runner.launch import hangs, watchdog
 from runner.recipe.schema import Distributed, Recipe, Trainer
-from runner.run_dir import outcomes
 from runner.training.heartbeat import Progress
 from runner.training.stopping import StopFlag
 from tests.helpers import SECONDS, python, run_distributed
@@ -74,39 +69,6 @@ def watched(folder: str, limit: float) -> list[tuple[int, str, bool]]:
     return verdicts
 
 
-def alone(folder: str, pid: int) -> list[tuple[int, str, bool]]:
-    """Return the first two verdicts of rank 0: rank 1 does not begin."""
-    from runner.launch import torchrun
-
-    verdicts: list[tuple[int, str, bool]] = []
-
-    def tell(verdict: hangs.Verdict | None) -> None:
-        assert verdict is not None
-        verdicts.append(_short(verdict))
-
-    store = torchrun.connect("watchdog", watchdog.STORE_TIMEOUT)
-    outcomes.note_processes(Path(folder), "launch_1", {1: pid})
-    dog = watchdog.Watchdog(Progress(), 0.5, 0, 2, Path(folder), store, tell, "launch_1")
-    with patch("os._exit", side_effect=RuntimeError("the run is ended")):
-        dog.start()
-        deadline = time.monotonic() + 240
-        while not (verdicts and verdicts[-1][2]) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        dog._thread.join(60)
-    dog.close()
-    return verdicts
-
-
-def of_another_rank(folder: str, number: int) -> list[tuple[int, str, bool]]:
-    """Return the verdicts of rank 0 about a process that is stopped (or else is not)."""
-    with subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL) as process:
-        try:
-            process.send_signal(number)
-            return alone(folder, process.pid)
-        finally:
-            process.kill()
-
-
 def _short(verdict: hangs.Verdict) -> tuple[int, str, bool]:
     return verdict.rank, verdict.message, verdict.ends
 
@@ -118,54 +80,7 @@ def sleeping(meet: Any) -> None:
         time.sleep(0.02)
 
 
-def late(folder: Path, *pauses: float) -> list[hangs.Verdict | None]:
-    """Return the verdicts, with a limit of 100 s, of a watchdog whose looks are so far apart.
-
-    Before a look after a negative pause the main thread has made a step.
-    """
-    verdicts: list[hangs.Verdict | None] = []
-    left, now = list(pauses), 1000.0
-
-    def wait(seconds: float) -> bool:
-        nonlocal now
-        if not left:
-            return True
-        pause = left.pop(0)
-        if pause < 0:
-            progress.step()
-        now += abs(pause)
-        return False
-
-    progress = Progress()
-    progress.step()
-    with (
-        patch.object(watchdog, "time", Mock(monotonic=lambda: now)),
-        patch("os._exit", side_effect=RuntimeError("the run is ended")),
-    ):
-        dog = watchdog.Watchdog(progress, 100.0, 0, 1, folder, HashStore(), verdicts.append)
-        with patch.object(dog, "_closing", Mock(wait=wait, is_set=lambda: False)):
-            dog._watch()
-    faulthandler.cancel_dump_traceback_later()
-    dog._log.close()
-    return verdicts
-
-
-def test_a_step_may_take_twice_as_long_as_those_before(tmp_path: Path) -> None:
-    slow = [*[5.0] * 18, -1.0]  # a step after 91 s
-    assert late(tmp_path, *slow, *[5.0] * 35) == []
-    (verdict,) = late(tmp_path, *slow, *[5.0] * 40)
-    assert verdict is not None
-    assert verdict.ends
-
-
-def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
-    assert late(tmp_path, 5.0, 5000.0, 5.0) == []
-    (verdict,) = late(tmp_path, 5.0, 5000.0, *[5.0] * 30)
-    assert verdict is not None
-    assert verdict.ends
-
-
-# A process that hangs, told so, or keeps the interpreter for a while: "native".
+# A process that hangs, told so, or keeps the interpreter: "native".
 HANGS = """
 import ctypes, sys, time
 from pathlib import Path
@@ -177,7 +92,7 @@ recipe = Recipe(trainer=Trainer(hang_timeout=0.5))
 with watchdog.watching(recipe, Path(sys.argv[1]), stop, 0, 1):
     stop.progress.step()
     if sys.argv[2] == "native":
-        ctypes.PyDLL(None).sleep(3)
+        ctypes.PyDLL(None).sleep(300)
     time.sleep(300 if sys.argv[2] == "hang" else 0)
 """
 
@@ -196,12 +111,11 @@ def test_a_process_that_is_alone_is_ended_where_it_hangs(tmp_path: Path) -> None
     assert json.loads(outcome.read_text())["message"].startswith("it hangs: no progress for")
 
 
-@pytest.mark.slow
-def test_native_code_that_keeps_the_interpreter_has_its_stack_in_the_log(tmp_path: Path) -> None:
-    assert told(tmp_path, "native").returncode == 0
-    log = (tmp_path / "logs" / "rank_0.log").read_text()
-    assert "Timeout (0:00:00.500000)!" in log
-    assert 'File "<string>", line 1' in log
+def test_native_code_that_keeps_the_interpreter_ends_with_its_stack(tmp_path: Path) -> None:
+    ended = told(tmp_path, "native")
+    assert ended.returncode == 1
+    assert "Timeout (0:00:00.600000)!" in ended.stderr
+    assert 'File "<string>", line 1' in ended.stderr
 
 
 def test_a_process_that_is_alone_and_ends_leaves_no_log(tmp_path: Path) -> None:
@@ -229,22 +143,3 @@ def test_every_rank_writes_its_stack_and_one_is_named(tmp_path: Path) -> None:
         assert f"watchdog of rank {rank}: No progress for" in log
         assert "in watched" in log
     assert "in sleeping" in (tmp_path / "logs" / "rank_1.log").read_text()
-
-
-@pytest.mark.slow
-def test_a_process_that_is_stopped_before_it_says_anything_ends_the_run(tmp_path: Path) -> None:
-    ((verdict,),) = run_distributed(of_another_rank, 1, str(tmp_path), signal.SIGSTOP)
-    rank, message, ends = verdict
-    assert (rank, ends) == (1, True)
-    assert "does not answer: it is stopped (SIGSTOP?). Meanwhile rank 0 is at" in message
-    outcomes.forget_processes(tmp_path, "launch_1")
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank_0.log"]
-
-
-@pytest.mark.slow
-def test_a_start_up_that_stands_still_is_named_once_and_then_ended(tmp_path: Path) -> None:
-    ((first, last),) = run_distributed(of_another_rank, 1, str(tmp_path), signal.SIGCONT)
-    assert [first[2], last[2]] == [False, True]
-    assert "it has not started to build the run (process " in first[1]
-    log = (tmp_path / "logs" / "rank_0.log").read_text()
-    assert log.count("All threads:") < log.count("watchdog of rank 0: No progress for")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch.heartbeats import Heartbeat
 from runner.launch.worker_group import Place, StopSignals, WorkerGroup
 from runner.training.stopping import handlers_restored
 from tests.helpers import alive
@@ -33,12 +32,8 @@ time.sleep(300)
 ENDS = "import os, sys; sys.exit(int(sys.argv[1 + int(os.environ['LOCAL_RANK'])]))"
 
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are read in /proc")
-
-
-def waiting(folder: Path, hang_timeout: float | None = None) -> WorkerGroup:
-    line = [sys.executable, "-c", WAITS, str(folder)]
-    return WorkerGroup(line, PLACE, hang_timeout=hang_timeout)
+def waiting(folder: Path) -> WorkerGroup:
+    return WorkerGroup([sys.executable, "-c", WAITS, str(folder)], PLACE)
 
 
 def ready(folder: Path) -> list[int]:
@@ -108,52 +103,6 @@ def test_workers_that_are_left_are_ended(tmp_path: Path, stops: StopSignals) -> 
         assert alive(processes[0])
     assert not any(map(alive, processes))
     assert list(group.failed) == [3]
-
-
-@LINUX
-@pytest.mark.timeout(60)
-def test_workers_that_are_all_stopped_hang(tmp_path: Path, stops: StopSignals) -> None:
-    group = waiting(tmp_path, hang_timeout=0.5)
-    with stops.running(group):
-        processes = ready(tmp_path)
-        for process in processes:
-            os.kill(process, signal.SIGSTOP)
-        group.wait()
-    assert not any(map(alive, processes))
-    assert {rank: failure.status for rank, failure in group.failed.items()} == {2: -9, 3: -9}
-    assert group.failed[2].why.startswith(f"it hangs: its process {processes[0]} on ")
-
-
-@pytest.mark.timeout(60)
-def test_workers_whose_watchdogs_are_all_silent_hang(tmp_path: Path, stops: StopSignals) -> None:
-    group = waiting(tmp_path, hang_timeout=0.1)
-    with stops.running(group):
-        processes = ready(tmp_path)
-        for rank in PLACE.ranks:
-            Heartbeat(PLACE.run_id, rank).beat()
-        group.wait()
-    assert not any(map(alive, processes))
-    assert {rank: failure.status for rank, failure in group.failed.items()} == {2: -9, 3: -9}
-    assert "is silent: native code keeps the interpreter" in group.failed[3].why
-    assert [Heartbeat(PLACE.run_id, rank).last() for rank in PLACE.ranks] == [None, None]
-
-
-@pytest.mark.slow
-@LINUX
-@pytest.mark.timeout(60)
-def test_a_stopped_worker_does_not_keep_a_stop_signal_waiting(
-    tmp_path: Path, stops: StopSignals
-) -> None:
-    group = waiting(tmp_path)
-    with stops.running(group):
-        processes = ready(tmp_path)
-        os.kill(processes[1], signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGTERM)
-        group.wait()
-    assert not any(map(alive, processes))
-    assert (tmp_path / "2.got").read_text() == "15"
-    assert {rank: failure.status for rank, failure in group.failed.items()} == {3: -9}
-    assert group.failed[3].why.endswith("does not answer SIGTERM: it is stopped (SIGSTOP?)")
 
 
 def test_an_exit_with_0_of_a_rank_that_is_not_finished_is_a_failure(stops: StopSignals) -> None:

@@ -10,7 +10,7 @@ import pytest
 from accel.checkpoint import directory as checkpoints
 from accel.config.training import ProjectConfiguration
 from accel.machine.errors import CheckpointError
-from runner.cli import dispatch
+from runner.cli import program
 from runner.exit_codes import REFUSED
 from runner.inference.load import described, find_checkpoint
 from runner.launch import failures
@@ -86,7 +86,7 @@ def test_jobs_of_a_sweep_share_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = ["-m", "seed=0,1", f"checkpoint.project.project_dir={tmp_path / 'all'}"]
-    assert dispatch.run(line) == 2
+    assert program.run(line) == 2
     assert "2 jobs would share this one" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

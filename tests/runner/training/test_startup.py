@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli import dispatch
+from runner.cli import program
 from runner.training import startup
 from tests.helpers import SECONDS, python
 
@@ -72,8 +72,8 @@ def test_ctrl_c_while_torch_is_loaded_finishes_the_line(monkeypatch: pytest.Monk
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(dispatch, "_dispatch", load)
-    assert dispatch.run([]) == 130
+    monkeypatch.setattr(program, "_run", load)
+    assert program.run([]) == 130
     assert terminal.getvalue() == "mine: loading PyTorch …\r\nInterrupted.\n"
 
 

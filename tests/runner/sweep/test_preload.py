@@ -8,8 +8,8 @@ import random
 import numpy as np
 import torch
 
-from runner.launch import preload
 from runner.recipe.registry import register
+from runner.sweep import preload
 
 
 def test_every_name_is_one_of_a_module() -> None:
