@@ -122,10 +122,9 @@ class Watchdog:
 
         If the interpreter does not run for the time limit, the process ends, its stacks in its log.
         """
-        limit = self._limit + 2 * self._poll
         # A run without a parent, which shows the end of the log, tells it on the terminal.
         place = self._log if self._launch or self._world_size > 1 else sys.stderr
-        faulthandler.dump_traceback_later(limit, exit=True, file=place)
+        faulthandler.dump_traceback_later(self._limit + self._patience, exit=True, file=place)
         return self._closing.wait(seconds)
 
     def _check(self) -> None:

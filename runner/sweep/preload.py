@@ -20,7 +20,7 @@ RUN = (
     *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.base"),
     *("runner.training.build", "runner.recipe.engine", "runner.training.loop"),
     *("runner.launch.worker", "runner.launch.watchdog", "runner.recipe.hydra_setup"),
-    *("runner.builtin.optimizers"),
+    "runner.builtin.optimizers",
     *("runner.data.train_eval_batches", "rich.progress"),
     *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
 )
