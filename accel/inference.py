@@ -15,8 +15,6 @@ from accel.machine.errors import ConfigError, Problem, Problems
 from accel.state import PartialState
 from accel.weights.device_map import as_classes
 from accel.weights.pipeline import (
-    Batched,
-    BatchOutputs,
     FlatModel,
     Layout,
     Structure,
@@ -70,7 +68,7 @@ def prepare_pippy(
 
     Returns:
         The model. Outputs of it that have no micro-batch as dim 0 come stacked: [micro-batches,
-        ...]; what only happens to be as long as the micro-batch is told by tracing a larger one.
+        ...]; those whose dim 0 is as long as the micro-batch count as batches.
 
     Raises:
         ConfigError: under autocast; for examples without a tensor, split points that make another
@@ -165,12 +163,6 @@ class _Pipeline:
         try:
             with buffers_restored(model):
                 self.output, calls = _dry_run(flat, self.example.tensors)
-                self.batches = BatchOutputs(
-                    lambda inputs: _dry_run(flat, inputs)[0].tensors,
-                    self.example.tensors,
-                    self.output.tensors,
-                    self.micro_batch,
-                )
                 pipe = _split(flat, calls, split_points, no_split, state.num_processes)
         except ConfigError:
             raise
@@ -180,6 +172,7 @@ class _Pipeline:
                 f"torch cannot trace its forward pass as one graph ({_reason(error)})",
                 "Take what depends on data out of it (use_cache=False, for a language model).",
             ) from error
+        self.batched = tuple(_is_batch(one, self.micro_batch) for one in self.output.tensors)
         self.stage = self._stage(pipe, model)
 
     def _stage(self, pipe: fx.GraphModule, model: nn.Module) -> PipelineStage:
@@ -199,15 +192,14 @@ class _Pipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _check_autocast(self.state.device.type)
         given = None
-        found: tuple[int, tuple[int, ...]] | list[Problem] = []
+        answer: int | list[Problem] = []
         if self.state.is_main_process:
             try:
                 given = Structure.of(self._canonical(args, kwargs))
-                found = self._problems(given) or self._batches(given)
+                answer = self._problems(given) or _num_rows(given)
             except ConfigError as error:
-                found = list(error.problems)
-        num_rows, batches = self._agreed(found)
-        batched = self.batches.batched(batches)
+                answer = list(error.problems)
+        num_rows = self._agreed(answer)
         total = -(-num_rows // self.micro_batch)
         inputs = [] if given is None else self._stacked(given.tensors, num_rows, total)
         rounds = []
@@ -218,9 +210,9 @@ class _Pipeline:
                 found = self._schedule(count).step(*chunks)
             self.stage.clear_runtime_states()
             rounds.append(found)
-        merged = self._merged(rounds, num_rows, batched) if self.state.is_last_process else None
+        merged = self._merged(rounds, num_rows) if self.state.is_last_process else None
         if self.gathers:
-            merged = self._sent(merged, num_rows, total, batched)
+            merged = self._sent(merged, num_rows, total)
         return None if merged is None else self.output.filled(merged)
 
     def _schedule(self, count: int) -> ScheduleGPipe:
@@ -241,16 +233,8 @@ class _Pipeline:
             raise ConfigError.of(value, f"they are {self.signature}", "Pass those.") from error
         return bound.args, bound.kwargs
 
-    def _batches(self, given: Structure) -> tuple[int, tuple[int, ...]] | list[Problem]:
-        """Return the batch size, and which inputs are batches; or problems."""
-        num_rows = _num_rows(given)
-        batches = self.batches.batches_of(given.tensors, num_rows)
-        return self.batches.problems(batches) or (num_rows, batches)
-
-    def _agreed(
-        self, found: tuple[int, tuple[int, ...]] | list[Problem]
-    ) -> tuple[int, tuple[int, ...]]:
-        """Return what the first process found; all raise its problems, if any."""
+    def _agreed(self, found: int | list[Problem]) -> int:
+        """Return the batch size that the first process found; all raise its problems, if any."""
         [answer] = self.state.comm.broadcast_objects([found])
         if isinstance(answer, list):
             raise ConfigError(*answer)
@@ -295,16 +279,16 @@ class _Pipeline:
 
     # -- outputs ---------------------------------------------------------------------------
 
-    def _merged(self, rounds: Sequence[Any], num_rows: int, batched: Batched) -> list[torch.Tensor]:
+    def _merged(self, rounds: Sequence[Any], num_rows: int) -> list[torch.Tensor]:
         """Return each output of all rounds, of the length of the batch."""
         outputs = [found if isinstance(found, (tuple, list)) else (found,) for found in rounds]
         return [
             torch.cat(parts).flatten(0, 1)[:num_rows] if is_batch else torch.cat(parts)
-            for parts, is_batch in zip(zip(*outputs, strict=True), batched, strict=True)
+            for parts, is_batch in zip(zip(*outputs, strict=True), self.batched, strict=True)
         ]
 
     def _sent(
-        self, merged: list[torch.Tensor] | None, num_rows: int, total: int, batched: Batched
+        self, merged: list[torch.Tensor] | None, num_rows: int, total: int
     ) -> list[torch.Tensor]:
         """Return the last process's outputs on every process."""
         comm, device = self.state.comm, self.state.device
@@ -315,7 +299,7 @@ class _Pipeline:
                     dtype=like.dtype,
                     device=device,
                 )
-                for like, is_batch in zip(self.output.tensors, batched, strict=True)
+                for like, is_batch in zip(self.output.tensors, self.batched, strict=True)
             ]
         last = self.state.num_processes - 1
         sent = exchange_flat(merged, lambda tensor: comm.broadcast(tensor, last))

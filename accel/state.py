@@ -17,7 +17,6 @@ from accel.config.handlers import InitProcessGroupKwargs
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
-from accel.data.window_ends import Reader
 from accel.machine.device import default_device_type, use_device
 from accel.machine.enums import DistributedType
 from accel.machine.env import Environment
@@ -351,7 +350,6 @@ class GradientState:
     passed: tuple[int, int]
     _loaders: list[weakref.ref[Any]]
     _num_passes: int  # that began, over any loader
-    _reader: Reader
 
     def __init__(
         self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
@@ -363,7 +361,6 @@ class GradientState:
             self.abandoned_remainder = self.passed = 0, 0
             self._loaders = []
             self._num_passes = 0
-            self._reader = Reader()
             self._follow_dataloader()
             self._configure(GradientAccumulationPlugin())
         if gradient_accumulation_plugin is not None:
@@ -431,7 +428,6 @@ class GradientState:
         """Close the window of accumulation that an earlier training left open."""
         self.sync_gradients = True
         self.abandoned_remainder = self.passed = 0, 0
-        self._reader = Reader()
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
@@ -444,16 +440,6 @@ class GradientState:
 
     def _being_read(self) -> list[Any]:
         return [loader for reference in self._loaders if (loader := reference()) is not None]
-
-    def _note_batch(self, dataloader: Any) -> None:
-        self._reader.give(dataloader, self._being_read(), not self.sync_gradients)
-
-    def _note_end(self, dataloader: Any) -> None:
-        self._reader.leave(dataloader, self._being_read(), not self.sync_gradients)
-
-    def _take_micro_batch(self, is_counted: bool) -> bool:
-        """Note a micro-batch; return whether the end of a loader ends its window."""
-        return self._reader.take(self._being_read(), is_counted)
 
     def _add_dataloader(self, dataloader: object) -> list[tuple[Any, int]]:
         """Make `dataloader` the active one; return the others, with the batches that they gave."""

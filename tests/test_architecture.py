@@ -22,7 +22,6 @@ LAYERS: list[tuple[str, int]] = [
     ("accel.utils", 9),
     ("accel.commands", 9),
     ("accel.machine", 0),
-    ("accel.data.window_ends", 0),
     ("accel.config", 1),
     ("accel.strategies.spec", 2),
     ("accel.strategies.table", 2),

@@ -320,9 +320,10 @@ def _check_reading(arguments: Mapping[str, object]) -> None:
     """Refuse arguments of `torch.load` that this engine cannot follow."""
     problems = []
     place = arguments.get("map_location")
-    if place is not None and str(place) not in _MAP_LOCATIONS:
-        rule, remedy = "it is 'cpu' or 'on_device'", "Leave it out."
-        raise ArgumentTypeError.of(f"load_state(map_location={place!r})", rule, remedy)
+    is_known = place is None or str(place) in _MAP_LOCATIONS
+    if not is_known:
+        rule = "it is 'cpu' or 'on_device'"
+        problems.append(Problem(f"load_state(map_location={place!r})", rule, "Leave it out."))
     for name, value in arguments.items():
         what = f"load_state({name}={value!r})"
         if name == "weights_only" and value is not True:
@@ -331,7 +332,7 @@ def _check_reading(arguments: Mapping[str, object]) -> None:
         elif name not in ("map_location", "weights_only"):
             remedy = nearest(name, ("map_location", "weights_only"))
             problems.append(Problem(what, "no such argument", remedy))
-    ConfigError.raise_if(problems)
+    (ConfigError if is_known else ArgumentTypeError).raise_if(problems)
 
 
 def _register(

@@ -127,7 +127,7 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
             self.set_epoch(iteration)
 
     def _pass(self) -> Iterator[object]:
-        state, current_pass = GradientState(), self._enter()
+        current_pass = self._enter()
         try:
             self._synchronize()
             position = self._position()
@@ -144,8 +144,6 @@ class DataLoaderShard(_MaybeStateful, PreparedLoader):
                     self._end(current_pass, remainder, None if self._completes else remainder)
                 current = current if place is None else place(current)
                 current_pass.given += 1
-                if state.num_steps != 1:
-                    state._note_batch(self)
                 yield current
                 current = following
             self._complete(current_pass)
@@ -351,8 +349,6 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
                     self._end(current_pass, remainder, found.size)
                 if mine.start < found.size:
                     batch = self._cut(found, mine)
-                    if windows.num_steps != 1:
-                        windows._note_batch(self)
                     yield batch
             self._complete(current_pass)
         finally:

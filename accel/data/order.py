@@ -32,7 +32,6 @@ from accel.data.samplers import (
     samplers,
     total_batch_size,
 )
-from accel.data.window_ends import Reading
 from accel.machine.errors import Problem
 from accel.state import PartialState
 
@@ -75,6 +74,12 @@ class Start:
     def keep_drawn(self) -> None:
         """Note how far the sampler has drawn, before generators are set to draw again."""
         self.drawn, self.draws = self.so_far(), None
+
+
+class Reading:
+    """Identifies a pass; `is_gathered`: whether metrics of its last batch in hand were gathered."""
+
+    is_gathered = False
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from accel.comm import rng
-from accel.data.order import Pass, begun_after
+from accel.data.order import Pass, Reading, begun_after
 from accel.data.resumable_loader import OrderedLoader
 from accel.data.samplers import (
     SkipBatchSampler,
@@ -19,7 +19,6 @@ from accel.data.samplers import (
     loader_arguments,
 )
 from accel.data.stream import Rest
-from accel.data.window_ends import Reading
 from accel.machine.errors import ConfigError
 from accel.state import GradientState
 
@@ -268,7 +267,6 @@ class PreparedLoader(OrderedLoader):
         current.is_complete = True
         shown, _ = self._showing(current)
         if shown is self:
-            GradientState()._note_end(self)
             self._note_repetitions(current)
         shown.end_of_dataloader = False
         GradientState()._follow_dataloader()
@@ -330,8 +328,6 @@ class PreparedLoader(OrderedLoader):
             ordered.started = current.started
         elif not self._resumes:
             order.left += 1
-        if shown is self:
-            state._note_end(self)
         shown.end_of_dataloader, shown.remainder = current.end_of_dataloader, current.remainder
         shown.reading = current.reading
         state._remove_dataloader(self)

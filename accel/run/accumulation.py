@@ -435,7 +435,7 @@ class _MicroBatchContext:
     def _ends_window(self) -> bool:
         """Count this micro-batch; return whether it is the last of its window."""
         windows, state = self._windows, self._windows.state
-        is_last = state.num_steps != 1 and state._take_micro_batch(self._sync is None)
+        is_last = state.num_steps != 1 and state.end_of_dataloader
         if self._sync is not None:
             windows.step = 0 if self._sync else windows.step + 1
             return self._sync

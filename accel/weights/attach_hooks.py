@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from accel.machine.errors import ConfigError
 from accel.weights.device_map import lies_in
 from accel.weights.folder import PrefixedDataset, Weights
 from accel.weights.hooks import add_hook_to_module, hooks_of
-from accel.weights.missing_values import Place
 from accel.weights.offload import AlignDevicesHook
 from accel.weights.read_ahead import Block, ReadAhead
 from accel.weights.tensors import (
@@ -24,32 +22,6 @@ from accel.weights.tensors import (
     owner_of,
 )
 from accel.weights.ties import LoadLock, TiedPlace, Ties, refuse_tied_elsewhere
-
-_EARLY = {f"torch.nn.utils.{one}" for one in ("weight_norm", "spectral_norm", "prune")}
-
-
-def check_reparametrized(module: nn.Module, name: str) -> None:
-    """Refuse to offload a module whose weight is computed before its forward pass begins.
-
-    Args:
-        module: whose weights are to be offloaded.
-        name: of the module, in the model.
-
-    Raises:
-        ConfigError: with the hook that computes the weight.
-    """
-    kinds = [type(hook) for hook in module._forward_pre_hooks.values()]
-    early = [kind for kind in kinds if _EARLY & {base.__module__ for base in kind.__mro__}]
-    if early:
-        kind = early[0]
-        raise ConfigError.of(
-            f"{name or type(module).__name__} has {kind.__module__}.{kind.__name__}",
-            "it computes the weight before offloaded weights are loaded",
-            "Keep the module on a device; or use torch.nn.utils.parametrizations, call "
-            "prune.remove(module, name), or name the class of a module around it in "
-            "preload_module_classes.",
-        )
-
 
 Keys = str | Iterable[str] | None
 Places = list[TiedPlace]  # of one weight
@@ -292,8 +264,6 @@ class _Attacher:
         stay: frozenset[str],
     ) -> None:
         """Hook one module; `stay`: names, in the module, of weights that are not offloaded."""
-        if offload:
-            check_reparametrized(module, name)
         prefix = f"{name}." if name else ""
         given = self.weights_map
         hook = AlignDevicesHook(
@@ -313,9 +283,6 @@ class _Attacher:
             held, key = held_in(module, one)
             refuse_tied_elsewhere(owner_of(module, one), held[key], self.ties)
         hook.lock = self.lock
-        if offload:
-            root, above = self.root
-            hook.place = Place(root, name.removeprefix(above).removeprefix("."), whole)
         places = self.tied_places
         hook.tied = {n: places[prefix + n] for n in names if prefix + n in places}
         size = sum(held[key].nbytes for held, key in (held_in(module, n) for n in names))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -67,49 +65,6 @@ def _is_lost(tensor: torch.Tensor, names: list[str], weights: OffloadedWeightsLo
         return is_left(tensor)
     loaded = tensor.__dict__[ORIGIN]
     return any(name not in loaded or weights.source(name) != loaded[name] for name in names)
-
-
-class Place:
-    """Where a module lay in a model when its hook was attached.
-
-    An adapter around it, which peft puts in its place, runs without a forward pass of the model
-    where a part of the model is called. A copy of the model has its own place; one that was
-    pickled, or a part that is copied alone, has none.
-
-    Args:
-        model: that has the module, or None.
-        path: name of the module in the model.
-        whole: whether its hook loads the weights of its submodules, too.
-    """
-
-    def __init__(self, model: nn.Module | None, path: str, whole: bool = False) -> None:
-        self._model = None if model is None else weakref.ref(model)
-        self.path = path
-        self.whole = whole
-
-    def __reduce__(self) -> tuple[type[Place], tuple[None, str, bool]]:
-        return Place, (None, self.path, self.whole)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
-        model = None if self._model is None else self._model()
-        return Place(memo.get(id(model)), self.path, self.whole)
-
-    def to_check(self, module: nn.Module) -> nn.Module | None:
-        """Return what may have tensors that no hook has a value for, None where nothing changed.
-
-        Args:
-            module: what the hook is attached to.
-        """
-        found = None if self._model is None else self._model()
-        own = module if self.whole else None
-        if found is None:
-            return own
-        for key in self.path.split(".") if self.path else ():
-            child = found._modules.get(key)
-            if child is None:
-                return found
-            found = child
-        return own if found is module else found
 
 
 def check_hooked(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from accel.machine.errors import CheckpointError, StateError
 from accel.machine.tree import iterate
 from accel.weights.folder import Weights, in_memory, write_weight
 from accel.weights.hooks import Arguments, ModelHook, outside_graphs
-from accel.weights.missing_values import Place, check_hooked, refuse_assigned
+from accel.weights.missing_values import check_hooked, refuse_assigned
 from accel.weights.offloaded_tensors import (
     are_alike,
     is_of,
@@ -185,7 +185,6 @@ class AlignDevicesHook(ModelHook):
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
-        self.place: Place | None = None
         self.lock = LoadLock()  # hooks of one model have one
         self._users = 0  # forward passes that use the loaded weights
         self._by_hand = 0  # of the calls of `pre_forward` since: those that no forward pass made
@@ -330,7 +329,6 @@ class AlignDevicesHook(ModelHook):
                 self._tokens[name] = token_of(held[key])
             if left is not None and left.requires_grad != trains:
                 torch.Tensor.requires_grad_(held[key], trains)
-                self.ties.require_gradients(held[key], trains)
         self._tie(module)
 
     def _tie(self, module: nn.Module) -> None:
@@ -362,10 +360,8 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def _check(self, module: nn.Module, inputs: object) -> None:
-        place = None if self.place is None else self.place.to_check(module)
-        changed = module if self.io_same_device else place
-        if changed is not None and not getattr(next(iterate(inputs), None), "is_meta", False):
-            check_hooked(changed)
+        if self.io_same_device and not getattr(next(iterate(inputs), None), "is_meta", False):
+            check_hooked(module)
 
     @outside_graphs
     def _load(self, module: nn.Module) -> None:

@@ -16,8 +16,6 @@ from accel.machine.tree import iterate
 # Attributes of a tensor without data: its name, and where its values lie; what it stands for.
 ORIGIN = "_offloaded_as"
 TOKEN = "_stands_for"
-# Called with a weight that was said to train, or not: what is tied to it is to do the same.
-FOLLOWERS: list[Callable[[nn.Parameter], None]] = []
 CANNOT_MOVE = (
     "You can't move a model that has some modules offloaded to cpu or disk. Remove its hooks with "
     "accel.hooks.remove_hook_from_submodules(model), or dispatch it anew, such as with "
@@ -127,9 +125,6 @@ def _derived(
         return f"an offloaded weight {shape} has no values to copy. {CANNOT_MOVE}"
 
     result = _call(func, args, kwargs, copied if name in _MOVES else computed, computed)
-    if name in ("requires_grad", "requires_grad_") and isinstance(args[0], OffloadedWeight):
-        for follow in FOLLOWERS:
-            follow(args[0])
     if name.endswith("_like") or name.startswith("new_"):  # of the shape alone
         return _marked(result, OffloadedResult)
     given = list(iterate([args, kwargs or {}]))

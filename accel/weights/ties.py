@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.machine.errors import CheckpointError, ConfigError, StateError
 from accel.weights.folder import Weights
-from accel.weights.offloaded_tensors import FOLLOWERS, OffloadedWeight, is_left, token_of
+from accel.weights.offloaded_tensors import is_left, token_of
 
 
 class LoadLock:
@@ -242,21 +242,6 @@ class Ties:
         """
         return any(id(one) in tensors for one in self._present(self.places_of(weight)))
 
-    def require_gradients(self, weight: nn.Parameter, flag: bool) -> None:
-        """Have what an offloaded weight is tied to train, or not, as it does itself.
-
-        Args:
-            weight: a tensor without values in the place of one.
-            flag: whether it was just said to train.
-        """
-        places = self.places_of(weight)
-        owned = ((place, self.owners[place][0]) for place in places if place in self.owners)
-        held = (place for place, owner in owned if owner.is_attached)
-        others = (module._parameters.get(name) for module, name in held)
-        left = (one for one in others if isinstance(one, OffloadedWeight))
-        for tensor in (*left, *self._present(places)):
-            torch.Tensor.requires_grad_(tensor, flag)
-
     def stored(self, places: Iterable[TiedPlace], weights: Weights, name: str) -> torch.Tensor:
         """Return an offloaded weight, by another of its names where the file of this one is gone.
 
@@ -280,19 +265,6 @@ class Ties:
 
 # Of all models: a tensor does not know its own, which it would be pickled with.
 _LIVE: weakref.WeakSet[Ties] = weakref.WeakSet()
-
-
-def follow_requires_grad(weight: nn.Parameter) -> None:
-    """Have what an offloaded weight is tied to train, or not, as was just said of it.
-
-    Args:
-        weight: a tensor without values in the place of one.
-    """
-    for ties in list(_LIVE):
-        ties.require_gradients(weight, weight.requires_grad)
-
-
-FOLLOWERS.append(follow_requires_grad)
 
 
 def forget_removed() -> None:

@@ -12,7 +12,7 @@ import accel
 from accel import PartialState
 from accel.inference import prepare_pippy
 from accel.machine.errors import ConfigError
-from tests.accel.weights.test_pipeline_stages import Net, Step
+from tests.accel.weights.test_pipeline import Net, Step
 from tests.helpers import run_distributed
 
 X = torch.linspace(-2, 2, 28).reshape(7, 4)
@@ -127,46 +127,6 @@ def test_options() -> None:
     assert (first["as_one"], last["as_one"]) == (6, 2)
     assert first["gathered"] == last["gathered"] == [[7, 4], [7, 4], [4]]
     assert first["rounds"] == last["rounds"] == [1, 3]
-
-
-class Counting(nn.Module):
-    """A model with outputs as long as the micro-batch, and statistics of its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Step(), Step()
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("seen", torch.zeros(4))
-        self.last = torch.zeros(())
-
-    def forward(self, x: torch.Tensor, pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.get_buffer("calls").add_(1)
-        self.seen = self.get_buffer("seen") + x.mean(0)
-        self.last = x.mean()
-        out = self.second(self.first(x))
-        return out, pair * out.mean()
-
-
-def counts() -> Any:
-    """Return the outputs, and the statistics after tracing, of micro-batches as long as others."""
-    PartialState(cpu=True)
-    pair = torch.tensor([1.0, 2.0])
-    torch.manual_seed(0)
-    model = prepare_pippy(Counting(), example_args=(X[:2], pair), gather_output=True)
-    traced = [model.get_buffer("calls"), model.get_buffer("seen")]
-    left = [value.abs().max().item() for value in traced if not value.is_meta]
-    found, pairs = model(X, pair)
-    torch.manual_seed(0)
-    torch.testing.assert_close(found, Counting().eval()(X, pair)[0])
-    return found.shape, pairs.shape, left, type(model.last)
-
-
-def test_outputs_as_long_as_the_micro_batch_are_told_by_a_second_size() -> None:
-    for found, pairs, left, kind in run_distributed(counts, 2):
-        assert found == (7, 4)
-        assert pairs == (4, 2)  # stacked: four micro-batches, of each the pair
-        assert set(left) <= {0.0}
-        assert kind is torch.Tensor
 
 
 class Branching(nn.Module):

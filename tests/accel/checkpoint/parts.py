@@ -78,3 +78,18 @@ def automatic(folder: Path, limit: int | None = None, **kwargs: Any) -> ProjectC
 def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     """Return whether two lists of tensors agree in every bit."""
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+class Counter:
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

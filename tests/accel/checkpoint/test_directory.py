@@ -1,4 +1,4 @@
-"""Checkpoint directories: what counts as complete, what a cut leaves, what rotation spares."""
+"""R4: a checkpoint is whole or does not count, whenever its writer is killed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import errno
 import json
 import logging
 import os
+import re
+import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from accel.checkpoint import directory
-from accel.machine.errors import CheckpointError
-from tests.helpers import python
+from accel.checkpoint import directory, disk_full, sharded
+from accel.machine.errors import CheckpointError, DiskFullError
+from tests import commands
+from tests.accel.checkpoint.test_sharded import assert_equal, resumed, started, trained
+from tests.accel.strategies.training import steps_of
+from tests.helpers import WorkerError, on_small_disk, python, run_distributed, small_disks_work
 
 
 def commit(path: Path, content: dict[str, str] | None = None, **metadata: int) -> Path:
@@ -242,25 +248,151 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert names(tmp_path) == ["best.json"]
 
 
-def test_the_first_error_is_told_where_nothing_can_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "read-only")
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", read_only)
-        patched.setattr(directory, "flush_file", full)
-        with pytest.raises(OSError, match="full"):
-            directory.write_atomically(tmp_path / "best.json", b"new")
-
-
 def test_directories_are_read_without_torch() -> None:
     probe = "import sys, accel.checkpoint.directory; print('torch' in sys.modules)"
     answer = subprocess.run(
         python("-c", probe), capture_output=True, text=True, timeout=300, check=True
     )
     assert answer.stdout.strip() == "False"
+
+
+ROOT = Path(__file__).resolve().parents[3]
+# Fills the disk up to some bytes, and saves: each size stops another writer in another place.
+SAVES = """
+import os, sys
+from pathlib import Path
+import torch
+from accel import Accelerator
+from accel.checkpoint import directory
+from accel.machine.errors import DiskFullError
+
+folder = Path(sys.argv[1])
+accelerator = Accelerator(cpu=True, project_dir=str(folder))
+model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 1000))
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.ones(2, 100)).sum())
+optimizer.step()
+first = accelerator.save_state(folder / "first")
+filler = folder / "filler"
+for left in (1500, 700, 420, 200, 64, 8, 0):
+    filler.write_bytes(b"")
+    disk = os.statvfs(folder)
+    filler.write_bytes(bytes(max(0, disk.f_bavail * disk.f_frsize - left * 1024)))
+    try:
+        accelerator.save_state(folder / "second")
+    except DiskFullError as error:
+        print("full", left, error)
+    else:
+        print("saved", left)
+    directory.verify(first)
+    assert not (folder / "second").exists() or directory.is_complete(folder / "second")
+    filler.write_bytes(b"")
+accelerator.save_state(folder / "second")
+"""
+
+
+@pytest.mark.slow  # it fills a file system
+def test_a_checkpoint_that_finds_no_room_says_so(tmp_path: Path) -> None:
+    if not small_disks_work(tmp_path):
+        pytest.skip("no disk can be mounted here")
+    ended = subprocess.run(
+        on_small_disk(tmp_path, "4m", *python("-c", SAVES, str(tmp_path))),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "saved 1500"
+    assert len(lines) == 7
+    for line in lines[1:]:
+        assert line.startswith("full"), line
+        assert "the disk is full: " in line
+        assert re.search(
+            f"are free in {tmp_path}(/second)?; the checkpoint takes about 1.3 MB", line
+        ), line
+        assert "total_limit" in line
+
+
+def _fill(folder: str) -> None:
+    with disk_full.told("the log", Path(folder)):
+        try:
+            with open("/dev/full", "w") as file:
+                file.write("x")
+        except OSError as error:
+            raise RuntimeError("something went wrong") from error
+
+
+def test_what_says_that_a_disk_is_full() -> None:
+    with pytest.raises(DiskFullError, match=r"writing the log: the disk is full: .* are free in /"):
+        _fill("/nowhere/at/all")
+    assert disk_full.is_full(OSError(errno.EDQUOT, "Disk quota exceeded"))
+    assert disk_full.is_full(RuntimeError("I/O error: No space left on device (os error 28)"))
+    assert not disk_full.is_full(OSError(errno.EACCES, "Permission denied"))
+    for other in (ValueError("unexpected pos 64 vs 0"), PermissionError("no")):
+        with pytest.raises(type(other)), disk_full.told("it", Path("/")):
+            raise other  # there is room: it is something else
+
+
+ROOT_of_kill = Path(__file__).resolve().parents[3]
+
+
+def killed_everywhere(tmp_path: Path, into: str) -> list[dict[str, Any]]:
+    command = ("-m", "tests.accel.checkpoint.killed_saver", str(tmp_path / "run"), into)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    answer = commands.run(*command, cwd=ROOT_of_kill, environment=environment)
+    assert answer.returncode == 0, answer.stderr
+    return [json.loads(line) for line in answer.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="wants fork")
+@pytest.mark.parametrize("into", ["new", "existing"])
+def test_a_kill_at_any_step_leaves_a_complete_state(tmp_path: Path, into: str) -> None:
+    found = killed_everywhere(tmp_path, into)
+    assert len(found) > 20
+    assert [entry["killed"] for entry in found] == [True] * (len(found) - 1) + [False]
+    states = [entry["state"] for entry in found]
+    assert set(states) == {"old", "new"}
+    # Old until the commit, new from then on: never nothing, never back again.
+    assert states == sorted(states, reverse=True)
+    assert any(entry["repaired"] for entry in found) == (into == "existing")
+
+
+# -- several processes ---------------------------------------------------------------------
+
+
+def killed_in_shards(old: str, new: str, rank: int, step: str) -> None:
+    """Save, train on, and save again: there `rank` dies while shards are written."""
+    accelerator, model, optimizer, loader = started()
+    steps_of(accelerator, model, optimizer, loader)
+    accelerator.save_state(old)
+    steps_of(accelerator, model, optimizer, loader)
+    if accelerator.process_index == rank:
+        setattr(
+            sharded.FileSystemWriter, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    accelerator.save_state(new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("into", ["new", "old"])
+@pytest.mark.parametrize(("rank", "step"), [(0, "write_data"), (1, "write_data"), (0, "finish")])
+def test_a_kill_while_shards_are_written_leaves_the_older_state_to_resume_from(
+    tmp_path: Path, rank: int, step: str, into: str
+) -> None:
+    (saved, after), _ = run_distributed(trained, 2, str(tmp_path / "unbroken"), {})
+    old, new = str(tmp_path / "run" / "old"), str(tmp_path / "run" / into)
+    with pytest.raises(WorkerError, match=rf"rank {rank} died"):
+        run_distributed(killed_in_shards, 2, old, new, rank, step)
+    directory.verify(old)
+    assert not (tmp_path / "run" / "new").exists()
+    (found, losses), _ = run_distributed(resumed, 2, old, {})
+    assert_equal(found, saved)
+    assert losses == after
+    # The next save of that name removes what the killed one left.
+    (saved, _), _ = run_distributed(trained, 2, new, {})
+    assert not any(tmp_path.rglob("*.partial-*"))
+    assert_equal(run_distributed(resumed, 2, new, {})[0][0], saved)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from accel import Accelerator, load_checkpoint_in_model
+from tests.accel.checkpoint.parts import Counter, names
 from tests.accel.checkpoint.test_save import Net
-from tests.accel.checkpoint.test_session import Counter, names
 
 accelerate = pytest.importorskip("accelerate", reason="the public package is not installed")
 LAYOUTS: list[dict[str, Any]] = [

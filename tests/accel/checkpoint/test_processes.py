@@ -14,8 +14,7 @@ from accel.checkpoint import directory
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import ProjectConfiguration
 from accel.machine.errors import CheckpointError
-from tests.accel.checkpoint.parts import Run, automatic, build, equal
-from tests.accel.checkpoint.test_session import Counter
+from tests.accel.checkpoint.parts import Counter, Run, automatic, build, equal
 from tests.helpers import run_distributed
 
 # DDP then keeps its first buckets; else a fresh wrapper adds up three ranks' gradients in another

@@ -19,7 +19,7 @@ from accel.machine.errors import ConfigError
 from accel.machine.memory_estimate import Footprint
 from accel.utils import BnbQuantizationConfig, DeepSpeedPlugin, load_and_quantize_model
 from tests.accel.weights.models import Tied
-from tests.accel.weights.test_quantized_layers import installed
+from tests.accel.weights.test_quantize import installed
 from tests.helpers import run_distributed
 
 STRATEGIES = [layout.name for layout in layouts()]

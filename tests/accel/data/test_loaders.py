@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import pickle
 import sys
-import weakref
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from accel import GradientAccumulationPlugin
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import SeedableRandomSampler
@@ -152,22 +149,6 @@ def test_nested_and_broken_off_passes_restore_the_outer_one() -> None:
     assert state.dataloader_references == [None]
 
 
-def test_an_iterator_that_is_dropped_within_a_later_pass_changes_nothing() -> None:
-    state = GradientState(GradientAccumulationPlugin(num_steps=2))
-    loader = prepared(6, 2)
-    dropped = iter(loader)
-    next(dropped)
-    ends = []
-    for batch in loader:
-        if batch[0] == 2:
-            del dropped
-        ends.append((loader.end_of_dataloader, state.end_of_dataloader, loader.order_state()))
-    assert [end[:2] for end in ends] == [(False, False)] * 2 + [(True, True)]
-    assert [end[2]["order"]["pass"] for end in ends] == ["under way"] * 2 + ["ended"]
-    assert (loader.reading, loader.end_of_dataloader, state.in_dataloader) == (None, False, False)
-    assert loader.epoch == 1
-
-
 def test_a_failing_data_set_leaves_no_active_loader() -> None:
     class Broken(Counting):
         def __getitem__(self, index: int) -> int:
@@ -227,27 +208,6 @@ def test_a_loader_with_live_workers_pickles() -> None:
     )
     assert values(loader) == [[0, 1], [2, 3]]
     assert values(pickle.loads(pickle.dumps(loader))) == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("flags", [{}, {"dispatch_batches": True}, {"dispatch_batches": False}])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_loaders_are_freed_without_the_garbage_collector(flags: dict, streamed: bool) -> None:
-    gc.disable()
-    try:
-        dataset = Stream(8) if streamed else range(8)
-        loader = prepare_data_loader(DataLoader(dataset, batch_size=2), **flags)
-        assert len(values(loader)) == 4
-        skipping = skip_first_batches(loader, 1)
-        iterator = iter(loader)
-        next(iterator)
-        for _ in skipping:
-            break
-        references = [weakref.ref(loader), weakref.ref(skipping)]
-        del iterator, loader, skipping, _
-        assert [reference() for reference in references] == [None, None]
-        assert GradientState().dataloader_references == [None]
-    finally:
-        gc.enable()
 
 
 def test_arguments_of_the_loader_are_kept() -> None:

@@ -1,4 +1,4 @@
-"""Each process's share of the indices, for every flag and size."""
+"""E2: samplers give each index to one rank, in an order that follows from seed and epoch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from accel.data.order import Order
 from accel.data.order_across_ranks import AgreedSampler
 from accel.data.samplers import (
     BatchSamplerShard,
+    CompletedBatchSampler,
     SamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,
+    added_indices,
     set_sampler_epoch,
     total_batch_size,
 )
@@ -274,3 +276,24 @@ def test_an_epoch_reaches_every_sampler_inside() -> None:
     shard = BatchSamplerShard(BatchSampler(sampler, 2, False), 2, 0)
     set_sampler_epoch(SkipBatchSampler(shard, 1), 7)
     assert sampler.epoch == 7
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "count", "expected", "added"),
+    [
+        (5, 2, 2, [[0, 1], [2, 3], [4, 0]], 1),
+        (4, 2, 2, [[0, 1], [2, 3]], 0),
+        (4, 4, 3, [[0, 1, 2, 3], [0, 1]], 2),  # in a batch more
+        (1, 4, 3, [[0, 0, 0]], 2),
+    ],
+)
+def test_the_first_indices_complete_the_last_batch(
+    length: int, size: int, count: int, expected: list[list[int]], added: int
+) -> None:
+    sampler = CompletedBatchSampler(BatchSampler(range(length), size, False), count)
+    assert (len(sampler), list(sampler), added_indices(sampler)) == (len(expected), expected, added)
+    skipping = SkipBatchSampler(sampler, 1)
+    assert list(skipping) == expected[1:]
+    assert added_indices(skipping) == added
+    sampler.even_batches = False
+    assert list(sampler) == list(BatchSampler(range(length), size, False))

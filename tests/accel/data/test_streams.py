@@ -1,23 +1,376 @@
-"""E2: a pass over a stream that is resumed, more than once, is the rest of that pass."""
+"""E2: each sample of a sharded stream comes once, and a resumed pass is the rest of it."""
 
 from __future__ import annotations
 
+import itertools
+import random
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel import Accelerator, DataLoaderConfiguration
+from accel.data.loaders import DataLoaderShard
+from accel.data.prepare import prepare_data_loader
+from accel.data.stream import IterableDatasetShard, _packed
+from accel.machine.errors import ConfigError
+from accel.machine.imports import is_available
+from tests.accel.data.parts import values
 from tests.helpers import run_distributed
 
-StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+class Stream(IterableDataset[int]):
+    """The numbers below `length`."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(0, 200),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.booleans(),
+    st.booleans(),
+)
+def test_shares_are_whole_batches_and_hold_every_sample(
+    n: int, size: int, count: int, split: bool, drop_last: bool
+) -> None:
+    piece = size
+    size = size * count if split else size
+    made = [
+        IterableDatasetShard(Sized(n), size, drop_last, count, rank, split) for rank in range(count)
+    ]
+    found = [list(shard) for shard in made]
+    assert [len(shard) for shard in made] == [len(samples) for samples in found]
+    assert all(len(samples) % piece == 0 for samples in found)
+    rounds = len(found[0]) // piece
+    seen = [
+        sample
+        for r in range(rounds)
+        for samples in found
+        for sample in samples[r * piece : (r + 1) * piece]
+    ]
+    total = piece * count
+    wanted = n // total * total if drop_last else -(-n // total) * total
+    assert seen == list(itertools.islice(itertools.cycle(range(n or 1)), wanted))
+    assert {shard.remainder for shard in made} == {0 if drop_last else n % total}
+
+
+def test_the_documented_example() -> None:
+    def share(rank: int, split: bool) -> list[int]:
+        return list(IterableDatasetShard(Stream(8), 4, False, 2, rank, split))
+
+    assert [share(0, False), share(1, False)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [share(0, True), share(1, True)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_short_last_round_is_left_out_or_completed() -> None:
+    assert list(IterableDatasetShard(Stream(9), 2, True, 2, 1)) == [2, 3, 6, 7]
+    assert list(IterableDatasetShard(Stream(9), 2, False, 2, 1)) == [2, 3, 6, 7, 1, 2]
+
+
+def test_the_epoch_reaches_the_stream() -> None:
+    stream = Stream(3)
+    shard = IterableDatasetShard(stream, 1, False, 2, 0)
+    shard.set_epoch(4)
+    assert stream.epoch == 4
+
+
+def test_a_batch_that_does_not_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_size=3 on 2 processes"):
+        IterableDatasetShard(Stream(8), 3, False, 2, 0, split_batches=True)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_uneven_shard_gives_each_sample_once(split: bool) -> None:
+    for length in range(14):
+        shards = [
+            IterableDatasetShard(Sized(length), 4, False, 2, rank, split, even_batches=False)
+            for rank in range(2)
+        ]
+        found = [list(shard) for shard in shards]
+        assert sorted(found[0] + found[1]) == list(range(length))
+        assert [len(shard) for shard in shards] == [len(samples) for samples in found]
+        assert [shard.remainder for shard in shards] == [0, 0]
+
+
+SIZE = 4
+
+
+class Parts(IterableDataset[int]):
+    """The numbers below `length`, of which each worker reads one of `parts`, or several."""
+
+    shards_by_worker = True
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __iter__(self) -> Iterator[Any]:
+        starts = [0, *itertools.accumulate(self.lengths)]
+        info = get_worker_info()
+        mine = slice(None) if info is None else slice(info.id, None, info.num_workers)
+        for start, length in list(zip(starts, self.lengths, strict=False))[mine]:
+            yield from range(start, start + length)
+
+
+class SizedParts(Parts):
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+
+def loaders(lengths: list[int], workers: int, count: int = 2, **flags: Any) -> list[Any]:
+    """Return the loader of each rank, in this process."""
+    arguments = {name: flags.pop(name) for name in ("drop_last", "collate_fn") if name in flags}
+    size = flags.pop("batch_size", SIZE)
+    return [
+        prepare_data_loader(
+            DataLoader(SizedParts(lengths), size, num_workers=workers, **arguments),
+            num_processes=count,
+            process_index=rank,
+            dispatch_batches=False,
+            **flags,
+        )
+        for rank in range(count)
+    ]
+
+
+def flat(found: list[list[list[int]]]) -> list[int]:
+    return [sample for batches in found for batch in batches for sample in batch]
+
+
+LENGTHS = [
+    *([11, 12], [3, 30], [30, 3], [1, 0], [8, 16]),
+    *(
+        pytest.param(lengths, marks=pytest.mark.slow)
+        for lengths in ([20, 20], [12, 12], [0, 9], [0, 0], [7, 7])
+    ),
+]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_only_the_last_round_is_completed(lengths: list[int], workers: int) -> None:
+    made = loaders(lengths, workers)
+    found = [values(loader) for loader in made]
+    total, size = sum(lengths), 2 * SIZE
+    rounds = -(-total // size)
+    assert [len(batches) for batches in found] == [rounds, rounds]
+    assert [len(loader) for loader in made] == [rounds, rounds]
+    assert {len(batch) for batches in found for batch in batches} <= {SIZE}
+    before = [batch for pair in list(zip(*found, strict=True))[:-1] for batch in pair]
+    seen = Counter(flat([before]))
+    assert all(times == 1 for times in seen.values())
+    last = found[0][-1] + found[1][-1] if rounds else []
+    real = total % size or size
+    assert sorted([*seen, *last[:real]]) == list(range(total))
+    assert set(last[real:]) <= set(range(total))
+    assert [loader.dataset.remainder for loader in made] == [total % size] * 2
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_pass_that_drops_drops_one_round(lengths: list[int]) -> None:
+    made = loaders(lengths, 2, drop_last=True)
+    found = [values(loader) for loader in made]
+    rounds = sum(lengths) // (2 * SIZE)
+    assert [len(batches) for batches in found] == [rounds] * 2
+    assert [len(loader) for loader in made] == [rounds] * 2
+    assert max(Counter(flat(found)).values(), default=1) == 1
+    assert len(flat(found)) == rounds * 2 * SIZE
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_an_uneven_pass_gives_each_sample_once(lengths: list[int]) -> None:
+    found = [values(loader) for loader in loaders(lengths, 2, even_batches=False)]
+    assert sorted(flat(found)) == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_batches_that_are_cut_and_samples_without_batches(workers: int) -> None:
+    cut = [values(loader) for loader in loaders([11, 12], workers, split_batches=True)]
+    assert [len(batches) for batches in cut] == [6, 6]
+    assert sorted(set(flat(cut))) == list(range(23))
+    single = [list(loader) for loader in loaders([3, 4], workers, batch_size=None)]
+    assert [len(samples) for samples in single] == [4, 4]
+    assert sorted({*single[0], *single[1]}) == list(range(7))
+
+
+def test_a_pass_after_another_is_like_it() -> None:
+    (loader, _) = loaders([11, 12], 2)
+    assert values(loader) == values(loader)
+    persistent = DataLoader(SizedParts([11, 12]), SIZE, num_workers=2, persistent_workers=True)
+    loader = prepare_data_loader(
+        persistent, num_processes=2, process_index=0, dispatch_batches=False
+    )
+    assert values(loader) == values(loader)
+
+
+def test_torch_does_not_count_what_is_handed_over() -> None:
+    (loader, _) = loaders([2, 2], 2, batch_size=1)
+    assert len(loader) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(loader)) == 2
+
+
+class Around:
+    """Collates in the worker or here, with a random draw."""
+
+    def __call__(self, samples: list[int]) -> tuple[list[int], float]:
+        return samples, random.random()
+
+
+def test_the_collate_function_stays_the_callers_and_leaves_its_generators() -> None:
+    collate = Around()
+    (loader, _) = loaders([11, 12], 2, collate_fn=collate)
+    state = random.getstate()
+    found = list(loader)
+    assert loader.collate_fn is collate
+    assert loader.dataset.hands_over is False
+    assert random.getstate() == state
+    assert [len(samples) for samples, _ in found] == [SIZE] * 3
+    assert len({draw for _, draw in found}) == 3
+
+
+def test_a_shard_in_a_loader_of_torch_is_as_before() -> None:
+    shard = IterableDatasetShard(Parts([5, 5]), 2, num_processes=2, process_index=0)
+    found = flat([values(DataLoader(shard, 2, num_workers=2))])
+    assert found == [0, 1, 5, 6, 4, 0, 9, 5]
+
+
+def test_a_shard_in_a_loader_made_by_hand() -> None:
+    shards = [
+        IterableDatasetShard(Parts([5, 5]), 2, num_processes=2, process_index=r) for r in (0, 1)
+    ]
+    found = [values(DataLoaderShard(shard, batch_size=2, num_workers=2)) for shard in shards]
+    assert [len(batches) for batches in found] == [3, 3]
+    assert sorted(set(flat(found))) == list(range(10))
+
+
+def test_samples_that_cannot_be_pickled_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be pickled"):
+        _packed([lambda: 0])
+
+
+def test_a_part_of_a_large_tensor_is_packed_alone() -> None:
+    large = torch.zeros(100_000, 2)
+    assert len(_packed([large[3], {"x": large[4]}])) < 10_000
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def gathered(sizes: list[list[int]], workers: int) -> list[Any]:
+    """Return for each stream what `gather_for_metrics` returns, and the steps of this rank."""
+    config = DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    found = []
+    for lengths in sizes:
+        loader = accelerator.prepare(DataLoader(Parts(lengths), SIZE, num_workers=workers))
+        steps = 0
+        seen: list[int] = []
+        for batch in loader:
+            steps += 1
+            seen += accelerator.gather_for_metrics(batch).tolist()
+        found.append((sorted(seen), steps))
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_gathered_evaluation_has_each_sample_once(workers: int) -> None:
+    sizes = [[11, 12], [20, 21], [3, 30], [1, 0]]
+    wanted = [(list(range(sum(one))), -(-sum(one) // (2 * SIZE))) for one in sizes]
+    assert run_distributed(gathered, 2, sizes, workers) == [wanted, wanted]
+
+
+def resumed(folder: str, lengths: list[int], stateful: bool) -> list[str]:
+    """Return what is wrong in passes that are resumed after each of their batches."""
+    config = DataLoaderConfiguration(dispatch_batches=False, use_stateful_dataloader=stateful)
+    torch.manual_seed(3)
+
+    def made() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        stream = DataLoader(Parts(lengths), SIZE, num_workers=2, collate_fn=Around())
+        return accelerator, accelerator.prepare(stream)
+
+    accelerator, loader = made()
+    straight = []
+    for number, batch in enumerate(loader, 1):
+        straight.append(batch)
+        accelerator.save_state(f"{folder}/{number}")
+    steps = len(straight)
+    accelerator.free_memory()
+    wrong = []
+    for number in range(1, steps):
+        accelerator, loader = made()
+        accelerator.load_state(f"{folder}/{number}")
+        rest = list(loader if stateful else accelerator.skip_first_batches(loader, number))
+        if rest != straight[number:]:  # with the draws of the collate function
+            wrong.append(f"after {number}: {rest}, not {straight[number:]}")
+        again = list(loader)
+        if [batch for batch, _ in again] != [batch for batch, _ in straight]:
+            wrong.append(f"the pass after {number}: {again}, not {straight}")
+        accelerator.free_memory()
+    accelerator.end_training()
+    return wrong
+
+
+@pytest.mark.parametrize("stateful", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [11, 30],
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ([30, 11], [3, 20], [7, 7])),
+    ],
+)
+def test_a_pass_is_resumed_after_each_batch(
+    lengths: list[int], stateful: bool, tmp_path: Path
+) -> None:
+    assert run_distributed(resumed, 2, str(tmp_path), lengths, stateful) == [[], []]
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_hand_over_too() -> None:
+    stream = DataLoader(SizedParts([11, 12]), SIZE, num_workers=2, multiprocessing_context="spawn")
+    found = [
+        values(
+            prepare_data_loader(stream, num_processes=2, process_index=r, dispatch_batches=False)
+        )
+        for r in range(2)
+    ]
+    assert [len(batches) for batches in found] == [3, 3]
+    assert sorted(set(flat(found))) == list(range(23))
+
+
+needs_torchdata = pytest.mark.skipif(
+    not is_available("torchdata"), reason="needs torchdata (extra stateful)"
+)
 
 SAMPLES = 40
 
 
-class Stream(IterableDataset[int]):
+class Divided(IterableDataset[int]):
     """Numbers, divided among the workers that read them; `Placed` ones know their position."""
 
     shards_by_worker = True
@@ -33,7 +386,7 @@ class Stream(IterableDataset[int]):
         return iter(self.numbers())
 
 
-class Placed(Stream):
+class Placed(Divided):
     def __iter__(self) -> Iterator[int]:
         numbers = self.numbers()
         while self.at < len(numbers):
@@ -48,7 +401,11 @@ class Placed(Stream):
         self.at = state["at"]
 
 
-KINDS: dict[str, Any] = {"stream": Stream, "placed": Placed, "map": lambda: range(SAMPLES)}
+KINDS: dict[str, Any] = {
+    "stream": Divided,
+    "placed": Placed,
+    "map": lambda: range(SAMPLES),
+}
 
 
 def engine(kind: str, workers: int, dispatch: bool | None) -> tuple[Accelerator, Any]:
@@ -81,6 +438,7 @@ def resumed_twice(kind: str, workers: int, dispatch: bool | None, folder: str) -
     return straight, [found, following]
 
 
+@needs_torchdata
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_is_resumed_twice(kind: str, workers: int, tmp_path: Path) -> None:
@@ -88,6 +446,7 @@ def test_a_pass_is_resumed_twice(kind: str, workers: int, tmp_path: Path) -> Non
     assert found == straight
 
 
+@needs_torchdata
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,8 +458,11 @@ def test_a_pass_is_resumed_twice_on_two_processes(
         assert found == straight
 
 
+@needs_torchdata
 def test_a_state_has_the_keys_of_torchdata() -> None:
     """E1."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
     for kind in KINDS:
         plain = StatefulDataLoader(KINDS[kind](), batch_size=3)
         _, loader = engine(kind, 0, None)

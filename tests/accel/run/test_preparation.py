@@ -18,7 +18,7 @@ from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState
 from accel.strategies.base import Objects
-from tests.accel.checkpoint.test_session import Counter
+from tests.accel.checkpoint.parts import Counter
 from tests.accel.test_accelerator import loader, parts
 from tests.helpers import run_distributed
 

@@ -1,17 +1,38 @@
-"""Device maps: inferred, checked, shortened."""
+"""E1, E4: device maps follow the memory of each device, and every tensor goes where they say."""
 
 from __future__ import annotations
 
+import copy
 import logging
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+from accel import (
+    Accelerator,
+    dispatch_model,
+    infer_auto_device_map,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from accel.machine.errors import ConfigError
-from accel.utils import check_device_map, infer_auto_device_map
-from accel.utils.modeling import clean_device_map, compute_module_sizes
-from tests.accel.weights.models import Tied, net
+from accel.utils import check_device_map, get_balanced_memory, get_max_memory
+from accel.utils.modeling import (
+    clean_device_map,
+    compute_module_sizes,
+    get_state_dict_offloaded_model,
+)
+from accel.weights import device_map
+from accel.weights.device_map import Filler, lies_in
+from accel.weights.sizes import own_parts
+from accel.weights.tensors import find_tied_parameters
+from tests.accel.weights.models import Tied, inputs, net, on_meta
 
 LAYER = 440
 
@@ -106,3 +127,262 @@ def test_entries_of_one_device_become_one() -> None:
         "b.y": 1,
         "a": 0,
     }
+
+
+LAYER_BYTES = 440  # bytes of Linear(10, 10)
+ROOM = {0: 3000, 1: 3000, "cpu": 10_000}
+
+
+def six_layers() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(10, 10) for _ in range(6)])
+
+
+def test_free_memory_is_found() -> None:
+    found = get_max_memory()
+    assert list(found)[-1] == "cpu"
+    assert 2**20 < found["cpu"] < 2**50
+
+
+def test_given_memory_is_put_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = get_max_memory({"disk": 5, "cpu": "10MB", 101: 5.0, 100: 3})
+    assert list(found.items()) == [(100, 3), (101, 5), ("cpu", 10_000_000), ("disk", 5)]
+    assert "Device 100 is not available" in caplog.text
+    with pytest.raises(ConfigError, match="Device gpu is not recognized"):
+        get_max_memory({"gpu": 1})
+
+
+def test_texts_become_bytes_where_they_were_given() -> None:
+    """As transformers counts with what it hands in."""
+    given: dict[int | str, float | str] = {"cpu": "10MB", "disk": 5.5}
+    get_max_memory(given)
+    assert given == {"cpu": 10_000_000, "disk": 5.5}
+    get_max_memory(MappingProxyType({"cpu": "10MB"}))
+    refused: dict[int | str, float | str] = {"cpu": "10MB", "gpu": "1MB"}
+    with pytest.raises(ConfigError):
+        get_max_memory(refused)
+    assert refused == {"cpu": "10MB", "gpu": "1MB"}
+
+
+def test_a_container_has_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device_map, "_CGROUP", tmp_path)
+    assert get_max_memory()["cpu"] > 700
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert get_max_memory()["cpu"] == 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert get_max_memory()["cpu"] > 700
+
+
+def test_layers_are_balanced() -> None:
+    each = 6 * LAYER_BYTES // 2 + LAYER_BYTES * 5 // 4
+    assert get_balanced_memory(six_layers(), ROOM) == {**ROOM, 0: each}
+    assert get_balanced_memory(six_layers(), {"cpu": 7}) == {"cpu": 7}
+    assert get_balanced_memory(six_layers(), {0: 100, 1: 100, "cpu": 7})[0] == 100
+    one = get_balanced_memory(six_layers(), {0: 3000, "cpu": 7})
+    assert one == {0: 3000, "cpu": 7}
+
+
+def test_blocks_need_more_room_than_layers() -> None:
+    model = net()
+    alone = get_balanced_memory(model, ROOM)
+    blocks = get_balanced_memory(model, ROOM, no_split_module_classes=["Block"])
+    assert blocks[0] > alone[0]
+    assert blocks == get_balanced_memory(model, ROOM, "Block")
+
+
+def test_a_dtype_balances_fewer_bytes() -> None:
+    full, half = (
+        get_balanced_memory(six_layers(), ROOM, dtype=d)[0] for d in (None, torch.float16)
+    )
+    assert half * 2 == full
+    special = dict.fromkeys((f"{n}.weight" for n in range(6)), torch.float32)
+    more = get_balanced_memory(six_layers(), ROOM, dtype=torch.float16, special_dtypes=special)
+    assert half < more[0] < full
+
+
+def test_the_first_device_may_get_little() -> None:
+    assert get_balanced_memory(six_layers(), ROOM, low_zero=True)[0] == 0
+    tight = {0: 3000, 1: 1000, "cpu": 10_000}
+    assert get_balanced_memory(six_layers(), tight, low_zero=True)[0] == 6 * LAYER_BYTES - 1000
+
+
+@given(st.lists(st.integers(0, 800), max_size=3), st.integers(0, 800), st.booleans())
+def test_every_tensor_has_a_device_that_has_room(
+    accelerators: list[int], memory: int, fallback: bool
+) -> None:
+    model = nn.Sequential(Tied(), Tied())
+    sizes = compute_module_sizes(model)
+    limits = {**dict(enumerate(accelerators)), "cpu": memory}
+    filler = Filler(limits, sizes, find_tied_parameters(model), frozenset(["Block"]), fallback)
+    placed = filler.fill(own_parts(model))
+    for name in (*model.state_dict(), "0.block.shift"):
+        assert [lies_in(name, part) for part in placed].count(True) == 1
+    for device, limit in limits.items():
+        held = [sizes.get(name, 0) for name, where in placed.items() if where == device]
+        assert sum(held) == filler.used.get(device, 0) <= limit
+
+
+class Part(nn.Module):
+    """Uses a weight of its own and those of a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.inner(inputs)
+        return outputs * self.scale
+
+
+class Attention(nn.MultiheadAttention):
+    """Attends to its own inputs."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # one input
+        return super().forward(inputs, inputs, inputs)[0]
+
+
+def made(part: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(part, nn.Linear(4, 4)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+class Direct(nn.Module):
+    """Uses the weights of a submodule without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.inner.weight
+        return nn.functional.linear(inputs, weight, self.inner.bias) * self.scale
+
+
+@pytest.mark.parametrize("preload", [["Part"], None])
+@pytest.mark.parametrize(
+    ("part", "where"),
+    [
+        (Part(), {"": "disk", "0.inner": "cpu"}),
+        (Part(), {"": "cpu", "0": "disk", "0.inner": "disk", "0.inner.1": "cpu"}),
+        (Part(), {"": "disk", "0.inner": "cpu", "0.inner.1": "disk"}),
+        (Part(), {"": "disk", "0.inner": "disk"}),
+        (Part(), {"0": "cpu", "0.inner": "disk", "1": "cpu"}),
+        (Part(), {"": "disk", "0.inner": "cpu", "0.inner.1": "disk", "0.inner.1.bias": "cpu"}),
+        (Attention(4, 2), {"": "disk", "0.out_proj": "cpu"}),
+        (Attention(4, 2), {"": "disk", "0.out_proj": "disk"}),
+        (Attention(4, 2), {"": "cpu", "0": "disk", "0.out_proj": "disk"}),
+        (Attention(4, 2), {"": "cpu", "0": "disk", "0.in_proj_weight": "cpu"}),
+    ],
+)
+def test_the_longest_name_that_fits_holds(
+    part: nn.Module, where: dict[str, Any], preload: Any, tmp_path: Path
+) -> None:
+    plain, inputs = made(copy.deepcopy(part)), torch.randn(3, 4)
+    model = dispatch_model(
+        copy.deepcopy(plain), where, "cpu", offload_dir=tmp_path, preload_module_classes=preload
+    )
+    for _ in range(2):
+        assert torch.equal(model(inputs), plain(inputs))
+    found = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    longest = {
+        name: max((one for one in where if not one or f"{name}.".startswith(f"{one}.")), key=len)
+        for name in plain.state_dict()
+    }
+    assert found == {name for name, one in longest.items() if where[one] == "disk"}
+    state = get_state_dict_offloaded_model(model)
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"": "disk", "0.inner": "disk"}, {"": "cpu", "0": "disk", "0.inner": "disk"},
+     {"": "disk", "0.inner.weight": "cpu"}, {"": "disk", "0.inner": "cpu", "0.inner.bias": "disk"}],
+)  # fmt: skip
+def test_a_module_that_loads_all_within_has_it(where: dict[str, Any], tmp_path: Path) -> None:
+    plain, inputs = made(Direct()), torch.randn(3, 4)
+    model = dispatch_model(
+        copy.deepcopy(plain), where, "cpu", offload_dir=tmp_path, preload_module_classes=["Direct"]
+    )
+    for _ in range(2):
+        assert torch.equal(model(inputs), plain(inputs))
+
+
+class Scaled(nn.Module):
+    """A linear layer, and a parameter and a buffer of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.rand(4))
+        self.register_buffer("shift", torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x) * self.scale + self.get_buffer("shift")
+        return out
+
+
+def scaled() -> Scaled:
+    torch.manual_seed(0)
+    return Scaled().eval()
+
+
+def dispatched(
+    kind: str, model: nn.Module, empty: nn.Module, device_map: dict[str, Any], folder: Path
+) -> nn.Module:
+    if kind == "with data":
+        return dispatch_model(model, device_map, offload_dir=folder / "off", offload_buffers=True)
+    Accelerator(cpu=True).save_model(model, folder / "weights")
+    return load_checkpoint_and_dispatch(
+        empty,
+        folder / "weights",
+        device_map=device_map,
+        offload_folder=folder / "off",
+        offload_buffers=True,
+        strict=True,
+    )
+
+
+@pytest.mark.parametrize("kind", ["with data", "from a checkpoint"])
+@pytest.mark.parametrize(
+    ("device_map", "away"),
+    [
+        ({"scale": "disk", "": "cpu"}, {"scale"}),
+        ({"linear": "cpu", "scale": "disk", "shift": "cpu"}, {"scale"}),
+        ({"linear": "cpu", "scale": "cpu", "shift": "disk"}, {"shift"}),
+        ({"linear.bias": "disk", "": "cpu"}, {"linear.bias"}),
+        ({"linear": "disk", "scale": "disk", "shift": "disk"}, None),
+        ({"scale": "cpu", "": "disk"}, {"shift", "linear.weight", "linear.bias"}),
+        ({"linear": "disk", "linear.bias": "cpu", "": "cpu"}, {"linear.weight"}),
+    ],
+)
+def test_they_go_where_the_map_says(
+    kind: str, device_map: dict[str, Any], away: set[str] | None, tmp_path: Path
+) -> None:
+    with init_empty_weights(include_buffers=True):
+        empty = Scaled().eval()
+    model = dispatched(kind, scaled(), empty, device_map, tmp_path)
+    for _ in range(2):
+        assert torch.equal(model(inputs()), scaled()(inputs()))
+    assert on_meta(model) == (set(scaled().state_dict()) if away is None else away)
+    found = get_state_dict_offloaded_model(model)
+    assert all(torch.equal(found[name], value) for name, value in scaled().state_dict().items())
+
+
+def test_the_inferred_map_of_a_buffer(tmp_path: Path) -> None:
+    with init_empty_weights(include_buffers=True):
+        empty = Scaled().eval()
+    Accelerator(cpu=True).save_model(scaled(), tmp_path / "weights")
+    for limit in range(0, 240, 8):
+        device_map = infer_auto_device_map(empty, {"cpu": limit}, offload_buffers=True)
+        with init_empty_weights(include_buffers=True):
+            model = Scaled().eval()
+        load_checkpoint_and_dispatch(
+            model, tmp_path / "weights", device_map, offload_folder=tmp_path, offload_buffers=True
+        )
+        assert torch.equal(model(inputs()), scaled()(inputs())), device_map

@@ -1,8 +1,9 @@
-"""Models spread over devices, memory and disk."""
+"""E1, E4: a dispatched model computes what it computes in memory; the last dispatch holds."""
 
 from __future__ import annotations
 
-import functools
+import copy
+import json
 import logging
 import pickle
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from accel import (
@@ -23,15 +25,23 @@ from accel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel.hooks import remove_hook_from_submodules
+from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel.machine.errors import CheckpointError, ConfigError, StateError
-from accel.utils import (
-    OffloadedWeightsLoader,
-    offload_state_dict,
-    set_module_tensor_to_device,
-)
+from accel.utils import OffloadedWeightsLoader, offload_state_dict, set_module_tensor_to_device
+from accel.utils.modeling import get_state_dict_offloaded_model
 from accel.weights import read_ahead
-from tests.accel.weights.models import Block, Direct, Tied, hook_of, inputs, net, on_meta
+from accel.weights.hooks import hooks_of
+from tests.accel.weights.models import (
+    TO_DISK,
+    Block,
+    Direct,
+    Dispatch,
+    Tied,
+    hook_of,
+    inputs,
+    net,
+    on_meta,
+)
 
 HALF = {"0": "cpu", "1": "disk"}
 PARAMETERS = {name for name, _ in net().named_parameters()}
@@ -441,22 +451,6 @@ def test_a_dispatched_model_is_pickled_with_what_it_reads(
     assert torch.equal(copied(inputs()), model(inputs()))
 
 
-class Decorated(nn.Sequential):
-    """A model whose `to` is decorated, as those of transformers are."""
-
-    @functools.wraps(nn.Module.to)
-    def to(self, *args: Any, **kwargs: Any) -> Decorated:
-        return super().to(*args, **kwargs)
-
-
-def test_a_model_with_a_decorated_method_is_pickled(tmp_path: Path) -> None:
-    model = dispatch_model(Decorated(*net()).eval(), HALF, offload_dir=tmp_path)
-    copied = pickle.loads(pickle.dumps(model))
-    assert torch.equal(copied(inputs()), net()(inputs()))
-    with pytest.raises(StateError, match="You can't move a model"):
-        copied.to("cpu")
-
-
 def test_a_dispatched_model_is_not_exported(tmp_path: Path) -> None:
     model = dispatch_model(net(), HALF, offload_dir=tmp_path)
     with pytest.raises(StateError, match=r"hooks move inputs .*remove_hook_from_submodules"):
@@ -464,3 +458,286 @@ def test_a_dispatched_model_is_not_exported(tmp_path: Path) -> None:
     remove_hook_from_submodules(model)
     exported = torch.export.export(model, (inputs(),))
     assert torch.equal(exported.module()(inputs()), net()(inputs()))
+
+
+MAPS: list[dict[str, Any]] = [
+    {"0": "disk", "1": "cpu"},
+    {"": "cpu"},
+    {"": "disk"},
+    {"0": "cpu", "1": "disk"},
+    {"0.norm": "disk", "": "cpu"},
+]
+
+
+def hooks(model: nn.Module) -> list[int]:
+    return [len(hooks_of(module)) for module in model.modules()]
+
+
+@pytest.mark.parametrize("first", MAPS)
+@pytest.mark.parametrize("second", MAPS)
+def test_the_last_map_holds(first: dict[str, Any], second: dict[str, Any], tmp_path: Path) -> None:
+    once = dispatch_model(net(), second, offload_dir=tmp_path / "once")
+    model = dispatch_model(net(), first, offload_dir=tmp_path / "one")
+    model(inputs())
+    for folder in ("one", "other", "other"):
+        dispatch_model(model, second, offload_dir=tmp_path / folder)
+        assert model.hf_device_map == second
+        for _ in range(2):
+            assert torch.equal(model(inputs()), net()(inputs()))
+        assert on_meta(model) == on_meta(once)
+        assert hooks(model) == hooks(once)
+    if second == {"": "cpu"}:
+        model.load_state_dict(net().state_dict())
+        assert "to" not in vars(model)
+
+
+@pytest.mark.parametrize("second", MAPS)
+def test_weights_that_were_never_in_memory_are_found(
+    second: dict[str, Any], tmp_path: Path
+) -> None:
+    Accelerator(cpu=True).save_model(net(), tmp_path / "weights")
+    with init_empty_weights():
+        model = net()
+    load_checkpoint_and_dispatch(
+        model, tmp_path / "weights", device_map=MAPS[0], offload_folder=tmp_path / "off"
+    )
+    expected = model(inputs())
+    dispatch_model(model, second, offload_dir=tmp_path / "again")
+    assert torch.equal(model(inputs()), expected)
+
+
+@pytest.mark.parametrize(
+    "second", [{"": "cpu"}, {"": "disk"}, {"block": "disk", "": "cpu"}, {"head": "disk", "": "cpu"}]
+)
+def test_ties_survive(second: dict[str, Any], tmp_path: Path) -> None:
+    model, tokens = Tied().eval(), torch.tensor([1, 2])
+    expected = copy.deepcopy(model)(tokens)
+    dispatch_model(model, {"block": "cpu", "": "disk"}, offload_dir=tmp_path)
+    dispatch_model(model, second, offload_dir=tmp_path)
+    assert torch.equal(model(tokens), expected)
+    dispatch_model(model, {"": "cpu"})
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model(tokens), expected)
+
+
+def test_offloading_again_undoes_the_first(tmp_path: Path) -> None:
+    once = hooks(cpu_offload(net(), "cpu"))
+    model = disk_offload(net(), tmp_path / "one", "cpu")
+    for _ in range(2):
+        cpu_offload(model, "cpu")
+        assert hooks(model) == once
+        assert torch.equal(model(inputs()), net()(inputs()))
+        disk_offload(model, tmp_path / "two", "cpu")
+        assert hooks(model) == once
+        assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_hooks_of_others_stay(tmp_path: Path) -> None:
+    class Doubling(ModelHook):
+        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+            return output * 2
+
+    model = disk_offload(net(), tmp_path, "cpu")
+    add_hook_to_module(model[1], Doubling(), append=True)
+    for _ in range(2):
+        add_hook_to_module(model[0].norm, ModelHook(), append=True)
+    dispatch_model(model, {"": "cpu"})
+    assert torch.equal(model(inputs()), net()(inputs()) * 2)
+    assert hooks(model[0]) == [0, 2, 0]
+    assert isinstance(model[1]._hf_hook, Doubling)
+
+
+def test_what_was_written_in_between_is_kept(tmp_path: Path) -> None:
+    model, expected = disk_offload(net(), tmp_path, "cpu"), net()
+    set_module_tensor_to_device(model, "1.linear.bias", "cpu", value=torch.ones(4))
+    expected[1].linear.bias.data.fill_(1)
+    disk_offload(model, tmp_path, "cpu")
+    assert torch.equal(model(inputs()), expected(inputs()))
+
+
+def from_disk(model: nn.Module, folder: Path, **options: Any) -> nn.Module:
+    """Dispatch a model to disk that never had its weights in memory; `model` has their values."""
+    Accelerator(cpu=True).save_model(model, folder / "weights")
+    with init_empty_weights():
+        empty = copy.deepcopy(model).to("meta")
+    return load_checkpoint_and_dispatch(
+        empty, folder / "weights", {"": "disk"}, offload_folder=folder / "off", **options
+    )
+
+
+class Writes(nn.Embedding):
+    """An embedding whose forward pass changes its weight, as that of `max_norm` does."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.weight.data = self.weight.data / 2
+        return super().forward(tokens)
+
+
+def zeroed(model: nn.Module) -> None:
+    set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.zeros(4, 4))
+
+
+def trained(model: nn.Module) -> None:
+    model.train()(torch.tensor([0, 2]))
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    ("layers", "edit", "x"),
+    [
+        ([nn.Linear(4, 4), nn.Linear(4, 4)], zeroed, inputs()),
+        ([nn.Embedding(3, 4), nn.BatchNorm1d(4)], trained, torch.tensor([0, 1])),
+        ([Writes()], trained, torch.tensor([0, 1])),
+    ],
+)
+@pytest.mark.parametrize("second", [{"": "cpu"}, {"": "disk"}])
+def test_what_lies_in_memory_alone_is_kept_where_hooks_are_removed(
+    layers: list[nn.Module],
+    edit: Callable[[nn.Module], None],
+    x: torch.Tensor,
+    second: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    model = from_disk(nn.Sequential(*layers).eval(), tmp_path, offload_buffers=True)
+    before = model(x).detach()
+    edit(model)
+    expected = model(x).detach()
+    assert not torch.allclose(before, expected)
+    remove_hook_from_submodules(model)
+    dispatch_model(model, second, offload_dir=tmp_path / "off")
+    assert torch.allclose(model(x), expected)  # the address of a weight decides the kernel
+
+
+DISPATCHES: list[Dispatch] = [
+    *TO_DISK,
+    lambda model, folder: cpu_offload(model, "cpu"),
+    lambda model, folder: dispatch_model(
+        model, {"0": "cpu", "1": "disk"}, offload_dir=folder, offload_buffers=True
+    ),
+]
+LOADED_MAPS: list[Any] = [{"": "disk"}, {"": "cpu"}, {"0": "disk", "1": "cpu"}, "auto"]
+
+
+def other() -> nn.Sequential:
+    """Return a model like `net` with other weights, and the same buffers that no file has."""
+    model = net()
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+    model[0].norm.running_mean.add_(1)
+    return model
+
+
+def saved(model: nn.Module, folder: Path) -> Path:
+    Accelerator(cpu=True).save_model(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize("device_map", LOADED_MAPS)
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("folder", ["one", "other"])
+def test_the_new_weights_are_computed_with(
+    dispatch: Dispatch, device_map: Any, folder: str, tmp_path: Path
+) -> None:
+    model = dispatch(net(), tmp_path / "one")
+    model(inputs())
+    load_checkpoint_and_dispatch(
+        model,
+        saved(other(), tmp_path / "weights"),
+        device_map=device_map,
+        max_memory={"cpu": 10**9} if device_map == "auto" else None,
+        offload_folder=tmp_path / folder,
+        strict=True,
+    )
+    assert torch.equal(model(inputs()), other()(inputs()))
+    found, wanted = get_state_dict_offloaded_model(model), other().state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert all(len(hooks_of(module)) <= 2 for module in model.modules())
+
+
+def test_in_two_calls(tmp_path: Path) -> None:
+    model = disk_offload(net(), tmp_path / "one", "cpu")
+    weights = saved(other(), tmp_path / "weights")
+    off = tmp_path / "off"
+    load_checkpoint_in_model(model, weights, {"": "disk"}, offload_folder=off)
+    assert not any(hooks_of(module) for module in model.modules())
+    dispatch_model(model, {"": "disk"}, offload_dir=off)
+    assert torch.equal(model(inputs()), other()(inputs()))
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu"}])
+@pytest.mark.parametrize("first", [{"": "disk"}, {"head": "disk", "": "cpu"}])
+def test_ties_are_known(first: dict[str, Any], device_map: dict[str, Any], tmp_path: Path) -> None:
+    source, model = Tied().eval(), Tied().eval()
+    model.block.shift.copy_(source.block.shift)
+    weights = saved(source, tmp_path / "weights")  # one of the names
+    dispatch_model(model, first, offload_dir=tmp_path / "one")
+    load_checkpoint_and_dispatch(
+        model, weights, device_map=device_map, offload_folder=tmp_path / "off", strict=True
+    )
+    tokens = torch.tensor([1, 2])
+    assert torch.equal(model(tokens), source(tokens))
+    found = get_state_dict_offloaded_model(model)
+    assert torch.equal(found["head.weight"], found["embedding.weight"])
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu"}])
+def test_files_of_the_old_weights_may_be_gone(device_map: dict[str, Any], tmp_path: Path) -> None:
+    model = disk_offload(net(), tmp_path / "one", "cpu")
+    for file in (tmp_path / "one").iterdir():
+        file.unlink()
+    weights = saved(other(), tmp_path / "weights")
+    load_checkpoint_and_dispatch(
+        model, weights, device_map=device_map, offload_folder=tmp_path / "off", strict=True
+    )
+    assert torch.equal(model(inputs()), other()(inputs()))
+
+
+def test_weights_of_others_stay_as_they_are(tmp_path: Path) -> None:
+    mine = {name: value.clone() for name, value in net().state_dict().items()}
+    model = cpu_offload(net(), "cpu", state_dict=mine)
+    weights = saved(other(), tmp_path / "weights")
+    load_checkpoint_and_dispatch(model, weights, device_map={"": "cpu"}, strict=True)
+    assert torch.equal(model(inputs()), other()(inputs()))
+    assert all(torch.equal(mine[name], value) for name, value in net().state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:load_checkpoint_in_model")
+def test_what_the_checkpoint_lacks_is_kept(tmp_path: Path) -> None:
+    model = disk_offload(net(), tmp_path / "one", "cpu")
+    save_file({"0.scale": torch.ones(4)}, tmp_path / "some.safetensors")
+    load_checkpoint_and_dispatch(
+        model, tmp_path / "some.safetensors", {"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    expected = net()
+    expected[0].scale.data.fill_(1)
+    assert torch.equal(model(inputs()), expected(inputs()))
+    assert "0.scale" in json.loads((tmp_path / "off" / "index.json").read_text())
+
+
+def test_what_is_refused_leaves_the_model_dispatched(tmp_path: Path) -> None:
+    model = disk_offload(net(), tmp_path / "one", "cpu")
+    before = model._hf_hook
+    save_file({"0.scale": torch.ones(5)}, tmp_path / "wrong.safetensors")
+    with pytest.raises(CheckpointError, match="wrong shapes"):
+        load_checkpoint_and_dispatch(model, tmp_path / "wrong.safetensors", {"": "cpu"})
+    with pytest.raises(ConfigError, match="device_map='automatic'"):
+        load_checkpoint_and_dispatch(model, tmp_path / "wrong.safetensors", "automatic")
+    assert model._hf_hook is before
+    assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_hooks_of_others_stay_where_weights_are_loaded(tmp_path: Path) -> None:
+    class Doubling(ModelHook):
+        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+            return output * 2
+
+    model = disk_offload(net(), tmp_path / "one", "cpu")
+    add_hook_to_module(model[1], Doubling(), append=True)
+    weights = saved(other(), tmp_path / "weights")
+    load_checkpoint_and_dispatch(model, weights, {"": "disk"}, offload_folder=tmp_path / "off")
+    assert torch.equal(model(inputs()), other()(inputs()) * 2)

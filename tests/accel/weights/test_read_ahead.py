@@ -88,55 +88,6 @@ def test_the_order_is_learned(blocks: tuple[ReadAhead, list[Slow]]) -> None:
     assert [taken(ahead, number, weights) for number in (0, 2, 1)] == [None, 2.0, 1.0]
 
 
-def test_a_block_that_the_thread_has_not_begun_is_not_waited_for(
-    blocks: tuple[ReadAhead, list[Slow]],
-) -> None:
-    ahead, weights = blocks
-    held = threading.Event()
-
-    class Waiting(read_ahead._Reading):
-        def run(self) -> None:
-            assert held.wait(10)
-
-    ahead._reader.read(Waiting(ahead._blocks[0]))  # as if the thread was not scheduled
-    assert ahead.take(0) == ahead.take(1) == {}
-    held.set()
-    assert weights[2].begun.wait(10)
-    assert weights[1].threads == []
-
-
-def test_a_block_that_is_done_is_read_no_further(
-    blocks: tuple[ReadAhead, list[Slow]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading = read_ahead._Reading(blocks[0]._blocks[1])
-    monkeypatch.setattr(read_ahead, "_STRETCH", 4)
-    looks: list[bool] = []
-
-    class Unwanted(read_ahead._Reading):
-        @property
-        def _unwanted(self) -> bool:
-            looks.append(True)
-            return len(looks) > 2
-
-        @_unwanted.setter
-        def _unwanted(self, value: bool) -> None:
-            looks.clear()
-
-    Unwanted(reading.block).run()
-    assert len(looks) == 3
-    reading.stop()
-    reading.run()
-    assert len(blocks[1][1].threads) == 1
-
-
-def test_small_blocks_are_not_worth_a_thread() -> None:
-    ahead, weights = ReadAhead(), Slow(1.0)
-    for _ in range(2):
-        ahead.register(Block(("w",), weights, "cpu", 12))
-    assert ahead.take(0) == ahead.take(1) == {}
-    assert weights.threads == []
-
-
 def test_a_failure_is_raised_where_the_weights_are_wanted(
     blocks: tuple[ReadAhead, list[Slow]],
 ) -> None:

@@ -1,16 +1,17 @@
-"""Tied weights, some of which are offloaded, stay tied, and no longer than in a plain model."""
+"""E4: tied weights of a dispatched model stay one weight."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel import (
@@ -23,14 +24,13 @@ from accel import (
     load_checkpoint_in_model,
 )
 from accel.hooks import (
-    ModelHook,
-    SequentialHook,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
 from accel.machine.errors import ConfigError, StateError
+from accel.utils import set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
-from tests.accel.weights.models import Tied, hook_of, inputs, net, on_meta
+from tests.accel.weights.models import Block, Tied, inputs, net
 
 TOKENS = torch.arange(6)
 ACROSS = [{"": "cpu", "embedding": "disk"}, {"": "cpu", "head": "disk"}]
@@ -206,46 +206,6 @@ FREEZE: list[Freeze] = [
 ]
 
 
-@pytest.mark.parametrize("where", [{"": "disk"}, *ACROSS])
-@pytest.mark.parametrize("freeze", FREEZE)
-@pytest.mark.parametrize("runs", [False, True])
-def test_who_freezes_one_name_freezes_the_weight(
-    where: dict[str, str], freeze: Freeze, runs: bool, tmp_path: Path
-) -> None:
-    plain = made()
-    model = dispatch_model(copy.deepcopy(plain), where, "cpu", offload_dir=tmp_path)
-    for one in (model, plain):
-        freeze(one)
-        for _ in range(runs):
-            one(TOKENS)
-    for name in ("embedding.weight", "head.weight"):
-        one = model.get_parameter(name)
-        if where == {"": "disk"} or not one.is_meta:  # else the tensor that stays has the say
-            assert one.requires_grad == plain.get_parameter(name).requires_grad
-    remove_hook_from_submodules(model)
-    flags = {name: one.requires_grad for name, one in model.named_parameters()}
-    assert flags == {name: one.requires_grad for name, one in plain.named_parameters()}
-
-
-def test_a_copy_is_frozen_by_itself(tmp_path: Path) -> None:
-    model = disk_offload(made(), tmp_path, "cpu")
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        copied.get_submodule("head").requires_grad_(False)
-        assert not copied.get_parameter("embedding.weight").requires_grad
-        assert model.get_parameter("embedding.weight").requires_grad
-
-
-@pytest.mark.parametrize("where", [{"": "disk"}, {"": "disk", "block": "cpu"}])
-def test_a_weight_that_is_offloaded_is_not_kept_in_memory(
-    where: dict[str, str], tmp_path: Path
-) -> None:
-    model = made()
-    seen = weakref.ref(model.embedding.weight)
-    dispatch_model(model, where, "cpu", offload_dir=tmp_path)
-    gc.collect()
-    assert seen() is None
-
-
 @pytest.mark.parametrize("part", ["embedding", "head"])
 def test_a_part_that_is_tied_to_what_an_earlier_dispatch_has_is_refused(
     part: str, tmp_path: Path
@@ -275,51 +235,6 @@ def test_what_was_untied_between_two_dispatches_is_no_longer_tied(
     assert model.get_parameter("head.weight").requires_grad
 
 
-def test_a_second_dispatch_holds_no_weight_of_the_first(tmp_path: Path) -> None:
-    model = disk_offload(made(), tmp_path / "first", "cpu")
-    remove_hook_from_submodules(model)
-    seen = weakref.ref(model.get_parameter("embedding.weight"))
-    disk_offload(model, tmp_path / "second", "cpu")
-    gc.collect()
-    assert seen() is None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"\d+ offloaded weights that are to train"):
-        Accelerator(cpu=True).prepare(model, optimizer)
-
-
-def test_two_models_share_a_module_with_tied_weights(tmp_path: Path) -> None:
-    shared = nn.Sequential(made(), nn.Linear(6, 6))
-    first, second = nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared, nn.Tanh())
-    plain = copy.deepcopy([first, second])
-    disk_offload(first, tmp_path / "first", "cpu")
-    disk_offload(second, tmp_path / "second", "cpu")
-    for model, expected in zip((first, second), plain, strict=True):
-        assert torch.equal(model(TOKENS), expected(TOKENS))
-    remove_hook_from_submodules(first)
-    tied = shared[0]
-    assert tied.head.weight is tied.embedding.weight
-
-
-@pytest.mark.parametrize("where", [{"": "disk"}, *ACROSS])
-def test_who_freezes_a_weight_as_its_module_runs_freezes_it(
-    where: dict[str, str], tmp_path: Path
-) -> None:
-    class Freezing(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.weight.requires_grad_(False)
-            return super().forward(x)
-
-    model = made()
-    weight, model.head = model.head.weight, Freezing(4, 6, bias=False)
-    model.head.weight = weight
-    dispatch_model(model, where, "cpu", offload_dir=tmp_path)
-    with torch.no_grad():
-        model(TOKENS)
-    remove_hook_from_submodules(model)
-    assert not model.embedding.weight.requires_grad
-    assert model.embedding.weight is model.head.weight
-
-
 @pytest.mark.parametrize("where", ACROSS)
 def test_a_value_that_is_assigned_to_one_name_is_not_that_of_others(
     where: dict[str, str], tmp_path: Path
@@ -343,92 +258,7 @@ def test_values_that_are_assigned_by_a_state_dict_are_no_ones_else(tmp_path: Pat
         model.load_state_dict(state, assign=True)
 
 
-def test_of_a_tied_weight_one_file_is_enough(tmp_path: Path) -> None:
-    plain = made()
-    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
-    (tmp_path / "embedding.weight.dat").unlink()
-    remove_hook_from_submodules(model)
-    assert torch.equal(model(TOKENS), plain(TOKENS))
-
-
-def test_a_tied_weight_whose_files_are_gone_stays_tied(checkpoint: Path, tmp_path: Path) -> None:
-    model = disk_offload(made(), tmp_path, "cpu")
-    for name in ("embedding", "head"):
-        (tmp_path / f"{name}.weight.dat").unlink()
-    remove_hook_from_submodules(model)
-    load_checkpoint_in_model(model, checkpoint)
-    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
-    assert on_meta(model) == set()
-
-
 # -- removal -------------------------------------------------------------------------------
-
-
-def test_what_is_written_after_a_call_by_hand_is_kept_by_removal(tmp_path: Path) -> None:
-    plain = net()
-    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
-    hook_of(model[0]).pre_forward(model[0])
-    for one in (model, plain):
-        with torch.no_grad():
-            one[0].scale.mul_(2)
-    remove_hook_from_submodules(model)
-    assert torch.equal(model[0].scale, plain[0].scale)
-
-
-def test_a_refused_removal_of_nested_hooks_changes_nothing(tmp_path: Path) -> None:
-    model = disk_offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tmp_path, "cpu")
-    model[1]._hf_hook = SequentialHook(SequentialHook(model[1]._hf_hook), ModelHook())
-    model[1].weight = model[0].weight
-    before = [getattr(module, "_hf_hook", None) for module in model.modules()]
-    with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
-        remove_hook_from_submodules(model)
-    assert [getattr(module, "_hf_hook", None) for module in model.modules()] == before
-
-
-def test_hooks_are_removed_within_a_call(tmp_path: Path) -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
-    model.register_forward_pre_hook(lambda module, _: remove_hook_from_submodules(module))
-    assert torch.equal(model(inputs()), plain(inputs()))
-
-
-def test_a_module_removes_its_own_hook_as_it_runs(tmp_path: Path) -> None:
-    class Removing(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            remove_hook_from_module(self)
-            return super().forward(x)
-
-    model = disk_offload(Removing(4, 4), tmp_path, "cpu")
-    before = model(inputs())
-    assert torch.equal(model(inputs()), before)
-    assert on_meta(model) == set()
-
-
-def test_a_refused_removal_keeps_what_was_written_by_hand(tmp_path: Path) -> None:
-    model = disk_offload(made(), tmp_path, "cpu")
-    embedding, head = model.get_submodule("embedding"), model.get_submodule("head")
-    before = head.weight
-    hook_of(embedding).pre_forward(embedding)
-    with torch.no_grad():
-        embedding.get_parameter("weight").mul_(2)
-    head.weight = model.get_parameter("block.linear.weight")
-    with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
-        remove_hook_from_submodules(model)
-    head.weight = before
-    with pytest.raises(StateError, match="is tied to others and was changed"):
-        hook_of(embedding).post_forward(embedding, None)
-
-
-def test_tied_weights_that_are_written_after_a_call_by_hand_are_given_back(tmp_path: Path) -> None:
-    plain = made()
-    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
-    embedding = model.get_submodule("embedding")
-    hook_of(embedding).pre_forward(embedding)
-    for one in (model, plain):
-        with torch.no_grad():
-            one.get_parameter("embedding.weight").mul_(2)
-    remove_hook_from_submodules(model)
-    assert torch.equal(model(TOKENS), plain(TOKENS))
 
 
 def test_a_model_with_a_list_of_modules_is_pickled(tmp_path: Path) -> None:
@@ -479,10 +309,252 @@ def test_an_optimizer_without_what_an_offloaded_weight_is_tied_to_is_refused(
     assert not caplog.text
 
 
-def test_a_state_dict_is_loaded_after_a_freeze(tmp_path: Path) -> None:
-    model = dispatch_model(made(), {"": "cpu", "head": "disk"}, "cpu", offload_dir=tmp_path)
-    state = model.state_dict()
-    model.get_submodule("embedding").requires_grad_(False)
-    model(TOKENS)
-    model.load_state_dict(state)
-    assert not model.get_parameter("head.weight").requires_grad
+NAMES = ["embedding.weight", "head.weight"]
+MAPS: list[dict[str, Any] | None] = [
+    None,
+    {"": "cpu"},
+    {"": "disk"},
+    {"embedding": "disk", "block": "cpu", "head": "disk"},
+    {"embedding": "disk", "": "cpu"},
+    {"head": "disk", "": "cpu"},
+]
+
+
+def seeded(seed: int) -> Tied:
+    torch.manual_seed(seed)
+    return Tied().eval()
+
+
+def save(model: Tied, name: str, folder: Path, kind: str) -> Path:
+    """Write the weights of a model, the tied one under `name` alone."""
+    left_out = set(NAMES) - {name}
+    state = {key: value.clone() for key, value in model.state_dict().items() if key not in left_out}
+    folder.mkdir()
+    if kind == "safetensors":
+        save_file(state, folder / "model.safetensors")
+    else:
+        torch.save(state, folder / "pytorch_model.bin")
+    return folder
+
+
+def is_equal(found: dict[str, torch.Tensor], wanted: Tied, dtype: torch.dtype | None) -> bool:
+    expected = {
+        key: value.to(dtype) if dtype is not None and value.is_floating_point() else value
+        for key, value in wanted.state_dict().items()
+    }
+    assert found.keys() == expected.keys()
+    return all(
+        value.dtype == found[key].dtype and torch.equal(value, found[key])
+        for key, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("device_map", MAPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_has_the_loaded_value(
+    name: str,
+    device_map: dict[str, Any] | None,
+    dtype: torch.dtype | None,
+    kind: str,
+    tmp_path: Path,
+) -> None:
+    source, model = seeded(0), seeded(1)
+    model.block.shift.copy_(source.block.shift)  # in no checkpoint
+    load_checkpoint_and_dispatch(
+        model,
+        save(source, name, tmp_path / "weights", kind),
+        device_map=device_map,
+        offload_folder=tmp_path / "off",
+        dtype=dtype,
+        strict=True,
+    )
+    assert is_equal(get_state_dict_offloaded_model(model), source, dtype)
+    if dtype is None:
+        tokens = torch.tensor([1, 2])
+        assert torch.equal(model(tokens), source(tokens))
+    Accelerator(cpu=True).save_model(model, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    both = {**saved, **{key: saved[one] for key in NAMES for one in NAMES if one in saved}}
+    assert is_equal(both, source, dtype)
+
+
+def test_what_is_offloaded_stays_tied(tmp_path: Path) -> None:
+    model = seeded(1)
+    load_checkpoint_and_dispatch(
+        model,
+        save(seeded(0), NAMES[0], tmp_path / "weights", "safetensors"),
+        device_map={"": "disk"},
+        offload_folder=tmp_path / "off",
+    )
+    assert not list((tmp_path / "off").glob("*weight.dat"))  # all names read the checkpoint
+    with pytest.raises(StateError, match="tied to others"):
+        set_module_tensor_to_device(model, NAMES[1], "cpu", value=torch.ones(6, 4))
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"": "disk"},
+        {"0": "disk", "1": "cpu", "2": "disk"},
+        {"0": "disk", "1": "cpu", "2": "disk", "2.norm.running_mean": "cpu"},
+    ],
+)
+def test_a_module_may_be_in_several_places(device_map: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    block = Block()
+    source = nn.Sequential(block, Block(), block).eval()
+    source[0].norm.running_mean.fill_(1)
+    Accelerator(cpu=True).save_model(source, tmp_path / "weights")
+    model = copy.deepcopy(source)
+    for value in model.state_dict().values():
+        value.zero_()
+    load_checkpoint_and_dispatch(
+        model, tmp_path / "weights", device_map, offload_folder=tmp_path / "off", strict=True
+    )
+    assert torch.equal(model(inputs()), source(inputs()))
+
+
+SIX_TOKENS = torch.arange(6)
+TIED_MAPS = [
+    {"": "cpu"},
+    {"": "disk"},
+    {"": "cpu", "embedding": "disk"},
+    {"": "cpu", "head": "disk"},
+]
+
+
+def made_tied() -> Tied:
+    torch.manual_seed(0)
+    model = Tied().eval()
+    model.head.bias = nn.Parameter(torch.ones(6))
+    return model
+
+
+def empty_tied() -> Tied:
+    with init_empty_weights(include_buffers=False):
+        return made_tied()
+
+
+def shifted(model: nn.Module) -> nn.Module:
+    """Give a model the buffer that is in no checkpoint."""
+    kept = model.get_parameter("head.weight").dtype
+    model.get_submodule("block")._buffers["shift"] = made_tied().get_buffer("block.shift").to(kept)
+    return model
+
+
+@pytest.mark.parametrize("where", TIED_MAPS)
+@pytest.mark.parametrize("build", [empty_tied, made_tied])
+@pytest.mark.parametrize("form", ["pt", "safetensors"])
+def test_of_a_tied_weight_with_two_values_the_last_is_loaded(
+    where: dict[str, str], build: Callable[[], Tied], form: str, tmp_path: Path
+) -> None:
+    plain = made_tied()
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    state["head.weight"] += 1
+    plain.load_state_dict(state)
+    save = safetensors.torch.save_file if form == "safetensors" else torch.save
+    save(state, tmp_path / f"model.{form}")
+    model = load_checkpoint_and_dispatch(
+        build(), tmp_path / f"model.{form}", where, offload_folder=tmp_path / "off"
+    )
+    shifted(model)
+    for _ in range(2):
+        assert torch.equal(model(SIX_TOKENS), plain(SIX_TOKENS))
+        remove_hook_from_submodules(model)
+
+
+@pytest.mark.parametrize("where", TIED_MAPS)
+@pytest.mark.parametrize("kept", ["head", "embedding"])
+def test_a_tied_weight_stays_in_fp32_under_all_its_names(
+    where: dict[str, str], kept: str, tmp_path: Path
+) -> None:
+    Accelerator(cpu=True).save_model(made_tied(), tmp_path / "weights")
+    model = empty_tied()
+    folder, dtype = tmp_path / "off", torch.bfloat16
+    load_checkpoint_in_model(
+        model, tmp_path / "weights", where, folder, dtype, keep_in_fp32_modules=[kept]
+    )
+    shifted(model)
+    dispatch_model(model, where, "cpu", offload_dir=folder)
+    assert torch.allclose(
+        model(SIX_TOKENS).float(),
+        made_tied()(SIX_TOKENS),
+        rtol=0.05,
+        atol=0.05,
+    )
+    remove_hook_from_submodules(model)
+    weight = model.get_parameter("head.weight")
+    assert weight is model.get_parameter("embedding.weight")
+    assert weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("where", TIED_MAPS[2:])
+@pytest.mark.parametrize("names", [("head", "embedding"), ("head",), ("embedding",)])
+def test_a_checkpoint_is_loaded_into_the_one_that_stays(
+    where: dict[str, str], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    plain = made_tied()
+    state = {n: v + (n != "head.bias") for n, v in plain.state_dict().items()}
+    plain.load_state_dict(state)
+    tied = ("head.weight", "embedding.weight")
+    stored = {n: v for n, v in state.items() if n not in tied or n.partition(".")[0] in names}
+    torch.save(stored, tmp_path / "model.pt")
+    model = dispatch_model(made_tied(), where, "cpu", offload_dir=tmp_path / "off")
+    load_checkpoint_in_model(model, tmp_path / "model.pt")
+    for _ in range(2):
+        assert torch.equal(model(SIX_TOKENS), plain(SIX_TOKENS))
+        remove_hook_from_submodules(model)
+
+
+FEW_TOKENS = torch.arange(6)
+RESIDENT = [
+    {"embedding": "cpu", "block": "disk", "head": "disk"},
+    {"embedding": "disk", "block": "cpu", "head": "cpu"},
+]
+
+
+def tied(where: dict[str, str], folder: Path) -> tuple[nn.Module, nn.Module, nn.Parameter]:
+    """Return a plain model, the dispatched one and its weight that is resident."""
+    torch.manual_seed(0)
+    plain = Tied().eval()
+    model = dispatch_model(copy.deepcopy(plain), where, "cpu", offload_dir=folder)
+    name = "embedding.weight" if where["embedding"] == "cpu" else "head.weight"
+    return plain, model, model.get_parameter(name)
+
+
+@pytest.mark.parametrize("where", RESIDENT)
+def test_a_change_of_the_resident_one_is_seen(where: dict[str, str], tmp_path: Path) -> None:
+    plain, model, resident = tied(where, tmp_path)
+    with torch.no_grad():
+        for _ in range(2):
+            plain.get_parameter("head.weight").mul_(2)
+            resident.mul_(2)
+            assert torch.equal(model(FEW_TOKENS), plain(FEW_TOKENS))
+    assert {one.device.type for one in model.parameters()} == {"cpu", "meta"}
+    state = get_state_dict_offloaded_model(model)
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("where", RESIDENT)
+def test_the_resident_one_trains(where: dict[str, str], tmp_path: Path) -> None:
+    plain, model, resident = tied(where, tmp_path)
+    for one in (plain, model):
+        one.requires_grad_(False)
+        one.get_parameter("embedding.weight").requires_grad_(True)
+        one.get_parameter("head.weight").requires_grad_(True)
+        one(FEW_TOKENS).square().sum().backward()
+    assert resident.grad is not None
+    assert torch.equal(resident.grad, plain.get_parameter("head.weight").grad)
+
+
+def test_a_copy_has_its_own(tmp_path: Path) -> None:
+    plain, model, resident = tied(RESIDENT[0], tmp_path)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        resident.zero_()
+        assert torch.equal(copied(FEW_TOKENS), plain(FEW_TOKENS))
+        copied.get_parameter("embedding.weight").mul_(2)
+        plain.get_parameter("head.weight").mul_(2)
+        assert torch.equal(copied(FEW_TOKENS), plain(FEW_TOKENS))

@@ -1,4 +1,4 @@
-"""Hooks of a whole model."""
+"""E1: hooks of a whole model place and offload its modules."""
 
 from __future__ import annotations
 

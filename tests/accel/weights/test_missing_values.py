@@ -1,4 +1,4 @@
-"""Offloaded weights without hooks: they have their values, or refuse to be used."""
+"""E4: tensors without values that no hook and no folder has are refused."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from accel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel.hooks import remove_hook_from_submodules
+from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel.machine.errors import ConfigError, StateError
-from accel.utils import offload_state_dict
-from tests.accel.weights.models import Dispatch, inputs
+from accel.utils import align_module_device, offload_state_dict
+from tests.accel.weights.models import Dispatch, inputs, net
 
 DISPATCHES: list[Dispatch] = [
     lambda model, folder: disk_offload(model, folder, "cpu"),
@@ -227,3 +227,86 @@ def test_without_their_files_they_are_left_without_values(
     Accelerator(cpu=True).save_model(layers(), tmp_path / "weights")
     load_checkpoint_in_model(model, tmp_path / "weights")
     assert is_like(model, layers())
+
+
+class Adapter(nn.Module):
+    """A layer with an adapter beside it, made where the weight of the layer lies, as by peft."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.added = nn.Linear(4, 4, device=base.weight.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.added(x)
+        return out
+
+
+class Wrapper(nn.Module):
+    """Runs a model, as the class of peft does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(x)
+        return out
+
+
+def offloaded(kind: str, folder: Path) -> nn.Module:
+    """Return `net` with its last block offloaded, and maybe others."""
+    if kind == "cpu":
+        return cpu_offload(net(), "cpu", offload_buffers=True)
+    if kind == "disk":
+        return disk_offload(net(), folder, "cpu")
+    devices = {"": "disk"} if kind == "everything" else {"0": "cpu", "1": "disk"}
+    return dispatch_model(net(), devices, offload_dir=folder)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", "disk", "everything", "blocks"])
+def test_an_adapter_without_values_is_refused(kind: str, before: bool, tmp_path: Path) -> None:
+    model = offloaded(kind, tmp_path)
+    if before:  # the model ran when it had no adapter
+        model(inputs())
+    model[1].linear = Adapter(model[1].linear)
+    message = r"1\.linear\.added\.weight, 1\.linear\.added\.bias of Sequential.*before dispatch"
+    for _ in range(2):
+        with pytest.raises(StateError, match=message):
+            Wrapper(model)(inputs())
+    model[1].linear.added = nn.Linear(4, 4)
+    model[1].linear.added.requires_grad_(False).weight.zero_()
+    model[1].linear.added.bias.zero_()
+    assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_weights_that_hooks_around_have_are_none(tmp_path: Path) -> None:
+    model = cpu_offload(net(), "cpu", offload_buffers=True, preload_module_classes=["Block"])
+    assert torch.equal(model(inputs()), net()(inputs()))
+    model[1].linear = Adapter(model[1].linear)
+    with pytest.raises(StateError, match="added"):
+        model(inputs())
+
+
+def test_hooks_of_others_may_have_values() -> None:
+    class Fills(ModelHook):
+        def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+            module.weight = nn.Parameter(torch.eye(4))
+            return args, kwargs
+
+    model = dispatch_model(net(), {"": "cpu"}, force_hooks=True)
+    added = nn.Linear(4, 4, bias=False, device="meta")
+    add_hook_to_module(added, Fills())
+    model.append(added)
+    assert torch.equal(model(inputs()), net()(inputs()))
+
+
+def test_weights_that_are_loaded_by_hand_are_not_looked_through(tmp_path: Path) -> None:
+    """As to fill adapters: peft loads the weights of a module without a forward pass."""
+    model = disk_offload(net()[0], tmp_path, "cpu")
+    model.linear = Adapter(model.linear)
+    with align_module_device(model):
+        assert not model.get_parameter("scale").is_meta
+    with pytest.raises(StateError, match="added"):
+        model(inputs())

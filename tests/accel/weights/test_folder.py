@@ -1,4 +1,4 @@
-"""Weights on disk: written, mapped, listed, and read from safetensors in place."""
+"""E1, E4: offloaded weights lie in files and are mapped from there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States in the documented layout that another library wrote: loaded if asked for, never run."""
+"""E1: directories in the documented layout, and exports that other programs read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from torch import nn
 from accel import Accelerator
 from accel.checkpoint import directory, load
 from accel.machine.errors import CheckpointError
-from tests.accel.checkpoint.parts import Run, build, equal
+from tests.accel.checkpoint.parts import Counter, Run, build, equal
 from tests.accel.checkpoint.test_serialization import Evil
-from tests.accel.checkpoint.test_session import Counter
-from tests.accel.weights.test_load_weights import Tied
+from tests.accel.weights.test_load import TiedNet
 from tests.helpers import run_distributed
 
 
@@ -140,7 +139,7 @@ def test_what_it_lacks_is_told(tmp_path: Path) -> None:
 
 def test_a_tied_weight_that_was_stored_once(tmp_path: Path) -> None:
     engine = Accelerator(cpu=True)
-    model = engine.prepare(Tied())
+    model = engine.prepare(TiedNet())
     save_file({"embedding.weight": torch.ones(5, 3)}, tmp_path / "model.safetensors")
     torch.save(random_states(), tmp_path / "random_states_0.pkl")
     engine.load_state(tmp_path, trust_unverified=True)

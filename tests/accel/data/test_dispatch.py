@@ -1,0 +1,328 @@
+"""E2: one process reads for all; batches are cut where they have one entry per sample."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel import Accelerator
+from accel.data.prepare import prepare_data_loader, skip_first_batches
+from accel.machine.errors import ConfigError, StateError
+from accel.state import PartialState
+from tests.accel.data.parts import values
+from tests.accel.data.test_distributed_loaders import Numbers
+from tests.helpers import run_distributed
+
+
+def mixed(samples: list[int]) -> dict[str, Any]:
+    """Return a batch with constants of every kind between what has one entry per sample."""
+    return {
+        "size": (224, 320),
+        "anchors": torch.arange(9.0),
+        "names": [f"n{sample}" for sample in samples],
+        "x": torch.tensor(samples),
+        "rows": np.array([[sample, -sample] for sample in samples]),
+        "texts": np.array([f"n{sample}" for sample in samples]),
+        "grid": np.arange(9),
+        "nested": [{"boxes": torch.full((sample % 3, 4), sample)} for sample in samples],
+        "pair": (torch.tensor(samples) * 2, tuple(samples)),
+        "unit": "px",
+    }
+
+
+def detection(samples: list[int]) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """Return images of different sizes and their targets, as collators of detection do."""
+    images = [torch.full((3, 2 + sample % 2, 2), sample) for sample in samples]
+    return images, [{"id": sample, "boxes": torch.zeros(sample % 3, 4)} for sample in samples]
+
+
+def words(samples: list[int]) -> list[str]:
+    return [f"n{sample}" for sample in samples]
+
+
+def read_mixed(length: int, batch_size: int, split: bool) -> list[dict[str, Any]]:
+    """Return the samples of this process, and check each of its batches."""
+    PartialState(cpu=True)
+    found = []
+    loader = prepare_data_loader(
+        DataLoader(range(length), batch_size=batch_size, collate_fn=mixed),
+        dispatch_batches=True,
+        split_batches=split,
+    )
+    for batch in loader:
+        samples = batch["x"].tolist()
+        assert batch["size"] == (224, 320)
+        assert torch.equal(batch["anchors"], torch.arange(9.0))
+        assert batch["unit"] == "px"
+        assert batch["rows"].tolist() == [[n, -n] for n in samples]
+        assert batch["texts"].tolist() == words(samples)
+        assert batch["grid"].tolist() == list(range(9))
+        assert batch["names"] == words(samples)
+        assert [len(entry["boxes"]) for entry in batch["nested"]] == [n % 3 for n in samples]
+        assert batch["pair"][0].tolist() == [2 * n for n in samples]
+        assert batch["pair"][1] == tuple(samples)
+        found.append(samples)
+    return found
+
+
+def read_lists(length: int, batch_size: int, split: bool) -> list[list[int]]:
+    PartialState(cpu=True)
+    found = []
+    for collate in (detection, words, list):
+        loader = prepare_data_loader(
+            DataLoader(range(length), batch_size=batch_size, collate_fn=collate),
+            dispatch_batches=True,
+            split_batches=split,
+        )
+        for batch in loader:
+            if collate is detection:
+                images, targets = batch
+                samples = [target["id"] for target in targets]
+                assert [int(image[0, 0, 0]) for image in images] == samples
+                assert [len(target["boxes"]) for target in targets] == [n % 3 for n in samples]
+                found.append(samples)
+            else:
+                found.append([int(str(entry).lstrip("n")) for entry in batch])
+    return found
+
+
+def interleaved(shares: list[list[list[int]]]) -> list[int]:
+    return [sample for step in zip(*shares, strict=True) for batch in step for sample in batch]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("length", "size"), [(24, 6), (25, 6), (4, 6), (20, 12), (14, 6)])
+def test_only_what_has_one_entry_per_sample_is_cut(count: int, length: int, size: int) -> None:
+    for split in (False, True):
+        seen = interleaved(run_distributed(read_mixed, count, length, size, split))
+        assert seen[:length] == list(range(length))
+        assert len(seen) - length < count
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_lists_of_samples_of_any_kind_are_cut(count: int) -> None:
+    for split in (False, True):
+        shares = run_distributed(read_lists, count, 25, 6, split)
+        steps = len(shares[0]) // 3
+        for start in range(0, 3 * steps, steps):
+            seen = interleaved([share[start : start + steps] for share in shares])
+            assert seen[:25] == list(range(25))
+
+
+# -- what cannot be told, or joined ------------------------------------------------------------
+
+
+def changing(samples: list[int]) -> dict[str, Any]:
+    return {"x": torch.tensor(samples), "first": (samples[0], 0, 0)}
+
+
+def of_two(samples: list[int]) -> dict[str, Any]:
+    return {"size": (224, 320), "x": torch.tensor(samples)}
+
+
+def padded(samples: list[int]) -> dict[str, Any]:
+    return {"ids": torch.zeros(len(samples), 1 + samples[-1], dtype=torch.long)}
+
+
+def unclear(samples: list[int]) -> dict[str, Any]:
+    return {"size": (1, 2, 3), "names": [str(sample) for sample in samples]}
+
+
+def refusal(collate: Callable[[list[int]], Any], length: int, size: int, split: bool) -> str:
+    """Return what the main process says to the batches of a collator."""
+    state = PartialState(cpu=True)
+    loader = prepare_data_loader(
+        DataLoader(Numbers(length), batch_size=size, collate_fn=collate),
+        dispatch_batches=True,
+        split_batches=split,
+    )
+    with pytest.raises(ConfigError if state.is_main_process else Exception) as caught:
+        list(loader)
+    return str(caught.value)
+
+
+REFUSALS = [
+    (changing, 8, 4, False, ["entries 'first' (tuple) differ"]),
+    (of_two, 5, 2, False, ["1 samples and 2 entries 'size'", "one entry per sample"]),
+    (padded, 8, 4, False, ["entries 'ids' have the shapes [4, 4] and [4, 8]", "pad to a fixed"]),
+    (padded, 7, 4, True, ["entries 'ids' have the shapes [3, 7] and [1, 4]", "even_batches=False"]),
+    (unclear, 2, 4, False, ["lengths [2, 3]"]),
+]
+
+
+@pytest.mark.parametrize(("collate", "length", "size", "split", "told"), REFUSALS)
+def test_what_cannot_be_cut_or_joined_is_refused_by_name(
+    collate: Callable[[list[int]], Any], length: int, size: int, split: bool, told: list[str]
+) -> None:
+    for message in run_distributed(refusal, 2, collate, length, size, split):
+        for part in (*told, f"collate_fn ({collate.__name__})", "dispatch_batches=False"):
+            assert part in message
+
+
+class Sharded(IterableDataset):
+    """Shards its numbers by worker."""
+
+    shards_by_worker = True
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return iter(range(info.id, 9, info.num_workers))
+
+
+def worker_ends() -> list[list[int]]:
+    PartialState(cpu=True)
+    original = DataLoader(Sharded(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    loader = prepare_data_loader(original)
+    return [batch.tolist() for batch in loader]
+
+
+def test_short_batches_of_workers_make_no_repetitions_in_between() -> None:
+    main, other = run_distributed(worker_ends, 2)
+    assert len(main) == len(other) == 3
+    seen = [i for pair in zip(main, other, strict=True) for batch in pair for i in batch]
+    assert sorted(seen[:9]) == list(range(9))
+
+
+class Failing(IterableDataset):
+    def __iter__(self):
+        yield 1
+        yield 2
+        raise OSError("disk")
+
+
+def failing() -> str:
+    PartialState(cpu=True)
+    loader = prepare_data_loader(DataLoader(Failing()))
+    try:
+        list(loader)
+    except (OSError, StateError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_failure_to_read_reaches_every_rank(count: int) -> None:
+    main, *others = run_distributed(failing, count)
+    assert main == "OSError: disk"
+    for other in others:
+        assert "main process failed to read" in other
+        assert "OSError: disk" in other
+
+
+class Sizes:
+    """Batches of consecutive indices, of these sizes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for end, size in zip(itertools.accumulate(self.sizes), self.sizes, strict=True):
+            yield list(range(end - size, end))
+
+
+class Batches(IterableDataset[torch.Tensor]):
+    """A stream whose items are batches of these sizes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(torch.tensor, iter(Sizes(self.sizes)))
+
+
+def original(sizes: Sequence[int], streamed: bool) -> DataLoader[Any]:
+    if streamed:
+        return DataLoader(Batches(sizes), batch_size=None)
+    return DataLoader(torch.arange(sum(sizes)), batch_sampler=Sizes(sizes))  # type: ignore[arg-type]
+
+
+def loaders(
+    sizes: Sequence[int], count: int, streamed: bool = False, dispatch: bool = True, **flags: Any
+) -> list[Any]:
+    """Return the loader of each rank, in this process."""
+    return [
+        prepare_data_loader(
+            original(sizes, streamed),
+            num_processes=count,
+            process_index=rank,
+            dispatch_batches=dispatch,
+            **flags,
+        )
+        for rank in range(count)
+    ]
+
+
+# -- rounds ------------------------------------------------------------------------------------
+
+
+def test_what_completes_a_round_is_the_same_after_a_skip() -> None:
+    pair = loaders((3, 2, 4, 1, 2), 2)
+    assert values(pair[1]) == [[3, 4, 0], [8, 9, 0], [11]]
+    assert values(skip_first_batches(pair[1], 1)) == [[8, 9, 0], [11]]
+
+
+# -- splitting ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_batches_of_unknown_size_are_not_split(dispatch: bool) -> None:
+    with pytest.raises(ConfigError, match=r"Sizes without `batch_size`.*split_batches=False"):
+        len(loaders((1, 2), 2, dispatch=dispatch, split_batches=True)[0])
+    assert values(loaders((1, 2), 1, dispatch=dispatch, split_batches=True)[0]) == [[0], [1, 2]]
+
+
+# -- metrics -----------------------------------------------------------------------------------
+
+
+def gathered(sizes: Sequence[int], dispatch: bool, skipped: int = 0) -> dict[str, list[Any]]:
+    """Gather each batch in three ways; tensors are padded to one shape over the ranks."""
+    accelerator = Accelerator(cpu=True, dispatch_batches=dispatch)
+    loader = accelerator.prepare(original(sizes, streamed=False))
+    found: dict[str, list[Any]] = {"padded": [], "objects": [], "losses": []}
+    for batch in accelerator.skip_first_batches(loader, skipped):
+        padded = accelerator.pad_across_processes(batch, pad_index=-1)
+        found["padded"].append(accelerator.gather_for_metrics(padded).tolist())
+        found["objects"].append(accelerator.gather_for_metrics([str(int(n)) for n in batch]))
+        found["losses"].append(accelerator.gather_for_metrics(batch.float().mean()).numel())
+    left = next(batch for batch in loader if loader.end_of_dataloader)
+    padded = accelerator.pad_across_processes(left, pad_index=-1)
+    found["left"] = accelerator.gather_for_metrics(padded).tolist()
+    accelerator.end_training()
+    return found
+
+
+def rounds(sizes: Sequence[int], count: int) -> list[list[int]]:
+    batches = list(Sizes(sizes))
+    parts = [batches[at : at + count] for at in range(0, len(batches), count)]
+    return [list(itertools.chain.from_iterable(part)) for part in parts]
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_completed_round_in_between_counts_each_sample_once(skipped: int) -> None:
+    sizes = (1, 2, 2, 2, 3, 2, 1)
+    for found in run_distributed(gathered, 2, sizes, True, skipped):
+        every = rounds(sizes, 2)[skipped:]
+        assert found["padded"] == every
+        assert found["objects"] == [[str(n) for n in some] for some in every]
+        assert found["losses"] == [min(2, len(some)) for some in every]
+        assert found["left"] == [12]
+
+
+def test_a_last_round_that_whole_batches_complete_keeps_the_real_ones() -> None:
+    sizes = (4, 2, 3, 1, 1)
+    for found in run_distributed(gathered, 3, sizes, False):
+        first, last = found["padded"]
+        assert [n for n in first if n >= 0] == list(range(9))
+        assert last == [9, -1, -1, -1, 10, -1, -1, -1]
+        assert found["objects"] == [[str(n) for n in some] for some in rounds(sizes, 3)]
+        assert found["losses"] == [3, 2]
+        assert len(found["left"]) == 12  # rows do not tell whose they are

@@ -1,0 +1,772 @@
+"""R1, E2: every rank draws one order, and a resumed pass has the order that it began with."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from accel import Accelerator, DataLoaderConfiguration
+from accel.comm import rng
+from accel.data.pass_tracking import PreparedLoader
+from accel.data.prepare import prepare_data_loader, skip_first_batches
+from accel.machine.errors import ConfigError
+from accel.state import AcceleratorState, PartialState
+from accel.utils import TorchTensorParallelPlugin, set_seed
+from tests.accel.data.parts import Counting, flat, seedable, values
+from tests.helpers import run_distributed
+
+# -- permutations of their own -------------------------------------------------------------------
+
+
+def test_loaders_of_one_seed_draw_permutations_of_their_own() -> None:
+    accelerator = seedable(data_seed=3)
+    loaders = accelerator.prepare(*(DataLoader(range(20), shuffle=True) for _ in range(3)))
+    orders = [flat(loader) for loader in loaders]
+    assert len({tuple(order) for order in orders}) == 3
+    again = seedable(data_seed=3)
+    repeated = again.prepare(*(DataLoader(range(20), shuffle=True) for _ in range(3)))
+    assert [flat(loader) for loader in repeated] == orders
+
+
+def test_generators_that_are_seeded_alike_draw_alike() -> None:
+    def loader(generator: torch.Generator) -> DataLoader[Any]:
+        return DataLoader(range(20), shuffle=True, generator=generator)
+
+    accelerator = seedable()
+    paired = [accelerator.prepare(loader(torch.Generator().manual_seed(4))) for _ in range(2)]
+    assert flat(paired[0]) == flat(paired[1])
+    shared = torch.Generator().manual_seed(4)
+    apart = [accelerator.prepare(loader(shared)) for _ in range(2)]
+    assert flat(apart[0]) != flat(apart[1])
+
+
+# -- the caller's sampler ------------------------------------------------------------------------
+
+
+def disagreeing() -> list[str]:
+    rank = PartialState(cpu=True).process_index
+    found = []
+    for sampler in (
+        SubsetRandomSampler(range(rank, 12, 2)),
+        list(range(rank, 12, 2)),
+        DistributedSampler(range(12), num_replicas=4, rank=rank),
+        OwnShards(range(12)),
+    ):
+        try:
+            flat(prepare_data_loader(DataLoader(range(12), batch_size=2, sampler=sampler)))
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+class OwnShards(DistributedSampler[Any]):
+    """Shards in a way of its own."""
+
+    def __iter__(self):
+        return iter(range(self.rank, 12, self.num_replicas))
+
+
+def test_samplers_that_shard_already_are_refused() -> None:
+    for told in run_distributed(disagreeing, 2):
+        assert "SubsetRandomSampler that differs between ranks" in told[0]
+        assert "list that gives each rank other samples" in told[1]
+        assert "num_replicas=4" in told[2]
+        assert "OwnShards" in told[3]
+
+
+def sharded_data(dispatch: bool) -> list[str]:
+    rank = PartialState(cpu=True).process_index
+    found = []
+    for data in (Subset(range(12), range(rank, 12, 2)), range(12 - rank), range(12)):
+        try:
+            flat(prepare_data_loader(DataLoader(data, batch_size=2), dispatch_batches=dispatch))
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_data_that_is_sharded_by_rank_is_refused(dispatch: bool) -> None:
+    for subset, length, same in run_distributed(sharded_data, 2, dispatch):
+        assert "differs between ranks (indices of the subset: rank 0: " in subset
+        assert "differs between ranks (number of samples: rank 0: 12, rank 1: 11)" in length
+        assert same == ""
+
+
+def unsharded(drop_last: bool) -> list[list[int]]:
+    accelerator = Accelerator(cpu=True)
+    sampler = DistributedSampler(range(11), seed=5, drop_last=drop_last)
+    loader = accelerator.prepare(DataLoader(range(11), batch_size=2, sampler=sampler))
+    passes = [accelerator.gather_for_metrics(torch.tensor(flat(loader)[:4])).tolist()]
+    sampler.set_epoch(7)  # the caller's own object still decides
+    assert loader.epoch == 7
+    return [*passes, flat(loader)]
+
+
+def test_a_distributed_sampler_gives_the_order_of_all_its_ranks() -> None:
+    wanted = torch.randperm(11, generator=torch.Generator().manual_seed(12)).tolist()
+    ranks = run_distributed(unsharded, 2, False)
+    read = [batch for pair in zip(*(rank[1] for rank in ranks), strict=True) for batch in pair]
+    assert set(read) == set(wanted)
+    assert ranks[0][1][:2] + ranks[1][1][:2] == wanted[:4]
+    dropped = run_distributed(unsharded, 2, True)
+    assert set(dropped[0][1]) | set(dropped[1][1]) == set(wanted[:10])
+
+
+class Failing(Sampler[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self):
+        if PartialState().is_main_process:
+            raise OSError("no index")
+        return iter(range(4))
+
+
+class Endless(Sampler[int]):
+    """Draws without end, another number on each rank."""
+
+    def __iter__(self):
+        while True:
+            yield int(torch.randint(1000, ()))
+
+
+def endless(folder: str) -> list[list[int]]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(range(1000), batch_size=2, sampler=Endless()))
+    found = []
+    for number, batch in enumerate(loader):
+        found.append(accelerator.gather(batch).tolist())
+        if number == 1:
+            accelerator.save_state(folder)
+        if number == 2:
+            break
+    accelerator.load_state(folder)
+    resumed = next(iter(skip_first_batches(loader, 2)))
+    return [found[2], accelerator.gather(resumed).tolist()]
+
+
+def test_samplers_without_end_are_agreed_on_and_resumed(tmp_path: Path) -> None:
+    for size in (1, 2):
+        ranks = run_distributed(endless, size, str(tmp_path / str(size)))
+        assert all(len(rank[0]) == 2 * size for rank in ranks)
+        if size == 2:
+            assert ranks[0][0] == ranks[0][1] == ranks[1][0]
+
+
+def failing() -> str:
+    Accelerator(cpu=True)
+    loader = prepare_data_loader(DataLoader(range(4), sampler=Failing()))
+    try:
+        flat(loader)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_sampler_that_fails_fails_on_every_rank() -> None:
+    main, other = run_distributed(failing, 2)
+    assert main == "OSError: no index"
+    assert "Rank 0 failed to draw" in other
+
+
+# -- resuming ------------------------------------------------------------------------------------
+
+
+def saved_between(folder: str) -> bool:
+    def engine(seed: int) -> tuple[Accelerator, Any]:
+        AcceleratorState._reset_state()
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        torch.manual_seed(seed)
+        original = DataLoader(
+            range(20), batch_size=2, shuffle=True, num_workers=1, multiprocessing_context="fork"
+        )
+        return accelerator, accelerator.prepare(original)
+
+    accelerator, loader = engine(1)
+    flat(loader)
+    accelerator.save_state(folder)
+    following = flat(loader)
+    accelerator, loader = engine(2)
+    accelerator.load_state(folder)
+    return flat(loader) == following
+
+
+def test_stateful_loaders_saved_between_epochs_keep_their_order(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    assert run_distributed(saved_between, 2, str(tmp_path / "state")) == [True, True]
+
+
+class Drawing(Sampler[int]):
+    """Draws from torch's own generator when a pass begins."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self):
+        return iter(torch.randperm(32).tolist())
+
+
+def saved_elsewhere(folder: str, saving: bool, dispatch: bool, known: bool) -> list[int]:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    torch.manual_seed(3 if saving else 4)
+    size = 8 // accelerator.num_processes
+    order: dict[str, Any] = {"shuffle": True} if known else {"sampler": Drawing()}
+    loader = accelerator.prepare(DataLoader(range(32), batch_size=size, **order))
+    if not saving:
+        accelerator.load_state(folder)
+        return accelerator.gather(torch.tensor(flat(skip_first_batches(loader, 2)))).tolist()
+    seen: list[int] = []
+    for number, batch in enumerate(loader, start=1):
+        seen += accelerator.gather(batch).tolist()
+        if number == 2:
+            accelerator.save_state(folder)
+            break
+    return seen
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("dispatch", "known"), [(False, True), (True, True), (True, False)])
+def test_a_pass_is_gone_on_with_on_another_number_of_processes(
+    one: int, other: int, dispatch: bool, known: bool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "state")
+    seen = run_distributed(saved_elsewhere, one, folder, True, dispatch, known)[0]
+    rest = run_distributed(saved_elsewhere, other, folder, False, dispatch, known)[0]
+    assert sorted(seen + rest) == list(range(32))
+
+
+class Epochs(IterableDataset[int]):
+    """Two samples: the epoch, kept as a number or in memory that workers share."""
+
+    def __init__(self, shared: bool = False) -> None:
+        self.epoch = torch.zeros((), dtype=torch.int64) if shared else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        if isinstance(self.epoch, torch.Tensor):
+            self.epoch.fill_(epoch)
+        else:
+            self.epoch = epoch
+
+    def __iter__(self):
+        return iter([int(self.epoch)] * 2)
+
+
+def read(loader) -> list[int]:
+    return [i for batch in loader for i in batch.tolist()]
+
+
+def loader_of(dataset: Epochs) -> DataLoader:
+    PartialState(cpu=True)
+    return prepare_data_loader(DataLoader(dataset, batch_size=2))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_epoch_that_the_caller_tells_the_data_set_holds(shared: bool) -> None:
+    dataset = Epochs(shared)
+    loader = loader_of(dataset)
+    for epoch in (3, 4, 9):
+        dataset.set_epoch(epoch)
+        assert read(loader) == [epoch] * 2
+    assert read(loader) == [10] * 2  # nobody told it another
+    loader.set_epoch(2)
+    assert (read(loader), loader.epoch) == ([2] * 2, 3)
+
+
+def test_an_epoch_that_another_loader_told_is_not_taken_over() -> None:
+    dataset = Epochs()
+    train, other = loader_of(dataset), loader_of(dataset)
+    train.set_epoch(5)
+    assert (read(train), read(other), read(train)) == ([5] * 2, [0] * 2, [6] * 2)
+    del train, other
+    gc.collect()
+    assert read(loader_of(dataset)) == [0] * 2  # of a later run over the same data
+
+
+def test_the_epoch_of_a_resumed_pass_holds() -> None:
+    dataset = Epochs()
+    loader = loader_of(dataset)
+    dataset.set_epoch(4)
+    for _ in loader:
+        saved = loader.order_state()  # the last batch is in hand
+    dataset.set_epoch(0)
+    loader.load_order_state(saved)
+    assert read(loader) == [5] * 2
+
+
+SHARED = torch.Generator()
+
+
+class Wanted(Sampler[int]):
+    """Draws each of 60 indices when it is wanted."""
+
+    def __init__(self, draw: Callable[[int], int], generator: torch.Generator | None = None):
+        self.draw = draw
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 60
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(60))
+        while left:
+            yield left.pop(self.draw(len(left)))
+
+
+def from_torch(limit: int) -> int:
+    return int(torch.randint(limit, ()))
+
+
+def from_shared(limit: int) -> int:
+    return int(torch.randint(limit, (), generator=SHARED))
+
+
+def from_numpy(limit: int) -> int:
+    return int(np.random.randint(limit))
+
+
+def own_generator() -> Callable[[int], int]:
+    return random.Random(5).randrange
+
+
+LAZY = {
+    "python": lambda: Wanted(random.randrange),
+    "torch": lambda: Wanted(from_torch),
+    "numpy": lambda: Wanted(from_numpy),
+    "shared": lambda: Wanted(from_shared, SHARED),
+    "replacement": lambda: RandomSampler(
+        range(60), replacement=True, num_samples=60, generator=SHARED
+    ),
+    "own": lambda: Wanted(own_generator()),
+}
+
+
+def lazily(kind: str, others_draw: bool, stop: int, folder: str) -> tuple[Any, Any]:
+    """Return what is read after a save, straight and resumed, of a sampler that draws late."""
+
+    def engine(seed: int) -> tuple[Accelerator, Any]:
+        AcceleratorState._reset_state()
+        for seeded in (random.seed, torch.manual_seed, np.random.seed, SHARED.manual_seed):
+            seeded(seed)
+        accelerator = Accelerator(cpu=True)
+        loader = DataLoader(range(60), batch_size=4, sampler=LAZY[kind]())
+        return accelerator, accelerator.prepare(loader)
+
+    def read(loader: Any, save: Callable[[], Any] | None = None) -> list[Any]:
+        found = []
+        for number, batch in enumerate(loader, start=1):
+            found.append(batch.tolist())
+            if others_draw:
+                random.random(), torch.rand(2), np.random.rand(), from_shared(5)
+            if save is not None and number == stop:
+                save()
+        return found
+
+    accelerator, loader = engine(1)
+    read(loader)
+    straight = [read(loader, lambda: accelerator.save_state(folder))[stop:], read(loader)]
+    accelerator, loader = engine(2)
+    accelerator.load_state(folder)
+    return straight, [read(skip_first_batches(loader, stop)), read(loader)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LAZY if kind != "own"])
+def test_samplers_that_draw_late_are_resumed_in_their_order(kind: str, tmp_path: Path) -> None:
+    for others_draw in (True, False):
+        for stop in (1, 11):
+            folder = str(tmp_path / f"{stop}{others_draw}")
+            straight, resumed = lazily(kind, others_draw, stop, folder)
+            assert straight == resumed
+
+
+def test_a_sampler_draws_as_without_an_engine_where_nobody_else_does(tmp_path: Path) -> None:
+    for kind in ("python", "shared", "replacement"):
+        straight, _ = lazily(kind, False, 1, str(tmp_path / kind))
+        random.seed(1)
+        SHARED.manual_seed(1)
+        plain = DataLoader(range(60), batch_size=4, sampler=LAZY[kind]())
+        passes = [values(plain) for _ in range(3)]
+        assert straight == [passes[1][1:], passes[2]]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sampler_with_a_generator_of_its_own_is_told_at_the_resume(size, tmp_path) -> None:
+    told = run_distributed(told_of_own, size, str(tmp_path / "state"))
+    assert "sampler Wanted that does not draw again what it had drawn" in told[0]
+    assert told[1:] == [""] * (size - 1)
+
+
+def told_of_own(folder: str) -> str:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        lazily("own", False, 2, folder)
+    told = [str(one.message) for one in found if "draw again" in str(one.message)]
+    return "".join(told)
+
+
+# -- epochs --------------------------------------------------------------------------------------
+
+
+class Learned(Counting):
+    """Gives the epoch that was set last."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_learns_the_epoch_before_it_is_read(workers: int) -> None:
+    context = "fork" if workers else None
+    loader = prepare_data_loader(
+        DataLoader(Learned(3), num_workers=workers, multiprocessing_context=context)
+    )
+    assert [flat(loader) for _ in range(3)] == [[0] * 3, [1] * 3, [2] * 3]
+
+
+def test_loaders_over_one_data_set_set_their_own_epochs() -> None:
+    dataset = Learned(3)
+    training, evaluation = (prepare_data_loader(DataLoader(dataset)) for _ in range(2))
+    flat(training)
+    seen = []
+    for batch in training:
+        seen += batch.tolist()
+        assert flat(evaluation) == [len(seen) - 1] * 3
+    assert seen == [1, 1, 1]
+    zipped = zip(training, evaluation, strict=True)
+    assert [[a.item(), b.item()] for a, b in zipped] == [[2, 3]] * 3
+
+
+def test_persistent_workers_are_warned_of() -> None:
+    loader = prepare_data_loader(
+        DataLoader(
+            Learned(2),
+            num_workers=1,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+        )
+    )
+    flat(loader)
+    with pytest.warns(UserWarning, match="persistent_workers=True"):
+        flat(loader)
+
+
+def test_passes_left_early_that_repeat_are_warned_of() -> None:
+    loader = seedable().prepare(DataLoader(range(20), shuffle=True))
+    first = [next(iter(loader)).item() for _ in range(2)]
+    with pytest.warns(UserWarning, match="set_epoch") as caught:
+        again = [next(iter(loader)).item() for _ in range(3)]
+    assert len(caught) == 1
+    assert {*first, *again} == {first[0]}
+    loader.set_epoch(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flat(loader)
+
+
+def test_the_last_batch_in_hand_ends_a_pass() -> None:
+    one, two = seedable().prepare(*(DataLoader(range(9), shuffle=True) for _ in range(2)))
+    passes = [[b.item() for _, b in zip(one, two, strict=False)] for _ in range(2)]
+    assert passes[0] != passes[1]
+    assert (one.epoch, two.epoch) == (2, 2)
+
+
+# -- resuming ------------------------------------------------------------------------------------
+
+
+def test_a_pass_left_early_continues_in_its_order() -> None:
+    for flags in ({}, {"shuffle": True}):
+        loader = prepare_data_loader(DataLoader(range(20), batch_size=4, **flags))
+        left = [next(iter(loader)).tolist()]
+        rest = values(skip_first_batches(loader, 1))
+        assert sorted(i for batch in left + rest for i in batch) == list(range(20))
+        assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_a_saved_state_has_the_order_of_the_pass_under_way(seedable: bool) -> None:
+    def make(seed: int) -> PreparedLoader:
+        loader = DataLoader(
+            range(20), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed)
+        )
+        return prepare_data_loader(loader, use_seedable_sampler=seedable)
+
+    loader = make(1)
+    values(loader)
+    seen = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        if len(seen) == 2:
+            state = loader.order_state()
+    following = values(loader)
+    resumed = make(2)
+    resumed.load_order_state(state)
+    assert values(skip_first_batches(resumed, 2)) == seen[2:]
+    assert values(resumed) == following
+
+
+def test_another_data_set_than_the_saved_one_is_warned_of() -> None:
+    state = prepare_data_loader(DataLoader(range(12))).order_state()
+    with pytest.warns(UserWarning, match="over 9 samples"):
+        prepare_data_loader(DataLoader(range(9))).load_order_state(state)
+
+
+class Drawn(Sampler[int]):
+    """The indices below 24 in an order drawn from torch's generator."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self):
+        return iter(torch.randperm(24).tolist())
+
+
+class DrawnStream(IterableDataset):
+    def __iter__(self):
+        return iter(Drawn())
+
+
+LOADERS = {
+    "sampler": lambda: DataLoader(range(24), 4, sampler=Drawn()),
+    "stream": lambda: DataLoader(DrawnStream(), 4),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_seeded_pass_without_its_first_batches_has_the_order_of_the_whole(
+    kind: str, count: int, dispatch: bool
+) -> None:
+    """Libraries resume so, in a process that knows of no pass."""
+
+    def loader(skipped: int) -> list[list[int]]:
+        made = prepare_data_loader(
+            LOADERS[kind](), num_processes=count, process_index=0, dispatch_batches=dispatch
+        )
+        torch.manual_seed(17)
+        return values(skip_first_batches(made, skipped))
+
+    assert loader(2) == loader(0)[2:]
+
+
+class OfOwnLength:
+    """Batches of which each rank has another number."""
+
+    batch_size = 2
+
+    def __init__(self, rank: int, knows_length: bool) -> None:
+        self.batches = [[2 * i, 2 * i + 1] for i in range(9 - 2 * rank)]
+        self.knows_length = knows_length
+
+    def __len__(self) -> int:
+        if not self.knows_length:
+            raise TypeError("no length")
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def of_own_length(knows_length: list[bool]) -> tuple[list[list[int]], list[int]]:
+    rank = Accelerator(cpu=True).process_index
+    sampler: Any = OfOwnLength(rank, knows_length[rank])
+    loader = prepare_data_loader(DataLoader(range(18), batch_sampler=sampler), even_batches=False)
+    lengths = [len(loader)] if any(knows_length) else []
+    found = [[i for batch in loader for i in batch.tolist()] for _ in range(2)]
+    return found, [*lengths, *([len(loader)] if any(knows_length) else [])]
+
+
+@pytest.mark.parametrize("knows_length", [[True, True], [True, False], [False, False]])
+def test_rank_0_says_where_a_pass_ends(knows_length: list[bool]) -> None:
+    found = run_distributed(of_own_length, 2, knows_length, timeout=120)
+    for epoch in range(2):
+        assert sorted(found[0][0][epoch] + found[1][0][epoch]) == list(range(18))
+    if knows_length[0]:
+        assert [lengths for _, lengths in found] == [[5, 5], [4, 4]]
+
+
+class Shuffled(Sampler[int]):
+    """The indices below `length` in an order drawn from Python's generator."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self):
+        order = list(range(self.length))
+        random.shuffle(order)
+        return iter(order)
+
+
+def shuffled() -> Any:
+    random.seed(1)
+    loader = DataLoader(range(12), batch_size=2, sampler=Shuffled(12))
+    return prepare_data_loader(loader, num_processes=2, process_index=0)
+
+
+def test_a_resume_at_the_end_of_a_pass_draws_no_order_for_nothing() -> None:
+    Accelerator(cpu=True)
+    loader = shuffled()
+    for number, _ in enumerate(loader, 1):
+        if number == 3:
+            saved, generators = loader.order_state(), rng.capture()
+    wanted = [batch.tolist() for batch in loader], random.random()
+    loader = shuffled()
+    loader.load_order_state(saved)
+    rng.restore(generators)
+    assert list(skip_first_batches(loader, 3)) == []
+    assert ([batch.tolist() for batch in loader], random.random()) == wanted
+
+
+def drawn_with(generator: torch.Generator) -> Any:
+    sampler = RandomSampler(range(12), generator=generator)
+    return prepare_data_loader(DataLoader(range(12), batch_size=2, sampler=sampler))
+
+
+def test_a_pass_left_early_draws_from_its_generator_to_the_end() -> None:
+    Accelerator(cpu=True)
+    first, second = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    whole, left = drawn_with(first), drawn_with(second)
+    wanted = [[batch.tolist() for batch in whole] for _ in range(2)]
+    for batch in left:
+        found = [batch.tolist()]
+        break
+    found += [batch.tolist() for batch in skip_first_batches(left, 1)]
+    assert [found, [batch.tolist() for batch in left]] == wanted
+
+
+class OfOwnRank:
+    """Batches that are dealt already: rank 0 has [0], [1, 2], [3, 4, 5], the next what follows."""
+
+    def __init__(self, rank: int) -> None:
+        self.first = 6 * rank
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):
+        for start, size in ((0, 1), (1, 2), (3, 3)):
+            yield list(range(self.first + start, self.first + start + size))
+
+
+def dealt_already() -> tuple[bool, list[list[list[int]]], int]:
+    accelerator = Accelerator(cpu=True)
+    sampler: Any = OfOwnRank(accelerator.process_index)
+    loader = accelerator.prepare(DataLoader(range(12), batch_sampler=sampler))
+    shard = loader.batch_sampler
+    shard.num_processes, shard.process_index = 1, 0  # as libraries say that it is dealt already
+    passes = [[batch.tolist() for batch in loader] for _ in range(2)]
+    passes.append([batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)])
+    return shard.batch_sampler is sampler, passes, len(loader)
+
+
+def test_batches_that_are_dealt_already_are_read_as_they_are() -> None:
+    for rank, found in enumerate(run_distributed(dealt_already, 2)):
+        own = [[0], [1, 2], [3, 4, 5]] if rank == 0 else [[6], [7, 8], [9, 10, 11]]
+        assert found == (True, [own, own, own[1:]], 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sampler_of_single_indices_is_sharded(rank: int) -> None:
+    Accelerator(cpu=True)
+    random.seed(1)
+    order = list(Shuffled(5))
+    random.seed(1)
+    loader = DataLoader(list(range(5)), batch_size=None, sampler=Shuffled(5))
+    loader = prepare_data_loader(loader, num_processes=2, process_index=rank)
+    assert list(loader) == [*order, order[0]][rank::2]
+
+
+def of_torchs_generator(dispatch: bool) -> tuple[list[list[int]], float]:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    set_seed(0)
+    torch.rand(3)  # of a model
+    given = torch.Generator().manual_seed(3)  # of which nothing is drawn before a pass
+    prepared = [
+        accelerator.prepare(DataLoader(range(8), 2, shuffle=True, generator=generator))
+        for generator in (None, None, given)
+    ]
+    drawn = torch.rand(1).item()
+    found = [[i for batch in loader for i in batch.tolist()] for loader in prepared]
+    accelerator.end_training()
+    return found, drawn
+
+
+def test_a_shuffled_loader_takes_its_seed_from_torchs_generator() -> None:
+    """As torch's own sampler does in a single process, and the documented package on several."""
+    set_seed(0)
+    torch.rand(3)
+    seeds = [int(torch.empty((), dtype=torch.int64).random_()) for _ in range(2)]
+    drawn = torch.rand(1).item()
+    orders = [torch.randperm(8, generator=torch.Generator().manual_seed(s)) for s in seeds]
+    for rank, found in enumerate(run_distributed(of_torchs_generator, 2, False)):
+        own = [order.view(4, 2)[rank::2].flatten().tolist() for order in orders]
+        assert found[0][:2] == own
+        assert found[1] == drawn
+
+
+def test_a_dispatched_loader_leaves_torchs_generator_alone() -> None:
+    set_seed(0)
+    torch.rand(3)
+    assert {drawn for _, drawn in run_distributed(of_torchs_generator, 2, True)} == {
+        torch.rand(1).item()
+    }
+
+
+# -- metrics -------------------------------------------------------------------------------------
+
+
+def of_single_samples() -> tuple[list[int], int]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(3)), batch_size=None))
+    found = [accelerator.gather_for_metrics(x.view(1)).tolist() for (x,) in loader]
+    return [i for part in found for i in part], loader.total_batch_size
+
+
+def test_single_samples_are_counted_once() -> None:
+    assert run_distributed(of_single_samples, 2) == [([0, 1, 2], 2)] * 2
+
+
+def of_shared_data(rows: int) -> list[int]:
+    accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6)), batch_size=4))
+    found = [accelerator.gather_for_metrics(x.repeat_interleave(rows)) for (x,) in loader]
+    return torch.cat(found).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_batches_that_nothing_completes_are_kept_whole(rows: int) -> None:
+    wanted = [i for i in range(6) for _ in range(rows)]
+    assert run_distributed(of_shared_data, 2, rows) == [wanted] * 2

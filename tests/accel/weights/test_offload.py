@@ -1,0 +1,416 @@
+"""E4: offloaded weights are there for the forward pass alone; assigned ones are kept or refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from accel import Accelerator, cpu_offload, disk_offload, dispatch_model
+from accel.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from accel.machine.errors import StateError
+from accel.utils.modeling import get_state_dict_offloaded_model
+from accel.weights import read_ahead
+from tests.accel.weights.models import Block, Dispatch, hook_of, inputs, net, on_meta
+
+PARAMETERS = {"scale", "norm.weight", "norm.bias", "linear.weight", "linear.bias"}
+
+
+def block() -> Block:
+    found = net()[0]
+    assert isinstance(found, Block)
+    return found
+
+
+def test_inputs_and_weights_go_to_the_device() -> None:
+    module = nn.Linear(4, 4)
+    add_hook_to_module(module, AlignDevicesHook(execution_device="meta"))
+    assert module.weight.is_meta
+    assert module(inputs()).is_meta
+    nested = nn.Identity()
+    add_hook_to_module(nested, AlignDevicesHook("meta"))
+    out = nested([{"x": inputs()}, (inputs(), 3)])
+    assert out[0]["x"].is_meta
+    assert out[1][0].is_meta
+    assert out[1][1] == 3
+
+
+def test_weights_are_there_for_the_forward_pass_alone() -> None:
+    module, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain.load_state_dict(module.state_dict())
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True))
+    assert on_meta(module) == {"weight", "bias"}
+    out = module(inputs())
+    assert on_meta(module) == {"weight", "bias"}
+    assert torch.equal(out, plain(inputs()))
+    remove_hook_from_module(module)
+    assert on_meta(module) == set()
+    assert torch.equal(module(inputs()), plain(inputs()))
+
+
+def test_weights_may_come_from_a_mapping() -> None:
+    module = nn.Linear(4, 4, bias=False).to("meta")
+    weights = {"weight": torch.eye(4)}
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    assert torch.equal(module(inputs()), inputs())
+    remove_hook_from_module(module)
+    assert torch.equal(module(inputs()), inputs())
+
+
+def test_outputs_may_go_to_the_device_of_the_inputs() -> None:
+    class Second(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return y
+
+    for same in (True, False):
+        module = Second()
+        add_hook_to_module(module, AlignDevicesHook(io_same_device=same))
+        assert module(inputs().to("meta"), inputs()).is_meta is same
+
+
+def test_buffers_stay_unless_they_are_offloaded() -> None:
+    for buffers in (True, False):
+        module = nn.BatchNorm1d(4).eval()
+        module.register_buffer("mask", torch.ones(1), persistent=False)
+        hook = AlignDevicesHook("cpu", offload=True, offload_buffers=buffers)
+        add_hook_to_module(module, hook)
+        assert ("running_mean" in on_meta(module)) is buffers
+        assert "mask" not in on_meta(module)
+        assert torch.allclose(module(inputs()), inputs(), atol=1e-4)
+
+
+def test_weights_of_submodules_may_be_included() -> None:
+    for whole in (True, False):
+        module = block()
+        hook = AlignDevicesHook("cpu", offload=True, place_submodules=whole)
+        add_hook_to_module(module, hook)
+        assert on_meta(module) == (PARAMETERS if whole else {"scale"})
+        assert torch.equal(module(inputs()), block()(inputs()))
+
+
+@pytest.mark.parametrize("keys", ["kept", ["kept", "other"]])
+def test_some_arguments_stay(keys: Any) -> None:
+    class Named(nn.Module):
+        def forward(self, **kwargs: torch.Tensor) -> dict[str, torch.Tensor]:
+            return kwargs
+
+    module = Named()
+    add_hook_to_module(module, AlignDevicesHook("meta", skip_keys=keys))
+    out = module(kept=inputs(), moved=inputs())
+    assert (out["kept"].is_meta, out["moved"].is_meta) == (False, True)
+
+
+def test_copies_of_tied_weights_are_shared() -> None:
+    value = torch.eye(4)
+    copies: dict[int, dict[torch.device, torch.Tensor]] = {value.data_ptr(): {}}
+    seen = []
+    for _ in range(2):
+        module = nn.Linear(4, 4, bias=False)
+        module.weight = nn.Parameter(value)
+        add_hook_to_module(module, AlignDevicesHook("cpu", tied_params_map=copies))
+        seen.append(module.weight)
+    assert seen[0] is seen[1]
+    # Copies that a forward pass made go with it.
+    copies = {value.data_ptr(): {}}
+    hook = AlignDevicesHook("cpu", True, weights_map={"weight": value}, tied_params_map=copies)
+    add_hook_to_module(module, hook)
+    watched = []
+    old = module._old_forward
+    module._old_forward = lambda x: (watched.append(len(copies[value.data_ptr()])), old(x))
+    module(inputs())
+    assert watched == [1]
+    assert copies == {value.data_ptr(): {}}
+
+
+def test_some_weights_stay_as_they_train() -> None:
+    module = nn.Linear(4, 4)
+    module.weight.requires_grad_(False)
+    add_hook_to_module(module, AlignDevicesHook("cpu", True, kept=frozenset(["bias"])))
+    assert on_meta(module) == {"weight"}
+    module(inputs()).sum().backward()
+    assert module.bias.grad is not None
+
+
+def test_an_offloaded_weight_does_not_train() -> None:
+    module = nn.Linear(4, 4)
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True))
+    out = module(inputs())
+    with pytest.raises(StateError, match="gradient of an offloaded weight"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_loads_its_own_weights(copied: Any) -> None:
+    module = nn.Linear(4, 4)
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True))
+    other = copied(module)
+    assert torch.equal(other(inputs()), module(inputs()))
+    assert on_meta(other) == {"weight", "bias"}
+
+
+def test_a_hook_shows_its_options() -> None:
+    hook = AlignDevicesHook("cpu", offload=True, skip_keys="x")
+    assert "execution_device=cpu, offload=True" in repr(hook)
+    with pytest.raises(StateError, match="not attached"):
+        hook.weight("x")
+
+
+# -- one weight under several names --------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """A module that has one weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.rand(4, 4))
+        self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.second is self.first
+        return x @ self.first @ self.second
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_weight_is_loaded_under_all_its_names(loaded: bool) -> None:
+    plain = Twice()
+    with torch.device("meta"):
+        module = copy.deepcopy(plain) if loaded else Twice()
+    weights = {"first": plain.first.detach()}
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    for _ in range(2):
+        assert module.second.is_meta
+        assert torch.equal(module(inputs()), plain(inputs()))
+    state = get_state_dict_offloaded_model(module)
+    assert torch.equal(state["first"], plain.first)
+    assert torch.equal(state["second"], plain.first)
+    remove_hook_from_module(module)
+    assert module.second is module.first
+    assert torch.equal(module.first, plain.first)
+
+
+def test_buffers_have_several_names_too() -> None:
+    plain = nn.Module()
+    plain.register_buffer("first", torch.rand(4))
+    plain.register_buffer("second", plain.get_buffer("first"))
+    module = copy.deepcopy(plain)
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, offload_buffers=True))
+    module.get_submodule("")._hf_hook.pre_forward(module)  # type: ignore[operator, union-attr]
+    assert torch.equal(module.get_buffer("second"), plain.get_buffer("first"))
+
+
+Offload = Callable[[nn.Module, Path], nn.Module]
+OFFLOADS: list[Offload] = [
+    lambda model, folder: disk_offload(model, folder, "cpu"),
+    lambda model, folder: cpu_offload(model, "cpu"),
+    lambda model, folder: dispatch_model(model, {"0": "cpu", "": "disk"}, offload_dir=folder),
+]
+
+
+def layers() -> nn.Sequential:
+    """Return layers large enough to be read ahead."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(600, 600) for _ in range(6)]).requires_grad_(False)
+
+
+class Waiting(nn.Module):
+    """Waits within its forward pass, for others to begin theirs."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.barrier = threading.Barrier(parties, timeout=30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.barrier.wait()
+        out = x * self.weight
+        if x[0] == 0:  # the first to leave
+            self.barrier.wait()
+            return out
+        self.barrier.wait()
+        return out + self.weight
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_threads_compute_what_one_does(offload: Offload, tmp_path: Path) -> None:
+    plain = layers()
+    model = offload(copy.deepcopy(plain), tmp_path)
+    x = torch.rand(4, 600)
+    expected = plain(x)
+
+    def run(_: int) -> list[torch.Tensor]:
+        return [model(x) for _ in range(20)]
+
+    with ThreadPoolExecutor(3) as threads:
+        for results in threads.map(run, range(3)):
+            assert all(torch.equal(result, expected) for result in results)
+    assert all(parameter.is_meta for parameter in model[1:].parameters())
+
+
+def test_weights_stay_until_the_last_thread_has_used_them() -> None:
+    model = cpu_offload(Waiting(2), "cpu")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(model, (torch.zeros(3), torch.ones(3)))
+    assert torch.equal(first, torch.zeros(3))
+    assert torch.equal(second, torch.full((3,), 2.0))
+    assert on_meta(model) == {"weight"}
+
+
+def test_a_failed_forward_pass_leaves_nothing_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "MIN_BYTES", 1)
+    model = disk_offload(layers(), tmp_path, "cpu")
+    expected = layers()(torch.ones(1, 600))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(1, 3))
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+    class Refusing(ModelHook):
+        def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> object:
+            raise StateError("refused")
+
+    add_hook_to_module(model[1], SequentialHook(hook_of(model[1]), Refusing()))
+    with pytest.raises(StateError, match="refused"):
+        model(torch.ones(1, 600))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    add_hook_to_module(model[1], model[1]._hf_hook.hooks[0])
+    assert torch.equal(model(torch.ones(1, 600)), expected)
+
+
+ASSIGNED_OFFLOADS: list[Dispatch] = [
+    lambda model, folder: cpu_offload(model, "cpu"),
+    lambda model, folder: disk_offload(model, folder, "cpu"),
+]
+offloads = pytest.mark.parametrize("offload", ASSIGNED_OFFLOADS)
+
+
+def two(offload: Dispatch, folder: Path) -> Any:
+    return offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), folder / "off")
+
+
+def removed(model: Any, folder: Path) -> torch.Tensor:
+    remove_hook_from_submodules(model)
+    weight: torch.Tensor = model[0].weight
+    return weight
+
+
+def dispatched(model: Any, folder: Path) -> torch.Tensor:
+    dispatch_model(model, {"": "disk"}, offload_dir=folder / "other")
+    return get_state_dict_offloaded_model(model)["0.weight"]
+
+
+def saved(model: Any, folder: Path) -> torch.Tensor:
+    Accelerator(cpu=True).save_model(model, folder / "saved")
+    return load_file(folder / "saved" / "model.safetensors")["0.weight"]
+
+
+@offloads
+@pytest.mark.parametrize("used", [removed, dispatched, saved])
+def test_an_assigned_value_is_the_value(
+    offload: Dispatch, used: Callable[[Any, Path], torch.Tensor], tmp_path: Path
+) -> None:
+    model = two(offload, tmp_path)
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
+        model(torch.ones(1, 4))
+    assert torch.equal(used(model, tmp_path), torch.ones(4, 4))
+
+
+def tied(model: Any) -> None:
+    model[0].weight = model[1].weight
+
+
+def tied_by_data(model: Any) -> None:
+    model[0].weight = nn.Parameter(model[1].weight.data)
+
+
+def swapped(model: Any) -> None:
+    torch.utils.swap_tensors(model[0].weight, model[1].weight)
+
+
+def transposed(model: Any) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.data.T)
+
+
+@offloads
+@pytest.mark.parametrize("change", [tied, tied_by_data, swapped, transposed])
+def test_an_offloaded_weight_in_the_place_of_another_is_refused(
+    offload: Dispatch, change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    model = two(offload, tmp_path)
+    change(model)
+    for use in (
+        lambda: model(torch.ones(1, 4)),
+        lambda: get_state_dict_offloaded_model(model),
+        lambda: dispatch_model(model, {"": "cpu"}),
+        lambda: remove_hook_from_submodules(model),
+    ):
+        with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
+            use()
+
+
+@offloads
+def test_the_data_of_another_weight_is_refused_at_once(offload: Dispatch, tmp_path: Path) -> None:
+    model = two(offload, tmp_path)
+    first, second = model[0].weight, model[1].weight
+    for value in (second.data, second, second.detach(), first.data.t(), first.data[:, :4]):
+        with pytest.raises(StateError, match=r"the data of a tensor \[4, 4\] is set to an offl"):
+            first.data = value
+    remove_hook_from_submodules(model)
+
+
+@offloads
+def test_weights_are_not_saved_without_their_values(offload: Dispatch, tmp_path: Path) -> None:
+    model, accelerator = two(offload, tmp_path), Accelerator(cpu=True)
+    for value in (dict(model.named_parameters()), [*model.parameters()], model.state_dict()):
+        with pytest.raises(StateError, match="has their shapes without their values"):
+            accelerator.save(value, tmp_path / "weights.pt")
+    remove_hook_from_submodules(model)
+    accelerator.save(dict(model.named_parameters()), tmp_path / "weights.pt")
+    found = torch.load(tmp_path / "weights.pt")["0.weight"]
+    assert torch.equal(found, model[0].weight)
+
+
+@offloads
+@pytest.mark.parametrize("assigned", [0, 1])
+def test_a_value_that_is_assigned_to_a_tied_weight_is_its_alone(
+    offload: Dispatch, assigned: int, tmp_path: Path
+) -> None:
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    value, x = tied[0].weight.detach().clone(), torch.ones(1, 4)
+    model: Any = offload(tied, tmp_path)
+    model[assigned].weight = nn.Parameter(torch.ones(4, 4))
+    assert torch.allclose(model[1 - assigned](x), x @ value.T)
+    state = get_state_dict_offloaded_model(model)
+    remove_hook_from_submodules(model)
+    for number, expected in ((assigned, torch.ones(4, 4)), (1 - assigned, value)):
+        assert torch.equal(state[f"{number}.weight"], expected)
+        assert torch.equal(model[number].weight, expected)
+
+
+@offloads
+def test_a_refused_removal_changes_nothing(offload: Dispatch, tmp_path: Path) -> None:
+    model: Any = offload(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), tmp_path)
+    model[1].weight = model[2].weight
+    with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
+        remove_hook_from_submodules(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert all(hasattr(layer, "_hf_hook") for layer in model)
