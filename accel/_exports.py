@@ -337,7 +337,7 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "accel.utils.modeling": {
         "accel.precision.amp": ("get_mixed_precision_context_manager",),
         "accel.precision.wrapping": ("is_peft_model",),
-        "accel.strategies.mesh.grad_scaler": ("get_grad_scaler",),
+        "accel.strategies.mesh.gradients": ("get_grad_scaler",),
         "accel.weights.device_map": (
             "check_device_map",
             "clean_device_map",

@@ -27,7 +27,7 @@ STRATEGIES = (
     "accel.strategies.table:DDP",
     "accel.strategies.mesh.spec:SPEC",
     "accel.strategies.deepspeed.spec:SPEC",
-    "accel.strategies.megatron.spec:SPEC",
+    "accel.strategies.table:MEGATRON",
 )
 
 
@@ -119,4 +119,16 @@ DDP = StrategySpec(
     is_default=lambda world_size: world_size > 1,
     handlers=(DistributedDataParallelKwargs,),
     memory=(MemoryLayout("ddp"),),
+)
+MEGATRON = StrategySpec(  # documented, and not built yet
+    name="megatron_lm",
+    place="",
+    plugins=(
+        PluginSpec(
+            name="megatron_lm",
+            kind=None,
+            argument="megatron_lm_plugin",
+            switch="ACCELERATE_USE_MEGATRON_LM",
+        ),
+    ),
 )

@@ -165,7 +165,7 @@ from accel.strategies.deepspeed.wrappers import (
 )
 from accel.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accel.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
-from accel.strategies.mesh.grad_scaler import get_grad_scaler as get_grad_scaler
+from accel.strategies.mesh.gradients import get_grad_scaler as get_grad_scaler
 from accel.strategies.mesh.utilities import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )

@@ -4,7 +4,7 @@ from accel.precision.amp import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from accel.precision.wrapping import is_peft_model as is_peft_model
-from accel.strategies.mesh.grad_scaler import get_grad_scaler as get_grad_scaler
+from accel.strategies.mesh.gradients import get_grad_scaler as get_grad_scaler
 from accel.weights.device_map import check_device_map as check_device_map
 from accel.weights.device_map import clean_device_map as clean_device_map
 from accel.weights.device_map import get_balanced_memory as get_balanced_memory

@@ -26,11 +26,12 @@ from accel.machine.errors import ConfigError
 from accel.machine.imports import is_available, require
 from accel.plan.plan import Plan
 from accel.precision.wrapping import MakeContext, register_wrapper, wrap_forward
-from accel.strategies.deepspeed.settings import Settings
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+    from accel.strategies.deepspeed.settings import Settings
 
 
 # The process group that DeepSpeed's cached groups belong to.
@@ -208,12 +209,6 @@ def partitioned_init(package: ModuleType, settings: Settings, plan: Plan) -> Ite
 
 
 # -- compiled ops --------------------------------------------------------------------------
-
-
-def can_build_op(package: ModuleType, builder: str) -> bool:
-    """Return whether this machine can compile an op, by its builder: ``"AsyncIOBuilder"``."""
-    found = package.accelerator.get_accelerator().create_op_builder(builder)
-    return found is not None and bool(found.is_compatible(verbose=False))
 
 
 def build_op(package: ModuleType, builder: str) -> None:

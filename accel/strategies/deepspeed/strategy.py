@@ -22,9 +22,19 @@ from accel.scheduler import wrap_scheduler
 from accel.state import GradientState
 from accel.strategies.base import WHOLE_AVERAGE, Objects, Strategy, refuse_copies
 from accel.strategies.compile import compile_model
-from accel.strategies.deepspeed import checks, initialize
+from accel.strategies.deepspeed import initialize
 from accel.strategies.deepspeed.fragments import share_weights, undo_first_step
-from accel.strategies.deepspeed.settings import MICRO_BATCH, Settings
+from accel.strategies.deepspeed.settings import (
+    MICRO_BATCH,
+    Settings,
+    check_devices,
+    check_kind,
+    check_leaves,
+    check_optimizer,
+    object_problems,
+    plan_problems,
+    two_models,
+)
 from accel.strategies.deepspeed.state import UniversalCheckpoint, ZeroState
 from accel.strategies.deepspeed.wrappers import (
     SCALES,
@@ -60,7 +70,7 @@ class DeepSpeedStrategy(Strategy):
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
     ) -> None:
         super().__init__(plan, comm, device, precision)
-        ConfigError.raise_if(checks.plan_problems(plan))
+        ConfigError.raise_if(plan_problems(plan))
         plugins = plan.plugin("deepspeed").values()
         formats = {n: {"enabled": plan.mixed_precision == n} for n in ("bf16", "fp16")}
         for plugin in plugins:  # documented: "auto" reads as the run's value from here on
@@ -118,7 +128,7 @@ class DeepSpeedStrategy(Strategy):
         self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
     ) -> Objects:
         """Return `objects`, with model and optimizer in an engine of DeepSpeed."""
-        ConfigError.raise_if(checks.object_problems(objects))
+        ConfigError.raise_if(object_problems(objects))
         done = Objects(dataloaders=objects.dataloaders)
         if not objects.models:
             self._resolve_batch_size(objects.dataloaders)
@@ -136,11 +146,11 @@ class DeepSpeedStrategy(Strategy):
             done.models = [self._evaluated(model, place, evaluation, settings)]
             return done
         self._check_second(optimizer, prepared)
-        checks.check_devices(settings, self.package)
+        check_devices(settings, self.package)
         if optimizer is not None:
-            checks.check_optimizer(settings, model, optimizer)
-            checks.check_kind(settings, optimizer)
-        checks.check_leaves(settings, model, self.package)
+            check_optimizer(settings, model, optimizer)
+            check_kind(settings, optimizer)
+        check_leaves(settings, model, self.package)
         self._build(model, optimizer, objects.schedulers, settings, done)
         for scheduler in prepared.schedulers:
             for wrapped in done.optimizers:
@@ -198,9 +208,9 @@ class DeepSpeedStrategy(Strategy):
         users = [owner() for model, owner in _OWNERS.items() if model.accel_plugin is self.plugin]
         elsewhere = self.plugin.stage == 3 and any(user not in (None, self) for user in users)
         if own or elsewhere:
-            raise ConfigError(checks.two_models("a second model with one plugin"))
+            raise ConfigError(two_models("a second model with one plugin"))
         if optimizer is not None and prepared.optimizers:
-            raise ConfigError(checks.two_models("a second model to train with one Accelerator"))
+            raise ConfigError(two_models("a second model to train with one Accelerator"))
 
     def _build(
         self,

@@ -5,26 +5,41 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.comm.flat import by_dtype, exchange_flat
-from accel.machine.errors import ConfigError
+from accel.machine.enums import DistributedType
+from accel.machine.errors import ConfigError, unknown_choice
 from accel.machine.memory_estimate import local
 from accel.plan.dims import gradient_axes
-from accel.precision.amp import parameters_of
-from accel.strategies.base import Gradients
-from accel.strategies.mesh.grad_scaler import ShardedStepScaler
-from accel.strategies.mesh.parameter_remap import ParameterRemap
-from accel.strategies.mesh.torch_internals import Models, any_unsharded, unsharded_and_sharded
+from accel.precision.amp import StepScaler, parameters_of
+from accel.state import PartialState
+from accel.strategies.base import Gradients, Sync
+from accel.strategies.mesh.parameters import ParameterRemap
+from accel.strategies.mesh.torch_internals import (
+    Models,
+    Resharding,
+    any_unsharded,
+    gradient_values,
+    keep_unsharded,
+    restore_resharding,
+    unreduced_gradients,
+    unscale,
+    unsharded_and_sharded,
+)
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -223,3 +238,121 @@ def refuse_unaveraged(optimizer: torch.optim.Optimizer, evaluated: Models) -> No
             )
 
     optimizer.register_step_pre_hook(check)
+
+
+class ShardedStepScaler(StepScaler):
+    """A `StepScaler` whose ranks agree on which steps are skipped.
+
+    torch's own takes no mixture of plain and sharded gradients in one optimizer, and looks for
+    overflows on the mesh of the first gradient only. Here each rank unscales the shards that it
+    holds, and one number is reduced per optimizer and step: where any rank found an overflow, all
+    of them skip the step, and all scales stay equal. `models` are the distributed models
+    at each call: they keep unreduced gradients.
+    """
+
+    def __init__(self, device: str, comm: Communicator, models: Models, **kwargs: Any) -> None:
+        super().__init__(device, **kwargs)
+        self._comm = comm
+        self._models = models
+
+    def _gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [gradient_values(local(p.grad)) for p in parameters if p.grad is not None]
+
+    def _scaled_gradients(self) -> list[torch.Tensor]:
+        unreduced = [local(g).detach() for g in unreduced_gradients(self._models)]
+        return [*super()._scaled_gradients(), *unreduced]
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Divide this rank's gradients by the scale; return the overflow flag of all ranks."""
+        parameters = parameters_of(optimizer)
+        plain = [p for p in parameters if not isinstance(p.grad, DTensor)]
+        view: Any = SimpleNamespace(param_groups=[{"params": plain}])
+        flags = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
+        shards = [p.grad.to_local().detach() for p in parameters if isinstance(p.grad, DTensor)]
+        groups = ([shards[index] for index in indices] for indices in by_dtype(shards))
+        found = [*flags.values(), *(unscale(group, inv_scale) for group in groups)]
+        # Also without gradients: the other ranks wait for this one's flag.
+        here = torch.stack([found_inf, *(flag.to(found_inf.device) for flag in found)]).max()
+        return {found_inf.device: self._comm.all_reduce(here, "max")}
+
+
+def get_grad_scaler(
+    distributed_type: DistributedType | None = None, **kwargs: Any
+) -> torch.amp.GradScaler:
+    """Return a gradient scaler for fp16 on this process's device.
+
+    Args:
+        distributed_type: of the run; None: gradients are not sharded.
+        kwargs: of `torch.amp.GradScaler`.
+
+    Raises:
+        ConfigError: for an unknown type, and for FSDP: a scaler has to know the models whose shards
+            it unscales.
+    """
+    known = DistributedType.list()
+    if distributed_type is not None and str(distributed_type) not in known:
+        raise ConfigError(unknown_choice("distributed_type", distributed_type, known))
+    if distributed_type == DistributedType.FSDP:
+        raise ConfigError.of(
+            f"get_grad_scaler({distributed_type})",
+            "ranks agree on overflows only through the scaler of the run",
+            "Use accelerator.scaler, with mixed_precision='fp16'.",
+        )
+    return StepScaler(PartialState().device.type, **kwargs)
+
+
+class MeshSync(Sync):
+    """Gradient synchronization of FSDP units."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._unsynced: Counter[int] = Counter()  # by id of a model: `no_sync` contexts around
+        self._resharding: dict[int, Resharding] = {}  # by id of a model that does not synchronize
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Reduce no gradients in backward passes inside, and keep parameters gathered."""
+        self._unsynced[id(model)] += 1
+        self._set(model, False)
+        try:
+            yield
+        finally:
+            self._unsynced[id(model)] -= 1
+            self._set(model, self._unsynced[id(model)] <= 0)
+
+    @contextlib.contextmanager
+    def trigger(self, model: torch.nn.Module) -> Iterator[None]:
+        """Reduce all accumulated gradients in the next backward, after forwards in `no_sync`."""
+        self._set(model, True)
+        try:
+            yield
+        finally:
+            self._set(model, self._unsynced[id(model)] <= 0)
+
+    def reduces(self, model: torch.nn.Module) -> bool:
+        """Return whether backward passes through `model` reduce gradients now."""
+        return id(model) not in self._resharding
+
+    def _set(self, model: torch.nn.Module, sync: bool) -> None:
+        if not isinstance(model, FSDPModule):
+            return
+        model.set_requires_gradient_sync(sync)
+        model.set_reshard_after_backward(sync)
+        if sync:
+            restore_resharding(self._resharding.pop(id(model), []))
+        elif id(model) not in self._resharding:
+            self._resharding[id(model)] = keep_unsharded(model)
+
+    def join(self, joinables: Sequence[object]) -> NoReturn:
+        """Refuse: every rank takes part in each all-gather."""
+        raise ConfigError.of(
+            f"join_uneven_inputs with {self._name}",
+            "each forward pass gathers parameters from all ranks",
+            "Let loaders complete the last batch: even_batches=True.",
+        )

@@ -15,8 +15,7 @@ from accel.machine.memory_estimate import local
 from accel.optimizer import unwrap_optimizer
 from accel.plan.dims import ParallelDims
 from accel.strategies.base import StateIO
-from accel.strategies.mesh.float8 import forget_scales
-from accel.strategies.mesh.reshard_schedule import reshard
+from accel.strategies.mesh.hooks import forget_scales, reshard
 from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
 
 if TYPE_CHECKING:

@@ -25,15 +25,23 @@ from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import parameters_of
 from accel.strategies.base import Objects, Strategy
 from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh
-from accel.strategies.mesh.float8 import forget_after_steps, gathers_in_fp8, scale_before_forwards
-from accel.strategies.mesh.foreach_by_mesh import step_by_mesh
-from accel.strategies.mesh.gradients import MeshGradients, average_gradients, refuse_unaveraged
+from accel.strategies.mesh.gradients import (
+    MeshGradients,
+    MeshSync,
+    average_gradients,
+    refuse_unaveraged,
+)
+from accel.strategies.mesh.hooks import (
+    forget_after_steps,
+    gathers_in_fp8,
+    reshard_before_steps,
+    scale_before_forwards,
+    step_by_mesh,
+)
 from accel.strategies.mesh.parallelize import parallelize, read_settings
-from accel.strategies.mesh.parameter_remap import ParameterRemap, parameters_by_name
-from accel.strategies.mesh.reshard_schedule import reshard_before_steps
+from accel.strategies.mesh.parameters import ParameterRemap, parameters_by_name
 from accel.strategies.mesh.spec import FSDP
 from accel.strategies.mesh.state import MeshState
-from accel.strategies.mesh.sync import MeshSync
 from accel.strategies.mesh.tensor_parallel import check_first_step
 from accel.strategies.mesh.torch_internals import unsharded_and_sharded
 from accel.strategies.mesh.units import check_classes

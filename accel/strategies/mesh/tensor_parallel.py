@@ -31,7 +31,7 @@ from accel.machine.memory_estimate import local
 from accel.plan.dims import TP
 from accel.precision.amp import parameters_of
 from accel.precision.wrapping import own_module, plain_name
-from accel.strategies.mesh.parameter_remap import Named, parameters_by_name
+from accel.strategies.mesh.parameters import Named, parameters_by_name
 from accel.strategies.mesh.torch_internals import Models, parameter_table
 
 if TYPE_CHECKING:

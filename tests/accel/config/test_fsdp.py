@@ -28,7 +28,7 @@ from accel.machine.errors import ConfigError, NotBuiltError, Problems
 from accel.plan.arguments import Arguments
 from accel.plan.choose_strategy import choose
 from accel.plan.plan import resolve
-from accel.strategies.mesh.mixed_precision import build_formats
+from accel.strategies.mesh.parallelize import build_formats
 from tests.accel.strategies.training import build
 from tests.helpers import reset_accel
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.config.fsdp import get_module_class_from_name
 from accel.machine.errors import ConfigError
-from accel.strategies.mesh.mixed_precision import build_formats
+from accel.strategies.mesh.parallelize import build_formats
 from accel.strategies.mesh.units import find_units
 
 

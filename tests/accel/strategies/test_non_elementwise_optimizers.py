@@ -120,7 +120,7 @@ def test_stage_0_and_the_users_own_word_take_any_optimizer() -> None:
 
 def warn_of_the_unknown() -> int:
     told = []
-    from accel.strategies.deepspeed import checks
+    from accel.strategies.deepspeed import settings as checks
 
     log, checks.logger.warning_once = checks.logger.warning_once, told.append  # type: ignore
     try:

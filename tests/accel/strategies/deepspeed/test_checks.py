@@ -15,7 +15,7 @@ from accel.config.handlers import (
 )
 from accel.config.training import GradientAccumulationPlugin
 from accel.machine.errors import ConfigError, StateError
-from accel.strategies.deepspeed.checks import plan_problems
+from accel.strategies.deepspeed.settings import plan_problems
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,
     adamw,
@@ -91,7 +91,7 @@ def refuses_devices() -> None:
     accelerator.end_training()
     plugin = DeepSpeedPlugin(offload_optimizer_device="nvme", offload_optimizer_nvme_path="/")
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    without_libaio = patch("accel.strategies.deepspeed.checks.can_build_op", return_value=False)
+    without_libaio = patch("accel.strategies.deepspeed.settings.can_build_op", return_value=False)
     with without_libaio, pytest.raises(ConfigError, match="asynchronous I/O cannot be built"):
         accelerator.prepare(third := build(), adamw(third))
     accelerator.end_training()

@@ -9,7 +9,7 @@ import torch
 
 from accel import Accelerator
 from accel.machine.errors import ConfigError
-from accel.strategies.mesh.reshard_schedule import reshard
+from accel.strategies.mesh.hooks import reshard
 from accel.utils import (
     AORecipeKwargs,
     FullyShardedDataParallelPlugin,

@@ -15,7 +15,7 @@ from accel.config.handlers import GradScalerKwargs
 from accel.machine.enums import DistributedType
 from accel.machine.errors import ConfigError
 from accel.state import PartialState
-from accel.strategies.mesh.grad_scaler import ShardedStepScaler, get_grad_scaler
+from accel.strategies.mesh.gradients import ShardedStepScaler, get_grad_scaler
 from tests.accel.strategies.training import (
     BATCH,
     Model,

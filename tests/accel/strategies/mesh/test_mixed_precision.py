@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from accel.machine.errors import ConfigError
-from accel.strategies.mesh.grad_scaler import ShardedStepScaler
+from accel.strategies.mesh.gradients import ShardedStepScaler
 from tests.accel.strategies.training import Model, build, largest, plain, train
 from tests.helpers import run_distributed
 
