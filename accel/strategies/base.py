@@ -174,6 +174,10 @@ class StateIO:
         """Names of sharded state, for the run header: parameters, gradients, optimizer state."""
         return ()
 
+    def num_elements(self, parameter: torch.nn.Parameter) -> int:
+        """Return the elements of a parameter, all of them where this rank holds a fragment."""
+        return parameter.numel()
+
     def footprint(
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:

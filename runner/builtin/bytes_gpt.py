@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel.machine.errors import ConfigError, StateError
-from runner.builtin import argument_ranges
+from runner.builtin.optimizers import check_ranges
 from runner.data.datasets import Data
-from runner.training.objective import Objective
+from runner.training.step import Objective
 
 NUM_BYTES = 256
 CONTEXT = 128  # on a CPU more steps are worth more than longer windows
@@ -270,7 +270,7 @@ def byte_gpt(
         ConfigError: if `dim` is no even multiple of `num_heads`, or a size is less than 1.
     """
     sizes = {"dim": dim, "num_layers": num_layers, "num_heads": num_heads, "expansion": expansion}
-    argument_ranges.check("model", **{name: (size, 1, math.inf) for name, size in sizes.items()})
+    check_ranges("model", **{name: (size, 1, math.inf) for name, size in sizes.items()})
     if dim % (2 * num_heads):
         raise ConfigError.of(
             f"model.dim={dim} with model.num_heads={num_heads}",
@@ -333,7 +333,7 @@ def gzip_bits_per_byte(data: Data) -> float:
     return 8 * len(gzip.compress(text, compresslevel=9)) / len(text)
 
 
-def _text(part: Dataset[object] | None) -> Tensor:
+def _text(part: object) -> Tensor:
     if not isinstance(part, ByteWindows):
         raise StateError(
             f"The baselines of text measure ByteWindows, as `data=stdlib_bytes` gives; this is "

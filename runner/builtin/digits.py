@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from runner.builtin import argument_ranges
+from runner.builtin.optimizers import check_ranges
 from runner.data.datasets import Data
-from runner.training.objective import Objective
+from runner.training.step import Objective
 
 NUM_CLASSES = 10
 TEST_FRACTION = 0.2
@@ -66,7 +66,7 @@ def digits(augment: bool = True, num_variants: int = 32, split_seed: int = 0) ->
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI repository.
     """
-    argument_ranges.check("data", num_variants=(num_variants, 1, math.inf))
+    check_ranges("data", num_variants=(num_variants, 1, math.inf))
     images, labels, parts = _load_split(split_seed)
     train, validation, test = (TensorDataset(images[part], labels[part]) for part in parts)
     if not augment:
@@ -154,7 +154,7 @@ def cnn(width: int = 32, dropout: float = 0.1, num_classes: int = NUM_CLASSES) -
     Raises:
         ConfigError: naming every argument that is out of its range.
     """
-    argument_ranges.check(
+    check_ranges(
         "model",
         width=(width, 1, math.inf),
         dropout=(dropout, 0, 1),
@@ -181,7 +181,7 @@ class Classification(Objective):
     mode = "min"
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
-        argument_ranges.check("objective", label_smoothing=(label_smoothing, 0, 1))
+        check_ranges("objective", label_smoothing=(label_smoothing, 0, 1))
         self.label_smoothing = label_smoothing
 
     def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

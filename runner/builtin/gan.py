@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.optim.lr_scheduler import LRScheduler
 
 from runner.builtin.optimizers import linear
-from runner.data.micro_batch_window import Window
+from runner.data.batches import Window
 from runner.training.optimizer_step import optimizer_step
 from runner.training.step import Step
 

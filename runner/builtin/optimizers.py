@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from accel.machine.errors import ConfigError, Problem, Problems, unknown_choice
 from accel.precision.rounding_adamw import RoundingAdamW
-from runner.builtin import argument_ranges
 
 STATE_FORMATS = {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
@@ -57,9 +56,7 @@ def adamw(
     https://docs.pytorch.org/ao/stable/api_reference/api_ref_optim.html
     """
     numbers = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
-    argument_ranges.check(
-        "optimizer", **{name: (value, 0, math.inf) for name, value in numbers.items()}
-    )
+    check_ranges("optimizer", **{name: (value, 0, math.inf) for name, value in numbers.items()})
     _check_betas(betas)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = decay_groups(trainable, weight_decay)
@@ -177,7 +174,7 @@ def _schedule(
     final: float,
     decay: Callable[[float], float],
 ) -> LambdaLR:
-    argument_ranges.check("scheduler", warmup=(warmup, 0, math.inf), final=(final, 0, 1))
+    check_ranges("scheduler", warmup=(warmup, 0, math.inf), final=(final, 0, 1))
     warmup_steps = warmup * num_steps if warmup < 1 else warmup
     # A partial, not a lambda: it pickles, and leaves nothing in the scheduler's state, so that a
     # resumed run follows the schedule of its recipe.
@@ -207,3 +204,26 @@ def _cosine(passed: float) -> float:
 
 def _linear(passed: float) -> float:
     return 1 - passed
+
+
+def check_ranges(node: str, **limits: tuple[float, float, float]) -> None:
+    """Raise if an argument of a node is outside of its range.
+
+    Each is given as (value, least, most), both allowed; an infinite one is no limit.
+
+    Raises:
+        ConfigError: naming every such number.
+    """
+    ConfigError.raise_if(
+        [
+            Problem(f"{node}.{name}={value}", _rule(least, most), "Correct the value.")
+            for name, (value, least, most) in limits.items()
+            if not least <= value <= most or not math.isfinite(value)
+        ]
+    )
+
+
+def _rule(least: float, most: float) -> str:
+    if math.isinf(most):
+        return f"it must be finite and at least {least:g}"
+    return f"it must be from {least:g} to {most:g}"

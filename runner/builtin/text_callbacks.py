@@ -8,11 +8,11 @@ import torch
 
 from accel.machine.errors import Problems
 from runner.builtin.bytes_gpt import ByteWindows, bigram_bits_per_byte, generate, gzip_bits_per_byte
-from runner.training.callback import Callback
 from runner.training.console import number
+from runner.training.run import Callback
 
 if TYPE_CHECKING:
-    from runner.training.current_run import Run
+    from runner.training.run import Run
 
 
 class TextBaselines(Callback):

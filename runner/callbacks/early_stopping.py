@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.machine.errors import ConfigError, Problems, nearest
-from runner.training.callback import Callback
 from runner.training.evaluation import monitored_value
+from runner.training.run import Callback
 from runner.training.state import is_better
 
 if TYPE_CHECKING:
-    from runner.training.current_run import Run
+    from runner.training.run import Run
 
 
 class EarlyStopping(Callback):
@@ -50,6 +50,10 @@ class EarlyStopping(Callback):
         self._step: int | None = None  # of the last evaluation
         self._measured_by: Sequence[str | None] | None = None  # of a restored state
 
+    def on_sanity_check(self, loop: Run, metrics: Mapping[str, float]) -> None:
+        """Refuse a metric that is not measured."""
+        monitored_value(metrics, self.monitor or loop.monitor, "callbacks.early_stopping.monitor")
+
     def on_start(self, loop: Run) -> None:
         """Take monitor and mode of the run where the recipe sets none."""
         self.monitor = self.monitor or loop.monitor
@@ -60,7 +64,7 @@ class EarlyStopping(Callback):
                 f"({self.mode}) is reset."
             )
             self.best, self.num_waited, self._step = None, 0, None
-        if loop.data.validation is None:
+        if not loop.data.sets("validation"):
             raise ConfigError.of(
                 "callbacks.early_stopping without validation data",
                 "it follows a validation metric",

@@ -116,9 +116,9 @@ def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
 
 
 def _require(prepared: Sequence[Examined]) -> None:
-    from runner.training import build, startup
+    from runner.training import build, run_log
 
-    startup.announce(prepared[0].recipe.name)
+    run_log.announce(prepared[0].recipe.name)
     build.require(prepared, trust.missing_packages())
 
 

@@ -21,7 +21,8 @@ from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE, FAILED, OF_SIGNAL
 from runner.inference import worker
 from runner.inference.placement import WORDS, Placement, parse_limits
-from runner.inference.session import Request, Worker, evaluate, is_stream, write_predictions
+from runner.inference.predict import write_predictions
+from runner.inference.session import Request, Worker, evaluate, is_stream
 from runner.recipe import processes
 from runner.recipe.schema import SPLITS, Recipe
 from runner.run_dir.json_files import Fields, JsonObject
@@ -200,9 +201,9 @@ def _by_processes(request: Request) -> JsonObject:
         ConfigError: if the request is refused.
     """
     from runner.launch import launcher
-    from runner.training import startup
+    from runner.training import run_log
 
-    startup.announce(request.run_dir.name)
+    run_log.announce(request.run_dir.name)
     with _folder() as folder:
         output = None if request.output is None else Path(os.path.abspath(request.output))
         run_dir = Path(os.path.abspath(request.run_dir))

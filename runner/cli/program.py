@@ -20,7 +20,7 @@ from runner.exit_codes import DONE, FAILED, INTERRUPTED
 from runner.launch import failures
 from runner.recipe import paths, trust
 from runner.run_dir import numerics
-from runner.training import startup
+from runner.training import run_log
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
             print(end="", flush=True)  # here, where a closed pipe is handled
             return code
     except KeyboardInterrupt:
-        startup.interrupted()
+        run_log.interrupted()
         return INTERRUPTED
     except BrokenPipeError:  # of `runner list | head`
         # The interpreter flushes the buffer at its exit, too.
@@ -173,7 +173,7 @@ def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
         remedy = "Start it without torchrun, mpirun or srun."
         raise ConfigError.of("--multirun on processes of a launcher", rule, remedy)
     if trust.asked_for():  # packages of the user's import torch
-        startup.announce("runner")
+        run_log.announce("runner")
     if not multirun:
         return _train_one(overrides, config_name)
     return _train_all(overrides, config_name, trust.missing_packages())
@@ -192,7 +192,7 @@ def _train_one(overrides: Sequence[str], config_name: str) -> int:
     _require_names([examined], problems)
     if rendezvous.is_member(examined.recipe.distributed):
         return member.follow(examined.recipe)
-    startup.announce(examined.recipe.name)
+    run_log.announce(examined.recipe.name)
     with rendezvous.ending_with() as ended:
         build.require([examined], problems)
         return ended(
@@ -277,7 +277,7 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
             rule = "the commands of several nodes train one run"
             remedy = "Leave distributed.rdzv_endpoint out, or start the runs one by one."
             raise ConfigError.of("distributed=multi_node with --multirun", rule, remedy)
-        startup.announce(examined[0].recipe.name if examined else "")
+        run_log.announce(examined[0].recipe.name if examined else "")
         build.require(examined, missing)
 
     return command.train(request, lambda found: _require_names(found, missing), require, _hydra)
@@ -303,7 +303,7 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     if flags.cfg:
         print("\n".join([*([f"# {note}"] if note else ()), *command.recipe_lines(found)]))
         return DONE
-    startup.announce(found[0].recipe.name)
+    run_log.announce(found[0].recipe.name)
     build.require(found, missing)
     if flags.multirun:
         print("\n".join(filter(None, [*command.listing(found), note])))

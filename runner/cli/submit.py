@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     from runner.launch import batch_script, submit
     from runner.recipe import diagnose, hydra_setup
     from runner.sweep import jobs
-    from runner.training import build, startup
+    from runner.training import build, run_log
 
     flags = command_line.parse(arguments)
     if flags.help:
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str]) -> int:
         submit.require_slurm()
     overrides = diagnose.unique(command_line.searched(flags))
     if trust.asked_for():
-        startup.announce("runner")
+        run_log.announce("runner")
     missing = [*trust.missing_packages(), *jobs.misplaced(overrides, submits=True)]
     with hydra_setup.session(overrides):
         examined = program.examine(overrides, flags.config_name)
-    startup.announce(examined.recipe.name)
+    run_log.announce(examined.recipe.name)
     recipe = examined.recipe
     try:
         place = submit.as_in_the_job(recipe)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,13 +22,15 @@ from torch.utils.data import (
     Sampler,
     Subset,
     TensorDataset,
+    default_collate,
     get_worker_info,
 )
 
 from accel.comm.rng import mix_seeds, preserved
 from accel.data.samplers import SeedableRandomSampler, cycle_to
-from runner.data import user_code
+from accel.machine.errors import AccelError
 from runner.recipe import schema
+from runner.recipe.user_frames import one_line
 
 # NumPy's global generator takes seeds of 32 bits.
 _NUMPY_SEEDS = 1 << 32
@@ -38,15 +42,36 @@ class Data:
 
     Args:
         train: training data (a map-style data set, or an iterable one).
-        validation: evaluated during training, to select the best state.
-        test: evaluated once at the end, with the best weights.
+        validation: evaluated during training, to select the best state. Several data sets are given
+            by name: `{"clean": …, "noisy": …}` measures `clean/loss` and `noisy/loss`.
+        test: evaluated once at the end, with the best weights; likewise.
         collate_fn: joins samples into a batch; None: torch's default.
     """
 
     train: Dataset[object]
-    validation: Dataset[object] | None = None
-    test: Dataset[object] | None = None
+    validation: Dataset[object] | Mapping[str, Dataset[object]] | None = None
+    test: Dataset[object] | Mapping[str, Dataset[object]] | None = None
     collate_fn: Callable[[list[Any]], object] | None = None
+
+    def sets(self, split: str) -> dict[str, Dataset[object]]:
+        """Return the data sets of a split by name; the name of a single one is empty."""
+        found = getattr(self, split)
+        if isinstance(found, Mapping):
+            return dict(found)
+        return {} if found is None else {"": found}
+
+    def sizes(self) -> dict[str, int | None]:
+        """Return the number of samples of each data set, e.g. by "train" and "validation/clean"."""
+        return {
+            f"{split}/{name}" if name else split: num_samples(dataset)
+            for split in schema.SPLITS
+            for name, dataset in self.sets(split).items()
+        }
+
+
+def num_samples(dataset: object) -> int | None:
+    """Return the length of a data set; None for a stream."""
+    return len(dataset) if isinstance(dataset, Sized) else None
 
 
 # -- random draws in a data set -------------------------------------------------------------------
@@ -97,7 +122,7 @@ class SeededDataset(Dataset[object]):
 
     def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[object]:
         """Return the samples of a batch."""
-        with user_code.UserCode(f"the data set {type(self.dataset).__name__}"):
+        with UserCode(f"the data set {type(self.dataset).__name__}"):
             return self._read_all(keys)
 
     def _read_all(self, keys: Sequence[int | tuple[int, int]]) -> list[object]:
@@ -149,7 +174,7 @@ class SeededStream(IterableDataset[object]):
 
     def __iter__(self) -> Iterator[object]:
         epoch, skip = self.epoch, self.skip
-        who, end = user_code.UserCode(f"the stream {type(self.dataset).__name__}"), object()
+        who, end = UserCode(f"the stream {type(self.dataset).__name__}"), object()
         with who:
             samples = iter(self._seeded(epoch) if self.seed_samples else self.dataset)
         for position in itertools.count():
@@ -287,7 +312,69 @@ def make_loader(
         pin_memory=pinned,
         prefetch_factor=config.prefetch_factor,
         persistent_workers=config.persistent_workers,
-        collate_fn=user_code.Collate(collate_fn) if collate_fn else user_code.collate,
+        collate_fn=Collate(collate_fn) if collate_fn else collate,
         generator=torch.Generator(),
         **kwargs,
     )
+
+
+class DataError(AccelError, RuntimeError):
+    """The user's data raised an error that a loader loses, or cannot be collated."""
+
+
+class UserCode:
+    """Context in which the user's code `source` reads data: its errors reach the training loop."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return
+        in_worker = get_worker_info() is not None
+        if isinstance(error, StopIteration) or (in_worker and not _is_picklable(error)):
+            raise DataError(f"{self._source} raised {one_line(error)}") from error
+
+
+def _is_picklable(error: BaseException) -> bool:
+    try:
+        pickle.dumps(type(error))
+        str(error)
+    except Exception:
+        return False
+    return isinstance(error, Exception)
+
+
+class Collate:
+    """The user's `collate_fn`, whose errors reach the training loop."""
+
+    def __init__(self, function: Callable[[list[Any]], object]) -> None:
+        self.function = function
+
+    def __call__(self, samples: list[object]) -> object:
+        """Return the batch of `samples`."""
+        with UserCode("collate_fn"):
+            return self.function(samples)
+
+
+def collate(samples: list[object]) -> object:
+    """Return the batch of `samples`, as torch joins them by default.
+
+    Raises:
+        DataError: if they differ in shape, keys or length, or are no numbers.
+    """
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, KeyError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"samples cannot be collated ({one_line(error)}): they must agree in type, "
+            "shape and keys. Pad them in the data set, or give Data(collate_fn=…)."
+        ) from error

@@ -6,20 +6,21 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import CheckpointError, ConfigError, Problem
-from runner.inference import not_as_trained
 from runner.recipe.schema import Recipe
-from runner.run_dir import directory, reproduction
+from runner.run_dir import directory, environment, provenance, reproduction
 from runner.run_dir.job import Job
+from runner.run_dir.json_files import Fields
 
 if TYPE_CHECKING:
     from runner.inference.placement import Placement
     from runner.training.step import Step
+
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def load(
     step = restored_step(path, recipe)
     print(f"runner.load: the weights of {described(path, job.run_dir)}", file=sys.stderr)
     recorded = reproduction.recorded(job.run_dir)
-    for line in not_as_trained.other_code(recorded, not_as_trained.code_now(recorded)):
+    for line in other_code(recorded, code_now(recorded)):
         print(f"runner.load: {line}", file=sys.stderr)
     models = dict(step.models)
     return (next(iter(models.values())) if len(models) == 1 else models), recipe
@@ -189,3 +190,42 @@ def _existing(path: Path | None, run_dir: Path, which: str) -> Path:
         remedy = f"Choose {BEST}, {LAST} or a folder in {directory.checkpoint_folder(run_dir)}."
         raise CheckpointError(Problem(f"checkpoint {which!r} of {run_dir}", rule, remedy))
     return path
+
+
+def code_now(recorded: Fields) -> dict[str, str | None]:
+    """Return the digests of the packages in a recorded environment as they are now.
+
+    None: one is not found, or too large.
+    """
+    return provenance.package_digests(recorded.get("code") or {})
+
+
+def other_code(recorded: Fields, now: Mapping[str, str | None]) -> list[str]:
+    """Return how the project's code differs from that which a run was trained with last.
+
+    By its packages' Python files; by git, too, where some are too large. A commit that leaves them
+    alone is no difference.
+
+    Args:
+        recorded: content of the run's environment.json; empty where it is missing or damaged.
+        now: `code_now` of it.
+    """
+    then = recorded.get("code") or {}
+    known = {name: one for name, one in now.items() if one and then[name]}
+    lines = provenance.code_differences({"code": then}, {"code": known})
+    if len(known) < len(then):
+        state = provenance.git_state(os.getcwd())
+        lines += provenance.code_differences({"git": recorded.get("git")}, {"git": state})
+    return [f"code: not as it was trained with: {line}" for line in lines]
+
+
+def other_data(recorded: Fields, files: Fields, given: Iterable[str]) -> list[str]:
+    """Return how data files differ from those that a run had.
+
+    Args:
+        recorded: as `other_code` takes it.
+        files: the states of the files that the data factory is given now, by dotted key.
+        given: keys that the command has changed; what lies below them is not compared.
+    """
+    lines = environment.data_differences(recorded, {"data": files}, list(given))
+    return [f"data: not as it was trained with: {line}" for line in lines]

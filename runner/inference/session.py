@@ -7,9 +7,6 @@ process, or in each of several that read their parts of the data.
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
-import os
 import stat
 import sys
 import time
@@ -19,13 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError, Problem
-from runner.inference import not_as_trained
 from runner.inference.load import (
+    code_now,
     described,
     find_checkpoint,
     is_substitute,
+    other_code,
+    other_data,
     restored_step,
     step_of,
 )
@@ -34,22 +32,21 @@ from runner.recipe import composition, diagnose, hydra_setup, processes
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories
 from runner.recipe.schema import PLUGINS, Distributed, Recipe, Trainer
-from runner.run_dir import directory, environment, json_files, reproduction
+from runner.run_dir import directory, environment, reproduction
 from runner.run_dir.job import Job
 from runner.run_dir.json_files import JsonObject
 from runner.run_dir.numerics import Numerics, choose
-from runner.training import build, log_levels, startup
-from runner.training.heartbeat import Progress
+from runner.training import build, run_log
+from runner.training.stopping import Progress
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.data.train_eval_batches import EvalBatches
+    from runner.data.batches import EvalBatches
     from runner.training.step import Step
     from runner.training.stopping import StopFlag
 
 MEASURED = ("validation", "test")
 LIMIT = "trainer.limit_eval_batches"
-FIRST_BYTES = b'{"index":'  # of predictions
 # Keys that change nothing of an evaluation or a prediction: what only training reads. A strategy is
 # switched off: checkpoints hold full tensors.
 ONLY_TRAINING = (
@@ -97,7 +94,7 @@ class Evaluation:
         num_processes: that measured.
         data: the states of the files that the data factory was given, by dotted key.
         notes: what is not as it was in training, a sentence each; on the main process.
-        code: `not_as_trained.code_now`; on the main process.
+        code: `code_now`; on the main process.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -124,11 +121,11 @@ class Worker:
 
 @dataclass(frozen=True)
 class Session:
-    """A restored run, ready to compute; batches are by split, of this process."""
+    """A restored run, ready to compute; batches are by split and data set, of this process."""
 
     accelerator: Accelerator
     step: Step
-    batches: dict[str, EvalBatches]
+    batches: dict[str, dict[str, EvalBatches]]
     checkpoint: Path
     progress: Progress
     data: dict[str, JsonObject]
@@ -139,7 +136,7 @@ class Session:
         """Return the context of computing, in which a rank that hangs is named."""
         return self.progress.slow_phase(name)
 
-    def note_batch(self, index: int = 0) -> bool:
+    def note_batch(self, batches: EvalBatches | None = None, index: int = 0) -> bool:
         """Note that a batch is complete, and go on."""
         self.progress.batch()
         return False
@@ -155,16 +152,12 @@ def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
     from runner.training import evaluation
 
     began = time.monotonic()
-    with _session(request, worker) as session:
+    with opened(request, worker) as session:
         metrics = {}
-        for split, batches in session.batches.items():
+        for split, sets in session.batches.items():
             with session.phase(f"evaluation ({split})"):
-                metrics[split] = evaluation.evaluate(
-                    session.accelerator,
-                    session.step,
-                    batches,
-                    session.note_batch,
-                    num_samples=batches.num_samples,
+                metrics[split] = evaluation.evaluate_sets(
+                    session.accelerator, session.step, sets, session.note_batch
                 )
         step = step_of(session.checkpoint)
         number, seconds = session.accelerator.num_processes, time.monotonic() - began
@@ -180,133 +173,28 @@ def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
         )
 
 
-def predictions_dropped(request: Request, worker: Worker | None = None) -> int:
-    """Compute predictions for another process, which writes them, and return how many there are."""
-    with _session(request, worker) as session:
-        return sum(1 for _ in _predictions(session))
-
-
-def write_predictions(request: Request, worker: Worker | None = None) -> int:
-    """Write predictions as .jsonl, in the order of the data set, and return how many.
-
-    A line is ``{"index": i, …}`` with the entries of the step's prediction for that sample, or
-    ``"prediction"`` where it is a single value. The file appears once it is complete; a pipe is
-    written into.
-    """
-    output = _require_output(request.output)
-    if is_stream(output):
-        with _opened(output, output) as file:
-            return _write_lines(request, file, worker)
-    output = Path(os.path.realpath(output))  # a link stays one
-    from accel.checkpoint import disk_full
-
-    with (
-        disk_full.told("the predictions", output.parent),
-        checkpoints.replacing(output) as partial,
-        _opened(partial, output) as file,
-    ):
-        return _write_lines(request, file, worker)
-
-
-def _write_lines(request: Request, file: TextIO, worker: Worker | None) -> int:
-    count = 0
-    with _session(request, worker) as session:
-        for count, record in enumerate(_predictions(session), start=1):
-            line = json_files.finite({"index": count - 1, **record})
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-    return count
-
-
 def is_stream(output: Path) -> bool:
     """Return whether an output is a pipe or a terminal, which is written into as it is."""
     mode = output.stat().st_mode if output.exists() else 0
     return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
 
 
-def _require_output(output: Path | None) -> Path:
-    if output is None or not output.parent.is_dir() or output.is_dir():
-        rule = "predictions are written to a file in a folder that exists"
-        raise ConfigError.of(f"--output {output}", rule, "Give --output predictions.jsonl.")
-    whose = directory.owner_of_file(output) if output.is_file() else None
-    if whose is not None and not _are_predictions(output):
-        rule = f"it is a file of {whose}, which predictions would replace"
-        raise ConfigError.of(f"--output {output}", rule, "Give --output a new file.")
-    return output
-
-
-def _are_predictions(path: Path) -> bool:
-    """Return whether a file begins as predictions do, or is empty."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(FIRST_BYTES)) in (b"", FIRST_BYTES)
-    except OSError:  # opening it for writing says why
-        return True
-
-
-def _opened(partial: Path, output: Path) -> TextIO:
-    """Open the file that predictions are written to, before anything is computed."""
-    try:
-        if output.exists() and not output.is_file() and not is_stream(output):
-            raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
-        return partial.open("w", encoding="utf-8")
-    except OSError as error:
-        rule = f"it cannot be written ({error.strerror})"
-        remedy = "Give --output a file in a folder that you may write to."
-        raise ConfigError.of(f"--output {output}", rule, remedy) from error
-
-
-def _predictions(session: Session) -> Iterator[dict[str, object]]:
-    import torch
-
-    from runner.training import return_checks
-    from runner.training.evaluation import evaluation_mode
-
-    step, batches = session.step, next(reversed(session.batches.values()), None)
-    if batches is None:
-        value, rule = "predict without --split", "the recipe's data has neither test nor validation"
-        raise ConfigError.of(value, rule, "Give --split train.")
-    owner, count, names = _predicting(step), 0, None
-    several = session.accelerator.num_processes > 1
-    with evaluation_mode(step), torch.no_grad(), session.phase("predictions"):
-        for index, batch in enumerate(batches):
-            size = batches.own_size_of(batch) if several else batches.size_of(index, batch)
-            rows = return_checks.rows(owner, step.predict(batch), size, names)
-            names = names or list(rows[0])
-            if several:
-                rows = session.accelerator.gather_for_metrics(rows, use_gather_object=True)
-            count += len(rows)
-            session.note_batch()
-            yield from rows
-    if batches.num_samples not in (None, count):
-        value = f"{type(owner).__name__}.predict returned {count} rows"
-        rule = f"the data set has {batches.num_samples} samples"
-        raise ConfigError.of(value, rule, "Give one row per sample of the data set.")
-
-
-def _predicting(step: Step) -> object:
-    """Return whose `predict` a person has written: the step's objective, or the step itself."""
-    from runner.training.step import SupervisedStep
-
-    handed_on = type(step).predict is SupervisedStep.predict
-    return getattr(step, "objective", step) if handed_on else step
-
-
 # -- the run -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _session(request: Request, worker: Worker | None = None) -> Iterator[Session]:
+def opened(request: Request, worker: Worker | None = None) -> Iterator[Session]:
     """Have a run's models, data and engine in the context."""
     run_dir = directory.existing(request.run_dir)
     if request.num_processes == 1:
-        startup.announce(run_dir.name)
+        run_log.announce(run_dir.name)
     job, recipe = Job.load(run_dir)
     levels: Mapping[str, str] = {}
     if request.overrides:
         recipe, levels = _overridden(request)
     recipe = for_inference(recipe, request)
     numerics = Numerics(recipe.distributed.num_threads, recipe.deterministic)
-    with log_levels.applied(levels), numerics.exported(), _placed(request) as placement:
+    with run_log.log_levels_applied(levels), numerics.exported(), _placed(request) as placement:
         numerics.apply()
         with _watched(recipe, worker) as progress, _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
@@ -324,11 +212,11 @@ def _session(request: Request, worker: Worker | None = None) -> Iterator[Session
             code: dict[str, str | None] = {}
             if accelerator.is_main_process:
                 recorded = reproduction.recorded(run_dir)
-                code = not_as_trained.code_now(recorded)
+                code = code_now(recorded)
                 notes = ["weights: the last state, as the best one is damaged"] if is_last else []
-                notes += not_as_trained.other_code(recorded, code)
+                notes += other_code(recorded, code)
                 given = map(hydra_setup.key_of, request.overrides)
-                notes += not_as_trained.other_data(recorded, files, given)
+                notes += other_data(recorded, files, given)
                 for line in (*notes, *_limited(request, recipe, batches)):
                     print(line, file=_told_to(request))
             yield Session(accelerator, step, batches, checkpoint, progress, files, notes, code)
@@ -340,14 +228,17 @@ def _told_to(request: Request) -> TextIO:
     return sys.stderr if is_piped else sys.stdout
 
 
-def _limited(request: Request, recipe: Recipe, batches: Mapping[str, EvalBatches]) -> Iterator[str]:
+def _limited(
+    request: Request, recipe: Recipe, batches: Mapping[str, Mapping[str, EvalBatches]]
+) -> Iterator[str]:
     """Yield that a limit of the run's evaluations leaves out samples, unless it was asked for.
 
     Of a stream of unknown length, that it may.
     """
     if any(hydra_setup.key_of(override) == LIMIT for override in request.overrides):
         return
-    for split, found in batches.items():
+    flat = [(split, found) for split, sets in batches.items() for found in sets.values()]
+    for split, found in flat:
         if found.is_limited is not False:
             given = f"{LIMIT}={recipe.trainer.limit_eval_batches}"
             yield f"{split}: {_taken(found)}, as in the run ({given}); {LIMIT}=null takes all"
@@ -466,19 +357,16 @@ def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
 
 def _batches(
     accelerator: Accelerator, recipe: Recipe, splits: tuple[str, ...]
-) -> dict[str, EvalBatches]:
-    from runner.data.train_eval_batches import EvalBatches
+) -> dict[str, dict[str, EvalBatches]]:
+    from runner.data.batches import eval_batches
 
     data = build.build_data(recipe)
-    lacking = [split for split in splits if getattr(data, split) is None]
+    lacking = [split for split in splits if not data.sets(split)]
     ConfigError.raise_if(
         [
             Problem(f"--split {split}", "the recipe's data has none", "Choose another.")
             for split in lacking
         ]
     )
-    wanted = splits or tuple(split for split in MEASURED if getattr(data, split) is not None)
-    return {
-        split: EvalBatches(accelerator, getattr(data, split), recipe, data.collate_fn, split)
-        for split in wanted
-    }
+    wanted = splits or tuple(split for split in MEASURED if data.sets(split))
+    return {split: eval_batches(accelerator, data, recipe, split) for split in wanted}

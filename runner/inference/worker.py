@@ -8,14 +8,8 @@ from pathlib import Path
 
 from accel.machine.env import Environment
 from runner.exit_codes import DONE
-from runner.inference.session import (
-    Evaluation,
-    Request,
-    Worker,
-    evaluate,
-    predictions_dropped,
-    write_predictions,
-)
+from runner.inference.predict import predictions_dropped, write_predictions
+from runner.inference.session import Evaluation, Request, Worker, evaluate
 from runner.run_dir.directory import REQUEST
 from runner.run_dir.json_files import JsonObject, write_json
 

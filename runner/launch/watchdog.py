@@ -38,8 +38,7 @@ from runner.recipe import processes, user_frames
 from runner.recipe.durations import parse_duration
 from runner.run_dir import outcomes
 from runner.run_dir.outcomes import Outcome
-from runner.training.heartbeat import Progress
-from runner.training.stopping import StopFlag
+from runner.training.stopping import Progress, StopFlag
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

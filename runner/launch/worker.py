@@ -28,7 +28,7 @@ from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job
 from runner.run_dir.numerics import read as read_numerics
 from runner.run_dir.outcomes import Outcome
-from runner.training import log_levels, run_log
+from runner.training import run_log
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, StopFlag
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
     with lock.shared(run_dir_of(folder)), numerics.exported():  # before a numeric library is loaded
         job, recipe = Job.load(folder)
         numerics.apply()
-        with log_levels.applied(job.log_levels), failures.loader_deaths_named():
+        with run_log.log_levels_applied(job.log_levels), failures.loader_deaths_named():
             if stop is not None:
                 return _train(job, recipe, stop)
             with StopFlag().installed() as own:

@@ -223,6 +223,8 @@ class Trainer:
         eval_batch_size: samples per process in evaluation; None: twice the micro-batch.
         accumulation: the engine's plugin; num_steps=None is derived from the batch sizes.
         eval_every: optimizer steps between evaluations; None: at the end of each epoch.
+        sanity_steps: batches of a short evaluation before the first step of a new run, which finds
+            mistakes in it and in what is monitored; 0: none.
         log_every: optimizer steps between log points (the only points that read from the device).
         limit_train_batches: global batches per epoch: a count, or a fraction below 1.0.
         limit_eval_batches: batches per evaluation, likewise.
@@ -248,6 +250,7 @@ class Trainer:
     eval_batch_size: int | None = None
     accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
     eval_every: int | None = None
+    sanity_steps: int = 2
     log_every: int = 10
     limit_train_batches: Any = None
     limit_eval_batches: Any = None
@@ -275,6 +278,7 @@ class Trainer:
             "overfit_batches",
         ):
             check_minimum(self, name, 1, problems)
+        check_minimum(self, "sanity_steps", 0, problems)
         for name in ("clip_grad_norm", "clip_grad_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -37,9 +37,9 @@ DEFINED_IN = (
         "runner.builtin",
         "runner.callbacks",
         "runner.data.datasets",
-        "runner.data.micro_batch_window",
+        "runner.data.batches",
     ),
-    *("runner.training.callback", "runner.training.objective", "runner.training.step"),
+    *("runner.training.run", "runner.training.step"),
 )
 
 

@@ -26,7 +26,6 @@ from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update, environment, lock, provenance, slurm_job
 from runner.run_dir.atomic_update import CONFIG
 from runner.run_dir.job import JOB, OVERRIDES, Job
-from runner.run_dir.json_files import METRICS
 
 logger = logging.getLogger(__name__)
 
@@ -318,16 +317,17 @@ def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
 def worth_keeping(run_dir: Path, code: int) -> bool:
     """Return whether a run that ended with `code` leaves anything to use or to look at.
 
-    A refused one does if it has a checkpoint; one that failed, or that a stop signal met while it
-    waited for its machines, if it has made a step, or if its processes have written logs. Files
+    One in which a step was made always does, and one with a checkpoint; one that failed, or that a
+    stop signal met while it waited for its machines, also if its processes have written logs. Files
     that are not the runner's are always kept.
     """
     if code not in (REFUSED, FAILED, *MET_WAITING):
         return True
-    known = BEFORE_TRAINING | ({METRICS} if code == REFUSED else set())
     found = [one.name for one in run_dir.iterdir() if not one.name.startswith(atomic_update.PREFIX)]
     logs = any((run_dir / LOGS).glob("rank_*.log")) and code != REFUSED
-    return bool(own_checkpoints(run_dir)) or logs or any(name not in known for name in found)
+    return (
+        bool(own_checkpoints(run_dir)) or logs or any(name not in BEFORE_TRAINING for name in found)
+    )
 
 
 def remove_unstarted(run_dir: Path, code: int, *, with_parents: bool = True) -> None:

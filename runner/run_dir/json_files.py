@@ -85,14 +85,16 @@ class MetricsFile:
     Numbers that JSON does not know are strings: "NaN", "Infinity", "-Infinity". The run resumes
     from the optimizer step `step` (None: from the beginning). Lines of later steps are removed,
     since these steps are made again, and so are the test at the end and a last line that was cut
-    off.
+    off. Where the validation of `step` was `repeated`, its line is removed, too.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], step: int | None = None) -> None:
+    def __init__(
+        self, run_dir: str | os.PathLike[str], step: int | None = None, repeated: bool = False
+    ) -> None:
         self.path = Path(run_dir) / METRICS
         if self.path.exists():
             lines = self.path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if step is not None and _belongs(line, step)]
+            kept = [line for line in lines if step is not None and _belongs(line, step, repeated)]
             checkpoints.write_atomically(self.path, "".join(f"{line}\n" for line in kept).encode())
         self._file = self.path.open("a", encoding="utf-8")
 
@@ -106,10 +108,11 @@ class MetricsFile:
         self._file.close()
 
 
-def _belongs(line: str, step: int) -> bool:
+def _belongs(line: str, step: int, repeated: bool) -> bool:
     try:
         record = json.loads(line)
-        return int(record["step"]) <= step and record.get("split") != "test"
+        last = step - (repeated and record.get("split") == "validation")
+        return int(record["step"]) <= last and record.get("split") != "test"
     except (ValueError, KeyError, TypeError):
         logger.warning("Removing a truncated line of %s: %s", METRICS, line[:80])
         return False

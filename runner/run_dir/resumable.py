@@ -90,7 +90,7 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
     summary = _summary(run_dir)
     if summary.get("complete") is not True:
         return None  # the work after the last step is not done, either
-    trainer, step, epoch = wanted.trainer, summary.get("step"), summary.get("epoch")
+    trainer, step, epoch = wanted.trainer, summary.get("step"), summary.get("epochs_completed")
     at = f"step {step}"
     for limit, wanted_by, reached in (
         (f"trainer.max_steps={trainer.max_steps} reached", trainer.max_steps, step),

@@ -21,7 +21,7 @@ RUN = (
     *("runner.training.build", "runner.recipe.engine", "runner.training.loop"),
     *("runner.launch.worker", "runner.launch.watchdog", "runner.recipe.hydra_setup"),
     "runner.builtin.optimizers",
-    *("runner.data.train_eval_batches", "rich.progress"),
+    *("runner.data.batches", "rich.progress"),
     *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
 )
 # What built-in factories import when they are called.

@@ -327,8 +327,7 @@ def monitored(recipe: Recipe) -> tuple[str | None, str | None]:
     """
     from runner.recipe.factory import factory_of
     from runner.recipe.registry import register
-    from runner.training.objective import Objective
-    from runner.training.step import SupervisedStep
+    from runner.training.step import Objective, SupervisedStep
 
     checkpoint = recipe.checkpoint
     if checkpoint.monitor is not None and checkpoint.mode is not None:

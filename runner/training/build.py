@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from runner.data.datasets import Data
     from runner.recipe.batch_plan import BatchPlan
     from runner.recipe.composition import Examined
-    from runner.training.callback import Callback
+    from runner.training.run import Callback
     from runner.training.step import Step
 
 STOCHASTIC = "Add optimizer.stochastic_rounding=true (optimizer=adamw)"

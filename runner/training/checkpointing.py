@@ -49,6 +49,17 @@ class RunState:
         """Return the state of each part."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
+    def changes(self, knows: Callable[[str], bool]) -> str:
+        """Return which parts the restored state lacked or had besides, as a note.
+
+        `knows` tells whether a part that lacked a state is where it should be all the same.
+        """
+        added = [name for name in self.added if not knows(name)]
+        notes = [f"Not in the checkpoint, starting fresh: {', '.join(added)}."] if added else []
+        if self.dropped:
+            notes.append(f"Not in the recipe, dropped: {', '.join(self.dropped)}.")
+        return "\n".join(notes)
+
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore each part that has a state; `added` and `dropped` then name the others."""
         self.added = sorted(self.parts.keys() - state.keys())
@@ -150,11 +161,13 @@ class Saver:
         self.last: str | None = None
         self.best: Best | None = None
 
-    def due(self) -> bool:
-        """Return whether the recipe wants a checkpoint at this step boundary."""
+    def due(self, at_end: bool) -> bool:
+        """Return whether a checkpoint is due at this step boundary; `at_end`: of the run."""
         state, settings = self._state, self._settings
         if state.step == self.saved_step or state.step == 0:
             return False
+        if at_end:
+            return True
         if settings.every_steps is not None and state.step % settings.every_steps == 0:
             return True
         at_epoch_end = state.step_in_epoch == 0
@@ -234,25 +247,35 @@ class Saver:
         found = checkpoints.read_manifest(checkpoint).metadata.get("metrics")
         return {"validation": dict(found)} if found else {}
 
-    def mark_best(self, metric: str, value: float) -> None:
+    def mark_best(self, metric: str, value: float | None) -> None:
         """Record the last checkpoint as the best one."""
-        if self.last is None:
+        if self.last is None or value is None:
             raise CheckpointError("There is no checkpoint to call the best: call save first.")
         path = Path(self.last)
         self.best = Best(path.name, self._state.step, metric, value)
         if self._accelerator.is_main_process:
             self.best.write(path.parent)
 
-    def find_best(self, checkpoint: str) -> bool:
-        """Find the best checkpoint after a resume; return whether it is found or not needed."""
+    def find_best(self, checkpoint: str) -> str:
+        """Find the best checkpoint after a resume; reset the best value if it is gone.
+
+        Returns:
+            A note that it is gone; else nothing.
+        """
         self.last, self.saved_step = checkpoint, self._state.step
-        if self._state.best_step is None or not self._settings.save_best:
-            return True
+        step = self._state.best_step
+        if step is None or not self._settings.save_best:
+            return ""
         found = [self._best_of_state() if self._accelerator.is_main_process else None]
         if self._accelerator.num_processes > 1:
             broadcast_object_list(found)
         self.best = found[0]
-        return self.best is not None
+        if self.best is not None:
+            return ""
+        self._state.best = self._state.best_step = None
+        return (
+            f"No checkpoint holds the best state (step {step}) any more: the best value is reset."
+        )
 
     def write_pointer(self) -> None:
         """Write the best state that `find_best` has found to the pointer, if that differs."""

@@ -39,7 +39,7 @@ class Display:
     """Shows one run; `enabled` on rank 0.
 
     The console is standard output by default. At least `refresh_seconds` lie between two drawings
-    of the progress line, and `line_seconds` between two plain lines, where there is no terminal.
+    of the progress line; without a terminal each log point is a line.
     """
 
     def __init__(
@@ -47,14 +47,12 @@ class Display:
         enabled: bool = True,
         console: Console | None = None,
         refresh_seconds: float = 0.2,
-        line_seconds: float = 10.0,
     ) -> None:
         self.enabled = enabled
         self.console = console or PipedConsole(highlight=False, soft_wrap=False)
         self.live = enabled and self.console.is_terminal
-        self._every = refresh_seconds if self.live else line_seconds
+        self._every = refresh_seconds
         self._next = 0.0
-        self._note_every, self._next_note = line_seconds, 0.0
         self._progress: Progress | None = None
         self._values: dict[str, float] = {}
         self._total: int | None = None
@@ -113,16 +111,15 @@ class Display:
     def values(self, values: Mapping[str, float]) -> None:
         """Show the values of a log point: loss, lr, samples_per_second."""
         self._values.update(values)
-        if self.live and time.monotonic() >= self._next_note:
-            self._next_note = time.monotonic() + self._note_every
-            run_log.note(f"{self._steps()}  {self.status()}")
-        if not self.enabled or time.monotonic() < self._next:
+        line = f"{self._steps()}  {self.status()}"
+        if not self.enabled:
             return
-        if self.live:
+        if not self.live:
+            self._print(line)
+            return
+        run_log.note(line)
+        if time.monotonic() >= self._next:
             self._draw()
-        else:
-            self._next = time.monotonic() + self._every
-            self._print(f"{self._steps()}  {self.status()}")
 
     def evaluating(self, split: str, batch: int, num_batches: int | None) -> None:
         """Show how far an evaluation is."""

@@ -1,9 +1,12 @@
-"""Evaluation on a data set, without any effect on training."""
+"""Evaluations of a run: when they are due, and how a data set is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +15,16 @@ from accel.comm.ops import broadcast_object_list
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError, nearest
 from runner.training import return_checks
+from runner.training.state import Stop
+from runner.training.stopping import TIME_IS_UP
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
     from accel import Accelerator
+    from runner.data.batches import EvalBatches
+    from runner.training.metrics import Recorder
+    from runner.training.run import Run
     from runner.training.step import Step
 
 
@@ -122,3 +132,189 @@ def evaluation_mode(step: Step) -> Iterator[None]:
             module.training = mode
         for optimizer in switching:
             optimizer.train()
+
+
+def evaluate_sets(
+    accelerator: Accelerator,
+    step: Step,
+    sets: Mapping[str, EvalBatches],
+    on_batch: Callable[[EvalBatches, int], bool],
+    limit: int | None = None,
+) -> dict[str, float]:
+    """Return the metrics of the data sets of a split; those of a named one are ``name/metric``.
+
+    Args:
+        accelerator: the run's engine.
+        step: measures.
+        sets: batches by the name of the data set; that of a single one is empty.
+        on_batch: as `evaluate` has it, with the batches before the count.
+        limit: how many batches of each are measured; None: all.
+    """
+    metrics: dict[str, float] = {}
+    for name, batches in sets.items():
+        found = evaluate(
+            accelerator,
+            step,
+            itertools.islice(batches, limit),
+            partial(on_batch, batches),
+            batches.samples_within(limit),
+        )
+        metrics |= {
+            f"{name}/{metric}" if name else metric: value for metric, value in found.items()
+        }
+    return metrics
+
+
+class Evaluations:
+    """Evaluates the validation and the test data of a run, and updates its metrics, best and stop.
+
+    A request to stop interrupts an evaluation. `notify` calls an event of the callbacks.
+    `improved`: the present state is the best so far, and not marked as such yet. `repeated`: the
+    step that the run was resumed from was evaluated here, maybe again.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        sets: Mapping[str, Mapping[str, EvalBatches]],
+        plateaus: Sequence[ReduceLROnPlateau],
+        recorder: Recorder,
+        notify: Callable[..., None],
+    ) -> None:
+        self._run, self._sets, self._plateaus = run, sets, plateaus
+        self._recorder, self._notify = recorder, notify
+        self._nan_noted = False
+        self.improved = self.repeated = False
+
+    def check(self, num_batches: int) -> None:
+        """Measure a few batches before the first step, to find mistakes; nothing is recorded.
+
+        The validation data are measured, or the test data where there are none.
+        """
+        run, progress = self._run, self._run.stop_flag.progress
+        split = next((one for one in ("validation", "test") if self._sets[one]), None)
+        if split is None:
+            return
+
+        def on_batch(batches: EvalBatches, index: int) -> bool:
+            progress.batch()
+            return False
+
+        try:
+            with progress.slow_phase("the check of the evaluation"), buffers_kept(run.step):
+                metrics = evaluate_sets(
+                    run.accelerator, run.step, self._sets[split], on_batch, num_batches
+                )
+        except Exception as error:
+            error.add_note(
+                f"This was a short evaluation before the first step (trainer.sanity_steps="
+                f"{num_batches}; 0: none)."
+            )
+            raise
+        if split == "validation":
+            monitored_value(metrics, run.monitor)
+            self._notify("on_sanity_check", metrics)
+
+    def due(self) -> bool:
+        """Return whether the validation data is yet to be evaluated at this step boundary."""
+        run, every = self._run, self._run.recipe.trainer.eval_every
+        state = run.state
+        wanted = state.step_in_epoch == 0 if every is None else state.step % every == 0
+        missing = bool(self._sets["validation"]) and 0 < state.step != state.evaluated_step
+        return missing and (wanted or run.complete)
+
+    def validate_if_due(self) -> None:
+        """Evaluate the validation data if it is due; a run that a signal has stopped does not."""
+        stopped = self._run.stopped
+        if self.due() and (stopped is None or stopped.kind != "signal"):
+            self.validate()
+
+    def resume(self) -> None:
+        """Evaluate the restored state if that was due when it was saved, or is due now."""
+        if self._run.state.evaluation_due or self.due():
+            self.validate()
+            self.repeated = self._run.state.evaluated_step == self._run.state.step
+
+    def validate(self) -> None:
+        """Evaluate the validation data once per step, and note whether the state is the best."""
+        run, state = self._run, self._run.state
+        if not self._sets["validation"] or state.evaluated_step == state.step:
+            return
+        metrics = self._evaluate("validation")
+        if metrics is None:
+            return
+        value = monitored_value(metrics, run.monitor)
+        state.evaluated_step = state.step
+        if math.isnan(value) and not self._nan_noted:
+            self._nan_noted = True
+            run.display.note(
+                f"{run.monitor} is not a number (validation, step {state.step}): such a state is "
+                "never the best, and counts as no improvement."
+            )
+        improved = state.improves(value, run.mode)
+        if improved:
+            state.best, state.best_step = value, state.step
+            self.improved = run.recipe.checkpoint.save_best
+        for scheduler in self._plateaus:
+            scheduler.step(value)
+        self._report("validation", metrics, "best" if improved else "")
+
+    def test(self, step: int) -> None:
+        """Evaluate the test data, if there is any, with the weights of `step`."""
+        run = self._run
+        if not self._sets["test"]:
+            return
+        metrics = self._evaluate("test")
+        if metrics is not None:
+            run.weights_step = step
+            self._report("test", metrics, f"weights of step {step}", step)
+
+    def _evaluate(self, split: str) -> dict[str, float] | None:
+        """Return the metrics of a split; None if the evaluation was interrupted by a stop."""
+        run, stop_flag = self._run, self._run.stop_flag
+
+        def on_batch(batches: EvalBatches, index: int) -> bool:
+            run.display.evaluating(split, index, batches.num_batches)
+            agreed = stop_flag.agreed(run.accelerator, "evaluation")
+            return agreed and stop_flag.reason != TIME_IS_UP
+
+        try:
+            with run.watch.paused(), stop_flag.progress.slow_phase(f"evaluation ({split})"):
+                return evaluate_sets(run.accelerator, run.step, self._sets[split], on_batch)
+        except Interrupted:
+            run.stopped = Stop("signal", f"{stop_flag.reason} received in evaluation")
+            return None
+
+    def _report(
+        self, split: str, metrics: dict[str, float], mark: str, weights_step: int | None = None
+    ) -> None:
+        run = self._run
+        run.metrics[split] = metrics
+        self._recorder.write(split, metrics, run.seconds, weights_step=weights_step)
+        run.display.evaluation(split, run.state.step, run.state.epoch_number, metrics, mark)
+        with run.stop_flag.progress.slow_phase("on_evaluate"):
+            self._notify("on_evaluate", split, dict(metrics))
+
+
+@contextmanager
+def buffers_kept(step: Step) -> Iterator[None]:
+    """Restore the buffers of a step's models and of the modules that measure."""
+    owners = [value for one in (step, _measuring(step)) for value in vars(one).values()]
+    modules = {
+        module: None
+        for owner in (*step.models.values(), *owners)
+        if isinstance(owner, torch.nn.Module)
+        for module in owner.modules()
+    }
+    before = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in before:
+                buffer.copy_(value)
+                setattr(module, name, buffer)

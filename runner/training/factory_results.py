@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from accel.machine.errors import ConfigError, Problem, closest
 from runner.data.datasets import Data
 from runner.recipe.schema import SPLITS
-from runner.training.callback import Callback
-from runner.training.objective import Objective
 from runner.training.return_checks import shown
-from runner.training.step import Step
+from runner.training.run import Callback
+from runner.training.step import Objective, Step
 
 SIMILAR = 0.85  # from which a method's name is taken for a misspelt one
 # What the factory of each node returns.
@@ -79,15 +78,31 @@ def check_trainable(place: str, model: torch.nn.Module) -> None:
 
 def _data(place: str, value: Data) -> Iterator[Problem]:
     for split in SPLITS:
-        dataset = getattr(value, split)
-        if dataset is not None or split == "train":
-            yield from _dataset(f"{place} returned Data with {split} {shown(dataset)}", dataset)
+        where, found = f"{place} returned Data with {split}", getattr(value, split)
+        if isinstance(found, Mapping):
+            yield from _named_sets(where, split, found)
+        elif found is not None or split == "train":
+            yield from _dataset(where, found)
     if value.collate_fn is not None and not callable(value.collate_fn):
         where = f"{place} returned Data with collate_fn {shown(value.collate_fn)}"
         yield Problem(where, "it is a function of a list of samples", "Leave it out.")
 
 
-def _dataset(value: str, dataset: object) -> Iterator[Problem]:
+def _named_sets(where: str, split: str, sets: Mapping[object, object]) -> Iterator[Problem]:
+    if split == "train" or not sets:
+        rule = "a run trains on one data set" if split == "train" else "it names no data set"
+        remedy = "Join them: torch.utils.data.ConcatDataset." if split == "train" else "Give None."
+        yield Problem(f"{where} {shown(sets)} of {len(sets)} entries", rule, remedy)
+        return
+    for name, dataset in sets.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            rule = "its metrics are called <name>/<metric>: a name is a text without a slash"
+            yield Problem(f"{where} named {name!r}", rule, 'Give {"clean": …, "noisy": …}.')
+        yield from _dataset(f"{where}[{name!r}]", dataset)
+
+
+def _dataset(where: str, dataset: object) -> Iterator[Problem]:
+    value = f"{where} {shown(dataset)}"
     if isinstance(dataset, DataLoader):
         rule = "a data set is required: the runner makes the loaders"
         yield Problem(value, rule, "Give loader.dataset, and trainer.global_batch_size=…")

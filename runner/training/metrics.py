@@ -1,19 +1,27 @@
-"""Values of training steps, kept on the device until a log point reads them; and a stopwatch."""
+"""Values of a run: averaged between log points, written to metrics.jsonl and the trackers."""
 
 from __future__ import annotations
 
+import logging
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel.machine.errors import AccelError, CheckpointError, Problem
+from runner.run_dir.json_files import WEIGHTS_STEP, MetricsFile
 
 if TYPE_CHECKING:
+    import torch
+
+    from accel import Accelerator
     from accel.comm.base import Communicator
+    from runner.recipe.schema import Recipe
+    from runner.training.run import Run
+    from runner.training.state import TrainState
 
 
 class NonFiniteError(AccelError, ArithmeticError):
@@ -94,37 +102,183 @@ class StepMeter:
         self._read = {name: list(values) for name, values in state.items()}
 
 
-class Stopwatch:
-    """Time spent on training, without evaluations and saves."""
+class TrainLog:
+    """The log points of a run's training; only they read values from the device."""
 
-    def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
-        self._paused = self._paused_in_lap = 0.0
+    def __init__(self, run: Run, meter: StepMeter, recorder: Recorder) -> None:
+        self._run, self._meter, self._recorder = run, meter, recorder
+        self._samples = self._skipped_steps = 0
+        self._rates: dict[str, float] = {}
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time in this context."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - began
-            self._paused += spent
-            self._paused_in_lap += spent
+    def resume(self) -> None:
+        """Measure the throughput from the restored state on."""
+        self._samples = self._run.state.samples
 
-    def lap(self) -> float:
-        """Return the seconds since the last call, pauses excluded."""
-        now = time.perf_counter()
-        seconds = now - self._lap - self._paused_in_lap
-        self._lap, self._paused_in_lap = now, 0.0
-        return seconds
+    def due(self, step: int) -> bool:
+        """Return whether an optimizer step is a log point."""
+        run = self._run
+        return step % run.recipe.trainer.log_every == 0 or step == run.plan.total_steps
 
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the beginning, pauses included."""
-        return time.perf_counter() - self._start
+    def add(self, values: dict[str, torch.Tensor]) -> None:
+        """Add this rank's shares of the values of a step, before the step is counted."""
+        run = self._run
+        if run.accelerator.optimizer_step_was_skipped:
+            self._skipped_steps += 1
+            values.pop("grad_norm", None)  # infinite or not a number, and nothing is wrong
+        self._meter.add(values)
+        if self.due(run.state.step + 1):  # the rates of this step, not of the next
+            self._rates = learning_rates(run.step.optimizers)
 
-    @property
-    def training(self) -> float:
-        """Seconds since the beginning, pauses excluded."""
-        return self.elapsed - self._paused
+    def drain(self) -> None:
+        """Read the values of the steps since the last read; the one wait for the device."""
+        self._meter.drain()
+        if self._run.recipe.trainer.stop_on_nan:
+            self._meter.check(self._run.state.step)
+
+    def write(self) -> dict[str, float]:
+        """Write the means since the last log point, show them, and return them."""
+        self.drain()
+        run, values = self._run, self._meter.take()
+        seconds = run.watch.lap()
+        samples = run.state.samples - self._samples
+        self._samples = run.state.samples
+        of_run: dict[str, float] = {}
+        if self._skipped_steps:
+            of_run["skipped_steps"], self._skipped_steps = float(self._skipped_steps), 0
+        of_run |= self._rates or learning_rates(run.step.optimizers)
+        self._rates = {}
+        of_run["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
+        self._recorder.write("train", values, run.seconds, of_run)
+        values = self._recorder.renamed(values, of_run) | of_run
+        run.display.values(values)
+        return values
+
+
+logger = logging.getLogger(__name__)
+
+# Names of what the run itself writes; a value of the user's of such a name gets another.
+RESERVED = (
+    *("step", "epoch", "samples", "split", WEIGHTS_STEP, "time"),
+    *("lr", "samples_per_second", "skipped_steps"),
+)
+PURGING = ("tensorboard", "csv")  # trackers that take `purge_step`
+# By tracker, the argument that names a run; the others name it after the project.
+RUN_NAMES = {"mlflow": "run_name", "wandb": "name", "swanlab": "name", "trackio": "name"}
+
+
+class Recorder:
+    """Writes the values of one run; files on rank 0, trackers where the engine says."""
+
+    def __init__(
+        self, accelerator: Accelerator, recipe: Recipe, run_dir: Path, state: TrainState
+    ) -> None:
+        self._accelerator = accelerator
+        self._recipe = recipe
+        self._run_dir = run_dir
+        self._state = state
+        self._file: MetricsFile | None = None
+        self._early: list[dict[str, object]] | None = []
+        self._resumed_at: int | None = None
+        self._renamed: set[str] = set()
+
+    def open(self, resumed: bool) -> None:
+        """Open the trackers; where the run is resumed (from `state`), later records are removed."""
+        recipe = self._recipe
+        self._resumed_at = self._state.step if resumed else None
+        project = recipe.tracker.project_name or recipe.name
+        arguments = self._tracker_arguments(resumed)
+        self._accelerator.init_trackers(project, asdict(recipe), arguments)
+
+    def begin(self, repeated: bool = False) -> None:
+        """Open the file, once the first step is made: until then it stays as it was.
+
+        Args:
+            repeated: whether the evaluation of the step that is resumed was made again.
+        """
+        early, self._early = self._early or [], None
+        if self._accelerator.is_main_process:
+            self._file = MetricsFile(self._run_dir, self._resumed_at, repeated)
+            for record in early:
+                self._file.write(record)
+
+    def write(
+        self,
+        split: str,
+        values: Mapping[str, float],
+        seconds: float,
+        of_run: Mapping[str, float] | None = None,
+        weights_step: int | None = None,
+    ) -> None:
+        """Write the values of a log point or of an evaluation.
+
+        Args:
+            split: whose they are.
+            values: as measured; trackers get them under ``<split>/<name>``, and the file with a
+                name of the run's own as ``<name>_value``.
+            seconds: since the run began.
+            of_run: values that belong to no split; trackers get them under their own names.
+            weights_step: the step whose weights were measured; None: the present ones.
+        """
+        state, common = self._state, dict(of_run or {})
+        where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
+        if weights_step is not None:
+            where[WEIGHTS_STEP] = weights_step
+        own = self.renamed(values, common)
+        record = {**where, "split": split, **own, **common, "time": round(seconds, 3)}
+        if self._early is not None:
+            self._early.append(record)
+        elif self._file is not None:
+            self._file.write(record)
+        named = {f"{split}/{name}": value for name, value in values.items()} | common
+        self._accelerator.log(named, step=state.step)
+
+    def renamed(self, values: Mapping[str, float], of_run: Mapping[str, float]) -> dict[str, float]:
+        """Return values by names that neither `of_run` nor the run's records have."""
+        found: dict[str, float] = {}
+        for name, value in values.items():
+            other = name
+            while other in RESERVED or other in of_run or (other != name and other in values):
+                other = f"{other}_value"
+            found[other] = value
+            if other != name and name not in self._renamed:
+                self._renamed.add(name)
+                logger.warning(
+                    "The run writes a value of its own as %s: yours is in metrics.jsonl as %s.",
+                    name,
+                    other,
+                )
+        return found
+
+    def close(self) -> None:
+        """Close the file. Trackers are closed by the engine, with the run's processes."""
+        if self._file is not None:
+            self._file.close()
+
+    def _tracker_arguments(self, resumed: bool) -> dict[str, dict[str, Any]]:
+        """Return the trackers' arguments.
+
+        A run has the name of its directory there, or a folder below it. Those that can drop
+        records after a resumed step do.
+        """
+        given = self._recipe.tracker.init_kwargs
+        arguments = {name: dict(values) for name, values in given.items()}
+        names = [choice.name for choice in self._accelerator.log_with]
+        for name in PURGING:
+            if resumed and name in names:
+                arguments.setdefault(name, {}).setdefault("purge_step", self._state.step + 1)
+        if "dvclive" in names:  # or each run would remove the one before it
+            arguments.setdefault("dvclive", {}).setdefault("dir", str(self._run_dir / "dvclive"))
+        for name, argument in RUN_NAMES.items():
+            if not resumed and name in names:
+                arguments.setdefault(name, {}).setdefault(argument, self._run_dir.name)
+        return arguments
+
+
+def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
+    """Return `lr`, the first rate of the first optimizer; of several optimizers `lr_<name>` too."""
+    groups = {name: optimizer.param_groups[0] for name, optimizer in optimizers.items()}
+    rates = {name: float(group["lr"]) for name, group in groups.items() if "lr" in group}
+    if not rates:
+        return {}
+    named = {f"lr_{name}": rate for name, rate in rates.items()} if len(rates) > 1 else {}
+    return {"lr": next(iter(rates.values())), **named}

@@ -11,7 +11,7 @@ from accel.run.loss_normalization import global_weight, normalize_loss
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.data.micro_batch_window import MicroBatch, Window
+    from runner.data.batches import MicroBatch, Window
     from runner.recipe.schema import Trainer
 
 

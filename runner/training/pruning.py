@@ -12,14 +12,14 @@ from accel.machine.errors import ConfigError
 from accel.machine.imports import require
 from runner.run_dir import study
 from runner.run_dir.study import StudyFile
-from runner.training.callback import Callback
 from runner.training.evaluation import monitored_value
+from runner.training.run import Callback
 from runner.training.state import PRUNED
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-    from runner.training.current_run import Run
+    from runner.training.run import Run
 
 NAME = "hydra.sweeper"
 

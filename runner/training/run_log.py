@@ -10,13 +10,14 @@ Output that native code writes past Python (a crash in C++) is on the terminal o
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -196,3 +197,67 @@ def note(line: str) -> None:
     """Write a line to the log alone: of progress that a terminal shows as a bar."""
     for log in _ACTIVE:
         log.line(line)
+
+
+FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
+
+
+class _ToStandardError(logging.StreamHandler[TextIO]):
+    """Writes to the standard error of the moment, which a progress bar or a log may replace."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter(FORMAT))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+@contextlib.contextmanager
+def log_levels_applied(levels: Mapping[str, str]) -> Iterator[None]:
+    """Log at other levels in the context; afterwards they are as before.
+
+    Args:
+        levels: by name of a logger, "" for the root, the name of its level. Empty: nothing changes.
+    """
+    if not levels:
+        yield
+        return
+    root, handler = logging.getLogger(), _ToStandardError()
+    loggers = {name: logging.getLogger(name) for name in levels}
+    before = {name: logger.level for name, logger in loggers.items()}
+    root.addHandler(handler)
+    for name, level in levels.items():
+        loggers[name].setLevel(level)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        for name, level_before in before.items():
+            loggers[name].setLevel(level_before)
+
+
+_unfinished = False  # whether the last line on the terminal is that of `announce`
+
+
+def announce(name: str) -> None:
+    """Print the name of a run on standard error, if torch is still to be loaded.
+
+    On a terminal the next line replaces it.
+    """
+    if "torch" in sys.modules:
+        return
+    global _unfinished
+    _unfinished = sys.stderr.isatty()
+    end = "\r" if _unfinished else "\n"
+    print(f"{name}: loading PyTorch …", end=end, file=sys.stderr, flush=True)
+
+
+def interrupted() -> None:
+    """Finish the line of `announce` after a Ctrl-C that nothing else has told of."""
+    global _unfinished
+    if _unfinished:
+        _unfinished = False
+        print("\nInterrupted.", file=sys.stderr, flush=True)

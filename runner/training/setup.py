@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.machine.errors import ConfigError
 from accel.strategies.trainable_changes import Trainable
-from runner.data.train_eval_batches import EvalBatches, TrainBatches
+from runner.data.batches import EvalBatches, TrainBatches, eval_batches
 from runner.training.checkpointing import RunState, Stateful
-from runner.training.saved_hyperparameters import Hyperparameters
+from runner.training.hyperparameters import Hyperparameters, follow_mode
 
 if TYPE_CHECKING:
     import torch
+    from torch.profiler import profile
 
-    from runner.training.callback import Callback
-    from runner.training.current_run import Run
     from runner.training.metrics import StepMeter
+    from runner.training.run import Callback, Run
 
 MOST_NAMES = 5  # of parameters, in a note
 
@@ -34,7 +35,7 @@ class Prepared:
     """
 
     train_batches: TrainBatches
-    eval_batches: dict[str, EvalBatches]
+    eval_batches: dict[str, dict[str, EvalBatches]]
     hyperparameters: Hyperparameters
     schedulers: Mapping[str, LRScheduler]
     stepping: list[tuple[LRScheduler, Any]]
@@ -51,28 +52,35 @@ def prepare(run: Run, callbacks: Mapping[str, Callback], meter: StepMeter) -> Pr
     step, accelerator, recipe, data = run.step, run.accelerator, run.recipe, run.data
     _prepare_models(run)
     train_batches = TrainBatches(accelerator, data, recipe, run.plan)
-    eval_batches = {
-        split: EvalBatches(accelerator, dataset, recipe, data.collate_fn, split)
-        for split, dataset in (("validation", data.validation), ("test", data.test))
-        if dataset is not None
+    sets = {
+        split: eval_batches(accelerator, data, recipe, split) for split in ("validation", "test")
     }
+    if recipe.checkpoint.monitor is not None and not sets["validation"]:
+        raise ConfigError.of(
+            f"checkpoint.monitor={recipe.checkpoint.monitor} without validation data",
+            "it names a validation metric",
+            "Give the data set a validation part, or leave the monitor out.",
+        )
     monitored = (run.monitor, run.mode)
     hyperparameters = Hyperparameters(recipe, step, data, run.plan.total_steps, monitored)
     schedulers = _make_schedulers(run)
+    plateaus = {name: s for name, s in schedulers.items() if isinstance(s, ReduceLROnPlateau)}
+    for name, scheduler in plateaus.items():
+        follow_mode(run, name, scheduler)
     hyperparameters.scheduled(step, schedulers)
     saved = _run_state(run, callbacks, meter, hyperparameters)
     accelerator.register_for_checkpointing(saved)
     return Prepared(
         train_batches,
-        eval_batches,
+        sets,
         hyperparameters,
         schedulers,
         stepping=[
             (scheduler, step.optimizers[name])
             for name, scheduler in schedulers.items()
-            if not isinstance(scheduler, ReduceLROnPlateau)
+            if name not in plateaus
         ],
-        plateaus=[s for s in schedulers.values() if isinstance(s, ReduceLROnPlateau)],
+        plateaus=list(plateaus.values()),
         saved=saved,
     )
 
@@ -150,3 +158,14 @@ def _run_state(
         if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
             parts[f"callbacks.{name}"] = callback
     return RunState(parts)
+
+
+def profiler(loop: Run) -> AbstractContextManager[profile | None]:
+    """Return the context of a loop's profiler; its traces go below the run directory."""
+    handler = loop.recipe.profile
+    if handler is None:
+        return nullcontext()
+    if handler.output_trace_dir is not None or handler.on_trace_ready is None:
+        folder = loop.run_dir / (handler.output_trace_dir or "profile")
+        handler = replace(handler, output_trace_dir=str(folder))
+    return loop.accelerator.profile(handler)

@@ -35,6 +35,7 @@ class TrainState:
         samples_in_epoch: samples trained on in the epoch under way: the position in its order,
             whatever the number of processes.
         evaluated_step: the step at which the validation data was last evaluated; -1: never.
+        evaluation_due: whether an evaluation was due at this step when the state was saved.
         best: best value of the monitored metric so far.
         best_step: the step that reached it.
         seconds: time spent on the run, over all invocations.
@@ -46,6 +47,7 @@ class TrainState:
     step_in_epoch: int = 0
     samples_in_epoch: int = 0
     evaluated_step: int = -1
+    evaluation_due: bool = False
     best: float | None = None
     best_step: int | None = None
     seconds: float = 0.0

@@ -25,13 +25,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runner.training.heartbeat import Progress
-
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
 
 TIME_IS_UP = "max_time"  # reason of a stop by trainer.max_time
 INTERVAL_SECONDS = 0.25
@@ -39,6 +39,7 @@ MAX_INTERVAL = 64
 # Decisions are removed once so many newer ones exist. Rank 0 is ahead of the others by far fewer:
 # it waits for them in every collective.
 KEPT_DECISIONS = 10_000
+SECONDS_TO_FAIL = 5.0  # in which ranks of the same code meet the same error
 
 STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)
@@ -135,6 +136,24 @@ class StopFlag:
         if self._requested:
             self._store.set("requested", self._requested)
         self._decided, clock.next_tick = json.loads(self._store.get(key))
+
+    def all_failed(self, processes: Processes, step: int) -> bool:
+        """Return whether every process has met an error after optimizer step `step`, as this one.
+
+        They can then still do something together. The others are waited for a few seconds: one that
+        is in a collective meanwhile hears of the error only by the end of this process.
+        """
+        if processes.num_processes == 1:
+            return True
+        try:
+            store = self._store = self._store or _stop_store()
+            key = f"failed/{step}"
+            if store.add(key, 1) == processes.num_processes:
+                store.set(f"{key}/all", "")
+            store.wait([f"{key}/all"], timedelta(seconds=SECONDS_TO_FAIL))
+        except RuntimeError:  # torch's, of the store: a process is gone, or takes too long
+            return False
+        return True
 
     @contextmanager
     def installed(self) -> Iterator[StopFlag]:
@@ -237,3 +256,46 @@ def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal
         for number, handler in before.items():
             # None: it was not installed from Python, and cannot be restored from there.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+START_UP = "start-up"
+
+
+class Progress:
+    """Counts what the main thread has completed; read by another thread.
+
+    Attributes:
+        count: boundaries passed: optimizer steps, evaluated batches, phases entered and left.
+        phase: current phase of the main thread.
+        is_slow: whether the phase has no time limit: start-up with the first step,
+            evaluation, saving, the end.
+        ending: why training has ended on this rank; empty: it has not.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.phase = START_UP
+        self.is_slow = True
+        self.ending = ""
+
+    def step(self) -> None:
+        """Say that an optimizer step is complete; from the first one on, steps are timed."""
+        self.count += 1
+        self.phase = "training"
+        self.is_slow = False
+
+    def batch(self) -> None:
+        """Say that a batch was evaluated."""
+        self.count += 1
+
+    @contextmanager
+    def slow_phase(self, phase: str) -> Iterator[None]:
+        """Context of a phase without a time limit."""
+        before = self.phase, self.is_slow
+        self.count += 1
+        self.phase, self.is_slow = phase, True
+        try:
+            yield
+        finally:
+            self.count += 1
+            self.phase, self.is_slow = before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,9 @@ if TYPE_CHECKING:
     from accel import Accelerator
     from runner.data.datasets import Data
     from runner.recipe.batch_plan import BatchPlan
-    from runner.training.current_run import Run
+    from runner.training.run import Run
 
 Row = tuple[str, str]
-
-
-def count_parameters(models: Mapping[str, torch.nn.Module]) -> tuple[int, int]:
-    """Return (all, trainable) parameters of several models; shared ones count once."""
-    found = {id(p): p for model in models.values() for p in model.parameters()}.values()
-    return sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
 
 
 def header_rows(loop: Run) -> list[Row]:
@@ -122,21 +116,9 @@ def model_line(loop: Run) -> str:
 def data_line(data: Data) -> str:
     """Return e.g. "train 1,257 · validation 180 · test 360"; a stream's length is unknown."""
     parts = []
-    for split, dataset in _splits(data).items():
-        length = num_samples(dataset)
-        parts.append(f"{split} {'stream' if length is None else f'{length:,}'}")
+    for name, length in data.sizes().items():
+        parts.append(f"{name} {'stream' if length is None else f'{length:,}'}")
     return " · ".join(parts)
-
-
-def _splits(data: Data) -> dict[str, object]:
-    """Return the data sets that there are, by split."""
-    splits = {"train": data.train, "validation": data.validation, "test": data.test}
-    return {split: dataset for split, dataset in splits.items() if dataset is not None}
-
-
-def num_samples(dataset: object) -> int | None:
-    """Return the length of a data set; None for a stream."""
-    return len(dataset) if isinstance(dataset, Sized) else None
 
 
 def batch_line(plan: BatchPlan, copies: int = 1) -> str:
@@ -191,7 +173,8 @@ def summary_of(loop: Run) -> dict[str, object]:
         # A run that reached max_time has not finished its schedule: it can be resumed.
         "complete": stopped is not None and stopped.complete and stopped.kind != "max_time",
         "step": state.step,
-        "epoch": state.epoch,
+        "epoch": state.epoch_number,
+        "epochs_completed": state.epoch,
         "samples": state.samples,
         "seconds": round(loop.seconds, 3),
         "samples_per_second": throughput(loop),
@@ -203,10 +186,26 @@ def summary_of(loop: Run) -> dict[str, object]:
         "metrics": loop.metrics,
         WEIGHTS_STEP: loop.weights_step,
         "checkpoint": loop.saver.last,
-        "data": {split: num_samples(found) for split, found in _splits(loop.data).items()},
+        "data": loop.data.sizes(),
         "memory": peak_memory(loop.accelerator.device),
         "ended": time.time(),
         **loop.results,
+    }
+
+
+def metadata_of(loop: Run) -> dict[str, object]:
+    """Return what a checkpoint says of the run and of its position."""
+    state = loop.state
+    return {
+        "run": loop.run_dir.name,
+        "step": state.step,
+        "epoch": state.epoch,
+        "samples": state.samples,
+        "samples_in_epoch": state.samples_in_epoch,
+        "num_processes": loop.accelerator.num_processes,
+        "global_batch_size": loop.plan.global_batch,
+        "monitor": loop.monitor,
+        "metrics": loop.metrics.get("validation", {}),
     }
 
 

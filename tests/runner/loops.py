@@ -21,11 +21,10 @@ from runner.recipe.batch_plan import plan_batches
 from runner.recipe.processes import dp_size
 from runner.recipe.schema import Checkpoint, DataLoader, Precision, Recipe, Tracker, Trainer
 from runner.training.build import make_accelerator
-from runner.training.callback import Callback
 from runner.training.console import Display
 from runner.training.loop import Loop
-from runner.training.objective import Objective
-from runner.training.step import SupervisedStep
+from runner.training.run import Callback
+from runner.training.step import Objective, SupervisedStep
 
 NUM_TRAIN, NUM_VALIDATION = 40, 13
 
@@ -134,9 +133,12 @@ class Spy(Callback):
 
 
 def recipe_of(**changes: Any) -> Recipe:
-    """Return a recipe of 8 samples a step, 5 steps an epoch; `trainer__epochs=2` sets a field."""
+    """Return a recipe of 8 samples a step, 5 steps an epoch; `trainer__epochs=2` sets a field.
+
+    It has no short evaluation before the first step: objectives of tests count their calls.
+    """
     nodes: dict[str, dict[str, Any]] = {
-        "trainer": {"epochs": 4, "global_batch_size": 8, "log_every": 1},
+        "trainer": {"epochs": 4, "global_batch_size": 8, "log_every": 1, "sanity_steps": 0},
         "tracker": {"log_with": []},
         "dataloader": {},
         "checkpoint": {},

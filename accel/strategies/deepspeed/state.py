@@ -52,6 +52,10 @@ class ZeroState(StateIO):
         kinds = ("optimizer state", "gradients", "parameters")
         return kinds[: self._trained.plugin.stage] if self._comm.world_size > 1 else ()
 
+    def num_elements(self, parameter: torch.nn.Parameter) -> int:
+        """Return the elements of a parameter; a partitioned one has none of its own."""
+        return int(getattr(parameter, "ds_numel", parameter.numel()))
+
     def footprint(
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:

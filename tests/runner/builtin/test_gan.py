@@ -8,7 +8,7 @@ from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from runner.builtin.digits import digits
 from runner.builtin.gan import GANStep, frechet_distance, neighbour_accuracy
-from runner.data.micro_batch_window import MicroBatch, Window
+from runner.data.batches import MicroBatch, Window
 from runner.recipe.schema import Trainer
 from tests.helpers import run_distributed
 

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 import math
@@ -11,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel.machine.errors import ConfigError
-from runner.builtin.optimizers import adamw, constant, cosine, linear
+from runner.builtin.optimizers import adamw, check_ranges, constant, cosine, linear
 from tests.accel.precision.float8 import needs_torchao
 
 
@@ -161,4 +163,21 @@ def test_options_that_torchao_has_not_are_refused_together() -> None:
     assert [p.value for p in error.value.problems] == [
         "optimizer.state_format='9bit'",
         "optimizer.fused=true with torchao's AdamW",
+    ]
+
+
+def test_numbers_within_their_range_pass() -> None:
+    check_ranges("model", width=(1, 1, 4), rate=(0.5, 0.0, math.inf))
+
+
+def test_every_number_outside_of_its_range_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_ranges("model", width=(5, 1, 4), rate=(math.inf, 0.0, math.inf), depth=(2, 1, 3))
+    assert [str(problem.value) for problem in caught.value.problems] == [
+        "model.width=5",
+        "model.rate=inf",
+    ]
+    assert [problem.rule for problem in caught.value.problems] == [
+        "it must be from 1 to 4",
+        "it must be finite and at least 0",
     ]

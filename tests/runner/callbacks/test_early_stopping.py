@@ -72,7 +72,8 @@ def test_a_run_with_progress_goes_on(tmp_path: Path) -> None:
 
 def test_patience_is_counted_over_a_resume(tmp_path: Path) -> None:
     recipe = recipe_of(trainer__epochs=9)
-    for values, step, stop in (((1.0, 2.0), 10, 10), ((2.0,), 15, None)):
+    # The state of step 10 was saved before its evaluation, which the resume makes.
+    for values, step, stop in (((1.0, 2.0), 10, 10), ((2.0, 2.0), 15, None)):
         recipe.trainer.stop_after = stop
         summary = run(
             tmp_path,
@@ -143,10 +144,6 @@ def test_another_measure_is_not_compared_with_the_best_before(
     assert ("Early stopping monitored another metric" in told.getvalue()) is not waits
 
 
-class FakeLoop:
-    monitor, mode, remeasured, data = "loss", "min", False, Data(Points(1), Points(1))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -163,7 +160,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 def test_what_it_follows_must_be_there(tmp_path: Path) -> None:
     callbacks = {"early_stopping": EarlyStopping(monitor="coun")}
     with pytest.raises(ConfigError, match="Did you mean 'count'"):
-        run(tmp_path / "a", recipe_of(), callbacks=callbacks)
+        run(tmp_path / "a", recipe_of(trainer__sanity_steps=1), callbacks=callbacks)
     callbacks = {"early_stopping": EarlyStopping()}
     with pytest.raises(ConfigError, match="without validation data"):
         run(tmp_path / "b", recipe_of(), data=Data(Points(NUM_TRAIN)), callbacks=callbacks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,16 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from accel.data.samplers import SeedableRandomSampler
+from runner.data import datasets
 from runner.data.datasets import (
+    Collate,
+    DataError,
     ReplayedRandomSampler,
     SeededDataset,
     SeededStream,
+    UserCode,
     WindowSampler,
+    collate,
     make_loader,
     make_order,
 )
@@ -206,3 +212,42 @@ def test_windows_start_where_they_are_told_and_complete_from_the_beginning() -> 
 def test_fewer_windows_than_the_data_has() -> None:
     sampler = WindowSampler(make_order(range(11), 0, DataLoader()), 2, 4, 2, multiple=4)
     assert [i for batch in sampler for _, i in batch] == list(sampler.sampler)[:8]
+
+
+def test_the_end_of_an_iterator_is_an_error_and_others_stay() -> None:
+    with pytest.raises(DataError, match="__getitem__ raised StopIteration"):
+        with UserCode("__getitem__"):
+            next(iter(()))
+    with pytest.raises(KeyError), UserCode("__getitem__"):
+        raise KeyError(3)
+
+
+def test_an_exit_in_a_worker_is_an_error_that_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit), UserCode("__getitem__"):
+        raise SystemExit(3)
+    monkeypatch.setattr(datasets, "get_worker_info", lambda: "a worker")
+    with pytest.raises(DataError, match="__getitem__ raised SystemExit: 3"):
+        with UserCode("__getitem__"):
+            raise SystemExit(3)
+    with pytest.raises(KeyError), UserCode("__getitem__"):
+        raise KeyError(3)
+
+
+def test_a_function_that_joins_samples_is_called_with_them() -> None:
+    assert Collate(sum)([1, 2]) == 3
+    with pytest.raises(DataError, match="collate_fn raised StopIteration"):
+        Collate(lambda samples: next(iter(())))([1])
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [torch.ones(2), torch.ones(3)],
+        [{"a": 1}, {"b": 1}],
+        [(1, 2), (1,)],
+        [object(), object()],
+    ],
+)
+def test_samples_that_do_not_agree_are_refused(samples: list[Any]) -> None:
+    with pytest.raises(DataError, match="samples cannot be collated"):
+        collate(samples)

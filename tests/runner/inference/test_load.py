@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from safetensors.torch import load_file
 
 import runner
 from accel.machine.errors import CheckpointError, ConfigError
-from runner.inference.load import find_checkpoint
+from runner.inference.load import code_now, find_checkpoint, other_code, other_data
+from runner.run_dir import provenance
+from runner.run_dir.reproduction import recorded
 from tests.runner.runs import make_run
 
 
@@ -109,3 +112,57 @@ def test_every_exported_name_is_there_and_no_module_hides_one() -> None:
     assert set(runner.__all__) <= set(dir(runner))
     with pytest.raises(AttributeError, match="lod"):
         _ = runner.lod
+
+
+FILES = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
+
+
+def record(run_dir: Path, **content: object) -> None:
+    (run_dir / "environment.json").write_text(json.dumps(content))
+
+
+def code_differences(run_dir: Path) -> list[str]:
+    then = recorded(run_dir)
+    return other_code(then, code_now(then))
+
+
+def test_a_changed_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "ownpkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("width = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record(tmp_path, code=provenance.package_digests(["ownpkg"]))
+    assert code_differences(tmp_path) == []
+    before = code_now(recorded(tmp_path))
+    (package / "__init__.py").write_text("width = 2\n")
+    said = "code: not as it was trained with: the Python files of the package ownpkg differ"
+    assert code_differences(tmp_path) == [said]
+    assert before.keys() == {"ownpkg"}
+    assert before != code_now(recorded(tmp_path))
+
+
+def test_git_tells_of_packages_that_are_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = {"sha": "a" * 40, "dirty": False}
+    monkeypatch.setattr(provenance, "git_state", lambda folder: {**git, "sha": "b" * 40})
+    record(tmp_path, code={"ownpkg": None}, git=git)
+    (line,) = code_differences(tmp_path)
+    assert "the project was at commit aaaaaaaaaa, and is at bbbbbbbbbb" in line
+    record(tmp_path, git=git)  # no code of the project's: a commit says nothing
+    assert code_differences(tmp_path) == []
+
+
+def test_data_that_the_command_has_changed_is_not_compared(tmp_path: Path) -> None:
+    record(tmp_path, data={"data.path": FILES})
+    now = {"data.path": {**FILES, "bytes": 12}}
+    (line,) = other_data(recorded(tmp_path), now, ["trainer.seed"])
+    assert line.startswith("data: not as it was trained with: data.path: 1 file of 9 bytes then")
+    assert other_data(recorded(tmp_path), now, ["data.path"]) == []
+    assert other_data(recorded(tmp_path), {"data.path": FILES}, []) == []
+
+
+def test_a_run_without_a_record_says_nothing(tmp_path: Path) -> None:
+    assert code_differences(tmp_path) == []
+    assert code_now(recorded(tmp_path)) == {}
+    assert other_data(recorded(tmp_path), {"data.path": FILES}, []) == []

@@ -39,7 +39,7 @@ def test_predictions_are_those_of_the_model_in_memory(run_dir: Path) -> None:
 
 def weights_on_disk(request: session.Request) -> tuple[list[bool], int]:
     """Return of each leaf whether its weights are on disk, and how many files were written."""
-    with session._session(request) as opened:
+    with session.opened(request) as opened:
         (model,) = opened.step.models.values()
         leaves = [m for m in model.modules() if not list(m.children()) and list(m.parameters())]
         written = Path(tempfile.gettempdir()).glob("runner-weights-*/**/*.*")

@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, default_collate
 
 import runner
 from accel.machine.errors import CheckpointError, ConfigError
 from runner.builtin.digits import digits
 from runner.cli import program
 from runner.data.datasets import Data
-from runner.inference import session
+from runner.inference import predict, session
 from runner.recipe import keys
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.schema import Recipe
 from runner.run_dir.job import Job
 from runner.training import build
 from runner.training.step import SupervisedStep
-from tests.runner.loops import Points, Stream
+from tests.runner.loops import Fit, Points, Stream
 from tests.runner.runs import make_run
 
 NUM_TEST = 360
@@ -261,7 +261,7 @@ def test_of_a_stream_that_a_limit_may_cut_off_no_part_is_claimed(
     limited = make_run(tmp_path, "trainer.limit_eval_batches=9", "trainer.eval_batch_size=3")
     request = session.Request(limited, (), ("test",), output=tmp_path / "p.jsonl")
     monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Short(7)))
-    assert session.write_predictions(request) == 7  # all
+    assert predict.write_predictions(request) == 7  # all
     shown = capsys.readouterr().out
     assert "only a part" not in shown
     limit = "trainer.limit_eval_batches"
@@ -293,17 +293,17 @@ def test_a_stream_is_predicted_row_by_row_and_counted(
         run_dir, ("trainer.eval_batch_size=3",), ("test",), output=tmp_path / "p.jsonl"
     )
     monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Claiming(7)))
-    assert session.write_predictions(request) == 7
+    assert predict.write_predictions(request) == 7
     assert len(predictions(tmp_path / "p.jsonl")) == 7
     monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Counted(7)))
     with pytest.raises(ConfigError, match="predict returned 7 rows: the data set has 9 samples"):
-        session.write_predictions(request)
+        predict.write_predictions(request)
 
 
 def written(tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(session, "_session", lambda request, worker: contextlib.nullcontext())
-    monkeypatch.setattr(session, "_predictions", lambda session: iter([{"prediction": 3}]))
-    return session.write_predictions(session.Request(tmp_path, output=output))
+    monkeypatch.setattr(predict, "opened", lambda request, worker: contextlib.nullcontext())
+    monkeypatch.setattr(predict, "_predictions", lambda session: iter([{"prediction": 3}]))
+    return predict.write_predictions(session.Request(tmp_path, output=output))
 
 
 def test_a_pipe_is_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,3 +351,32 @@ def test_what_is_neither_file_nor_pipe_is_no_output(
         with pytest.raises(ConfigError, match="neither a file nor a pipe"):
             written(tmp_path, tmp_path / "socket", monkeypatch)
         assert (tmp_path / "socket").is_socket()
+
+
+class OwnPrediction(Fit):
+    def predict(self, model: Any, batch: Any) -> Any:
+        return super().predict(model, batch)
+
+
+def test_a_large_output_of_a_model_is_written_only_if_someone_asks_for_it() -> None:
+    """L1: logits over a vocabulary are refused with their size and the remedy."""
+    small, large = {"logits": [0.5] * 1000}, {"logits": [0.5] * 10_000}
+    predict._require_small(Fit(), small)
+    predict._require_small(OwnPrediction(), large)
+    with pytest.raises(ConfigError, match=r"predictions of 50 kB a sample.*Define Fit.predict"):
+        predict._require_small(Fit(), large)
+
+
+def test_named_sets_are_measured_and_predicted_by_name(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = digits()
+    halves = {name: Subset(found.test, range(n)) for name, n in (("few", 3), ("many", 50))}
+    monkeypatch.setattr(build, "build_data", lambda recipe: Data(found.train, test=halves))
+    measured = session.measure(session.Request(run_dir))["test"]
+    assert measured.keys() == {"few/loss", "few/accuracy", "many/loss", "many/accuracy"}
+    output = tmp_path / "p.jsonl"
+    assert predict.write_predictions(session.Request(run_dir, output=output)) == 53
+    rows = predictions(output)
+    assert [row["set"] for row in rows] == ["few"] * 3 + ["many"] * 50
+    assert [row["prediction"] for row in rows[:3]] == [row["prediction"] for row in rows[3:6]]

@@ -198,7 +198,7 @@ def test_a_finished_run_says_so_and_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = one_run(tmp_path, monkeypatch)
-    summary = {"complete": True, "stopped": "epochs", "step": 40, "epoch": 2}
+    summary = {"complete": True, "stopped": "epochs", "step": 40, "epochs_completed": 2}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     before = tree(run_dir)
     for line in (
@@ -224,7 +224,7 @@ def test_a_finished_run_that_is_past_a_limit_tells_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = one_run(tmp_path, monkeypatch)
-    summary = {"complete": True, "stopped": "epochs", "step": 50, "epoch": 5}
+    summary = {"complete": True, "stopped": "epochs", "step": 50, "epochs_completed": 5}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     for limit, reached in (("epochs=4", "completed"), ("max_steps=30", "reached")):
         assert cli.main([f"resume={run_dir}", f"trainer.{limit}"]) == 0
@@ -237,7 +237,7 @@ def test_a_finished_run_that_goes_on_says_so_as_soon_as_it_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = one_run(tmp_path, monkeypatch)
-    early = {"complete": True, "stopped": "callback", "reason": "no better", "step": 20, "epoch": 1}
+    early = {"complete": True, "stopped": "callback", "reason": "no better", "step": 20}
     (run_dir / "summary.json").write_text(json.dumps(early))
 
     def killed_after_its_first_step(job: Job) -> int:

@@ -14,8 +14,7 @@ import pytest
 from accel.machine.errors import ConfigError
 from runner.launch import hangs, watchdog
 from runner.recipe.schema import Distributed, Recipe, Trainer
-from runner.training.heartbeat import Progress
-from runner.training.stopping import StopFlag
+from runner.training.stopping import Progress, StopFlag
 from tests.helpers import SECONDS, python, run_distributed
 
 # -- the time-out ----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def auto(folder: Path, **fields: Any) -> Path | None:
 
 
 def finished(run_dir: Path, **summary: Any) -> Path:
-    content = {"complete": True, "stopped": "epochs", "step": 20, "epoch": 2, **summary}
+    content = {"complete": True, "stopped": "epochs", "step": 20, "epochs_completed": 2, **summary}
     (run_dir / "summary.json").write_text(json.dumps(content))
     return run_dir
 

@@ -16,7 +16,7 @@ from runner.recipe.factory import check_factories
 from runner.recipe.registry import register
 from runner.recipe.schema import Precision, Recipe
 from runner.training import build
-from runner.training.callback import Callback
+from runner.training.run import Callback
 from runner.training.step import Step, SupervisedStep
 from tests.accel.precision.float8 import needs_torchao
 from tests.helpers import run_distributed

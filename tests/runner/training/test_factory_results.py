@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
-from runner.training.callback import Callback
 from runner.training.factory_results import check, check_trainable
+from runner.training.run import Callback
 
 DATASET = TensorDataset(torch.zeros(4, 1))
 LINEAR = torch.nn.Linear(1, 1)

@@ -237,7 +237,7 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     from accel.comm.rng import set_seed
-    from runner.data.train_eval_batches import TrainBatches
+    from runner.data.batches import TrainBatches
     from runner.recipe import composition, hydra_setup
     from runner.recipe.batch_plan import plan_batches
     from runner.training.build import build_parts, make_accelerator

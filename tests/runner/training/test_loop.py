@@ -16,13 +16,12 @@ from rich.console import Console
 from accel.accelerator import Accelerator
 from accel.checkpoint.directory import checkpoints, read_manifest
 from accel.config.training import ProjectConfiguration
-from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
 from runner.recipe.schema import Checkpoint
-from runner.training.callback import Callback
 from runner.training.console import Display
-from runner.training.loop import Loop
+from runner.training.loop import LateError, Loop
 from runner.training.metrics import NonFiniteError
+from runner.training.run import Callback
 from runner.training.stopping import StopFlag
 from tests.runner.loops import (
     NUM_TRAIN,
@@ -80,7 +79,7 @@ def test_training_makes_progress_and_counts_every_sample(tmp_path: Path) -> None
 
 def test_max_steps_may_end_a_run_within_an_epoch(tmp_path: Path) -> None:
     summary = run(tmp_path, recipe_of(trainer__max_steps=7))
-    assert (summary["stopped"], summary["step"], summary["epoch"]) == ("max_steps", 7, 1)
+    assert (summary["stopped"], summary["step"], summary["epoch"]) == ("max_steps", 7, 2)
     assert [record["step"] for record in records(tmp_path, "validation")] == [5, 7]
     assert read_manifest(newest(tmp_path)).metadata["step"] == 7
 
@@ -150,7 +149,7 @@ def test_or_is_counted(tmp_path: Path) -> None:
 
 
 def test_an_unknown_monitor_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"monitor='los'.*Did you mean 'loss'"):
+    with pytest.raises(LateError, match=r"monitor='los'.*Did you mean 'loss'"):
         run(tmp_path, recipe_of(checkpoint__monitor="los"))
 
 

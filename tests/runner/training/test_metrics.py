@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from accel.checkpoint.directory import checkpoints
 from accel.comm.local import LocalCommunicator
 from accel.machine.errors import CheckpointError
-from runner.training.metrics import NonFiniteError, StepMeter, Stopwatch
+from accel.trackers.table import TRACKERS
+from runner.data.datasets import Data
+from runner.training.metrics import NonFiniteError, StepMeter, learning_rates
+from runner.training.run import Stopwatch
+from tests import commands
+from tests.accel.trackers.offline import needs
+from tests.accel.trackers.test_wandb import records as wandb_records
+from tests.helpers import ROOT, python
+from tests.runner.loops import (
+    NUM_TRAIN,
+    Fit,
+    Points,
+    build,
+    losses,
+    recipe_of,
+    records,
+    run,
+)
 
 
 def test_a_meter_averages_what_it_read() -> None:
@@ -48,7 +73,7 @@ def test_a_meter_names_the_step_that_is_not_finite() -> None:
 
 def test_pauses_are_left_out_of_a_lap(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("runner.training.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("runner.training.run.time.perf_counter", lambda: now[0])
     watch = Stopwatch()
     now[0] = 3.0
     with watch.paused():
@@ -57,3 +82,218 @@ def test_pauses_are_left_out_of_a_lap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (watch.lap(), watch.training, watch.elapsed) == (4.0, 4.0, 11.0)
     now[0] = 12.0
     assert (watch.lap(), watch.training) == (1.0, 5.0)
+
+
+def test_a_logged_rate_is_that_of_the_step(tmp_path: Path) -> None:
+    run(tmp_path, recipe_of(trainer__epochs=2, trainer__log_every=3))
+    rates = [record["lr"] for record in records(tmp_path)]
+    per_step = [0.02 * (1 - 0.9 * step / 10) for step in range(10)]
+    assert rates == pytest.approx([per_step[step - 1] for step in (3, 6, 9, 10)])
+
+
+def test_a_log_point_gives_the_mean_of_its_steps(tmp_path: Path) -> None:
+    run(tmp_path / "each", recipe_of(trainer__max_steps=7))
+    run(tmp_path / "third", recipe_of(trainer__max_steps=7, trainer__log_every=3))
+    each = losses(tmp_path / "each")
+    third = records(tmp_path / "third")
+    assert [record["step"] for record in third] == [3, 6, 7]
+    means = [sum(each[:3]) / 3, sum(each[3:6]) / 3, each[6]]
+    assert [record["loss"] for record in third] == pytest.approx(means, rel=1e-6)
+    assert third[-1]["lr"] == records(tmp_path / "each")[-1]["lr"]
+
+
+def test_the_device_is_read_at_log_points_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(
+        trainer__epochs=2,
+        trainer__log_every=5,
+        trainer__clip_grad_norm=1.0,
+        checkpoint__at_end=False,
+        checkpoint__every_epochs=None,
+    )
+    loop = build(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
+    drained: list[int] = []
+    drain = loop.meter.drain
+    monkeypatch.setattr(loop.meter, "drain", lambda: (drained.append(loop.state.step), drain()))
+    loop.run()
+    assert drained == [5, 10]
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_skipped_steps_of_fp16_are_counted(clip: float | None, tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__max_steps=2, precision__mode="fp16", trainer__log_every=2)
+    recipe.trainer.clip_grad_norm = clip  # the norm of such a step is no reason to stop
+    assert recipe.trainer.stop_on_nan
+    recipe.precision.scaler.init_scale = 2.0**40
+    run(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
+    (record,) = records(tmp_path)
+    assert record["skipped_steps"] == 2.0
+    assert "grad_norm" not in record
+    assert record["lr"] == 0.02
+
+
+def test_trackers_get_the_values_under_their_names(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = recipe_of(trainer__epochs=1, tracker__log_with=["tensorboard"])
+    loop = build(tmp_path, recipe)
+    loop.run()
+    loop.accelerator.end_training()
+    events = [path.parent for path in tmp_path.rglob("events.out.tfevents.*")]
+    accumulator = EventAccumulator(str(min(events, key=lambda path: len(path.parts))))
+    accumulator.Reload()
+    expected = {"train/loss", "validation/loss", "test/loss", "lr", "samples_per_second"}
+    assert expected <= set(accumulator.Tags()["scalars"])
+    assert [event.step for event in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+
+
+def test_only_the_runs_own_values_belong_to_no_split(tmp_path: Path) -> None:
+    class Ranked(Fit):
+        def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+            return {**super().summarize(values), "lrap": 0.5}
+
+    recipe = recipe_of(trainer__epochs=1, tracker__log_with=["csv"])
+    loop = build(tmp_path, recipe, objective=Ranked())
+    loop.run()
+    loop.accelerator.end_training()
+    with (tmp_path / "tensorboard" / recipe.name / "metrics.csv").open(newline="") as file:
+        names = next(csv.reader(file))
+    assert {"validation/lrap", "test/lrap", "lr"} <= set(names)
+    assert "lrap" not in names
+
+
+class Timed(Fit):
+    """Measures things under names that the run's own values have."""
+
+    def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        return {**super().summarize(values), "time": 0.5, "samples": 3.0, "samples_value": 4.0}
+
+
+def test_a_value_of_a_name_of_the_runs_own_gets_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = build(tmp_path, recipe_of(trainer__epochs=2), objective=Timed())
+    train = loop.step.train
+
+    def trained_so(*arguments: Any) -> dict[str, torch.Tensor]:
+        return {**train(*arguments), "lr": torch.tensor(7.0), "step": torch.tensor(8.0)}
+
+    monkeypatch.setattr(loop.step, "train", trained_so)
+    loop.run()
+    loop.accelerator.end_training()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["split"] == "train"]
+    assert [line["step"] for line in trained] == list(range(1, 11))
+    assert {(line["lr_value"], line["step_value"]) for line in trained} == {(7.0, 8.0)}
+    assert all(line["lr"] < 1 for line in trained)
+    measured = [line for line in lines if line["split"] == "validation"]
+    assert [line["samples"] for line in measured] == [trained[4]["samples"], trained[9]["samples"]]
+    values = {(m["time_value"], m["samples_value_value"], m["samples_value"]) for m in measured}
+    assert values == {(0.5, 3.0, 4.0)}
+    told = [text for text in caplog.messages if "in metrics.jsonl as" in text]
+    assert len(told) == 4  # once for each name
+
+
+def test_a_resumed_run_appends_to_its_trackers_files(tmp_path: Path) -> None:
+    recipe = recipe_of(
+        trainer__max_steps=8,
+        checkpoint__every_epochs=None,
+        checkpoint__every_steps=2,
+        tracker__log_with=["csv"],
+    )
+    build(tmp_path, recipe).run()
+    older = checkpoints(tmp_path / "checkpoints")[-2]
+    table = tmp_path / "tensorboard" / recipe.name / "metrics.csv"
+    before = logged_losses(table)
+    assert [step for step, _ in before] == list(range(1, 9))
+    again = build(tmp_path, recipe, resume_from=older)
+    again.run()
+    again.accelerator.end_training()
+    assert logged_losses(table) == before  # steps 7 and 8 once
+
+
+def logged_losses(table: Path) -> list[tuple[int, float]]:
+    """Return (step, loss) of the rows of training."""
+    with table.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    return [(int(row["step"]), float(row["train/loss"])) for row in rows]
+
+
+def command(folder: Path, *overrides: str, **environment: str) -> None:
+    """Run `python -m runner` in `folder`, small and fast."""
+    small = ("trainer.log_every=1", "trainer.global_batch_size=64")
+    known = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), **environment}
+    answer = commands.run("-m", "runner", *small, *overrides, cwd=folder, environment=known)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+RECIPES = sorted(path.stem for path in (ROOT / "conf" / "tracker").glob("*.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_tracker_trains_without_a_server(name: str, tmp_path: Path) -> None:
+    entry = TRACKERS.get(name)
+    if entry is not None and not entry.is_available():
+        pytest.skip(f"no {entry.package} here")
+    offline = {
+        "WANDB_MODE": "offline",
+        "SWANLAB_MODE": "offline",
+        "CLEARML_OFFLINE_MODE": "1",
+        "COMET_OFFLINE_DIRECTORY": str(tmp_path),
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+    }
+    without = {"comet_ml": ["tracker.init_kwargs.comet_ml.online=false"]}
+    command(tmp_path, f"tracker={name}", "trainer.stop_after=2", *without.get(name, []), **offline)
+    assert len(list(tmp_path.glob("runs/digits/*/metrics.jsonl"))) == 1
+
+
+@needs("mlflow")
+def test_a_recipe_names_several_trackers_and_resumes_them(tmp_path: Path) -> None:
+    script = "import sys; from mlflow import MlflowClient\n" + (
+        "client = MlflowClient('sqlite:///runs/mlflow/mlflow.db')\n"
+        "experiment = client.get_experiment_by_name('digits')\n"
+        "run, = client.search_runs([experiment.experiment_id])\n"
+        "history = client.get_metric_history(run.info.run_id, 'train/loss')\n"
+        "steps = [metric.step for metric in history]\n"
+        "print(run.info.status, steps, run.data.params['optimizer/lr'])"
+    )
+    command(tmp_path, "tracker=[tensorboard,mlflow,csv]", "trainer.stop_after=3")
+    run_dir = next(tmp_path.glob("runs/digits/*/config.yaml")).parent
+    command(tmp_path, f"resume={run_dir}", "trainer.stop_after=5")
+    done = subprocess.run(python("-c", script), cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("FINISHED [1, 2, 3, 4, 5] 0."), done.stderr
+    table = run_dir / "tensorboard" / "digits" / "metrics.csv"
+    assert [step for step, _ in logged_losses(table)] == [1, 2, 3, 4, 5]
+    assert list((run_dir / "tensorboard" / "digits").glob("events.out.tfevents.*"))
+
+
+@needs("wandb")
+def test_a_recipe_resumes_its_run_of_wandb(tmp_path: Path) -> None:
+    command(tmp_path, "tracker=wandb", "trainer.stop_after=2", WANDB_MODE="offline")
+    run_dir = next(tmp_path.glob("runs/digits/*/config.yaml")).parent
+    command(tmp_path, f"resume={run_dir}", "trainer.stop_after=3", WANDB_MODE="offline")
+    files = sorted(tmp_path.glob("runs/wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert len({path.name for path in files}) == 1  # one run id
+    steps = [
+        item.value_json
+        for path in files
+        for record in wandb_records(path)
+        for item in record.history.item
+        if (item.key or "/".join(item.nested_key)) == "_step"
+    ]
+    assert [int(step) for step in steps] == [1, 2, 3]
+    named = [record.run.display_name for record in wandb_records(files[0])]
+    assert set(filter(None, named)) == {run_dir.name}
+
+
+def test_learning_rates_are_those_of_the_first_groups() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:2], "lr": 0.5}]
+    one = torch.optim.SGD(groups, lr=0.1)
+    two = torch.optim.SGD(parameters[2:], lr=0.2)
+    assert learning_rates({"a": one}) == {"lr": 0.1}
+    assert learning_rates({"a": one, "b": two}) == {"lr": 0.1, "lr_a": 0.1, "lr_b": 0.2}
+    assert learning_rates({}) == {}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from runner.cli import program
 from runner.run_dir.directory import RUN_LOG
 from runner.training import run_log
 from runner.training.console import Display
 from runner.training.run_log import RunLog
+from tests.helpers import SECONDS, python
 
 
 def lines(folder: Path) -> list[str]:
@@ -75,7 +79,7 @@ def test_a_bar_on_a_terminal_leaves_lines_of_progress(
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     with run_log.captured(tmp_path):
         console = Console(force_terminal=True, width=100, legacy_windows=False)
-        shown = Display(True, console, refresh_seconds=0.0, line_seconds=0.0)
+        shown = Display(True, console, refresh_seconds=0.0)
         shown.start(0, 20, 1)
         for step in (10, 20):
             shown.step(step, 1)
@@ -135,3 +139,109 @@ def test_a_note_is_in_the_log_only(tmp_path: Path, capsys: pytest.CaptureFixture
         run_log.note("progress")
     assert lines(tmp_path)[-1] == "progress"
     assert capsys.readouterr().out == ""
+
+
+def test_named_loggers_speak_and_are_silent_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    for name in ("own.levels", "other.levels"):
+        monkeypatch.setattr(logging.getLogger(name), "_cache", {})
+    logger, other = logging.getLogger("own.levels"), logging.getLogger("other.levels")
+    root = logging.getLogger()
+    before = root.level, list(root.handlers), logger.level
+    with run_log.log_levels_applied({"own.levels": "DEBUG"}):
+        logger.debug("heard")
+        other.debug("not heard")
+    assert (root.level, list(root.handlers), logger.level) == before
+    told = capsys.readouterr().err
+    assert "][own.levels][DEBUG] - heard\n" in told
+    assert "not heard" not in told
+
+
+def test_the_root_means_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with run_log.log_levels_applied({"": "INFO"}):
+        logging.getLogger("any.levels").info("heard")
+    assert "heard" in capsys.readouterr().err
+
+
+def test_without_levels_nothing_changes() -> None:
+    before = list(logging.getLogger().handlers)
+    with run_log.log_levels_applied({}):
+        assert logging.getLogger().handlers == before
+
+
+ROOT = Path(__file__).resolve().parents[3]
+# Ends where torch would be loaded, which takes seconds.
+WITHOUT_TORCH = """
+import sys
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("torch is loaded", file=sys.stderr)
+            raise SystemExit(3)
+
+sys.meta_path.insert(0, Guard())
+from runner import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def start(arguments: tuple[str, ...], folder: Path, **streams: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        python(*arguments),
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        **streams,
+    )
+
+
+def test_something_shows_before_torch_is_loaded(tmp_path: Path) -> None:
+    with start(("-c", WITHOUT_TORCH, "name=mine"), tmp_path) as command:
+        _, err = command.communicate(timeout=SECONDS)
+    assert err.splitlines()[:2] == ["mine: loading PyTorch …", "torch is loaded"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_ctrl_c_while_torch_is_loaded_finishes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(arguments: list[str]) -> int:
+        run_log.announce("mine")
+        raise KeyboardInterrupt
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(program, "_run", load)
+    assert program.run([]) == 130
+    assert terminal.getvalue() == "mine: loading PyTorch …\r\nInterrupted.\n"
+
+
+def read_one_line(arguments: tuple[str, ...], folder: Path) -> tuple[int, str]:
+    """Return exit code and standard error of a command whose reader goes after one line."""
+    with start(("-m", "runner", *arguments), folder, stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        assert command.stdout.readline()
+        command.stdout.close()
+        err = command.stderr.read()
+        return command.wait(SECONDS), err
+
+
+def test_a_reader_that_goes_leaves_a_short_output_quiet(tmp_path: Path) -> None:
+    code, err = read_one_line(("--cfg", "job"), tmp_path)
+    assert (code in (0, 1), err) == (True, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("distributed=multi_cpu",)], ids=["one", "two"])
+def test_a_reader_that_goes_ends_training_quietly(more: tuple[str, ...], tmp_path: Path) -> None:
+    recipe = ("tracker.log_with=[]", "trainer.log_every=1", *more)
+    code, err = read_one_line(recipe, tmp_path)
+    assert (code, err) == (1, "digits: loading PyTorch …\n")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from accel.config.handlers import ProfileKwargs
 from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
-from runner.training.callback import Callback
+from runner.training.run import Callback
 from runner.training.setup import prepare
 from tests.runner.loops import (
     NUM_VALIDATION,
@@ -46,3 +47,11 @@ def test_callbacks_with_a_state_are_saved(tmp_path: Path) -> None:
     assert "callbacks.spy" in saved
     assert "callbacks.plain" not in saved
     assert {"train", "meter"} <= saved.keys()
+
+
+@pytest.mark.parametrize("folder", [None, "traces"])
+def test_a_profile_lies_in_the_run_directory(tmp_path: Path, folder: str | None) -> None:
+    schedule = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}
+    profile = ProfileKwargs(schedule_option=schedule, output_trace_dir=folder)
+    run(tmp_path, recipe_of(trainer__epochs=1, profile=profile))
+    assert list((tmp_path / (folder or "profile")).iterdir())

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from accel.accelerator import Accelerator
-from runner.data.micro_batch_window import MicroBatch, Window
+from accel.machine.errors import ConfigError
+from runner.data.batches import MicroBatch, Window
 from runner.recipe.schema import Trainer
-from runner.training.objective import Objective
-from runner.training.step import SupervisedStep
+from runner.training.step import Objective, SupervisedStep
 from tests.helpers import run_distributed
 
 NUM_SAMPLES = 12
@@ -189,3 +189,16 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.undo()
     assert [len(calls) for calls in reads] == [0, 0, 0, 0]
     assert values["loss"].requires_grad is False
+
+
+class MeanRegression(Regression):
+    def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return super().losses(model, batch).mean()
+
+
+def test_a_loss_that_is_not_per_sample_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    step = make_step(accelerator, MeanRegression())
+    window = Window([MicroBatch(samples())], NUM_SAMPLES)
+    with pytest.raises(ConfigError, match=r"MeanRegression.losses returned shape \[\]"):
+        step.train(accelerator, window, Trainer())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.training import stopping
-from runner.training.stopping import StopFlag
+from runner.training.stopping import Progress, StopFlag
 from tests.helpers import run_distributed
 
 
@@ -238,3 +238,23 @@ def test_signals_are_held_back_and_released() -> None:
             signal.raise_signal(signal.SIGTERM)  # to this thread: others do not hold it back
             assert not stop.requested_locally()
         assert stop.requested_locally()
+
+
+def test_the_first_step_ends_the_slow_start() -> None:
+    progress = Progress()
+    assert (progress.phase, progress.is_slow) == ("start-up", True)
+    progress.step()
+    assert (progress.phase, progress.is_slow, progress.count) == ("training", False, 1)
+    progress.batch()
+    assert progress.count == 2
+
+
+def test_a_slow_phase_ends_where_it_began_also_after_an_error() -> None:
+    progress = Progress()
+    progress.step()
+    with progress.slow_phase("evaluation"):
+        assert (progress.phase, progress.is_slow) == ("evaluation", True)
+        with pytest.raises(ValueError, match="within"), progress.slow_phase("saving"):
+            raise ValueError("within")
+        assert (progress.phase, progress.is_slow) == ("evaluation", True)
+    assert (progress.phase, progress.is_slow, progress.count) == ("training", False, 5)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from runner.builtin.optimizers import adamw
-from runner.training.callback import Callback
 from runner.training.console import Display
+from runner.training.run import Callback
 from tests.helpers import run_distributed
 from tests.runner.loops import build, forget, recipe_of
 

@@ -14,13 +14,14 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import ConfigError
 from runner.builtin.optimizers import cosine
 from runner.data.datasets import Data
 from runner.training.console import Display
-from runner.training.saved_hyperparameters import set_scaler
+from runner.training.hyperparameters import ScheduleState, set_scaler
 from tests.runner import loops
 from tests.runner.loops import Points, newest, recipe_of, records
 
@@ -306,29 +307,14 @@ def test_the_best_by_other_data_or_another_objective_is_looked_for_anew(
     assert ((loop.state.best_step or 0) > STOP) is anew  # the larger values improve on nothing else
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_checkpoint_that_does_not_tell_what_it_measured_is_taken_as_it_is(
-    tmp_path: Path, older: bool
-) -> None:
-    loop = loops.build(tmp_path, recipe_of(**NODES))
-    loop.run()
-    saved = dict(loop._prepared.hyperparameters.now)
-    if older:
-        del saved["measured"]
-    another = loops.build(tmp_path, recipe_of(data={"name": "other"}))
-    another._prepare()
-    another._prepared.hyperparameters.load_state_dict(saved)
-    assert another._prepared.hyperparameters.measures_differently is not older
-
-
 @pytest.mark.parametrize(
     ("changes", "mode", "best", "anew"),
     [
         ({}, "min", 0.5, False),
-        ({"checkpoint__monitor": "count", "checkpoint__mode": "max"}, "min", math.inf, True),
+        ({"checkpoint__monitor": "count", "checkpoint__mode": "max"}, "max", -math.inf, True),
         ({"data": {"name": "points", "seed": 5}}, "min", math.inf, True),
         ({"objective": {"name": "fit", "scale": 2.0}}, "min", math.inf, True),
-        ({"scheduler": {"name": "plateau", "mode": "max"}}, "max", -math.inf, True),
+        ({"checkpoint__mode": "max"}, "max", -math.inf, True),
     ],
     ids=["same", "monitor", "data", "objective", "mode"],
 )
@@ -336,15 +322,13 @@ def test_a_schedule_does_not_compare_measures_of_two_kinds(
     tmp_path: Path, changes: dict[str, Any], mode: Any, best: float, anew: bool
 ) -> None:
     def patient(optimizer: Any, num_steps: int) -> Any:
-        return lr_scheduler.ReduceLROnPlateau(optimizer, mode=mode, patience=9)
+        return lr_scheduler.ReduceLROnPlateau(optimizer, patience=9)
 
     nodes = {**NODES, "scheduler": {"name": "plateau"}}
     first = loops.build(
         tmp_path,
         recipe_of(trainer__stop_after=STOP, **nodes),
-        make_scheduler=lambda optimizer, num_steps: lr_scheduler.ReduceLROnPlateau(
-            optimizer, patience=9
-        ),
+        make_scheduler=patient,
     )
     first._prepare()
     plateau = first.schedulers["optimizer"]
@@ -384,3 +368,85 @@ def test_a_step_that_is_past_ends_nothing_and_is_refused(tmp_path: Path, after: 
     with pytest.raises(ConfigError, match=rf"stop_after={after} with resume: the run is at step"):
         resumed(tmp_path, {}, {}, changes)
     assert len(records(tmp_path)) == STOP
+
+
+def optimizer() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def test_the_state_of_another_class_is_ignored() -> None:
+    state = ScheduleState(StepLR(optimizer(), 1)).state_dict()
+    plateau = ScheduleState(ReduceLROnPlateau(optimizer()))
+    plateau.load_state_dict(state)
+    assert plateau.replaced
+
+
+def test_the_steps_of_a_schedule_are_restored() -> None:
+    schedule = StepLR(optimizer(), 1)
+    schedule.optimizer.step()
+    schedule.step()
+    restored = ScheduleState(StepLR(optimizer(), 1))
+    restored.load_state_dict(ScheduleState(schedule).state_dict())
+    assert not restored.replaced
+    assert restored.num_steps == 1
+
+
+def test_the_best_of_another_metric_is_reset() -> None:
+    plateau = ReduceLROnPlateau(optimizer())
+    plateau.step(0.5)
+    scheduler = ReduceLROnPlateau(optimizer())
+    state = ScheduleState(scheduler)
+    state.load_state_dict(ScheduleState(plateau).state_dict())
+    assert scheduler.best == 0.5
+    assert not state.reset_best(remeasured=False)
+    assert state.reset_best(remeasured=True)
+    assert scheduler.best == math.inf
+
+
+# -- the mode of a schedule that follows a metric ------------------------------------------
+
+
+def plateau_loop(tmp_path: Path, mode: str | None = None, **changes: Any) -> Any:
+    given = {} if mode is None else {"mode": mode}
+    return loops.build(
+        tmp_path,
+        recipe_of(**changes),
+        make_scheduler=lambda optimizer, num_steps: lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, **given
+        ),
+    )
+
+
+COUNTED = {"checkpoint__monitor": "count", "checkpoint__mode": "max"}
+
+
+@pytest.mark.parametrize("mode", [None, "max"])
+def test_a_plateau_takes_the_mode_of_the_run(tmp_path: Path, mode: str | None) -> None:
+    """C2: an improvement of a metric whose best is the greatest does not cut the rate."""
+    loop = plateau_loop(tmp_path, mode, **COUNTED)
+    loop._prepare()
+    schedule = loop.schedulers["optimizer"]
+    for value in (0.1, 0.2, 0.3):
+        schedule.step(value)
+    assert (schedule.mode, schedule.best, schedule.num_bad_epochs) == ("max", 0.3, 0)
+    assert loop.step.optimizers["optimizer"].param_groups[0]["lr"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [("max", {}), ("min", {**COUNTED, "scheduler": {"name": "plateau", "mode": "min"}})],
+)
+def test_a_plateau_of_the_other_mode_is_refused(
+    tmp_path: Path, mode: str, changes: dict[str, Any]
+) -> None:
+    """C1: a contradiction is refused."""
+    with pytest.raises(ConfigError, match=f"scheduler mode={mode}.*checkpoint.mode={mode}"):
+        plateau_loop(tmp_path, mode, **changes)._prepare()
+
+
+def test_a_plateau_without_validation_data_is_refused(tmp_path: Path) -> None:
+    """C1: as early stopping is."""
+    loop = plateau_loop(tmp_path)
+    loop.data.validation = None
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau without validation data"):
+        loop._prepare()

@@ -1,4 +1,4 @@
-"""Does a step's gradient depend on how its samples are cut into micro-batches? It must not.
+"""Checks of a step's gradient: how samples are cut must not matter, and no parameter may lack one.
 
 A `Step` of a user's own that hands `Accelerator.backward` a loss of the wrong scale trains
 more slowly, silently. So ``trainer.check_gradients`` computes the first samples as one micro-batch
@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel.comm.rng import preserved, set_seed
-from accel.machine.errors import ConfigError
+from accel.machine.errors import ConfigError, Problem, text_of
 from accel.optimizer import unwrap_optimizer
-from runner.data import user_code
-from runner.data.micro_batch_window import MicroBatch, OnDevice, Window
-from runner.training.evaluation import evaluation_mode
+from runner.data import datasets
+from runner.data.batches import MicroBatch, OnDevice, Window
+from runner.training.evaluation import buffers_kept, evaluation_mode
+from runner.training.metrics import NonFiniteError
 
 if TYPE_CHECKING:
-    from runner.training.current_run import Run
+    from runner.training.run import Run
+    from runner.training.state import TrainState
 
 # Largest difference of gradients, relative to their norm, that is rounding.
 ROUNDING = {"no": 1e-3}
 ROUNDING_IN_LOW_PRECISION = 0.05
+ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
+UNUSED = "Expected to have finished reduction in the prior iteration"  # in torch's message
 MOST_SAMPLES = 64  # per window
 CONTRACT = (
     "the gradient of a step is that of its loss over all samples, however they are cut into "
@@ -59,7 +64,7 @@ def check(loop: Run) -> None:
     half = len(samples) // 2
     if half == 0:
         return
-    joined = loop.data.collate_fn or user_code.collate
+    joined = loop.data.collate_fn or datasets.collate
     joint = [samples]
     halves = [samples[:half], samples[half:]]
     with _restored(loop):
@@ -108,19 +113,14 @@ def _restored(loop: Run) -> Iterator[None]:
     scaler = accelerator.scaler
     scale = None if scaler is None else scaler.state_dict()
     micro_batches, step = accelerator.gradient_accumulation_steps, accelerator.step
-    buffers = [b for model in loop.step.models.values() for b in model.buffers()]
-    before = [buffer.detach().clone() for buffer in buffers]
     try:
-        with preserved(), evaluation_mode(loop.step):
+        with preserved(), evaluation_mode(loop.step), buffers_kept(loop.step):
             yield
     finally:
         accelerator.gradient_accumulation_steps, accelerator.step = micro_batches, step
         accelerator.gradient_state.sync_gradients = True
         for model in loop.step.models.values():
             model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
         if scaler is not None and scale:
             scaler.load_state_dict(scale)
 
@@ -182,3 +182,29 @@ def _difference(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) 
 def _ratio(one: list[list[torch.Tensor]], two: list[list[torch.Tensor]]) -> float:
     a, b = _flat(one), _flat(two)
     return float(b.norm() / a.norm()) if float(a.norm()) > 0 else float("inf")
+
+
+@contextlib.contextmanager
+def torch_explained(state: TrainState) -> Iterator[None]:
+    """Raise torch's errors of gradients as errors about keys of the recipe.
+
+    Raises:
+        ConfigError: if parameters get no gradient in every step under data parallelism.
+        NonFiniteError: if anomaly detection found a gradient that is not a number.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if found := ANOMALY.search(text_of(error)):
+            value = f"{found.group(1)} gave a gradient that is NaN at step {state.step + 1}"
+            rule = "with trainer.detect_anomaly=true it must be a number"
+            remedy = "Keep its input away from where its derivative is infinite, or lower the rate."
+            raise NonFiniteError(str(Problem(value, rule, remedy))) from error
+        if UNUSED not in text_of(error):
+            raise
+        raise ConfigError.of(
+            "trainable parameters got no gradient in a step",
+            "under data parallelism every trainable parameter must take part in the loss",
+            "Set distributed.ddp.find_unused_parameters=true, or freeze unused parameters; "
+            "TORCH_DISTRIBUTED_DEBUG=INFO names them.",
+        ) from error

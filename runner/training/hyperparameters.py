@@ -8,17 +8,16 @@ has been changed, and the change is applied to the restored state.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.machine.errors import ConfigError, Problem
-from runner.recipe.schema import SPLITS
 from runner.recipe.serialization import to_plain
-from runner.training.schedule_state import ScheduleState, is_replayed, state_of
-from runner.training.summary import num_samples
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
     from accel.config.handlers import GradScalerKwargs
     from runner.data.datasets import Data
     from runner.recipe.schema import Recipe
-    from runner.training.current_run import Run
+    from runner.training.run import Run
     from runner.training.step import Step
+
 
 # Options that schedules write.
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -44,8 +44,8 @@ class Hyperparameters:
     """Options of the optimizers, schedule and sizes of the data, as the recipe has them now.
 
     The step's optimizers are prepared, and have no schedules yet; `monitored` is the (metric, mode)
-    by which states are compared. `saved` has the same of the checkpoint; None: it records none.
-    `parts` are the schedulers as they are saved, by the name of their optimizer.
+    by which states are compared. `saved` has the same of the restored checkpoint. `parts` are the
+    schedulers as they are saved, by the name of their optimizer.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Hyperparameters:
         self.now: dict[str, Any] = {
             "options": self.built,
             "schedule": to_plain([recipe.scheduler, recipe.step, total_steps]),
-            "samples": {split: num_samples(getattr(data, split)) for split in SPLITS},
+            "samples": data.sizes(),
             "monitored": list(monitored),
             "measured": to_plain(
                 [recipe.data, recipe.objective, recipe.trainer.limit_eval_batches]
             ),
         }
-        self.saved: dict[str, Any] | None = None
+        self.saved: dict[str, Any] = {}
         self._scheduled: dict[str, Groups] = {}
         self._schedules: dict[str, dict[str, object]] = {}
         self.parts: dict[str, ScheduleState] = {}
@@ -86,7 +86,7 @@ class Hyperparameters:
     def knows(self, part: str) -> bool:
         """Return whether `resume` has brought a part that has no state to where it should be."""
         name = part.removeprefix("scheduler.")
-        return self.saved is not None and name != part and name in self._schedules
+        return name != part and name in self._schedules
 
     def state_dict(self) -> dict[str, object]:
         """Return the hyperparameters of the recipe, as plain values."""
@@ -132,8 +132,6 @@ class Hyperparameters:
         Raises:
             ConfigError: if an option has changed that the restored state does not fit.
         """
-        if self.saved is None:
-            return
         another = self.saved["schedule"] != self.now["schedule"]
         for name, optimizer in step.optimizers.items():
             before = self.saved["options"].get(name)
@@ -184,7 +182,7 @@ class Hyperparameters:
 
     def data_problems(self, samples_in_epoch: int) -> list[Problem]:
         """Return why a run cannot resume within an epoch of other training data."""
-        if self.saved is None or samples_in_epoch == 0:
+        if samples_in_epoch == 0:
             return []
         before, now = self.saved["samples"]["train"], self.now["samples"]["train"]
         if before == now:
@@ -201,12 +199,12 @@ class Hyperparameters:
 
     def notes(self) -> list[str]:
         """Return notes on changes of the data."""
-        if self.saved is None:
-            return []
+        before, now = self.saved["samples"], self.now["samples"]
         return [
-            f"The {split} data have {_size_text(now)}; so far the run had {_size_text(before)}."
-            for split in SPLITS
-            if (now := self.now["samples"][split]) != (before := self.saved["samples"][split])
+            f"The {name} data have {_size_text(now[name])}; so far the run had "
+            f"{_size_text(before[name])}."
+            for name in before.keys() & now.keys()
+            if now[name] != before[name]
         ]
 
     @property
@@ -215,17 +213,15 @@ class Hyperparameters:
 
         Any changed argument counts, whether or not it affects the metrics.
         """
-        if self.saved is None:
-            return False
-        before, now = self.saved, self.now
-        validation = before["samples"]["validation"] != now["samples"]["validation"]
-        return validation or before["measured"] != now["measured"]
+        before, now = (
+            {name: size for name, size in one["samples"].items() if name.startswith("validation")}
+            for one in (self.saved, self.now)
+        )
+        return before != now or self.saved["measured"] != self.now["measured"]
 
     @property
     def monitors_differently(self) -> bool:
         """Whether states are compared by another metric than when the checkpoint was written."""
-        if self.saved is None:
-            return False
         return self.measures_differently or self.saved["monitored"] != self.now["monitored"]
 
 
@@ -303,3 +299,93 @@ def _are_numbers(*values: object) -> bool:
 
 def _size_text(size: int | None) -> str:
     return "unknown length" if size is None else f"{size:,} samples"
+
+
+# Measurements in the state of a ReduceLROnPlateau; the rest are its options.
+MEASURED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
+
+
+class ScheduleState:
+    """A scheduler as a part of a checkpoint: it ignores the state of another class of scheduler.
+
+    `replaced`: the restored state was of another class, and was ignored. The restored schedule had
+    followed `num_steps` optimizer steps; None: it followed measurements, or nothing was restored.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+        options = state_of(scheduler) if isinstance(scheduler, ReduceLROnPlateau) else {}
+        self._fresh = {name: value for name, value in options.items() if name not in MEASURED}
+        self.replaced = False
+        self.num_steps: int | None = None
+        self._restored_mode: str | None = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the scheduler's state, its class, and how many steps it has followed."""
+        kind, steps = type(self._scheduler), getattr(self._scheduler, "last_epoch", None)
+        return {
+            "state": self._scheduler.state_dict(),
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "num_steps": steps if is_replayed(self._scheduler) else None,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the scheduler, if the state is that of its class."""
+        self.replaced = saved["class"] != self.state_dict()["class"]
+        self.num_steps = saved["num_steps"]
+        if self.replaced:
+            return
+        state = dict(saved["state"])
+        if self._fresh:  # the mode is the run's, whatever it was when the state was saved
+            self._restored_mode = state.pop("mode")
+        self._scheduler.load_state_dict(state)
+
+    def reconfigure(self) -> None:
+        """Restore the recipe's options of a scheduler that monitors a metric."""
+        if self._fresh and not self.replaced:
+            self._scheduler.load_state_dict(self._fresh)
+
+    def reset_best(self, remeasured: bool) -> bool:
+        """Reset a scheduler's best if its metric is `remeasured`; return whether it was reset."""
+        scheduler = self._scheduler
+        if not isinstance(scheduler, ReduceLROnPlateau) or self._restored_mode is None:
+            return False
+        if not remeasured and scheduler.mode == self._restored_mode:
+            return False
+        scheduler.best = math.inf if scheduler.mode == "min" else -math.inf
+        scheduler.num_bad_epochs = 0
+        return True
+
+
+def follow_mode(run: Run, name: str, scheduler: ReduceLROnPlateau) -> None:
+    """Give a scheduler that monitors the run's metric the mode in which the metric improves.
+
+    Raises:
+        ConfigError: if the run has no validation data, or the recipe gives it the other mode.
+    """
+    if not run.data.sets("validation"):
+        rule = "it follows a validation metric"
+        remedy = "Give the data set a validation part, or choose another scheduler."
+        raise ConfigError.of("scheduler ReduceLROnPlateau without validation data", rule, remedy)
+    if scheduler.mode == run.mode:
+        return
+    node = run.recipe.scheduler
+    # "max" is nobody's default; "min" counts as given only where the recipe says so.
+    if scheduler.mode == "max" or (isinstance(node, Mapping) and "mode" in node):
+        raise ConfigError.of(
+            f"scheduler mode={scheduler.mode} of {name!r}",
+            f"it follows {run.monitor}, whose best is the {run.mode}imum",
+            f"Leave it out, or set checkpoint.mode={scheduler.mode}.",
+        )
+    worst = math.inf if run.mode == "min" else -math.inf
+    scheduler.load_state_dict({"mode": run.mode, "best": worst})
+
+
+def is_replayed(scheduler: object) -> bool:
+    """Return whether the rates of a scheduler depend only on the number of steps."""
+    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+
+
+def state_of(scheduler: LRScheduler) -> dict[str, Any]:
+    """Return a copy of the state dict of a scheduler."""
+    return copy.deepcopy(dict(scheduler.state_dict()))

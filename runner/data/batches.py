@@ -1,18 +1,21 @@
-"""Batches of training and evaluation, shared out over processes by the engine."""
+"""Micro-batches, and the window of them that makes one optimizer step."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterator, Sized
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
+from accel.comm.ops import send_to_device
 from accel.comm.rng import mix_seeds
 from accel.data.batch_layout import batch_length, num_samples
 from accel.data.prepare import prepare_data_loader, prepare_for
+from accel.machine.device import copies_in_order
 from accel.machine.errors import ConfigError, Problem, Problems
 from runner.data.datasets import (
     Data,
@@ -22,13 +25,93 @@ from runner.data.datasets import (
     make_loader,
     make_order,
 )
-from runner.data.micro_batch_window import MicroBatch, OnDevice, Window
 from runner.recipe.batch_plan import BatchPlan, limited, plan_batches
 from runner.recipe.schema import SPLITS
 
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples of one rank in one forward pass.
+
+    Attributes:
+        batch: as collated.
+        valid: [B] bool, False where a sample only pads the batch; None: all are real.
+    """
+
+    batch: Any
+    valid: torch.Tensor | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> MicroBatch:
+        """Return this micro-batch on `device`."""
+        return MicroBatch(
+            send_to_device(self.batch, device, non_blocking),
+            send_to_device(self.valid, device, non_blocking),
+        )
+
+
+class OnDevice(Sequence[MicroBatch]):
+    """Micro-batches that lie on the host, and move to the device one at a time, when they are read.
+
+    Copies to an accelerator are not waited for.
+    """
+
+    def __init__(self, on_host: Sequence[MicroBatch], device: torch.device) -> None:
+        self.on_host = on_host
+        self._device = device
+        self._non_blocking = copies_in_order(device)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> OnDevice: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | OnDevice:
+        if isinstance(index, slice):
+            return OnDevice(self.on_host[index], self._device)
+        return self.on_host[index].to(self._device, self._non_blocking)
+
+    def __len__(self) -> int:
+        return len(self.on_host)
+
+
+@dataclass
+class Window:
+    """The micro-batches of one optimizer step on this rank.
+
+    Attributes:
+        micro_batches: in order, each on the device once it is read; every rank has as many.
+        num_samples: real samples of the step over all processes.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    num_samples: int
+
+    @property
+    def on_host(self) -> Sequence[MicroBatch]:
+        """The micro-batches as they were read, before they move to the device."""
+        read = self.micro_batches
+        return read.on_host if isinstance(read, OnDevice) else read
+
+
+def with_last(
+    windows: Iterator[Window], num_before: int, num_windows: int | None
+) -> Iterator[tuple[Window, bool]]:
+    """Yield each window, from `num_before` on, and whether it is the last of its epoch.
+
+    Where `num_windows` of the epoch is None (unknown), each is fetched one ahead.
+    """
+    if num_windows is not None:
+        for number, window in enumerate(windows, start=num_before + 1):
+            yield window, number == num_windows
+        return
+    ahead = next(windows, None)
+    while ahead is not None:
+        window, ahead = ahead, next(windows, None)
+        yield window, ahead is None
+
 
 logger = logging.getLogger(__name__)
 
@@ -185,15 +268,25 @@ def _valid(real: int, size: int) -> torch.Tensor | None:
     return None if real >= size else torch.arange(size) < real
 
 
+def eval_batches(
+    accelerator: Accelerator, data: Data, recipe: Recipe, split: str
+) -> dict[str, EvalBatches]:
+    """Return the batches of each data set of a split by its name, as `Data.sets` has it."""
+    return {
+        name: EvalBatches(accelerator, dataset, recipe, data.collate_fn, split, number)
+        for number, (name, dataset) in enumerate(data.sets(split).items())
+    }
+
+
 class EvalBatches:
     """The batches of an evaluation on this process, in the order of the data set.
 
     The last batches are completed to one size on every process; `Accelerator.gather_for_metrics`
     leaves out what completes them. Random draws in the data set are those of epoch 0, so that every
-    evaluation sees the same samples; no split ("validation", "test" or "train") draws what another
-    one, or training, draws. `num_batches` on each process, `num_samples` of an evaluation, and
-    `is_limited`, whether a limit leaves out some of them, are None where they are not known;
-    `loader` is the prepared loader.
+    evaluation sees the same samples; no split ("validation", "test" or "train"), and none of its
+    data sets (`number`), draws what another one, or training, draws. `num_batches` on each process,
+    `num_samples` of an evaluation, and `is_limited`, whether a limit leaves out some of them, are
+    None where they are not known; `loader` is the prepared loader.
     """
 
     def __init__(
@@ -203,10 +296,12 @@ class EvalBatches:
         recipe: Recipe,
         collate_fn: Callable[[list[Any]], object] | None = None,
         split: str = "validation",
+        number: int = 0,
     ) -> None:
         self.recipe = recipe
         stream = SPLITS.index(split)  # of random draws in the data set
         seed = mix_seeds(recipe.seed, stream) if stream else recipe.seed
+        seed = mix_seeds(seed, number) if number else seed
         config, trainer = recipe.dataloader, recipe.trainer
         dims = accelerator.parallel_dims
         size = plan_batches(trainer, dims.dp_size, None).eval_batch
@@ -246,6 +341,12 @@ class EvalBatches:
         if self._streamed or self.num_samples is None:
             return num_samples(batch, self._total) or None
         return min(self._total, self.num_samples - index * self._total)
+
+    def samples_within(self, limit: int | None) -> int | None:
+        """Return the samples of the first `limit` batches (None: all); None: not known."""
+        if limit is None or self.num_samples is None:
+            return self.num_samples
+        return min(self.num_samples, limit * self._total)
 
     def own_size_of(self, batch: object) -> int | None:
         """Return the samples of a batch on this process, those that complete it included."""
