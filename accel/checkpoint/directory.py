@@ -130,9 +130,8 @@ class Manifest:
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel size; the world size, if not recorded. (Formerly "data_shares".)"""
-        before = self.engine.get("data_shares", self.engine["world_size"])
-        return int(self.engine.get("dp_size", before))
+        """Data-parallel size; the world size, if not recorded."""
+        return int(self.engine.get("dp_size", self.engine["world_size"]))
 
     @property
     def dp_leaders(self) -> list[int]:

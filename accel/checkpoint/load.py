@@ -297,7 +297,7 @@ def _check_counts(run: RunObjects, checkpoint: Saved) -> None:
     if lacking:
         remedy = "Prepare and register the same objects as when it was saved."
         raise directory.broken(checkpoint.path, f"it holds only {', '.join(lacking)}", remedy)
-    # Other names may be those of renamed classes; earlier versions recorded none.
+    # Other names may be those of renamed classes.
     now, then = run.registered, checkpoint.manifest.engine.get("registered", [])
     if now != then and sorted(now) == sorted(then):
         rule = f"objects were registered as {', '.join(then)}, and now as {', '.join(now)}"
@@ -360,7 +360,7 @@ def _matched(run: RunObjects, saved: Saved) -> list[tuple[Any, int]]:
     engine, loaders = saved.manifest.engine, run.objects.dataloaders
     if saved.foreign:  # whose loaders have no states
         return [(loader, index) for index, loader in enumerate(loaders)]
-    indices = match(loaders, engine.get("dataloaders", engine["objects"].get("dataloaders", 0)))
+    indices = match(loaders, engine["dataloaders"])
     new = [position for position, index in enumerate(indices) if index is None]
     if new:
         logger.warning(

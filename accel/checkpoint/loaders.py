@@ -28,16 +28,11 @@ def describe(loader: DataLoader[object]) -> Description:
     }
 
 
-def match(
-    loaders: Sequence[DataLoader[object]], saved: Sequence[Description] | int
-) -> list[int | None]:
+def match(loaders: Sequence[DataLoader[object]], saved: Sequence[Description]) -> list[int | None]:
     """Return for each loader the index of the saved one whose state it takes; None: it is new.
 
-    As many loaders as were saved take the states in order, unless they changed places. `saved` are
-    descriptions; of older checkpoints only their number.
+    As many loaders as were saved take the states in order, unless they changed places.
     """
-    if isinstance(saved, int):
-        return [index if index < saved else None for index in range(len(loaders))]
     found: list[int | None] = [None] * len(loaders)
     described = [describe(loader) for loader in loaders]
     left = list(range(len(saved)))

@@ -136,7 +136,7 @@ HOOK_CLASSES = [
         weights_map=P(None, "test_weights_may_come_from_a_mapping"),
         offload_buffers=P(False, "test_buffers_stay_unless_they_are_offloaded"),
         place_submodules=P(False, "test_weights_of_submodules_may_be_included"),
-        skip_keys=P(None, "test_align.py::test_some_arguments_stay"),
+        skip_keys=P(None, "test_offload.py::test_some_arguments_stay"),
         tied_params_map=P(None, "test_copies_of_tied_weights_are_shared"),
     ),
     *members(
@@ -189,7 +189,7 @@ HOOK_FUNCTIONS = [
         execution_device=P(None, "test_modules_run_on_the_execution_device"),
         offload=False,
         weights_map=P(None, "test_weights_come_from_the_mapping"),
-        offload_buffers=P(False, "test_attach.py::test_buffers_are_offloaded_on_request"),
+        offload_buffers=P(False, "test_attach_hooks.py::test_buffers_are_offloaded_on_request"),
         module_name=P("", "test_a_part_has_a_name_in_the_mapping"),
         skip_keys=P(None, "test_skipped_keys_stay"),
         preload_module_classes=P(None, "test_a_class_loads_all_weights_within"),

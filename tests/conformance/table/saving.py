@@ -18,7 +18,7 @@ LOAD_HOOK = "test_a_hook_before_loading_takes_models_over"
 FIELDS = "test_the_fields_of_a_project"
 NEXT = "test_the_number_of_the_next_one"
 NODES = "test_each_node_has_a_state_of_its_own"
-DISK = "test_load_weights.py::test_buffers_are_offloaded_on_request"
+DISK = "test_load.py::test_buffers_are_offloaded_on_request_in_memory"
 REFUSED = "test_other_options_are_refused"
 
 NATIVE = "test_what_the_format_has_no_place_for_is_refused"
@@ -89,11 +89,11 @@ ENTRIES = [
         device_map=P(None, "test_a_device_map_places_submodules"),
         offload_folder=P(None, DISK),
         dtype=P(None, "test_weights_become_the_dtype"),
-        offload_state_dict=P(False, "test_load_weights.py::test_legacy_files_may_be_mapped"),
+        offload_state_dict=P(False, "test_load.py::test_legacy_files_may_be_mapped_in_memory"),
         offload_buffers=P(False, DISK),
         keep_in_fp32_modules=P(None, "test_some_modules_stay_in_fp32"),
         offload_8bit_bnb=P(False, REFUSED),
-        strict=P(False, "test_load_weights.py::test_names_must_match_if_strict"),
+        strict=P(False, "test_load.py::test_names_must_match_if_strict_in_memory"),
         full_state_dict=P(True, REFUSED),
         broadcast_from_rank0=P(False, "test_rank_0_reads_weights_for_all[2]"),
     ),
