@@ -96,9 +96,9 @@ def test_a_commit_that_is_cut_off_leaves_the_old_or_the_new(
 
 
 def test_a_job_is_read_as_it_was_saved(tmp_path: Path) -> None:
-    frozen = serialization.from_plain(
-        {"name": "x", "trainer": {"max_steps": 3}, "model": {"name": "cnn"}}
-    )
+    model = {"name": "cnn", "width": 4, "dropout": 0.0, "num_classes": 10}
+    plain = {"name": "x", "trainer": {"max_steps": 3}, "model": model}
+    frozen = serialization.from_plain(plain)
     job = Job(tmp_path, ("trainer.max_steps=3",), resume_from="somewhere", cwd="/here")
     job.save(frozen)
     assert Job.load(tmp_path) == (job, frozen)

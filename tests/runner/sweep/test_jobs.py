@@ -1,4 +1,4 @@
-"""Sweeps under other launchers and sweepers: the job that runs is the one that Hydra composed."""
+"""C3: sweeps under any launcher and sweeper train the jobs that Hydra composed (also S1, S2)."""
 
 from __future__ import annotations
 
@@ -53,6 +53,21 @@ class Three(Sweeper):
                 worth[value] = ended.return_value
         pathlib.Path(os.environ["WORTH"]).write_text(json.dumps(worth))
 """
+# A launcher that nobody has told the runner of.
+LAUNCHER = """
+from dataclasses import dataclass
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.config_store import ConfigStore
+
+@dataclass
+class Conf:
+    _target_: str = "hydra_plugins.mine.Mine"
+
+ConfigStore.instance().store(group="hydra/launcher", name="mine", node=Conf, provider="mine")
+
+class Mine(BasicLauncher):
+    pass
+"""
 
 
 def runner(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -100,7 +115,19 @@ def three(tmp_path: Path) -> Path:
     package = tmp_path / "plugins" / "hydra_plugins"
     package.mkdir(parents=True)
     (package / "three.py").write_text(SWEEPER)
+    (package / "mine.py").write_text(LAUNCHER)
     return tmp_path / "plugins"
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_a_sweep_goes_on_under_a_launcher_of_a_third_party(three: Path, tmp_path: Path) -> None:
+    line = ("-m", "seed=1,2", *SHORT)
+    ended = runner(*line, "hydra/launcher=mine", cwd=tmp_path, PATHS=str(three))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert sorted(recipe["seed"] for recipe in recipes(tmp_path)) == [1, 2]
+    assert "best: job" in ended.stdout
+    again = runner(*line, cwd=tmp_path)
+    assert "Nothing is left to do" in again.stdout, again.stderr
 
 
 @pytest.mark.slow
