@@ -24,7 +24,8 @@ def text(found: dict[str, object]) -> str:
 
 
 def test_a_run_is_described(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a", {"optimizer.lr": 0.01}, best=0.25)
+    values = {"optimizer.lr": 0.01, "optimizer.weight_decay": 0.0}
+    path = write_run(tmp_path / "a", values, best=0.25)
     folder = path / "checkpoints" / "checkpoint_0"
     folder.mkdir(parents=True)
     body = Manifest({}, {"world_size": 1}, {"step": 20}).to_json()
@@ -37,7 +38,7 @@ def test_a_run_is_described(tmp_path: Path) -> None:
     found = describe_run.describe(run, default)
     assert found["changes"] == [
         {"key": "optimizer.lr", "default": 0.005, "value": 0.01},
-        {"key": "optimizer.weight_decay", "value": 0.05},
+        {"key": "optimizer.weight_decay", "value": 0.0},
     ]
     complete, broken = found["checkpoints"]
     assert (complete["step"], complete["complete"], broken["complete"]) == (20, True, False)
@@ -45,7 +46,7 @@ def test_a_run_is_described(tmp_path: Path) -> None:
     assert "(default null)" not in shown
     for expected in (
         "optimizer.lr=0.01  (default 0.005)",
-        "optimizer.weight_decay=0.05 ",
+        "optimizer.weight_decay=0 ",
         "checkpoint_1  incomplete: it has no manifest.json",
         "best         loss 0.2500 at step 10",
         "loss 1.2500  (checkpoint_0",

@@ -93,13 +93,13 @@ def recipes(folder: Path) -> list[dict[str, Any]]:
 def test_each_job_of_another_launcher_trains_its_own_recipe(tmp_path: Path) -> None:
     ended = runner(
         *("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2", *SHORT),
-        *("name=1_2_1", "scheduler=null", "optimizer.lr=1e-3,1e30"),
+        *("name=one", "scheduler=null", "optimizer.lr=1e-3,1e30"),
         "trainer.log_every=1",
         cwd=tmp_path,
     )
     found = sorted((recipe["seed"], recipe["optimizer"]["lr"]) for recipe in recipes(tmp_path))
     assert found == [(1, 1e-3), (1, 1e30), (2, 1e-3), (2, 1e30)], ended.stdout + ended.stderr
-    assert {recipe["name"] for recipe in recipes(tmp_path)} == {"1_2_1"}
+    assert {recipe["name"] for recipe in recipes(tmp_path)} == {"one"}
     environments = [
         json.loads(p.read_text()) for p in tmp_path.glob("runs/*/sweep-*/*/environment.json")
     ]
