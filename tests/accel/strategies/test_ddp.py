@@ -376,46 +376,6 @@ def test_streams_keep_their_own_setting() -> None:
     assert run_distributed(joined_stream, 2) == [0, 0]
 
 
-def exchanged() -> dict[str, Any]:
-    """Run the examples of the documentation."""
-    accelerator = Accelerator(cpu=True)
-    rank = accelerator.process_index
-    loader = accelerator.prepare(DataLoader(range(9), batch_size=5))
-    batch = next(iter(loader))
-    process_tensor = torch.arange(2) + 1 + 2 * rank
-    with accelerator.split_between_processes(["A", "B", "C"], apply_padding=True) as part:
-        split = list(part)
-    if rank == 1:
-        accelerator.set_trigger()
-    return {
-        "metrics": sorted(accelerator.gather_for_metrics(batch).tolist()),
-        "gathered": accelerator.gather(torch.tensor([rank])).tolist(),
-        "objects": accelerator.gather_for_metrics([f"rank {rank}"], use_gather_object=True),
-        "reduced": accelerator.reduce(process_tensor, reduction="sum").tolist(),
-        "padded": list(accelerator.pad_across_processes(torch.arange(rank + 1)).shape),
-        "split": split,
-        "triggers": [accelerator.check_trigger(), accelerator.check_trigger()],
-        "main": accelerator.on_main_process(lambda: rank)(),
-        "last": accelerator.on_last_process(lambda: rank)(),
-        "who": (accelerator.is_main_process, accelerator.is_last_process),
-    }
-
-
-def test_the_examples_of_the_documentation_give_what_it_says() -> None:
-    first, second = run_distributed(exchanged, 2)
-    for found in (first, second):
-        assert found["metrics"] == list(range(9))
-        assert found["gathered"] == [0, 1]
-        assert found["objects"] == ["rank 0", "rank 1"]
-        assert found["reduced"] == [4, 6]
-        assert found["padded"] == [2]
-        assert found["triggers"] == [True, False]
-    assert (first["split"], second["split"]) == (["A", "B"], ["C", "C"])
-    assert (first["main"], second["main"]) == (0, None)
-    assert (first["last"], second["last"]) == (None, 1)
-    assert (first["who"], second["who"]) == ((True, False), (False, True))
-
-
 # -- the end ---------------------------------------------------------------------------------------
 
 

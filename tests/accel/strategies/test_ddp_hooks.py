@@ -1,4 +1,4 @@
-"""Communication hooks of DDP: what each hook and wrapper does to the numbers, on 2 and 3."""
+"""Communication hooks of DDP: what each hook and wrapper does to the numbers (E1)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def is_projection(compressed: torch.Tensor, whole: torch.Tensor, tolerance: floa
     return bool(singular[1] < tolerance * singular[0] and off.norm() < tolerance)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_and_its_wrapper_show_in_the_numbers(
@@ -110,50 +110,6 @@ def test_a_hook_and_its_wrapper_show_in_the_numbers(
         assert all(fits(gradient, DTYPES[wrapper]) for gradient in found)
 
 
-def effects_of_options(hook: str) -> dict[str, Any]:
-    """Return what each option of the state changes in a compressed gradient."""
-    plain = gradients(hook, "no", options_of(hook), size=14, steps=5)
-
-    def changed(**more: Any) -> list[torch.Tensor]:
-        return gradients(hook, "no", options_of(hook, **more), size=14, steps=5)
-
-    def same(others: list[torch.Tensor]) -> list[bool]:
-        return [torch.allclose(a, b, atol=1e-6) for a, b in zip(plain, others, strict=True)]
-
-    ranks = [
-        int(torch.linalg.matrix_rank(step, rtol=1e-4))
-        for step in changed(matrix_approximation_rank=3)
-    ]
-    return {
-        "rank": ranks[COMPRESSED_FROM:],
-        "later": same(changed(start_powerSGD_iter=4)),
-        "forgetful": same(changed(use_error_feedback=False)),
-        "cold": same(changed(warm_start=False)),
-        "seed": same(changed(random_seed=5)),
-    }
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("hook", ["power_sgd", "batched_power_sgd"])
-def test_the_options_of_a_hook_reach_its_state(hook: str, world_size: int) -> None:
-    for found in run_distributed(effects_of_options, world_size, hook):
-        assert found["rank"] == [3, 3, 3]
-        assert found["later"] == [True, True, False, False, False]
-        assert found["forgetful"] == [True, True, True, False, False]
-        assert found["cold"] == [True, True, True, False, False]
-        assert found["seed"][:3] == [True, True, False]
-
-
-def least_rate() -> list[bool]:
-    """Return whether a 12×12 weight is compressed, which at rank 1 saves a factor of six."""
-    found = []
-    for rate in (5, 7):
-        options = options_of("power_sgd", min_compression_rate=rate)
-        gradient = gradients("power_sgd", "no", options, size=12)[COMPRESSED_FROM]
-        found.append(int(torch.linalg.matrix_rank(gradient, rtol=1e-4)) == 1)
-    return found
-
-
 def refused(options: dict[str, Any], hook: str) -> str:
     handler = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option=options)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
@@ -171,10 +127,6 @@ def test_a_batched_hook_that_fails_is_refused() -> None:
     for answer in run_distributed(refused_batched, 2):
         assert "comm_hook='batched_power_sgd': the batched PowerSGD hook of torch" in answer
         assert answer.endswith("Use comm_hook='power_sgd'.")
-
-
-def test_what_is_not_worth_it_is_not_compressed() -> None:
-    assert run_distributed(least_rate, 2) == [[True, False]] * 2
 
 
 def test_options_that_a_hook_does_not_have_are_refused() -> None:
