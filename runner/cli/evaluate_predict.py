@@ -245,7 +245,12 @@ def _is_main() -> bool:
 
 
 def _run_dirs(words: Sequence[str]) -> list[str]:
-    return [word for word in words if "=" not in word or os.path.isdir(word)]
+    """Return the words that name runs: folders, and paths whose first "=" follows a "/"."""
+    return [
+        word
+        for word in words
+        if "=" not in word or os.path.isdir(word) or os.sep in word.partition("=")[0]
+    ]
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:

@@ -307,6 +307,8 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     build.require(found, missing)
     if flags.multirun:
         print("\n".join(filter(None, [*command.listing(found), note])))
+    for note in build.rehearse(found):
+        print(f"not looked at: {note}")
     print("The configuration is valid; nothing was started (--dry-run).")
     return DONE
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from accel.machine.errors import ConfigError, Problem
@@ -151,10 +151,44 @@ def _with_choices(
     after, problems, _ = diagnose.examine(hydra_setup.merge(chosen, choices), name)
     if not after:
         return run.plain, problems
+    _hold_recorded(before, after, run.plain)
     today = hydra_setup.plain(after)
     changed = resumed_recipe.carry_over(run.plain, hydra_setup.plain(before), today)
     keys_of_choices = {hydra_setup.key_of(choice) for choice in choices}
     return dict(resumed_recipe.imposed(changed, today, keys_of_choices)), problems
+
+
+def _hold_recorded(before: DictConfig, after: DictConfig, recorded: Mapping[str, object]) -> None:
+    """Give values that cannot be resolved any more their recorded ones.
+
+    A variable of the environment may be gone. What the new files set themselves must resolve.
+    """
+    own, new, known = map(_leaves, (before, after, OmegaConf.create(dict(recorded))))
+    for key, text in own.items():
+        if "${" not in str(text) or new.get(key) != text or key not in known:
+            continue
+        for config in (before, after):
+            try:
+                found = OmegaConf.select(config, key)
+                if OmegaConf.is_config(found):
+                    OmegaConf.to_container(found, resolve=True)
+            except OmegaConfBaseException:
+                OmegaConf.update(config, key, known[key], force_add=True)
+
+
+def _leaves(config: DictConfig) -> dict[str, object]:
+    """Return values and lists by dotted key, not resolved."""
+    found: dict[str, object] = {}
+
+    def walk(node: object, prefix: str) -> None:
+        for name, value in node.items() if isinstance(node, dict) else ():
+            if isinstance(value, dict) and value:
+                walk(value, f"{prefix}{name}.")
+            else:
+                found[f"{prefix}{name}"] = value
+
+    walk(OmegaConf.to_container(config, resolve=False), "")
+    return found
 
 
 def to_yaml(found: Recipe) -> str:

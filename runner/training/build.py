@@ -52,6 +52,46 @@ def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
     ConfigError.raise_if(list(problems))
 
 
+def rehearse(jobs: Sequence[Examined]) -> list[str]:
+    """Build what the jobs build before their first step; return notes on what was not looked at.
+
+    Models are built on the meta device, and a sample is read of each data set. What several jobs
+    have in common is built once.
+    """
+    from accel.weights.tensors import init_empty_weights
+
+    notes: dict[str, None] = {}
+    seen: set[str] = set()
+    for examined in jobs:
+        recipe = examined.recipe
+        nodes = repr([recipe.data, *(getattr(recipe, key) for key in ("step", *STEP_PARTS))])
+        if nodes in seen:
+            continue
+        seen.add(nodes)
+        try:
+            build_step(recipe, init_empty_weights())
+        except (NotImplementedError, RuntimeError) as error:  # its code computes with weights
+            if "meta" not in str(error):
+                raise
+            notes["the model: it cannot be built without its weights"] = None
+        data = build_data(recipe)
+        for name in ("train", "validation", "test"):
+            found = getattr(data, name)
+            for one in found.values() if isinstance(found, Mapping) else [found]:
+                _read_sample(one)
+    return list(notes)
+
+
+def _read_sample(data_set: Any) -> None:
+    if data_set is None:
+        return
+    if hasattr(data_set, "__getitem__") and hasattr(data_set, "__len__"):
+        if len(data_set):
+            data_set[0]
+    else:
+        next(iter(data_set), None)
+
+
 @contextmanager
 def running(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Iterator[Accelerator]:
     """Have the engine in the context, and end it on every way out of it.

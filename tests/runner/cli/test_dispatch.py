@@ -147,7 +147,7 @@ def test_a_sweep_runs_every_combination(
     (folder,) = tmp_path.glob("runs/digits/sweep-*")
     assert sorted(path.name for path in folder.iterdir()) == [
         *("0000", "0001", "0002", "0003"),
-        *("journal.jsonl", "results.csv", "sweep.json", "tensorboard"),
+        *("journal.jsonl", "results.csv", "sweep.json"),
     ]
 
 
@@ -438,3 +438,39 @@ def test_levels_of_loggers_reach_the_jobs_of_a_sweep(tmp_path: Path) -> None:
 def test_a_command_of_accel_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "x.py"]) == 2
     assert f"Write accel {command}." in capsys.readouterr().err
+
+
+BROKEN = """
+import runner
+
+
+@runner.register.data("lines")
+def lines(train="train.jsonl"):
+    return runner.Data(train=open(train).read().splitlines())
+
+
+@runner.register.model("measured")
+def measured(width=2):
+    import torch
+
+    model = torch.nn.Linear(width, 2)
+    model.scale = model.weight.norm().item()
+    return model
+"""
+
+
+def test_a_dry_run_builds_what_a_run_builds_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C1: a file that the data factory does not find is no valid recipe."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "dry_broken.py").write_text(BROKEN)
+    trusted = ("--import", "dry_broken", "--dry-run")
+    assert cli.main([*trusted, "data={name: lines, train: nofile.jsonl}"]) == 1
+    told = capsys.readouterr()
+    assert "nofile.jsonl" in told.err
+    assert "valid" not in told.out
+    assert cli.main([*trusted, "model={name: measured, width: 2}"]) == 0
+    assert "not looked at: the model" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()

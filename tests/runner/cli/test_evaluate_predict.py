@@ -289,3 +289,11 @@ def test_processes_that_cannot_be_are_refused(
 ) -> None:
     assert cli.main([arguments[0], str(runs[0]), *arguments[1:]]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_path_with_an_equals_sign_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C1: the missing path is named."""
+    assert cli.main(["eval", f"{tmp_path}/x/epoch=3"]) == 2
+    assert f"{tmp_path}/x/epoch=3" in capsys.readouterr().err
