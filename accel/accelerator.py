@@ -22,7 +22,7 @@ from accel.config.training import (
 from accel.logging import get_logger
 from accel.machine.enums import DynamoBackend, PrecisionType, RNGType
 from accel.optimizer import AcceleratedOptimizer
-from accel.plan.arguments import ONE_BY_DEFAULT, Arguments
+from accel.plan.arguments import ONE_BY_DEFAULT, Arguments, misspelt_notes
 from accel.plan.plan import resolve
 from accel.precision.build import build_precision
 from accel.run import profiling
@@ -193,9 +193,7 @@ class Accelerator(
             logger.warning(note)
         variables = self.plan.environment.variables
         if any(name.startswith("ACCELERATE_") for name in variables):
-            from accel.plan import misspelt_variables
-
-            for note in misspelt_variables.notes(variables):
+            for note in misspelt_notes(variables):
                 logger.warning_once("%s", note)
 
     def autocast(

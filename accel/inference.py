@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from accel.comm.flat import exchange_flat
+from accel.comm.base import exchange_flat
 from accel.machine.errors import ConfigError, Problem, Problems
 from accel.state import PartialState
 from accel.weights.device_map import as_classes

@@ -30,7 +30,7 @@ from accel.checkpoint.directory import (
 from accel.checkpoint.loaders import load_positions, match
 from accel.checkpoint.serialization import is_held, load_plain, read_full_model
 from accel.comm import rng
-from accel.comm.all_or_none import decided, together
+from accel.comm.base import decided, together
 from accel.logging import get_logger
 from accel.machine.errors import StateError
 

@@ -20,7 +20,7 @@ from accel.checkpoint.directory import numbered
 from accel.checkpoint.loaders import describe, positions
 from accel.checkpoint.serialization import save_plain, write_model
 from accel.comm import rng
-from accel.comm.all_or_none import decided, together
+from accel.comm.base import decided, together
 from accel.logging import get_logger
 from accel.machine.errors import CheckpointError, Problem
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoint.contents import RunObjects
-from accel.comm.all_or_none import together
+from accel.comm.base import together
 from accel.machine.errors import ArgumentTypeError, CheckpointError, ConfigError, Problem, nearest
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 
-from accel.comm.base import Communicator, ReduceOp
-from accel.comm.flat import exchange_flat
+from accel.comm.base import Communicator, ReduceOp, exchange_flat
 from accel.machine.errors import ConfigError, DistributedOperationException, unknown_choice
 from accel.machine.tree import (
     flatten,

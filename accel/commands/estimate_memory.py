@@ -23,7 +23,7 @@ from accel.config.quantization import BnbQuantizationConfig
 from accel.logging import get_logger, silenced
 from accel.machine.errors import ConfigError, Problem, nearest, text_of, unknown_choice
 from accel.machine.imports import load_attribute, require
-from accel.machine.memory_estimate import Footprint, state_bytes
+from accel.machine.memory import Footprint, state_bytes
 from accel.precision.fp8 import CHATTY
 from accel.strategies.spec import MemoryLayout
 from accel.strategies.table import specs

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from accel.config.checks import check_types
 from accel.config.handlers import KwargsHandler
-from accel.config.parallelism import ParallelismConfig
+from accel.config.parallelism import SWITCH, ParallelismConfig, from_variables
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accel.machine import env
 from accel.machine.enums import DynamoBackend, PrecisionType, RNGType
-from accel.machine.errors import Problems
-from accel.strategies.spec import Plugins
-from accel.strategies.table import plugins
+from accel.machine.env import Environment
+from accel.machine.errors import ConfigError, Problem, Problems, closest, did_you_mean, nearest
+from accel.plan.dims import AXES, ParallelDims
+from accel.plan.fp8 import LAUNCHED
+from accel.strategies.spec import Plugins, PluginSpec, StrategySpec
+from accel.strategies.table import plugins, specs
 
 
 class _NotGiven(int):
@@ -113,3 +118,211 @@ class Arguments:
         defaults = Arguments()
         valid = {name: getattr(defaults, name) for name in wrong}
         return dataclasses.replace(arguments, kwargs_handlers=handlers, kwarg_handler=None, **valid)
+
+
+# -- which strategy distributes the model, as plugins or the environment sw -------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The strategy of a run, and the plugins that are on; of several where a request is wrong."""
+
+    spec: StrategySpec
+    plugins: Plugins
+
+    @property
+    def label(self) -> str:
+        """What headers, manifests and messages call the run."""
+        return self.spec.label(self.plugins)
+
+    def dims(self, environment: Environment, found: Problems) -> ParallelDims:
+        """Return the parallel dimensions, seen from rank 0; note where there are none."""
+        try:
+            if environment.world_size >= 1:
+                return self.fitting_dims(environment)
+        except ConfigError as error:
+            found.take(error)
+        return ParallelDims()
+
+    def fitting_dims(self, environment: Environment) -> ParallelDims:
+        """Return the parallel dimensions, seen from rank 0; `ConfigError` where they do not fit."""
+        dims, world_size = self.spec.dims(self.plugins, environment), environment.world_size
+        if dims.world_size == world_size:
+            return dims
+        plugins = ", ".join(f"{name}={plugin!r}" for name, plugin in self.plugins.items())
+        sizes = " × ".join(f"{axis}={dims.size(axis)}" for axis in AXES if dims.size(axis) > 1)
+        raise ConfigError.of(
+            f"strategy {self.spec.name!r} with {plugins or 'no plugin'}",
+            f"its parallel dimensions ({sizes or 'all of size 1'}) need as many processes as their "
+            f"product, {dims.world_size}, and the world size is {world_size}",
+            f"Start {dims.world_size}, or choose sizes whose product is {world_size}.",
+        )
+
+
+def choose(arguments: Arguments, environment: Environment, found: Problems) -> Choice:
+    """Return the strategy that is switched on; an argument goes before the environment.
+
+    `found` takes what is wrong: two strategies on, a plugin of another class.
+    """
+    given = _given(arguments, found)
+    on: dict[str, object] = {}
+    requested: list[str] = []
+    for plugin in plugins():
+        try:
+            if plugin.name not in given and not _switched_on(plugin, environment):
+                continue
+            if plugin.kind is not None:
+                requested.append(plugin.name)
+            on[plugin.name] = plugin.resolved(given.get(plugin.name), environment)
+        except ConfigError as error:
+            found.take(error)
+    for first, second in conflicts(requested):
+        rule, remedy = "they cannot be combined", f"Switch {first} or {second} off."
+        found.add(f"{first} with {second}", rule, remedy)
+    _apply_sizes(on, parallelism(arguments, environment, found), found)
+    return selected(on, environment.world_size)
+
+
+def parallelism(
+    arguments: Arguments, environment: Environment, found: Problems
+) -> ParallelismConfig | None:
+    """Return the sizes of the axes that a run requests, as an argument or by the environment."""
+    if arguments.parallelism_config is not None or not environment.flag(SWITCH):
+        return arguments.parallelism_config
+    try:
+        return from_variables(environment.variables)
+    except ConfigError as error:
+        found.take(error)
+        return None
+
+
+def _apply_sizes(on: dict[str, object], sizes: ParallelismConfig | None, found: Problems) -> None:
+    """Give the sizes of the axes to the plugins of the strategy that is on, or switch some on."""
+    owner = next((spec for spec in specs() if spec.leading(on)), None)
+    for plugin in plugins() if owner is None else owner.plugins:
+        if sizes is None or plugin.sized is None:
+            continue
+        try:
+            sized = plugin.sized(on.get(plugin.name), sizes)
+        except ConfigError as error:
+            found.take(error)
+            continue
+        if sized is not None:
+            on[plugin.name] = sized
+
+
+def check_sizes(sizes: ParallelismConfig, dims: ParallelDims, found: Problems) -> None:
+    """Note the axes that have another size than requested."""
+    wrong = {
+        axis: (sizes.size(axis), dims.size(axis))
+        for axis in (axis for axis in AXES if hasattr(sizes, f"{axis}_size"))
+        if sizes.size(axis) != dims.size(axis)
+    }
+    if not wrong:
+        return
+    wanted = ", ".join(f"{axis}_size={size}" for axis, (size, _) in wrong.items())
+    got = ", ".join(f"{axis}={size}" for axis, (_, size) in wrong.items())
+    found.add(
+        f"ParallelismConfig({wanted})",
+        f"its sizes give {sizes.total_size} processes; {dims.world_size} processes and the "
+        f"strategy that is on give {got}",
+        f"Start {sizes.total_size} processes with that strategy, or change the sizes.",
+    )
+
+
+def selected(on: Plugins, world_size: int) -> Choice:
+    """Return the strategy of the plugins that are on, or the default of so many processes."""
+    spec = next((spec for spec in specs() if spec.leading(on)), None)
+    return Choice(spec or next(spec for spec in specs() if spec.is_default(world_size)), on)
+
+
+def conflicts(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of plugins, of those that are on, that belong to different strategies."""
+    owners = {plugin.name: spec.name for spec in specs() for plugin in spec.plugins}
+    for first, second in itertools.combinations(names, 2):
+        if owners[first] != owners[second]:
+            yield first, second
+
+
+def _switched_on(plugin: PluginSpec, environment: Environment) -> bool:
+    return bool(plugin.switch) and environment.flag(plugin.switch)
+
+
+def _given(arguments: Arguments, found: Problems) -> Mapping[str, object]:
+    given: dict[str, object] = {}
+    sources: dict[str, str] = {}
+
+    def put(plugin: PluginSpec, value: object, source: str) -> None:
+        if plugin.name in given:
+            found.add(
+                f"{sources[plugin.name]} with {source}",
+                "they are two spellings of one argument",
+                f"Give {source} alone.",
+            )
+        given[plugin.name], sources[plugin.name] = value, source
+
+    for plugin in plugins():
+        for name in filter(None, (plugin.argument, *plugin.aliases)):
+            if arguments.plugins.get(name) is not None:
+                put(plugin, arguments.plugins[name], name)
+    several = arguments.strategy_plugins
+    if not isinstance(several, Iterable):
+        value, remedy = f"strategy_plugins={several!r}", "Give it in a list: strategy_plugins=[…]."
+        found.add(value, "it is a sequence of plugins", remedy)
+        several = ()
+    for value in several:
+        kinds = [plugin for plugin in plugins() if plugin.kind is not None]
+        # By the nearest class: a plugin may be derived from that of another strategy.
+        bases = type(value).__mro__
+        owner = next((p for base in bases for p in kinds if p.kind is base), None)
+        if owner is None:
+            known = [plugin.kind.__name__ for plugin in kinds if plugin.kind]
+            rule = f"each is one of {', '.join(known)}"
+            remedy = nearest(type(value).__name__, known)
+            found.add(f"strategy_plugins: {value!r}", rule, remedy)
+        else:
+            put(owner, value, "strategy_plugins")
+    return given
+
+
+# -- variables ``accelerate_*`` whose names are misspelt: nothing reads the -------------------
+
+
+PREFIX = "ACCELERATE_"
+# Read by other programs, and near to ours.
+OTHERS = tuple(
+    PREFIX + name
+    for name in (
+        *("USE_XPU", "USE_TPU", "USE_SAGEMAKER", "USE_IPEX", "USE_MPS_DEVICE"),
+        *("DOWNCAST_BF16", "DISABLE_RICH", "BYPASS_DEVICE_MAP", "CONFIG_DS_FIELDS"),
+    )
+)
+SIMILARITY = 0.8  # other programs may use the prefix: only what is near is told of
+
+
+def known_variables() -> set[str]:
+    """Return the variables that the engine and the plugins of strategies read."""
+    names = {*env.NAMES, SWITCH, *LAUNCHED.values()}
+    for plugin in plugins():
+        names |= {plugin.switch, *plugin.launch_variables.values()}
+    return {name for name in names if name.startswith(PREFIX)}
+
+
+def misspelt_notes(variables: Mapping[str, str]) -> list[str]:
+    """Return a note for each variable whose name is nearly that of one that is read.
+
+    Args:
+        variables: of the environment.
+    """
+    given = [name for name in variables if name.startswith(PREFIX)]
+    if not given:
+        return []
+    known = known_variables()
+    short = [name.removeprefix(PREFIX) for name in known]
+    found = []
+    for name in sorted({*given} - known - {*OTHERS}):
+        near = closest(name.removeprefix(PREFIX), short, cutoff=SIMILARITY)
+        if near is not None:
+            value = f"{name}={variables[name]!r} (environment)"
+            found.append(str(Problem(value, "nothing reads it", did_you_mean(PREFIX + near))))
+    return found

@@ -30,8 +30,7 @@ from accel.machine.device import process_group_backend, resolve_device
 from accel.machine.enums import DistributedType, PrecisionType, RNGType
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problems, nearest, unknown_choice
-from accel.plan.arguments import ONE_BY_DEFAULT, Arguments
-from accel.plan.choose_strategy import Choice, check_sizes, choose, parallelism
+from accel.plan.arguments import ONE_BY_DEFAULT, Arguments, Choice, check_sizes, choose, parallelism
 from accel.plan.dims import ParallelDims
 from accel.plan.fp8 import Float8, resolve_fp8
 from accel.strategies.spec import Plugins, Request, StrategySpec

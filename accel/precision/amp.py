@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.backends import mha
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.config.handlers import AutocastKwargs, check_handler
 from accel.machine.errors import StateError
-from accel.precision.autocast import autocast
 from accel.precision.base import COMPUTE_DTYPES, Precision
 from accel.precision.wrapping import wrap_forward
 from accel.state import AcceleratorState
+
+if TYPE_CHECKING:
+    pass
 
 
 class StepScaler(torch.amp.GradScaler):
@@ -313,3 +317,102 @@ def get_mixed_precision_context_manager(
     state, chosen = AcceleratorState(), autocast_kwargs or AutocastKwargs()
     dtype = COMPUTE_DTYPES.get(state.mixed_precision)
     return autocast(state.device.type, dtype, chosen.enabled, chosen.cache_enabled)
+
+
+# -- autocast that attention layers keep to when they evaluate, on devices  -------------------
+
+
+CHECKED = "cuda"  # whose autocast torch's modules look at
+
+
+def autocast(
+    device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None
+) -> AbstractContextManager[object]:
+    """Return `torch.autocast` of these arguments, in which no fast path of attention is taken."""
+    if device_type == CHECKED or not enabled:
+        return torch.autocast(
+            device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
+        )
+    return _without_fast_path(device_type, dtype, cache_enabled)
+
+
+@contextlib.contextmanager
+def _without_fast_path(
+    device_type: str, dtype: torch.dtype | None, cache_enabled: bool | None
+) -> Iterator[None]:
+    own = torch.autocast(device_type, dtype=dtype, cache_enabled=cache_enabled)
+    with WithoutFastPath(), own:
+        yield
+
+
+class _Users:
+    """Contexts of all threads that want the fast path off; the last that ends restores it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.number = 0
+        self.before = True
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.number == 0:
+                self.before = mha.get_fastpath_enabled()
+                mha.set_fastpath_enabled(False)
+            self.number += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.number -= 1
+            if self.number == 0:
+                mha.set_fastpath_enabled(self.before)
+
+
+_USERS = _Users()
+
+
+class WithoutFastPath:
+    """A context inside which attention takes no fast path; in code that is compiled, too."""
+
+    def __init__(self) -> None:
+        self._compiled_before: bool | None = None  # None: not entered in code that is compiled
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_compiling():  # dynamo traces neither locks nor torch's setter
+            self._compiled_before = mha._is_fastpath_enabled
+            mha._is_fastpath_enabled = False
+        else:
+            _USERS.enter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._compiled_before is None:
+            _USERS.leave()
+        else:
+            mha._is_fastpath_enabled = self._compiled_before
+
+
+# -- tf32: fp32 matrix products and convolutions with 10 bits of mantissa,  -------------------
+
+
+@contextlib.contextmanager
+def tf32(enabled: bool | None) -> Iterator[None]:
+    """Let fp32 matrix products and convolutions on GPUs use TF32 within the context, or not.
+
+    Inputs are rounded to 10 bits of mantissa, sums are in fp32. Elsewhere it changes nothing.
+
+    Args:
+        enabled: whether they do; None: as torch has it (products in fp32, convolutions in TF32).
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html
+        (TensorFloat-32 on Ampere and later devices)
+    """
+    if enabled is None:
+        yield
+        return
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
+    torch.backends.cudnn.allow_tf32 = enabled
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from accel.comm import rng
 from accel.machine.errors import StateError
-from accel.machine.memory_estimate import local
+from accel.machine.memory import local
 from accel.precision.bf16_weights import digest, shard_coordinates
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

@@ -2,7 +2,7 @@
 
 Layers keep their parameters, the very same tensors under the same names, so that optimizers, tied
 weights and checkpoints are those of a run without fp8. The scales that TransformerEngine keeps
-beside them (its extra state) are a file of their own in a checkpoint: `engine_scales`.
+beside them (its extra state) are a file of their own in a checkpoint: `scales`.
 
 Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+import pickle
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,11 +22,10 @@ import torch
 from accel.config.fp8 import DELAYED_SCALING, FP8RecipeKwargs, TERecipeKwargs
 from accel.config.handlers import AutocastKwargs
 from accel.logging import get_logger
-from accel.machine.errors import ConfigError, Problems
+from accel.machine.errors import CheckpointError, ConfigError, Problem, Problems
 from accel.machine.imports import require
-from accel.precision import engine_scales
 from accel.precision.amp import AmpPrecision
-from accel.precision.fp8_filters import choose_layers, is_plain
+from accel.precision.fp8 import choose_layers, is_plain
 from accel.precision.wrapping import wrap_forward
 
 logger = get_logger(__name__)
@@ -313,7 +313,7 @@ class TransformerEnginePrecision(AmpPrecision):
         keep: Collection[torch.nn.Module] = (),
     ) -> None:
         if has_transformer_engine_layers(model):  # built of them, or converted by hand: as chosen
-            for layer in engine_scales.layers(model).values():
+            for layer in scaled_layers(model).values():
                 _keep_extra_state_out(layer)
             return
         layers = choose_layers(model, None, keep, evaluation).converted.values()
@@ -322,7 +322,67 @@ class TransformerEnginePrecision(AmpPrecision):
         logger.info("fp8: %d linear layers of %s converted.", len(chosen), type(model).__name__)
 
     def scales(self, model: torch.nn.Module) -> dict[str, dict[str, object]]:
-        return engine_scales.read(model)
+        return read_scales(model)
 
     def load_scales(self, model: torch.nn.Module, scales: dict[str, dict[str, object]]) -> None:
-        engine_scales.write(model, scales, self.recipe)
+        write_scales(model, scales, self.recipe)
+
+
+# -- the scales of transformerengine's layers as plain tensors, for checkpo -------------------
+
+
+RECIPE = "recipe"  # the one entry that is no plain value
+PLAIN = (torch.Tensor, bool, int, float, str, list, tuple, dict, type(None))
+
+
+def read_scales(model: torch.nn.Module) -> dict[str, dict[str, object]]:
+    """Return the scales of the layers of a model, by name; layers without any are left out."""
+    found: dict[str, dict[str, object]] = {}
+    for name, layer in scaled_layers(model).items():
+        state: Any = layer.get_extra_state()
+        if isinstance(state, torch.Tensor) and state.numel() > 0:
+            # Of the layer in this process, not of a file.
+            entries = pickle.loads(state.cpu().numpy().tobytes())
+            found[name] = {k: v for k, v in entries.items() if k != RECIPE and isinstance(v, PLAIN)}
+        elif state is not None and not isinstance(state, torch.Tensor):
+            logger.warning_once(
+                "The scales of %s are not saved: this release of TransformerEngine gives them as "
+                "%s. They start anew in a run that is resumed.",
+                type(layer).__name__,
+                type(state).__name__,
+            )
+    return found
+
+
+def write_scales(
+    model: torch.nn.Module, scales: Mapping[str, Mapping[str, object]], recipe: object
+) -> None:
+    """Give the layers of a model the scales that `read` returned.
+
+    Args:
+        model: with the same layers.
+        scales: by name of the layer.
+        recipe: TransformerEngine's, of this run.
+
+    Raises:
+        CheckpointError: if a layer is missing, or does not take them.
+    """
+    known = scaled_layers(model)
+    for name, entries in scales.items():
+        try:
+            blob = bytearray(pickle.dumps({**entries, RECIPE: recipe}))
+            known[name].set_extra_state(torch.frombuffer(blob, dtype=torch.uint8))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            rule = f"the scales of a layer in fp8 do not fit: {error}"
+            remedy = "Resume with the same model and fp8 recipe, or without fp8."
+            raise CheckpointError(Problem(f"layer {name!r}", rule, remedy)) from error
+
+
+def scaled_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the layers of TransformerEngine in a model that keep extra state, by name."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer).__module__.startswith("transformer_engine")
+        and type(layer).get_extra_state is not torch.nn.Module.get_extra_state
+    }

@@ -14,7 +14,7 @@ import torch
 from accel.machine.errors import ConfigError, StateError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import StepScaler, has_gradients, parameters_of
-from accel.precision.gradient_sums import sum_in_fp32, sum_unfrozen_in_fp32
+from accel.precision.bf16_weights import sum_in_fp32, sum_unfrozen_in_fp32
 from accel.state import GradientState
 from accel.strategies.base import Objects
 

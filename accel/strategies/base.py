@@ -24,7 +24,7 @@ from accel.machine.device import copies_in_order
 from accel.machine.errors import AccelError, ConfigError, Problem, StateError
 from accel.machine.imports import load_attribute
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
-from accel.precision import bf16_weights, gradient_sums
+from accel.precision import bf16_weights
 from accel.precision.amp import StepScaler
 from accel.precision.wrapping import is_dispatched, own_module
 from accel.scheduler import wrap_scheduler
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from accel.checkpoint.sharded import Allocate
     from accel.comm.base import Communicator
-    from accel.machine.memory_estimate import Footprint
+    from accel.machine.memory import Footprint
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
     from accel.strategies.spec import StrategySpec
@@ -138,7 +138,7 @@ class Gradients:
         entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not any(entry.dtype == torch.bfloat16 for entry in entries):
             return torch.nn.utils.clip_grad_norm_(entries, max_norm, norm_type=norm_type)
-        return gradient_sums.clip_norm(entries, max_norm, norm_type)
+        return bf16_weights.clip_norm(entries, max_norm, norm_type)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp each gradient's elements to ±`clip_value`."""
@@ -182,15 +182,13 @@ class StateIO:
         self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
     ) -> Footprint:
         """Return the bytes that this rank holds once a step is made. No collectives."""
-        from accel.machine import memory_estimate
+        from accel.machine import memory
 
         held = [parameter for model in models for parameter in model.parameters()]
-        states = [
-            memory_estimate.state_bytes(unwrap_optimizer(optimizer)) for optimizer in optimizers
-        ]
-        return memory_estimate.Footprint(
-            memory_estimate.num_bytes(held),
-            memory_estimate.num_bytes(parameter for parameter in held if parameter.requires_grad),
+        states = [memory.state_bytes(unwrap_optimizer(optimizer)) for optimizer in optimizers]
+        return memory.Footprint(
+            memory.num_bytes(held),
+            memory.num_bytes(parameter for parameter in held if parameter.requires_grad),
             None if None in states else sum(size or 0 for size in states),
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 from accel.config.handlers import KwargsHandler
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problem, Problems
-from accel.plan.choose_strategy import selected
+from accel.plan.arguments import selected
 from accel.strategies.table import plugins
 from runner.recipe import processes
 from runner.recipe.batch_plan import BatchPlan, plan_batches

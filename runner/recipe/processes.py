@@ -11,7 +11,7 @@ from accel.machine import env
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, MissingPackageError, Problem, Problems
 from accel.machine.imports import is_available
-from accel.plan.choose_strategy import selected
+from accel.plan.arguments import selected
 from runner.recipe import nodes, ray_placement
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Distributed, Recipe

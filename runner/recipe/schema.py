@@ -27,7 +27,7 @@ from accel.config.training import (
 )
 from accel.machine.enums import LoggerType, PrecisionType, RNGType
 from accel.machine.errors import ConfigError, Problem, Problems, did_you_mean, nearest
-from accel.plan.choose_strategy import conflicts
+from accel.plan.arguments import conflicts
 from accel.strategies.spec import PluginSpec
 from accel.strategies.table import plugins
 from runner.recipe import foreign_names, nodes, ray_placement

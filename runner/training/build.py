@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.config.training import ProjectConfiguration
 from accel.machine.errors import ConfigError, Problem, Problems
-from accel.plan.choose_strategy import selected
+from accel.plan.arguments import selected
 from runner.recipe import engine
 from runner.recipe.factory import STEP_PARTS, Factory, check_factories, factory_of, nodes_of, read
 from runner.recipe.registry import register
@@ -98,7 +98,7 @@ def running(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Iterator[Ac
 
     After an error nothing is exchanged any more: another process may be gone already.
     """
-    from accel.precision.tf32 import tf32
+    from accel.precision.amp import tf32
 
     with tf32(recipe.precision.tf32), _ended(make_accelerator(recipe, run_dir, batch_plan)) as own:
         yield own

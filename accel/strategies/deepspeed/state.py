@@ -16,7 +16,7 @@ import torch
 from accel.checkpoint.optimizer_state import FORMAT_VERSION, ParameterNames, misfit
 from accel.machine.errors import CheckpointError, Problem, StateError
 from accel.machine.imports import require
-from accel.machine.memory_estimate import Footprint, num_bytes, state_bytes
+from accel.machine.memory import Footprint, num_bytes, state_bytes
 from accel.strategies.base import StateIO
 from accel.strategies.deepspeed.fragments import (
     Fragments,

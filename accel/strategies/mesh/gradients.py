@@ -20,10 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.comm.flat import by_dtype, exchange_flat
+from accel.comm.base import by_dtype, exchange_flat
 from accel.machine.enums import DistributedType
 from accel.machine.errors import ConfigError, unknown_choice
-from accel.machine.memory_estimate import local
+from accel.machine.memory import local
 from accel.plan.dims import gradient_axes
 from accel.precision.amp import StepScaler, parameters_of
 from accel.state import PartialState

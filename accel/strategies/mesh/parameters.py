@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.comm.flat import exchange_flat
+from accel.comm.base import exchange_flat
 from accel.machine.errors import ConfigError, Problem
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.mesh.state import shard_like

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, parameters
-from accel.machine.memory_estimate import local
+from accel.machine.memory import local
 from accel.optimizer import unwrap_optimizer
 from accel.plan.dims import ParallelDims
 from accel.strategies.base import StateIO

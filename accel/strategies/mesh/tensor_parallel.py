@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from accel.config.tensor_parallel import ALIASES, SUMMED, plan_problems
 from accel.machine.errors import ConfigError, Problem, Problems, nearest
-from accel.machine.memory_estimate import local
+from accel.machine.memory import local
 from accel.plan.dims import TP
 from accel.precision.amp import parameters_of
 from accel.precision.wrapping import own_module, plain_name

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from accel.checkpoint import directory, sharded
 from accel.checkpoint.optimizer_state import ParameterNames
 from accel.checkpoint.serialization import load_plain, save_plain
-from accel.comm.all_or_none import together
-from accel.comm.base import Communicator
+from accel.comm.base import Communicator, together
 from accel.machine import env
 from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.comm.all_or_none import decided, together
+from accel.comm.base import decided, together
 from accel.comm.connect import connect
 from accel.comm.local import LocalCommunicator
 from accel.machine.errors import CheckpointError, DiskFullError

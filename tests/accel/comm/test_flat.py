@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel.comm.flat import by_dtype, exchange_flat
+from accel.comm.base import by_dtype, exchange_flat
 
 TENSORS = [
     torch.arange(6.0).reshape(2, 3),

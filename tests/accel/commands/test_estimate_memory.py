@@ -16,7 +16,7 @@ from accel import Accelerator, FullyShardedDataParallelPlugin
 from accel.commands.estimate_memory import Estimate, estimates, layouts
 from accel.commands.program import REFUSED, main
 from accel.machine.errors import ConfigError
-from accel.machine.memory_estimate import Footprint
+from accel.machine.memory import Footprint
 from accel.utils import BnbQuantizationConfig, DeepSpeedPlugin, load_and_quantize_model
 from tests.accel.weights.models import Tied
 from tests.accel.weights.test_quantize import installed

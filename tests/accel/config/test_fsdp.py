@@ -25,8 +25,7 @@ from torch.distributed.fsdp import (
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.machine.env import Environment, patched
 from accel.machine.errors import ConfigError, NotBuiltError, Problems
-from accel.plan.arguments import Arguments
-from accel.plan.choose_strategy import choose
+from accel.plan.arguments import Arguments, choose
 from accel.plan.plan import resolve
 from accel.strategies.mesh.parallelize import build_formats
 from tests.accel.strategies.training import build

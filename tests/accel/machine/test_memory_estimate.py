@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.machine.memory_estimate import num_bytes, state_bytes
+from accel.machine.memory import num_bytes, state_bytes
 
 
 def test_each_tensor_is_counted_once() -> None:

@@ -15,8 +15,7 @@ from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.machine.enums import DistributedType
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problems
-from accel.plan.arguments import Arguments
-from accel.plan.choose_strategy import choose
+from accel.plan.arguments import Arguments, choose
 from accel.plan.plan import resolve
 from accel.strategies import table
 from accel.strategies.spec import PluginSpec, StrategySpec

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from accel import Accelerator
-from accel.plan import misspelt_variables
-from accel.plan.misspelt_variables import known_variables, notes
+from accel.plan import arguments
+from accel.plan.arguments import known_variables, misspelt_notes
 from tests.helpers import ROOT
 
 
@@ -24,19 +24,19 @@ from tests.helpers import ROOT
     ],
 )
 def test_the_near_name_is_given(name: str, near: str) -> None:
-    (note,) = notes({name: "bf16", "PATH": "/bin"})
+    (note,) = misspelt_notes({name: "bf16", "PATH": "/bin"})
     assert note == f"{name}='bf16' (environment): nothing reads it. Did you mean {near!r}?"
 
 
 def test_other_names_are_not_told_of() -> None:
-    names = (*known_variables(), *misspelt_variables.OTHERS, "ACCELERATE_RENDERING", "PATH")
-    assert notes(dict.fromkeys(names, "1")) == []
+    names = (*known_variables(), *arguments.OTHERS, "ACCELERATE_RENDERING", "PATH")
+    assert misspelt_notes(dict.fromkeys(names, "1")) == []
 
 
 def test_every_name_in_the_source_is_known() -> None:
     found: set[str] = set()
     for path in (ROOT / "accel").rglob("*.py"):
-        if path.name != "misspelt_variables.py":
+        if path.name != "arguments.py":
             found |= set(re.findall(r"ACCELERATE_[A-Z0-9_]*[A-Z0-9]\b", path.read_text()))
     assert found - known_variables() == set()
 

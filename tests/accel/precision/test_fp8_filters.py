@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.machine.errors import ConfigError
-from accel.precision.fp8_filters import choose_layers, heads, is_plain
+from accel.precision.fp8 import choose_layers, heads, is_plain
 
 
 class Tied(torch.nn.Module):

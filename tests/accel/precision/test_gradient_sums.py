@@ -12,7 +12,7 @@ import torch
 from accel import Accelerator
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import GradientAccumulationPlugin
-from accel.precision import gradient_sums
+from accel.precision import bf16_weights
 from accel.precision.rounding_adamw import RoundingAdamW
 from tests.helpers import run_distributed
 
@@ -38,7 +38,7 @@ def backward(accelerator: Accelerator, model: Any, scale: float = 1.0) -> None:
 
 
 def held(optimizer: Any) -> Any:
-    (found,) = gradient_sums._OPTIMIZERS[optimizer.optimizer].sums.values()
+    (found,) = bf16_weights._OPTIMIZERS[optimizer.optimizer].sums.values()
     return found
 
 
@@ -212,7 +212,7 @@ def test_a_window_of_one_keeps_no_sum() -> None:
         backward(accelerator, model)
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.optimizer not in gradient_sums._OPTIMIZERS
+    assert optimizer.optimizer not in bf16_weights._OPTIMIZERS
 
 
 def test_a_step_frees_the_sum_and_a_model_is_freed_with_its_own() -> None:

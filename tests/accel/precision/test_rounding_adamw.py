@@ -13,7 +13,7 @@ from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.machine.errors import StateError
-from accel.machine.memory_estimate import local, state_bytes
+from accel.machine.memory import local, state_bytes
 from accel.precision.rounding_adamw import RoundingAdamW, rounded
 from accel.utils import set_seed
 from tests.helpers import run_distributed

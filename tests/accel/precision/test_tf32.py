@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.precision.tf32 import tf32
+from accel.precision.amp import tf32
 
 
 def told() -> tuple[str, bool]:

@@ -24,9 +24,15 @@ from accel.machine.imports import is_transformer_engine_available
 from accel.plan.arguments import Arguments
 from accel.plan.fp8 import Float8
 from accel.plan.plan import Plan, resolve
-from accel.precision import engine_scales
 from accel.precision.build import build_precision
-from accel.precision.transformer_engine import TransformerEnginePrecision, engine_recipe
+from accel.precision.transformer_engine import (
+    TransformerEnginePrecision,
+    engine_recipe,
+    logger,
+    read_scales,
+    scaled_layers,
+    write_scales,
+)
 from accel.utils import (
     FP8RecipeKwargs,
     TERecipeKwargs,
@@ -276,7 +282,7 @@ def test_a_resumed_run_has_the_scales_of_the_saved_one(tmp_path: Path) -> None:
     lacking = te_run()  # the control: weights and optimizer alone
     lacking[1].load_state_dict(own[1].state_dict())
     lacking[0].load_state(str(tmp_path / "state"))
-    for layer in engine_scales.layers(lacking[1]).values():
+    for layer in scaled_layers(lacking[1]).values():
         layer.fp8_meta = {}
     assert te_train(*lacking) != expected
 
@@ -285,7 +291,7 @@ def test_a_resumed_run_has_the_scales_of_the_saved_one(tmp_path: Path) -> None:
 def test_scales_in_a_checkpoint_are_no_pickle(tmp_path: Path) -> None:
     model = network()
     convert_model(model)
-    for layer in engine_scales.layers(model).values():
+    for layer in scaled_layers(model).values():
         del layer._state_dict_hooks, layer._load_state_dict_pre_hooks  # as a user builds it
         layer._state_dict_hooks, layer._load_state_dict_pre_hooks = OrderedDict(), OrderedDict()
     accelerator, model, optimizer = te_run(model)
@@ -299,7 +305,7 @@ def test_scales_in_a_checkpoint_are_no_pickle(tmp_path: Path) -> None:
     # A foreign file's bytes never reach a layer, which would unpickle them.
     hostile = torch.frombuffer(bytearray(b"cos\nsystem\n"), dtype=torch.uint8)
     state = model.state_dict()
-    name = next(iter(engine_scales.layers(model)))
+    name = next(iter(scaled_layers(model)))
     model.load_state_dict({**state, f"{name}._extra_state": hostile})
 
 
@@ -309,12 +315,12 @@ def test_scales_that_do_not_fit_are_refused_and_unread_ones_told(
 ) -> None:
     _, model, _ = te_run()
     with pytest.raises(CheckpointError, match=r"layer 'elsewhere'.*do not fit"):
-        engine_scales.write(model, {"elsewhere": {"amax_history_fwd": torch.ones(1)}}, None)
+        write_scales(model, {"elsewhere": {"amax_history_fwd": torch.ones(1)}}, None)
     with pytest.raises(CheckpointError, match="do not fit"):
-        engine_scales.write(model, {next(iter(engine_scales.layers(model))): {}}, None)
+        write_scales(model, {next(iter(scaled_layers(model))): {}}, None)
     monkeypatch.setattr(engine.Linear, "get_extra_state", lambda layer: io.BytesIO())
-    monkeypatch.setattr(engine_scales.logger, "_seen", set())
-    assert engine_scales.read(model) == {}
+    monkeypatch.setattr(logger, "_seen", set())
+    assert read_scales(model) == {}
     assert "The scales of Linear are not saved" in caplog.text
 
 

@@ -12,8 +12,7 @@ from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problems
-from accel.plan.arguments import Arguments
-from accel.plan.choose_strategy import choose
+from accel.plan.arguments import Arguments, choose
 from accel.strategies.mesh.spec import SPEC
 from accel.strategies.spec import Request
 
