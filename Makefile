@@ -11,13 +11,13 @@ JOBS ?= 4
 PYTHON = $$(tests/setup.sh $(1))
 
 help:
-	@sed -n '/^[a-z]*:.*##/s/\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 12
+	@sed -n '/^[a-z]*:.*##/s/\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 14
 
-train: ## train the default recipe (ARGS="precision=bf16 ..." are handed on)
+train: ## train the default recipe (ARGS="precision=bf16 seed=1" overrides values)
 	@python=$(call PYTHON,run) && exec "$$python" -m runner $(ARGS)
 
 # Hundreds of processes import the project, each of which would compile it anew without bytecode.
-test: ## run the tests (ARGS="-k name" are handed on), JOBS=4 files at once
+test: ## run the tests, JOBS=4 files at once (ARGS="-k name" chooses some, ARGS="-m slow" the slow ones)
 	@python=$(call PYTHON,test) && exec env -u PYTHONDONTWRITEBYTECODE "$$python" -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: ## lint, format and types
@@ -26,13 +26,13 @@ check: ## lint, format and types
 format: ## rewrite files in the project's format
 	@python=$(call PYTHON,check) && "$$python" -m ruff check --fix . && "$$python" -m ruff format .
 
-mutants: ## break each documented name in turn: its test must notice (ARGS="--only gather")
+mutants: ## break each documented name in turn; its test must fail (ARGS="--only gather")
 	@python=$(call PYTHON,test) && exec "$$python" -m tests.conformance.gate $(ARGS)
 
-parity: ## train under every engine and precision; compare with a plain loop (ARGS="--only fsdp")
+parity: ## train under every strategy and precision; compare with a plain loop (ARGS="--only fsdp")
 	@python=$(call PYTHON,test) && exec "$$python" -m tests.parity $(ARGS)
 
-bench: ## measure a step against a hand-written loop, the import, and models larger than memory
+bench: ## measure a step against a hand-written loop, the import, and large models
 	@python=$(call PYTHON,test) && exec "$$python" -m tests.benchmarks
 
 clean: ## remove what was built here (not the runs)

@@ -10,7 +10,7 @@ INTERRUPTED = 130
 OF_SIGNAL = 128  # and its number: how a shell says that a signal has ended a command
 CLEAN = (DONE, STOPPED)
 
-# As `runner --help` and the README list them.
+# As `runner --help` and docs/runs.md list them.
 MEANINGS = {
     DONE: "done",
     FAILED: "failed; of a sweep: at least one job failed, or was not started",
