@@ -1,8 +1,8 @@
 """Read the code blocks of README and of `docs/`, and play them as a reader would.
 
-A block's language may be followed by marks:
+A block of Python, YAML or TOML whose first line is ``# PATH`` is the content of that file. Marks may
+follow a block's language:
 
-- ``file=PATH``: the block is the content of that file.
 - ``cd=FOLDER``: its commands run there.
 - ``short``: runs of these commands are cut short after some steps.
 - ``slow``: a Python block that is only played with the slow tests.
@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = re.compile(r"runs/(\w+)/20260101-120000-1a2b")
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
+FILE = re.compile(r"# ([\w./]+\.\w+)\n")
 SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
 SECONDS = 300.0
 MODULES = {"runner": "runner", "accel": "accel.commands"}
@@ -63,6 +64,12 @@ class Block:
     marks: dict[str, str]
     text: str
     line: int
+
+    @property
+    def file(self) -> str:
+        """The path of the file that this is; empty if it is none."""
+        found = FILE.match(self.text)
+        return found[1] if found and self.language in ("python", "yaml", "toml") else ""
 
     def commands(self) -> list[tuple[list[str], list[str]]]:
         """Return each command of a shell or console block, and the lines that it shows as output.
@@ -107,14 +114,14 @@ class Reader:
     def failures(self) -> list[str]:
         """Play all blocks and return what went wrong: the line of the block, and the output."""
         for block in self.blocks:
-            if "file" in block.marks:
-                path = self.folder / block.marks["file"]
+            if block.file:
+                path = self.folder / block.file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(block.text)
         return [
             f"line {block.line}: {wrong}"
             for block in self.blocks
-            if "file" not in block.marks
+            if not block.file
             for wrong in self._played(block)
         ]
 
@@ -123,7 +130,7 @@ class Reader:
             yield from self._python(block)
         elif block.language not in ("bash", "console"):
             if block.language not in ("text", "diff"):
-                yield f"a block of {block.language} without file=PATH"
+                yield f"a block of {block.language} that names no file"
         elif self.real and "cluster" not in block.marks:
             yield from self._commands(block)
         else:

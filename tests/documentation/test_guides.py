@@ -37,7 +37,8 @@ def links(document: Path) -> list[tuple[str, str]]:
 
 def anchors(document: Path) -> set[str]:
     """Return the anchors of a document's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.M)
+    text = BLOCK.sub("", document.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
     words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in words}
 
