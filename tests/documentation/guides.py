@@ -1,7 +1,7 @@
 """Read the code blocks of README and of `docs/`, and play them as a reader would.
 
-A block of Python, YAML or TOML whose first line is ``# PATH`` is the content of that file. Marks may
-follow a block's language:
+A block of Python, YAML or TOML that begins with ``# PATH``, or with Hydra's ``# @package`` and then it,
+is the content of that file. Marks may follow a block's language:
 
 - ``cd=FOLDER``: its commands run there.
 - ``short``: runs of these commands are cut short after some steps.
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = re.compile(r"runs/(\w+)/20260101-120000-1a2b")
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
-FILE = re.compile(r"# ([\w./]+\.\w+)\n")
+FILE = re.compile(r"(?:# @package _global_\n)?# ([\w./]+\.\w+)\n")
 SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
 SECONDS = 300.0
 MODULES = {"runner": "runner", "accel": "accel.commands"}
