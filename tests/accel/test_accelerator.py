@@ -1,4 +1,7 @@
-"""The Accelerator in one process: preparing, accumulating, stepping, and what lies around it."""
+"""The Accelerator in one process: preparing, accumulating, stepping, and what lies around it.
+
+Holds E1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Averages of weights (EMA) under strategies that shard them: a deep copy is refused, and why."""
+"""Averages of weights (EMA) under strategies that shard them: a deep copy is refused, and why.
+
+Holds E5.
+"""
 
 from __future__ import annotations
 

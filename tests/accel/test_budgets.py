@@ -1,4 +1,4 @@
-"""What a step may cost over the hand-written loop, in things that can be counted.
+"""What a step may cost over the hand-written loop, in things that can be counted (E6).
 
 Counts do not depend on the machine or its load; `make bench` measures the time. Whoever makes the
 engine do more per step has to raise a number here, and say why.

@@ -1,4 +1,4 @@
-"""In debug mode ranks that do not fit together are named, where they would wait for ever."""
+"""In debug mode ranks that do not fit together are named, where they would wait for ever (E5)."""
 
 from __future__ import annotations
 

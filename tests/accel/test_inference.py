@@ -1,4 +1,4 @@
-"""Inference over pipeline stages, one on each process."""
+"""Inference over pipeline stages, one on each process (E1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions on several processes: forks of a notebook, or of this process."""
+"""Functions on several processes: forks of a notebook, or of this process (E1)."""
 
 from __future__ import annotations
 

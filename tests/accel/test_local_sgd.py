@@ -1,4 +1,4 @@
-"""Local SGD: two processes against the same arithmetic by hand, and where it does nothing."""
+"""Local SGD: two processes against the same arithmetic by hand, and where it does nothing (E1)."""
 
 from __future__ import annotations
 

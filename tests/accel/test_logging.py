@@ -1,4 +1,4 @@
-"""Loggers that know their process."""
+"""Loggers that know their process (E1)."""
 
 from __future__ import annotations
 

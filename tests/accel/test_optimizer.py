@@ -1,4 +1,4 @@
-"""The prepared optimizer: when it steps, and what it hands through."""
+"""The prepared optimizer: when it steps, and what it hands through (E1, E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prepared scheduler: it steps when its optimizer did, once per process."""
+"""The prepared scheduler: it steps when its optimizer did, once per process (E1, E3)."""
 
 from __future__ import annotations
 

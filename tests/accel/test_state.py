@@ -1,4 +1,4 @@
-"""One state per process, process control, and a reset that is a reset."""
+"""One state per process, process control, and a reset that is a reset (E1)."""
 
 from __future__ import annotations
 

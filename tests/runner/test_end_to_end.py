@@ -1,4 +1,4 @@
-"""The product as a person uses it: whole commands, real processes, real data."""
+"""The product as a person uses it: whole commands, real processes, real data (R2, R9, R10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A strategy of another package in recipes: a node, a choice, checks, help, and a run."""
+"""A strategy of another package in recipes: a node, a choice, checks, help, and a run (X1)."""
 
 from __future__ import annotations
 

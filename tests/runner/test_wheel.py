@@ -1,4 +1,7 @@
-"""The wheel, and a project of a user's own that trains with it outside of this repository."""
+"""The wheel, and a project of a user's own that trains with it outside of this repository.
+
+Holds C4, X1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports: sizes, shards and their index, single objects."""
+"""Exports: sizes, shards and their index, single objects (E1)."""
 
 from __future__ import annotations
 

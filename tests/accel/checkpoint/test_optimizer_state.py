@@ -1,4 +1,4 @@
-"""Optimizer state by name: bit-equal, whatever the order, the wrapper or the optimizer."""
+"""Optimizer state by name: bit-equal, whatever the order, the wrapper or the optimizer (R5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The public package reads what we write and we read what it writes (where it is installed)."""
+"""The public package reads what we write and we read what it writes (where it is installed).
+
+Holds R4.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States over several processes: other world sizes, one failing rank, one disk."""
+"""States over several processes: other world sizes, one failing rank, one disk (R4)."""
 
 from __future__ import annotations
 

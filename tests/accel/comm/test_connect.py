@@ -1,4 +1,4 @@
-"""Which transport a plan gets, with its options."""
+"""Which transport a plan gets, with its options (E1)."""
 
 from __future__ import annotations
 

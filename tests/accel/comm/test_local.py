@@ -1,4 +1,4 @@
-"""The communicator of one process."""
+"""The communicator of one process (E1, E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs what, when, on which part of the data: the states and the Accelerator alike."""
+"""Who runs what, when, on which part of the data: the states and the Accelerator alike (E1)."""
 
 from __future__ import annotations
 

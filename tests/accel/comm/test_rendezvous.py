@@ -1,4 +1,4 @@
-"""The store at MASTER_ADDR:MASTER_PORT is hosted once and reached by all."""
+"""The store at MASTER_ADDR:MASTER_PORT is hosted once and reached by all (E1)."""
 
 from __future__ import annotations
 

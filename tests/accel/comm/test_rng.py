@@ -1,4 +1,4 @@
-"""Generators: seeded, equal over ranks, saved and restored."""
+"""Generators: seeded, equal over ranks, saved and restored (R1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts on several processes end: none hangs, none aborts, however they leave.
+"""Scripts on several processes end: none hangs, none aborts, however they leave (R9).
 
 A gloo process whose threads outlive the interpreter dies of "terminate called without an active
 exception", sometimes, and the more often the busier the machine is. So each way of leaving is taken

@@ -1,4 +1,4 @@
-"""Every transport keeps the contract of `Communicator`, at every world size."""
+"""Every transport keeps the contract of `Communicator`, at every world size (E1, E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of settings: its place, what is written there, and what other programs wrote."""
+"""The file of settings: its place, what is written there, and what other programs wrote (E1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of single fields, checked the same way in every configuration dataclass."""
+"""Types of single fields, checked the same way in every configuration dataclass (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""DeepSpeed's plugin: fields, environment, its one configuration, and the active one of several."""
+"""DeepSpeed's plugin: fields, environment, its one configuration, and the active one of several.
+
+Holds E1, E5.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugins of a run by name, one of which is active."""
+"""The plugins of a run by name, one of which is active (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open values of DeepSpeed's configuration, given by hand."""
+"""Open values of DeepSpeed's configuration, given by hand (E1, E5)."""
 
 from __future__ import annotations
 

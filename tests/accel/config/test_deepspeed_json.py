@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: validation and dotted keys."""
+"""DeepSpeed's configuration: validation and dotted keys (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields that show a default and count as not given."""
+"""Fields that show a default and count as not given (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of fp8 training."""
+"""Recipes of fp8 training (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The setters of the FSDP plugin, for libraries that shard models by themselves."""
+"""The setters of the FSDP plugin, for libraries that shard models by themselves (E1, E5)."""
 
 from __future__ import annotations
 

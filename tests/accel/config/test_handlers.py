@@ -1,4 +1,7 @@
-"""Kwargs handlers: what they hold, what they refuse, and what reaches the objects of torch."""
+"""Kwargs handlers: what they hold, what they refuse, and what reaches the objects of torch.
+
+Holds E1, E5.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of the parallel axes: what they are, what they switch on, and what they refuse."""
+"""Sizes of the parallel axes: what they are, what they switch on, and what they refuse (E1, E5)."""
 
 from __future__ import annotations
 

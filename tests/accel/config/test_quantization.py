@@ -1,4 +1,4 @@
-"""The configuration of quantized models."""
+"""The configuration of quantized models (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin of tensor parallelism."""
+"""The plugin of tensor parallelism (E1, E5)."""
 
 from __future__ import annotations
 

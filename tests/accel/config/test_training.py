@@ -1,4 +1,4 @@
-"""Plugins for accumulation, compilation and the project folder."""
+"""Plugins for accumulation, compilation and the project folder (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader classes built by hand: each documented parameter does what it says."""
+"""The loader classes built by hand: each documented parameter does what it says (E1, E2)."""
 
 from __future__ import annotations
 

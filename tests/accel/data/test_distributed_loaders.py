@@ -1,4 +1,4 @@
-"""Prepared loaders on real processes."""
+"""Prepared loaders on real processes (E2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared loaders on one process, and as one of several that are only pretended."""
+"""Prepared loaders on one process, and as one of several that are only pretended (E2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loader workers outlive what asks a run to stop, and never their training process."""
+"""Loader workers outlive what asks a run to stop, and never their training process (R3)."""
 
 from __future__ import annotations
 

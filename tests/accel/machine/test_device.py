@@ -1,4 +1,4 @@
-"""Which device a process gets."""
+"""Which device a process gets (E5)."""
 
 from __future__ import annotations
 

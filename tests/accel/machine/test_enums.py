@@ -1,4 +1,4 @@
-"""The enumerations hold the documented values, by name, by value, and as strings."""
+"""The enumerations hold the documented values, by name, by value, and as strings (E1)."""
 
 from __future__ import annotations
 

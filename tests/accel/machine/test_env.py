@@ -1,4 +1,4 @@
-"""The environment is read in one place, strictly."""
+"""The environment is read in one place, strictly (E1)."""
 
 from __future__ import annotations
 

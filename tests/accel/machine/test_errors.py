@@ -1,4 +1,4 @@
-"""Problems are reported together, and mistyped names answered."""
+"""Problems are reported together, and mistyped names answered (E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optional packages are asked for, and missed, in one way."""
+"""Optional packages are asked for, and missed, in one way (E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of mpirun and srun: placed by the launcher's variables, else refused."""
+"""Processes of mpirun and srun: placed by the launcher's variables, else refused (E1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory is given back, and a batch size that fits is found."""
+"""Memory is given back, and a batch size that fits is found (E1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPUs of one NUMA node for each process; the machine's nodes are written down here."""
+"""CPUs of one NUMA node for each process; the machine's nodes are written down here (E1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of another process is noticed, with and without a pidfd."""
+"""The end of another process is noticed, with and without a pidfd (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passwords in URLs are hidden."""
+"""Passwords in URLs are hidden (R8)."""
 
 from __future__ import annotations
 

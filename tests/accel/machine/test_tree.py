@@ -1,4 +1,4 @@
-"""Nested data keeps its types; parts of data are fair and complete."""
+"""Nested data keeps its types; parts of data are fair and complete (E1)."""
 
 from __future__ import annotations
 

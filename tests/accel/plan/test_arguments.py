@@ -1,4 +1,4 @@
-"""Types of the arguments of `Accelerator`, refused before anything is set up."""
+"""Types of the arguments of `Accelerator`, refused before anything is set up (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel dimensions over every layout of up to 64 ranks."""
+"""Parallel dimensions over every layout of up to 64 ranks (E3)."""
 
 from __future__ import annotations
 

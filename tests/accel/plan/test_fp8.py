@@ -1,4 +1,4 @@
-"""Which library computes in fp8, and by which recipe."""
+"""Which library computes in fp8, and by which recipe (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments and environment make one plan, or one error with everything that is wrong."""
+"""Arguments and environment make one plan, or one error with everything that is wrong (E1, E5)."""
 
 from __future__ import annotations
 

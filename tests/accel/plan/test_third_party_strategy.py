@@ -1,4 +1,7 @@
-"""A strategy of another package: found by its entry point, planned, trained with, saved, loaded."""
+"""A strategy of another package: found by its entry point, planned, trained with, saved, loaded.
+
+Holds X1.
+"""
 
 from __future__ import annotations
 

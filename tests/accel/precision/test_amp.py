@@ -1,4 +1,4 @@
-"""Number formats: what a prepared model computes in, and what an overflow does."""
+"""Number formats: what a prepared model computes in, and what an overflow does (E3)."""
 
 from __future__ import annotations
 

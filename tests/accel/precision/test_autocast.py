@@ -1,4 +1,4 @@
-"""Autocast lies over the casts of FSDP2 and ZeRO: what models compute inside is right, too."""
+"""Autocast lies over the casts of FSDP2 and ZeRO: what models compute inside is right, too (E3)."""
 
 from __future__ import annotations
 

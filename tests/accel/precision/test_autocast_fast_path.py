@@ -1,4 +1,4 @@
-"""Attention layers that evaluate on a CPU compute under autocast, as they are trained."""
+"""Attention layers that evaluate on a CPU compute under autocast, as they are trained (E3)."""
 
 from __future__ import annotations
 

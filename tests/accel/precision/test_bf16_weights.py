@@ -1,4 +1,7 @@
-"""Weights in bf16: small updates with and without stochastic rounding, equal replicas, resumes."""
+"""Weights in bf16: small updates with and without stochastic rounding, equal replicas, resumes.
+
+Holds E3.
+"""
 
 from __future__ import annotations
 

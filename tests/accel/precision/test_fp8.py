@@ -1,4 +1,7 @@
-"""fp8 by torchao, emulated: equal to a loop by hand, near to fp32, under DDP, FSDP2 and compile."""
+"""fp8 by torchao, emulated: equal to a loop by hand, near to fp32, under DDP, FSDP2 and compile.
+
+Holds E3.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp16: no gradient is held across a change of the loss scale without following it.
+"""fp16: no gradient is held across a change of the loss scale without following it (E3).
 
 Each weight starts at zero, each gradient is 1 and each learning rate 1, so that weights count what
 was stepped, exactly: scales are powers of two.

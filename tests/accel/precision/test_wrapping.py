@@ -1,4 +1,4 @@
-"""Taking modules out of what lies around them."""
+"""Taking modules out of what lies around them (E1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradient accumulation: where windows end, what is exchanged when, and what the settings do."""
+"""Gradient accumulation: where windows end, what is exchanged when, and what the settings do.
+
+Holds E3.
+"""
 
 from __future__ import annotations
 

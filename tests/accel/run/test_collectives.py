@@ -1,4 +1,4 @@
-"""What the processes of an `Accelerator` exchange; metrics count every sample once."""
+"""What the processes of an `Accelerator` exchange; metrics count every sample once (E2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The one normalisation: N accumulated micro-batches on one process are one on each of N."""
+"""The one normalisation: N accumulated micro-batches on one process are one on each of N.
+
+Holds R1, E3.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking objects in: what `prepare` makes of each kind, and what it refuses."""
+"""Taking objects in: what `prepare` makes of each kind, and what it refuses (E1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiling: what the handler asks of torch, and the traces that each process writes."""
+"""Profiling: what the handler asks of torch, and the traces that each process writes (E1)."""
 
 from __future__ import annotations
 

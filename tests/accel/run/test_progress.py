@@ -1,4 +1,4 @@
-"""The progress bar of tqdm, on the main process only."""
+"""The progress bar of tqdm, on the main process only (E1)."""
 
 from __future__ import annotations
 

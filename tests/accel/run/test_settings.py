@@ -1,4 +1,4 @@
-"""What was decided for a run, as the Accelerator shows it."""
+"""What was decided for a run, as the Accelerator shows it (E1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The defaults of a strategy: the seam of a step, and capabilities right for one process."""
+"""The defaults of a strategy: the seam of a step, and capabilities right for one process.
+
+Holds E5, X1.
+"""
 
 from __future__ import annotations
 

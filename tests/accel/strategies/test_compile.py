@@ -1,4 +1,4 @@
-"""`torch.compile` through the engine: what is compiled, and that nothing else changes."""
+"""`torch.compile` through the engine: what is compiled, and that nothing else changes (E1, E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that step whole weights, where a strategy gives them shards or flat tensors."""
+"""Optimizers that step whole weights, where a strategy gives them shards or flat tensors (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a plugin is given, what fills it, and what a run with it is called."""
+"""Where a plugin is given, what fills it, and what a run with it is called (E5, X1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The table of strategies: every spec loads without torch, and another package's is checked."""
+"""The table of strategies: every spec loads without torch, and another package's is checked.
+
+Holds E5, X1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LOMO and AdaLOMO: weights that are updated in the backward pass, and their state."""
+"""LOMO and AdaLOMO: weights that are updated in the backward pass, and their state (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aim: a repository in a folder, read back with its SDK."""
+"""Aim: a repository in a folder, read back with its SDK (R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers: what is chosen, what is written, and who writes."""
+"""Trackers: what is chosen, what is written, and who writes (E1, R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls of its library each tracker makes; no library needs to be installed."""
+"""Which calls of its library each tracker makes; no library needs to be installed (E1, R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ClearML, offline: the session that `Task.import_offline_session` uploads."""
+"""ClearML, offline: the session that `Task.import_offline_session` uploads (R8)."""
 
 from __future__ import annotations
 

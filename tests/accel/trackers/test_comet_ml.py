@@ -1,4 +1,4 @@
-"""Comet, offline: the zip files that `comet upload` uploads."""
+"""Comet, offline: the zip files that `comet upload` uploads (R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One CSV file per run."""
+"""One CSV file per run (R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DVCLive: metrics, parameters and images as files."""
+"""DVCLive: metrics, parameters and images as files (R8)."""
 
 from __future__ import annotations
 

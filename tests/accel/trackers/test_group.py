@@ -1,4 +1,4 @@
-"""The trackers of a run, opened together."""
+"""The trackers of a run, opened together (E1, R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow: a database in a folder, read back with its client."""
+"""MLflow: a database in a folder, read back with its client (R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SwanLab, offline: the files that `swanlab sync` uploads."""
+"""SwanLab, offline: the files that `swanlab sync` uploads (R8)."""
 
 from __future__ import annotations
 

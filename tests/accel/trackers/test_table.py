@@ -1,4 +1,4 @@
-"""Which trackers there are, and what stands for them."""
+"""Which trackers there are, and what stands for them (E1, R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scalars, text and images in TensorBoard."""
+"""Scalars, text and images in TensorBoard (R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackio: its database, read back with SQLite."""
+"""Trackio: its database, read back with SQLite (R8)."""
 
 from __future__ import annotations
 

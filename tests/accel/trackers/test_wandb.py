@@ -1,4 +1,4 @@
-"""Weights & Biases, offline: the transaction log that `wandb sync` uploads."""
+"""Weights & Biases, offline: the transaction log that `wandb sync` uploads (R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that move or convert a whole module."""
+"""Hooks that move or convert a whole module (E4)."""
 
 from __future__ import annotations
 

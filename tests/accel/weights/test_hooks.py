@@ -1,4 +1,4 @@
-"""Hooks around the forward pass of a module."""
+"""Hooks around the forward pass of a module (E4)."""
 
 from __future__ import annotations
 

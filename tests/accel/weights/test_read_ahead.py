@@ -1,4 +1,4 @@
-"""Weights of the next block, read in a thread."""
+"""Weights of the next block, read in a thread (E4)."""
 
 from __future__ import annotations
 

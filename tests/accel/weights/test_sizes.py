@@ -1,4 +1,4 @@
-"""Bytes of the modules of a model."""
+"""Bytes of the modules of a model (E4)."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Holds R1."""
+
 from __future__ import annotations
 
 import gzip

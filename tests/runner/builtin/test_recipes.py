@@ -1,4 +1,4 @@
-"""The built-in recipes and the example project, as whole commands but short."""
+"""The built-in recipes and the example project, as whole commands but short (C2)."""
 
 from __future__ import annotations
 

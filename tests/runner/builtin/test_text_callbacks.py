@@ -1,4 +1,4 @@
-"""What text models are shown beside: baselines and samples."""
+"""What text models are shown beside: baselines and samples (R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`runner again`: the same run from its frozen recipe, and what is not the same."""
+"""`runner again`: the same run from its frozen recipe, and what is not the same (L1)."""
 
 from __future__ import annotations
 

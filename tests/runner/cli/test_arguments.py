@@ -1,4 +1,4 @@
-"""Flags of the command line."""
+"""Flags of the command line (C2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion: what a shell is told, and that it is never told an error."""
+"""Completion: what a shell is told, and that it is never told an error (E6)."""
 
 from __future__ import annotations
 

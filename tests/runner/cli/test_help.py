@@ -1,4 +1,4 @@
-"""The text of --help."""
+"""The text of --help (C1, E6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`runner list`, `runner show` and `runner compare`: arguments, output, speed, and no torch."""
+"""`runner list`, `runner show` and `runner compare`: arguments, output, speed, and no torch.
+
+Holds L1.
+"""
 
 from __future__ import annotations
 

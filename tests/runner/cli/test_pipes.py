@@ -1,4 +1,4 @@
-"""Commands whose reader closes the pipe (`| head`): they end in silence."""
+"""Commands whose reader closes the pipe (`| head`): they end in silence (R10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`runner report` as a command."""
+"""`runner report` as a command (L1)."""
 
 from __future__ import annotations
 

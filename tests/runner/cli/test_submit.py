@@ -1,4 +1,4 @@
-"""The command line of `runner submit`, without a Slurm."""
+"""The command line of `runner submit`, without a Slurm (R3, C1)."""
 
 from __future__ import annotations
 

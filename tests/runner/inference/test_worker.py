@@ -1,4 +1,7 @@
-"""Processes of `runner eval` and `runner predict`: the request travels, rank 0 has the result."""
+"""Processes of `runner eval` and `runner predict`: the request travels, rank 0 has the result.
+
+Holds L1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cause of the end of an attempt, from what its processes and nodes have left."""
+"""The cause of the end of an attempt, from what its processes and nodes have left (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The budget of restarts, and what each attempt begins with."""
+"""The budget of restarts, and what each attempt begins with (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Fresh interpreters find the runner before the user's folder, and the user's code behind it."""
+"""Fresh interpreters find the runner before the user's folder, and the user's code behind it.
+
+Holds C4.
+"""
 
 from __future__ import annotations
 

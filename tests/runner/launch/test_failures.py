@@ -1,4 +1,4 @@
-"""How a failed process tells of its error."""
+"""How a failed process tells of its error (R9)."""
 
 from __future__ import annotations
 

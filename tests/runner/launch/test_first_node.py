@@ -1,4 +1,4 @@
-"""Two nodes: on this machine's loopback, and in two network namespaces that a link joins."""
+"""Two nodes: on this machine's loopback, and in two network namespaces that a link joins (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that join the first one: who is let in, who is refused, and what each is told."""
+"""Nodes that join the first one: who is let in, who is refused, and what each is told (R9)."""
 
 from __future__ import annotations
 

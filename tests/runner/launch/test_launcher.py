@@ -1,4 +1,4 @@
-"""Fresh worker processes: how they start, how they end, and that none of them stays behind."""
+"""Fresh worker processes: how they start, how they end, and that none of them stays behind (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node that joins: what it says, and what it does when the first node goes."""
+"""A node that joins: what it says, and what it does when the first node goes (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between nodes, over real connections."""
+"""Messages between nodes, over real connections (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of each rank: its last lines, and a crash in it."""
+"""The log of each rank: its last lines, and a crash in it (R8)."""
 
 from __future__ import annotations
 

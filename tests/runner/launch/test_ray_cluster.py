@@ -1,4 +1,4 @@
-"""Connecting to a Ray cluster, and the words for what it lacks."""
+"""Connecting to a Ray cluster, and the words for what it lacks (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of one run on two nodes of a real Ray cluster."""
+"""Workers of one run on two nodes of a real Ray cluster (R9)."""
 
 from __future__ import annotations
 

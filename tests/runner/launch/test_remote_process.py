@@ -1,4 +1,7 @@
-"""A process is started, heard, signalled and ended, as an actor of Ray's does it on its node."""
+"""A process is started, heard, signalled and ended, as an actor of Ray's does it on its node.
+
+Holds R9.
+"""
 
 from __future__ import annotations
 

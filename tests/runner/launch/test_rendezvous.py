@@ -1,4 +1,4 @@
-"""Which node is the first."""
+"""Which node is the first (R6, R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The byte GPT, as a person starts it, on four processes: hybrid shards, and shards of matrices."""
+"""The byte GPT, as a person starts it, on four processes: hybrid shards, and shards of matrices.
+
+Holds R1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a submitted run: what the signal before the time limit does."""
+"""The processes of a submitted run: what the signal before the time limit does (R3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the next attempt at a run begins with."""
+"""What the next attempt at a run begins with (R7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`runner submit` on a Slurm of two nodes: a run as a job, requeued into its own directory."""
+"""`runner submit` on a Slurm of two nodes: a run as a job, requeued into its own directory (R3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of torchrun, mpirun and srun get the run directory."""
+"""How the ranks of torchrun, mpirun and srun get the run directory (R6, R9)."""
 
 from __future__ import annotations
 

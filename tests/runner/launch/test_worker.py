@@ -1,4 +1,4 @@
-"""One process of a run: which job it takes, where its handlers are set."""
+"""One process of a run: which job it takes, where its handlers are set (R9)."""
 
 from __future__ import annotations
 

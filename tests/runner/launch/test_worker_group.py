@@ -1,4 +1,4 @@
-"""A group of worker processes, at the moments that whole launches meet by chance alone."""
+"""A group of worker processes, at the moments that whole launches meet by chance alone (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch arithmetic and its refusals."""
+"""Batch arithmetic and its refusals (R1, C1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the files of a project are, and the module search path."""
+"""Where the files of a project are, and the module search path (C4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processes a recipe asks for, and what contradicts the machine or the launcher."""
+"""How many processes a recipe asks for, and what contradicts the machine or the launcher (C1)."""
 
 from __future__ import annotations
 

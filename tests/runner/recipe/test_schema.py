@@ -1,4 +1,7 @@
-"""The schema: what it refuses, how problems name their place, and the three forms of a recipe."""
+"""The schema: what it refuses, how problems name their place, and the three forms of a recipe.
+
+Holds C1.
+"""
 
 from __future__ import annotations
 

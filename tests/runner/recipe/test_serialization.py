@@ -1,4 +1,4 @@
-"""Recipes as plain values and as YAML, and back."""
+"""Recipes as plain values and as YAML, and back (C2)."""
 
 from __future__ import annotations
 

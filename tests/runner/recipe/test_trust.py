@@ -1,4 +1,4 @@
-"""The allow-list: by name, by what the name leads to, and by whom a package is trusted."""
+"""The allow-list: by name, by what the name leads to, and by whom a package is trusted (C4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracebacks cut down to the frames of the user's code."""
+"""Tracebacks cut down to the frames of the user's code (R9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters of `runner list`."""
+"""Filters of `runner list` (L1)."""
 
 from __future__ import annotations
 

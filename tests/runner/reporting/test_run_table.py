@@ -1,4 +1,4 @@
-"""The table of `runner list`, and the same for programs."""
+"""The table of `runner list`, and the same for programs (L1)."""
 
 from __future__ import annotations
 

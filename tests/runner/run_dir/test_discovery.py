@@ -1,4 +1,4 @@
-"""Runs below folders: found wherever they lie, jobs of sweeps among them."""
+"""Runs below folders: found wherever they lie, jobs of sweeps among them (L1)."""
 
 from __future__ import annotations
 

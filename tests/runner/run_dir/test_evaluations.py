@@ -1,4 +1,4 @@
-"""eval.json: nothing measured is lost."""
+"""eval.json: nothing measured is lost (L1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run on a full disk ends with one line that says where there is no room, and stays usable."""
+"""A run on a full disk ends with one line that says where there is no room, and stays usable.
+
+Holds R2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics without doubles, and the summary."""
+"""Metrics without doubles, and the summary (R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads per process: chosen once, written down, and kept where results must be bit-equal."""
+"""Threads per process: chosen once, written down, and kept where results must be bit-equal (R2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with one folder for checkpoints: none takes, prunes or overwrites another's."""
+"""Runs with one folder for checkpoints: none takes, prunes or overwrites another's (R6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of Slurm, as its commands show them."""
+"""Jobs of Slurm, as its commands show them (R3)."""
 
 from __future__ import annotations
 

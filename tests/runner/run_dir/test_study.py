@@ -1,4 +1,4 @@
-"""How a run finds the study of its sweep."""
+"""How a run finds the study of its sweep (S4)."""
 
 from __future__ import annotations
 

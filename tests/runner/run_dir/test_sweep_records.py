@@ -1,4 +1,4 @@
-"""Which records of a sweep's journal count."""
+"""Which records of a sweep's journal count (S1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``runner -m``: begun, repeated, refused, concluded."""
+"""``runner -m``: begun, repeated, refused, concluded (S1)."""
 
 from __future__ import annotations
 

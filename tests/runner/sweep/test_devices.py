@@ -1,4 +1,4 @@
-"""GPUs and cores are given to the jobs of a sweep."""
+"""GPUs and cores are given to the jobs of a sweep (S2)."""
 
 from __future__ import annotations
 

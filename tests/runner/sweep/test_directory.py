@@ -1,4 +1,4 @@
-"""The directory of a sweep: found again, described, compared."""
+"""The directory of a sweep: found again, described, compared (S1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server that forks warm processes: separate, told apart, never orphaned."""
+"""The server that forks warm processes: separate, told apart, never orphaned (S2)."""
 
 from __future__ import annotations
 

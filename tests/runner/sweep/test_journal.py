@@ -1,4 +1,4 @@
-"""The journal: appended by many, read after any kill."""
+"""The journal: appended by many, read after any kill (S1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL of any process of a sweep costs no job, and completes none twice."""
+"""SIGKILL of any process of a sweep costs no job, and completes none twice (S1)."""
 
 from __future__ import annotations
 

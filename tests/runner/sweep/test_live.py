@@ -1,4 +1,4 @@
-"""The display of a sweep while it runs."""
+"""The display of a sweep while it runs (S3)."""
 
 from __future__ import annotations
 

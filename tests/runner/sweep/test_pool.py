@@ -1,4 +1,4 @@
-"""Jobs at once: started as they fit, waited for, stopped together."""
+"""Jobs at once: started as they fit, waited for, stopped together (S2)."""
 
 from __future__ import annotations
 

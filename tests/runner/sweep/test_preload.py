@@ -1,4 +1,4 @@
-"""What is imported before a fork."""
+"""What is imported before a fork (S1)."""
 
 from __future__ import annotations
 

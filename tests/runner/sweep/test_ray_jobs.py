@@ -1,4 +1,4 @@
-"""Jobs of a sweep on two nodes of a real Ray cluster."""
+"""Jobs of a sweep on two nodes of a real Ray cluster (S1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands of searches that a file chooses: begun, repeated, refused, listed."""
+"""Commands of searches that a file chooses: begun, repeated, refused, listed (S4)."""
 
 from __future__ import annotations
 

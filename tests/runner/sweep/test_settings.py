@@ -1,4 +1,4 @@
-"""Keys of a sweep on the command line."""
+"""Keys of a sweep on the command line (C1)."""
 
 from __future__ import annotations
 

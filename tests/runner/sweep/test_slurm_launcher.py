@@ -1,4 +1,4 @@
-"""Sweeps on Slurm: an array of jobs, each trained once, whatever is killed."""
+"""Sweeps on Slurm: an array of jobs, each trained once, whatever is killed (S1, R3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A job of a sweep in a job of Slurm's: requeued, preempted or out of time, in one directory."""
+"""A job of a sweep in a job of Slurm's: requeued, preempted or out of time, in one directory.
+
+Holds S1, R3.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a sweep, from its description and its journal."""
+"""The results of a sweep, from its description and its journal (S3)."""
 
 from __future__ import annotations
 

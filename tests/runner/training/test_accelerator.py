@@ -1,4 +1,4 @@
-"""Every node that a recipe shares with the engine reaches it."""
+"""Every node that a recipe shares with the engine reaches it (C2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best, and the parts of a run that a checkpoint holds."""
+"""Which checkpoint is the best, and the parts of a run that a checkpoint holds (R4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is cut off and resumed, cut up or spread over processes, is the same run."""
+"""A run that is cut off and resumed, cut up or spread over processes, is the same run (R2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A user's own step, by the one function and by hand: the step of a plain loop over all samples."""
+"""A user's own step, by the one function and by hand: the step of a plain loop over all samples.
+
+Holds R1, X1.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storage of a study survives what a machine does to it."""
+"""The storage of a study survives what a machine does to it (S4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that report to a trial, and are pruned."""
+"""Runs that report to a trial, and are pruned (S4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's methods may return, and rows of predictions."""
+"""What a user's methods may return, and rows of predictions (C1)."""
 
 from __future__ import annotations
 

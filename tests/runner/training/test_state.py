@@ -1,4 +1,7 @@
-"""Counters, durations, meters and checkpoints' pointers: the parts of the loop by themselves."""
+"""Counters, durations, meters and checkpoints' pointers: the parts of the loop by themselves.
+
+Holds R2.
+"""
 
 from __future__ import annotations
 

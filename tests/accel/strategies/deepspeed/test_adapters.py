@@ -1,4 +1,4 @@
-"""fp32 adapters on a bf16 base under ZeRO-3: a plain loop's numbers, in another order of sums.
+"""fp32 adapters on a bf16 base under ZeRO-3: a plain loop's numbers, in another order of sums (E3).
 
 DeepSpeed's ZeRO-3 passes the inputs of every module through an autograd function that returns them
 as they are. Where one tensor is used several times inside of a module (a LoRA layer gives its input

@@ -1,4 +1,4 @@
-"""Runs, models and optimizers that an engine of DeepSpeed cannot take."""
+"""Runs, models and optimizers that an engine of DeepSpeed cannot take (E5)."""
 
 from __future__ import annotations
 

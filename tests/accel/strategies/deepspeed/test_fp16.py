@@ -1,4 +1,7 @@
-"""Training in fp16: on a CPU behind the refusal, which DeepSpeed's own kernels would not need."""
+"""Training in fp16: on a CPU behind the refusal, which DeepSpeed's own kernels would not need.
+
+Holds E3.
+"""
 
 from __future__ import annotations
 

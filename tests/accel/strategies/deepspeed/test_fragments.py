@@ -1,4 +1,4 @@
-"""Where ZeRO keeps weights and state: without a second copy, changed by hand, and on disk.
+"""Where ZeRO keeps weights and state: without a second copy, changed by hand, and on disk (R5).
 
 DeepSpeed's asynchronous I/O is compiled at the first use on a machine (minutes), into the folder
 that torch has for such ops: a slow test does it, and others use it.

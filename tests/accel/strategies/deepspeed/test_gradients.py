@@ -1,4 +1,4 @@
-"""Several backward passes of one step, and norms of gradients, under DeepSpeed."""
+"""Several backward passes of one step, and norms of gradients, under DeepSpeed (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are partitioned while they are built, and ops that are compiled once."""
+"""Models that are partitioned while they are built, and ops that are compiled once (E3)."""
 
 from __future__ import annotations
 

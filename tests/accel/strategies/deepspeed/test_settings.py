@@ -1,4 +1,7 @@
-"""DeepSpeed's configuration: filled from the run, and every contradiction told in one error."""
+"""DeepSpeed's configuration: filled from the run, and every contradiction told in one error.
+
+Holds E5.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a plugin of DeepSpeed implies for a run, and what a run decides in its configuration."""
+"""What a plugin of DeepSpeed implies for a run, and what a run decides in its configuration.
+
+Holds E5, X1.
+"""
 
 from __future__ import annotations
 

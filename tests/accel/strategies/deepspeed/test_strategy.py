@@ -1,4 +1,4 @@
-"""An engine of DeepSpeed trains as a plain loop does; several models have a plugin each."""
+"""An engine of DeepSpeed trains as a plain loop does; several models have a plugin each (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""transformers builds its models in shards under ZeRO-3, and as a whole under anything else."""
+"""transformers builds its models in shards under ZeRO-3, and as a whole under anything else.
+
+Holds E5.
+"""
 
 from __future__ import annotations
 

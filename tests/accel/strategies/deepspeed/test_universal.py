@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoint: exported, and read only from those who are trusted."""
+"""DeepSpeed's universal checkpoint: exported, and read only from those who are trusted (R5)."""
 
 from __future__ import annotations
 

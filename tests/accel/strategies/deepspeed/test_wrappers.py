@@ -1,4 +1,7 @@
-"""Optimizers and schedulers under DeepSpeed: placeholders, and wrappers that the engine steps."""
+"""Optimizers and schedulers under DeepSpeed: placeholders, and wrappers that the engine steps.
+
+Holds E1, E3.
+"""
 
 from __future__ import annotations
 

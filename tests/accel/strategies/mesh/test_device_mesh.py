@@ -1,4 +1,4 @@
-"""The mesh of a run is destroyed at its end with its process groups, and the model says so."""
+"""The mesh of a run is destroyed at its end with its process groups, and the model says so (E3)."""
 
 from __future__ import annotations
 

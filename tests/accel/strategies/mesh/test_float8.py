@@ -1,4 +1,4 @@
-"""fp8 under FSDP2: gathered in bf16 or in fp8, scales that follow the weights, checkpoints."""
+"""fp8 under FSDP2: gathered in bf16 or in fp8, scales that follow the weights, checkpoints (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps over sharded and replicated parameters, with the kernels of GPUs."""
+"""Optimizer steps over sharded and replicated parameters, with the kernels of GPUs (E3)."""
 
 from __future__ import annotations
 

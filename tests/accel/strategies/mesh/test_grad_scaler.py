@@ -1,4 +1,7 @@
-"""fp16 with sharded gradients: one overflow, and all ranks skip the step; else as under DDP."""
+"""fp16 with sharded gradients: one overflow, and all ranks skip the step; else as under DDP.
+
+Holds E3.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms of sharded gradients, of any order and dtype."""
+"""Norms of sharded gradients, of any order and dtype (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models are materialized with the weights of rank 0, or their own."""
+"""Models are materialized with the weights of rank 0, or their own (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixed precision of FSDP2: computation in bf16, gradients and outputs in fp32."""
+"""Mixed precision of FSDP2: computation in bf16, gradients and outputs in fp32 (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives, recomputed activations and compiled graphs of FSDP2, counted."""
+"""Collectives, recomputed activations and compiled graphs of FSDP2, counted (E3)."""
 
 from __future__ import annotations
 

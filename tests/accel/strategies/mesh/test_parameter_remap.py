@@ -1,4 +1,4 @@
-"""Optimizers are remapped to shards, whatever is prepared first."""
+"""Optimizers are remapped to shards, whatever is prepared first (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathered parameters hide no change of the shards; submodules may be called by themselves."""
+"""Gathered parameters hide no change of the shards; submodules may be called by themselves (R5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A state written under one engine and number of processes is read under another, bit for bit."""
+"""A state written under one engine and number of processes is read under another, bit for bit.
+
+Holds R5.
+"""
 
 from __future__ import annotations
 

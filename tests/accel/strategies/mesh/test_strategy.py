@@ -1,4 +1,4 @@
-"""FSDP2 on gloo: the same training as a plain loop, on 1, 2 and 4 processes."""
+"""FSDP2 on gloo: the same training as a plain loop, on 1, 2 and 4 processes (E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tensor parallelism on gloo, also with replicas and with FSDP2, trains as a plain loop does."""
+"""Tensor parallelism on gloo, also with replicas and with FSDP2, trains as a plain loop does.
+
+Holds E3.
+"""
 
 from __future__ import annotations
 

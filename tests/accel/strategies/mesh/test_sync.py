@@ -1,4 +1,4 @@
-"""Gradients accumulated without synchronization are reduced when it is triggered."""
+"""Gradients accumulated without synchronization are reduced when it is triggered (E3)."""
 
 from __future__ import annotations
 

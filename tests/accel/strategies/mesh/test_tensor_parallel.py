@@ -1,4 +1,4 @@
-"""Tensor-parallel plans, and gradients of replicated parameters among sharded activations."""
+"""Tensor-parallel plans, and gradients of replicated parameters among sharded activations (E3)."""
 
 from __future__ import annotations
 

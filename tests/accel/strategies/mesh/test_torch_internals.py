@@ -1,4 +1,4 @@
-"""Private names of torch are in one file."""
+"""Private names of torch are in one file (E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP units of a model, their dtypes, and ignored modules."""
+"""FSDP units of a model, their dtypes, and ignored modules (E3)."""
 
 from __future__ import annotations
 
