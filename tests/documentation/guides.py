@@ -1,7 +1,7 @@
 """Read the code blocks of README and of `docs/`, and play them as a reader would.
 
-A block of Python, YAML or TOML that begins with ``# PATH`` (behind Hydra's ``# @package``) is the content
-of that file. Marks may follow a block's language:
+A block of Python, YAML or TOML that begins with ``# PATH`` (behind Hydra's ``# @package``) is the
+content of that file. Marks may follow a block's language:
 
 - ``cd=FOLDER``: its commands run there.
 - ``short``: runs of these commands are cut short after some steps.
