@@ -132,7 +132,8 @@ def _is_before_a_run(path: Path) -> bool:
     name = path.name
     is_partial = name.startswith(".") and ".partial-" in name
     is_log = path.suffix in (".log", ".out", ".err", ".txt") and name != RUN_LOG
-    return name == lock.FILE or name.startswith(atomic_update.PREFIX) or is_partial or is_log
+    is_own = name in (lock.FILE, LOGS) or name.startswith(atomic_update.PREFIX)
+    return is_own or is_partial or is_log
 
 
 def holds_run(path: Path) -> bool:
