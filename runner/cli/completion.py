@@ -18,7 +18,7 @@ from runner.recipe import (
     hydra_setup,
     keys,
     launchers,
-    ray_placement,
+    nodes,
     sweepers,
     trust,
 )
@@ -179,7 +179,7 @@ def _values(key: str, value: str) -> Iterator[str]:
         if hasattr(register, kind):
             yield from getattr(register, kind).names()
     elif key == "distributed.ray.placement":
-        yield from ray_placement.PLACEMENTS
+        yield from nodes.PLACEMENTS
     elif keys.is_switch(key):
         yield from ("true", "false")
 

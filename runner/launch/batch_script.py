@@ -13,9 +13,9 @@ from pathlib import Path
 
 from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import STOPPED
+from runner.recipe.nodes import Submit
 from runner.recipe.processes import DEFAULT_CPU_PROCESSES
 from runner.recipe.schema import Distributed, Recipe
-from runner.recipe.submit import Submit
 
 # Kinds of `distributed` that describe one machine: srun starts as many processes on each node.
 ONE_MACHINE = ("none", "auto", "multi_cpu", "multi_gpu")

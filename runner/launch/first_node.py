@@ -29,8 +29,8 @@ from runner.launch.worker_group import (
 )
 from runner.recipe import nodes, processes
 from runner.recipe.batch_plan import plan_batches
-from runner.recipe.format_counts import counted
 from runner.recipe.schema import Recipe
+from runner.recipe.units import counted
 from runner.run_dir import outcomes
 from runner.run_dir.atomic_update import run_dir_of
 from runner.run_dir.job import Job

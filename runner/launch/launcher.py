@@ -17,7 +17,7 @@ from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL
 from runner.launch import attempt, attempts, failures, rank_logs, rendezvous
 from runner.launch.first_node import FirstNode
 from runner.launch.worker_group import StopSignals, Terminated
-from runner.recipe import processes, ray_placement
+from runner.recipe import nodes, processes
 from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
 from runner.run_dir import directory, numerics, outcomes
@@ -42,7 +42,7 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     number, local = processes.count(recipe.distributed), processes.local_count(recipe.distributed)
     place = processes.adopted()
     of_nodes = rendezvous.spans_nodes(recipe.distributed)
-    in_ray = recipe.distributed.kind == ray_placement.KIND
+    in_ray = recipe.distributed.kind == nodes.RAY
     apart = number > 1 or fresh or of_nodes or in_ray or recipe.distributed.max_restarts
     if place is None and apart:
         return _launch_workers(job, recipe, number, local)
@@ -63,7 +63,7 @@ def _launch_workers(job: Job, recipe: Recipe, number: int, local: int) -> int:
     machines: attempt.Machines
     if rendezvous.spans_nodes(recipe.distributed):
         machines = FirstNode(rendezvous.listener(recipe.distributed), job, recipe)
-    elif recipe.distributed.kind == ray_placement.KIND:
+    elif recipe.distributed.kind == nodes.RAY:
         from runner.launch.ray_group import RayCluster
 
         machines = RayCluster(recipe.distributed, number, Path(job.cwd))

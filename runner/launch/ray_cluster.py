@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from accel.machine import env, imports
 from accel.machine.errors import ConfigError
 from runner.launch import remote_process
-from runner.recipe import ray_placement, trust
+from runner.recipe import nodes, trust
 from runner.run_dir import numerics
 from runner.training.stopping import HEARD_SIGNALS, handlers_restored
 
@@ -61,9 +61,9 @@ def connected(address: str | None, key: str) -> Iterator[ModuleType]:
         MissingPackageError: if Ray is not installed.
         ConfigError: if there is no cluster.
     """
-    ray = imports.require("ray", f"{key.removesuffix('.address')}", extra=ray_placement.KIND)
+    ray = imports.require("ray", f"{key.removesuffix('.address')}", extra=nodes.RAY)
     options: dict[str, object] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address == ray_placement.LOCAL:
+    if address == nodes.LOCAL:
         options["include_dashboard"] = False
     require_cluster(address, key)
     with handlers_restored(HEARD_SIGNALS):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel.machine.errors import Problem, Problems
-from runner.recipe.format_counts import counted, nearest_multiples
 from runner.recipe.schema import Trainer
+from runner.recipe.units import counted, nearest_multiples
 
 
 @dataclass(frozen=True)

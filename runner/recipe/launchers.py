@@ -19,9 +19,9 @@ from hydra.core.config_store import ConfigStore
 
 from accel.machine.errors import MissingPackageError, Problem, nearest
 from accel.machine.imports import is_available
-from runner.recipe import ray_placement
+from runner.recipe import nodes
 
-RAY = ray_placement.KIND
+RAY = nodes.RAY
 MODULE, CLASS = "hydra_plugins.accel_runner.launchers", "RayLauncher"
 NODE, GROUP = "hydra.launcher", "hydra/launcher"
 DEFAULTS: dict[str, object] = {
@@ -70,9 +70,7 @@ def unknown_keys(keys: Iterable[str]) -> list[Problem]:
 def problems_of(settings: Mapping[str, object]) -> list[Problem]:
     """Return the problems of values of `hydra.launcher`."""
     address = settings["address"]
-    problems = ray_placement.client_address(
-        None if address is None else str(address), f"{NODE}.address"
-    )
+    problems = nodes.client_address(None if address is None else str(address), f"{NODE}.address")
     for name in ("num_cpus", "num_gpus"):
         value = settings[name]
         number = isinstance(value, int | float) and not isinstance(value, bool)

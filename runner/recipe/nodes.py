@@ -1,6 +1,6 @@
-"""The nodes of a run: how many, where they rendezvous, and which of them is the first.
+"""Machines of a run: nodes and their rendezvous, a Ray cluster, a job of Slurm.
 
-Free of torch.
+Free of torch and Ray.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from accel.config.checks import check_choice, check_minimum
 from accel.machine.errors import ConfigError, Problem, Problems
-from runner.recipe.durations import parse_duration
+from runner.recipe.units import parse_duration
 
-KIND = "multi_node"
+KIND, RAY = "multi_node", "ray"  # of `distributed`; the latter also of `hydra/launcher`
 DEFAULT_PORT = 29400
 # What the command of each node says for itself; everything else is the same on all nodes.
 PER_NODE = ("num_processes", "node_rank", "is_host", "local_addr", "rdzv_endpoint")
@@ -23,6 +24,28 @@ _OF_NODES = {
     **{"nnodes": 1, "rdzv_endpoint": None, "rdzv_id": "", "node_rank": None},
     **{"is_host": None, "local_addr": None},
 }
+LOCAL = "local"
+# Source: https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html
+PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+# Slurm sends a signal up to a minute earlier than it is asked to.
+# Source: https://slurm.schedmd.com/sbatch.html#OPT_signal
+SIGNAL_RESOLUTION = 60
+# Options of sbatch that the script sets itself; the keys stand for them.
+OWN_OPTIONS = {
+    "nodes": "submit.nodes",
+    "ntasks": "submit.tasks_per_node",
+    "ntasks-per-node": "submit.tasks_per_node",
+    "gpus-per-node": "submit.gpus_per_node",
+    "cpus-per-task": "submit.cpus_per_task",
+    "time": "submit.time",
+    "signal": "submit.signal_delay_s",
+    "requeue": "submit.requeue",
+    "no-requeue": "submit.requeue",
+    "array": "runner -m",
+    "output": "run_dir",
+    "chdir": "the working directory",
+}
+_TIME = re.compile(r"(?:(\d+)[-:])?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
 class Distributed(Protocol):
@@ -159,3 +182,133 @@ def _counts(distributed: Distributed) -> None:
 
 def _endpoint(distributed: Distributed) -> None:
     endpoint(distributed)
+
+
+@dataclass
+class RayPlacement:
+    """A placement group of a Ray cluster, with a bundle for each process (distributed=ray).
+
+    Args:
+        address: host:port of the cluster's head; local: a cluster on this machine, for this run
+            alone; None: RAY_ADDRESS, else the cluster that runs on this machine.
+        placement: PACK (few nodes), SPREAD (many), STRICT_PACK (one) or STRICT_SPREAD (one each).
+        cpus: CPUs of each process; also its intra-op threads, unless num_threads says otherwise.
+        resources: custom resources of each process, by name.
+        runtime_env: Ray's runtime environment of the processes.
+    """
+
+    address: str | None = None
+    placement: Any = "PACK"
+    cpus: float = 1.0
+    resources: dict[str, Any] = field(default_factory=dict)
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        check_choice(self, "placement", PLACEMENTS, problems)
+        if self.cpus < 0:
+            rule = "it is a number of CPUs, 0 or more"
+            problems.add(f"RayPlacement.cpus={self.cpus}", rule, "Give distributed.ray.cpus=1.")
+        problems += client_address(self.address, "distributed.ray.address")
+        problems.raise_if()
+
+
+def client_address(address: str | None, key: str) -> list[Problem]:
+    """Return the problem of an address of Ray's client, whose processes outlive the command."""
+    if not (address or "").startswith("ray://"):
+        return []
+    rule = "the command runs on a machine of the cluster, so that its end ends the processes"
+    remedy = "Give the head's host:port, or start the command with `ray job submit`."
+    return [Problem(f"{key}={address}", rule, remedy)]
+
+
+@dataclass
+class Submit:
+    """What `runner submit` asks Slurm for. It has no effect on a run that is started here.
+
+    Args:
+        partition: the partition; null: the cluster's default.
+        account: the account that is charged; null: the user's default.
+        qos: the quality of service.
+        constraint: required features of the nodes.
+        nodes: how many nodes.
+        tasks_per_node: processes on each node; null: one per GPU, distributed.num_processes divided
+            by nodes, or as `distributed` has it on one machine.
+        gpus_per_node: GPUs of each node, one per process.
+        cpus_per_task: CPU cores of each process.
+        mem: memory of each node, e.g. 64G; null: the partition's default.
+        time: time limit, "HH:MM:SS" or "D-HH:MM:SS"; null: the partition's.
+        signal_delay_s: seconds before the limit at which the run saves its state and stops.
+        requeue: whether the job is queued again after its time limit or a preemption.
+        setup: lines of shell before the processes start, e.g. "module load cuda".
+        extra: further options of sbatch, e.g. "--mail-type=FAIL".
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    nodes: int = 1
+    tasks_per_node: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    time: Any = None
+    signal_delay_s: int = 120
+    requeue: bool = True
+    setup: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for name in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task"):
+            check_minimum(self, name, 1, problems)
+        check_minimum(self, "signal_delay_s", 1, problems)
+        try:
+            seconds = self.seconds
+        except ConfigError as error:
+            problems += error.problems
+            seconds = None
+        least = self.signal_delay_s + SIGNAL_RESOLUTION
+        if seconds is not None and seconds <= least:
+            problems.add(
+                f"submit.time={self.time} with submit.signal_delay_s={self.signal_delay_s}",
+                f"the run is stopped so long before its limit, or up to {SIGNAL_RESOLUTION} s "
+                "earlier: no time is left to train",
+                f"Give more than {least} s, or a smaller submit.signal_delay_s.",
+            )
+        self._check_extra(problems)
+        problems.raise_if()
+
+    @property
+    def seconds(self) -> int | None:
+        """The time limit in seconds; None: the partition's.
+
+        Raises:
+            ConfigError: if it has no such form.
+        """
+        if self.time is None:
+            return None
+        match = _TIME.fullmatch(self.time) if isinstance(self.time, str) else None
+        if match is None:
+            rule = 'it is "HH:MM:SS" or "D-HH:MM:SS": a number could be minutes or seconds'
+            raise ConfigError.of(
+                f"submit.time={self.time!r}", rule, "Give submit.time=04:00:00 for four hours."
+            )
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+    def _check_extra(self, problems: Problems) -> None:
+        for option in self.extra:
+            name = option.removeprefix("--").partition("=")[0]
+            if not re.fullmatch(r"--?[A-Za-z][^\n]*", option):
+                remedy = "Give submit.extra=['--mail-type=FAIL']."
+                problems.add(f"submit.extra: {option!r}", "each is one option of sbatch", remedy)
+            elif option.startswith("--") and name in OWN_OPTIONS:
+                rule = "the script sets that option itself"
+                remedy = f"Leave it out; {OWN_OPTIONS[name]} decides."
+                problems.add(f"submit.extra: {option!r}", rule, remedy)
+        for line in self.setup:
+            if "\n" in line:
+                rule, remedy = "each is one line", "Give several."
+                problems.add(f"submit.setup: {line!r}", rule, remedy)

@@ -30,12 +30,11 @@ from accel.machine.errors import ConfigError, Problem, Problems, did_you_mean, n
 from accel.plan.arguments import conflicts
 from accel.strategies.spec import PluginSpec
 from accel.strategies.table import plugins
-from runner.recipe import foreign_names, nodes, ray_placement
-from runner.recipe.durations import parse_duration
-from runner.recipe.ray_placement import RayPlacement
-from runner.recipe.submit import Submit
+from runner.recipe import foreign_names, nodes
+from runner.recipe.nodes import RayPlacement, Submit
+from runner.recipe.units import parse_duration
 
-DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", nodes.KIND, ray_placement.KIND)
+DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", nodes.KIND, nodes.RAY)
 SEEDS = 2**32  # NumPy takes no larger ones
 SPLITS = ("train", "validation", "test")  # the data sets of a run: fields of `runner.Data`
 
@@ -108,7 +107,7 @@ class Distributed:
         check_minimum(self, "max_restarts", 0, problems)
         check_minimum(self, "node_rank", 0, problems)
         problems += nodes.problems_of(self)
-        if self.kind != ray_placement.KIND and self.ray != RayPlacement():
+        if self.kind != nodes.RAY and self.ray != RayPlacement():
             rule = f"they concern processes in a Ray cluster, and distributed={self.kind} has none"
             problems.add("distributed.ray.*", rule, "Choose distributed=ray, or leave them out.")
         problems.raise_if()

@@ -16,7 +16,7 @@ from rich.text import Text
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import AccelError
 from runner.recipe import keys, resumed_recipe
-from runner.recipe.format_counts import size
+from runner.recipe.units import size
 from runner.reporting.run_table import STYLES, cell, described, relative
 from runner.run_dir import atomic_update, directory, json_files, provenance, slurm_job
 from runner.run_dir import record as records

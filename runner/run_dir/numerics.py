@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accel.machine import env
-from runner.recipe import ray_placement
+from runner.recipe import nodes
 from runner.recipe.schema import Recipe
 from runner.run_dir import atomic_update
 from runner.run_dir.json_files import write_json
@@ -84,7 +84,7 @@ def choose(recipe: Recipe, local_processes: int) -> int | None:
     """
     if recipe.distributed.num_threads is not None:
         return recipe.distributed.num_threads
-    if recipe.distributed.kind == ray_placement.KIND:
+    if recipe.distributed.kind == nodes.RAY:
         return max(1, int(recipe.distributed.ray.cpus))
     given = env.integer("OMP_NUM_THREADS")
     if given is not None:

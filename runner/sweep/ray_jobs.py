@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from accel.machine.errors import Problem
 from runner.exit_codes import REFUSED
 from runner.launch import bootstrap, ray_cluster, remote_process
-from runner.recipe import launchers, processes, ray_placement
+from runner.recipe import launchers, nodes, processes
 from runner.recipe.schema import Recipe
 from runner.sweep import fork_server
 from runner.sweep.devices import THREADS, Share
@@ -85,7 +85,7 @@ class Jobs:
         wanted: dict[str, float] = {CPUS: number * threads, GPUS: 0}
         if processes.device(recipe.distributed) != "cpu" and ray_cluster.num_gpus(self._ray):
             wanted[GPUS] = number
-        if recipe.distributed.kind == ray_placement.KIND:  # they have a placement group
+        if recipe.distributed.kind == nodes.RAY:  # they have a placement group
             wanted = {CPUS: 0, GPUS: 0}
         for name, given in ((CPUS, "num_cpus"), (GPUS, "num_gpus")):
             if self._settings[given] is not None:

@@ -15,9 +15,9 @@ import optuna
 from accel.machine.errors import ConfigError, Problem, Problems, nearest
 from accel.machine.imports import is_available
 from runner.recipe import diagnose, hydra_setup, plugin_nodes, sweepers
-from runner.recipe.durations import parse_duration
 from runner.recipe.schema import Recipe
 from runner.recipe.sweepers import NODE
+from runner.recipe.units import parse_duration
 from runner.run_dir.study import BEST, SPLITS
 from runner.sweep.search_space import Space
 from runner.training import optuna_study

@@ -11,8 +11,8 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from runner.launch import batch_script
+from runner.recipe.nodes import Submit
 from runner.recipe.schema import Distributed, Recipe
-from runner.recipe.submit import Submit
 
 
 def recipe(distributed: dict[str, Any] | None = None, **submit: Any) -> Recipe:

@@ -1,12 +1,15 @@
-"""Keys of several nodes and of restarts: what is accepted, and what a mistake says."""
+"""C1: keys of nodes, of a Ray cluster and of a job of Slurm are checked before a run starts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from accel.machine import env
 from accel.machine.errors import ConfigError
 from runner.recipe import nodes, processes
+from runner.recipe.nodes import RayPlacement, Submit
 from runner.recipe.schema import Distributed
 
 
@@ -74,3 +77,56 @@ def test_restarts_are_a_launchers_own_under_one() -> None:
         pytest.raises(ConfigError, match=r"the launcher has started the processes"),
     ):
         processes.count(Distributed(kind="multi_cpu", max_restarts=1))
+
+
+def test_everything_that_is_wrong_with_a_placement_is_named() -> None:
+    with pytest.raises(ConfigError) as raised:
+        RayPlacement(address="ray://head:10001", placement="EVERYWHERE", cpus=-1)
+    text = str(raised.value)
+    assert "placement='EVERYWHERE'" in text
+    assert "STRICT_SPREAD" in text
+    assert "cpus=-1" in text
+    assert "distributed.ray.address=ray://head:10001" in text
+    assert "ray job submit" in text
+
+
+def test_keys_of_ray_without_ray_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Choose distributed=ray"):
+        Distributed(kind="multi_cpu", ray=RayPlacement(cpus=2))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [(None, None), ("04:00:00", 14400), ("1-00:00:30", 86430), ("2:00:00:00", 172800)],
+)
+def test_a_time_limit(text: str | None, seconds: int | None) -> None:
+    assert Submit(time=text).seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"time": 60}, "a number could be minutes or seconds"),
+        ({"time": "4h"}, "HH:MM:SS"),
+        ({"time": "00:03:00"}, "no time is left to train"),
+        ({"nodes": 0}, "at least 1"),
+        ({"tasks_per_node": 0}, "at least 1"),
+        ({"signal_delay_s": 0}, "at least 1"),
+        ({"extra": ["mail-type=FAIL"]}, "each is one option of sbatch"),
+        ({"extra": ["--a=1\n#SBATCH --b"]}, "each is one option of sbatch"),
+        ({"extra": ["--time=1"]}, "submit.time decides"),
+        ({"extra": ["--array=0-3"]}, "runner -m decides"),
+        ({"setup": ["a\nb"]}, "each is one line"),
+    ],
+)
+def test_wrong_values_of_a_job_are_refused(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Submit(**values)
+
+
+def test_a_shorter_delay_leaves_time() -> None:
+    assert Submit(time="00:03:00", signal_delay_s=60).seconds == 180
+
+
+def test_other_options_of_sbatch_are_handed_on() -> None:
+    assert Submit(extra=["--mail-type=FAIL", "-C haswell"]).extra[0] == "--mail-type=FAIL"
