@@ -9,7 +9,6 @@ from typing import Any
 
 from accel.machine.errors import Problem, Problems
 from runner.recipe import keys
-from runner.recipe.schema import PLUGINS
 
 # These say when one invocation stops; a resumed run does not inherit them.
 PER_INVOCATION = (("resume",), ("run_dir",), ("trainer", "stop_after"), ("trainer", "max_time"))
@@ -44,68 +43,27 @@ class Refused:
     remedy: str
 
 
-TAKES_EFFECT = "takes effect"
 NEW_RUN = "Leave it out, or start a new run."
 _PLACE = Refused("the run stays where it is ({key}={before})", "Leave {key} out.")
 _ORDER = Refused(
     "the order of the data and every random draw of a run follow from it ({key}={before})", NEW_RUN
 )
 _STATE = Refused("the checkpoint holds the state of {before}, which fits nothing else", NEW_RUN)
-# Every key of the schema: what an override of it does to a resumed run. The longest entry that a
-# key lies under holds. What takes effect holds from the next optimizer step on.
-OVERRIDES: dict[str, str | Refused] = {
-    "name": _PLACE,
-    "output_dir": _PLACE,
-    "seed": _ORDER,
-    "deterministic": TAKES_EFFECT,
-    "resume": TAKES_EFFECT,
+# What cannot change; any other override holds from the next optimizer step on. A schedule then is
+# as if it had held from the first step; whether a model or data fits is found as they are loaded.
+REFUSED: dict[str, Refused] = {
+    **dict.fromkeys(("name", "output_dir"), _PLACE),
     "run_dir": Refused("the run stays where it is", "Leave run_dir out."),
-    "tags": TAKES_EFFECT,
-    "distributed": TAKES_EFFECT,
-    "precision": TAKES_EFFECT,
+    **dict.fromkeys(("seed", "dataloader.use_seedable_sampler", "dataloader.data_seed"), _ORDER),
     "precision.scaler.init_scale": Refused(
         "the gradient scale goes on from the checkpoint",
         "Leave it out; growth_factor, backoff_factor and growth_interval may change.",
     ),
-    "dataloader": TAKES_EFFECT,
-    "dataloader.use_seedable_sampler": _ORDER,
-    "dataloader.data_seed": _ORDER,
-    **dict.fromkeys(PLUGINS, TAKES_EFFECT),
-    "step": TAKES_EFFECT,
-    "step.name": _STATE,
-    "step._target_": _STATE,
-    "model": TAKES_EFFECT,  # as far as the weights fit: loading them says so
-    "data": TAKES_EFFECT,  # another size, from the end of an epoch on: loading says so
-    "objective": TAKES_EFFECT,
-    "optimizer": TAKES_EFFECT,  # runner/training/saved_hyperparameters.py
-    "optimizer.name": _STATE,
-    "optimizer._target_": _STATE,
-    "scheduler": TAKES_EFFECT,  # the new schedule as if it had held from the first step on
-    "trainer": TAKES_EFFECT,
-    "checkpoint": TAKES_EFFECT,
+    **dict.fromkeys(("step.name", "step._target_", "optimizer.name", "optimizer._target_"), _STATE),
     "checkpoint.project.project_dir": Refused(
         "the run's checkpoints lie where they are ({before})", "Leave it out."
     ),
-    "tracker": TAKES_EFFECT,
-    "callbacks": TAKES_EFFECT,
-    "compile": TAKES_EFFECT,
-    "profile": TAKES_EFFECT,
-    "submit": TAKES_EFFECT,
 }
-
-
-def verdict(key: str) -> str | Refused:
-    """Return what an override of a dotted key does to a resumed run.
-
-    Raises:
-        KeyError: if the table does not know the key.
-    """
-    parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        found = OVERRIDES.get(".".join(parts[:length]))
-        if found is not None:
-            return found
-    raise KeyError(key)
 
 
 def refusals(frozen: Mapping[str, object], changed: Mapping[str, object]) -> list[Problem]:
@@ -115,8 +73,8 @@ def refusals(frozen: Mapping[str, object], changed: Mapping[str, object]) -> lis
     # A scaler that the run has not had begins as the recipe says.
     fresh = "precision.scaler." if any(key == "precision.mode" for key, *_ in changes) else None
     for key, before, after in changes:
-        found = verdict(key)
-        if isinstance(found, Refused) and not (fresh and key.startswith(fresh)):
+        found = REFUSED.get(key)
+        if found is not None and not (fresh and key.startswith(fresh)):
             rule, remedy = (
                 text.format(key=key, before=before) for text in (found.rule, found.remedy)
             )
