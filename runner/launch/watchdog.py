@@ -35,7 +35,7 @@ from runner.exit_codes import FAILED
 from runner.launch import failures, hangs, rank_logs, torchrun
 from runner.launch.hangs import Report, Stack, Verdict
 from runner.recipe import processes, user_frames
-from runner.recipe.durations import parse_duration
+from runner.recipe.units import parse_duration
 from runner.run_dir import outcomes
 from runner.run_dir.outcomes import Outcome
 from runner.training.stopping import Progress, StopFlag

@@ -50,15 +50,6 @@ def nodes_of(recipe: Recipe, problems: list[Problem]) -> Iterator[tuple[str, obj
             yield f"callbacks.{name}", _named(node, str(name)), register.callback
 
 
-def builtin_places(recipe: Recipe) -> Iterator[str]:
-    """Yield ``"module:attribute"`` of each built-in factory that a recipe names."""
-    for _, node, registry in nodes_of(recipe, []):
-        name = node.get("name") if isinstance(node, Mapping) else None
-        place = registry.built_in(name) if isinstance(name, str) else None
-        if place is not None:
-            yield place
-
-
 def _named(node: object, name: str) -> object:
     """Return a callback's node; where it names no factory, it is the one called as the node is."""
     if isinstance(node, Mapping) and not {"name", "_target_"} & set(node):

@@ -157,44 +157,24 @@ def parse_yaml(text: str, path: Path) -> dict[str, object]:
     Raises:
         ConfigError: if it is no recipe.
     """
-    return dict(_parsed(text, path, as_recipe=True))
-
-
-def parse_list(text: str, path: Path) -> list[str]:
-    """Return a list of words that a file holds; else raise a ConfigError."""
-    found = _parsed(text, path)
-    return [str(item) for item in found] if isinstance(found, list) else []
-
-
-def _parsed(text: str, path: Path, as_recipe: bool = False) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
-        found = _created(text)
-        if as_recipe:
-            if not found:  # `null` or {}: with the defaults it would be a user's recipe
-                raise ValueError("it has no keys")
-            _require_strategies(OmegaConf.to_container(found), path)
-            found = OmegaConf.merge(OmegaConf.structured(Recipe), found)
-        return to_plain(OmegaConf.to_container(found, resolve=as_recipe))
+        found = OmegaConf.create(text)
+        if not found:  # `null` or {}: with the defaults it would be a user's recipe
+            raise ValueError("it has no keys")
+        _require_strategies(OmegaConf.to_container(found), path)
+        merged = OmegaConf.merge(OmegaConf.structured(Recipe), found)
+        return dict(to_plain(OmegaConf.to_container(merged, resolve=True)))
     except UnknownStrategyError:
         raise
-    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, AssertionError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         remedy = "Correct the file, or name another run."
         rule = f"it is not the recipe of a run: {reason}"
         raise ConfigError.of(str(path), rule, remedy) from error
-
-
-def _created(text: str) -> Any:
-    from omegaconf import OmegaConf
-
-    try:
-        return OmegaConf.create(text)
-    except AssertionError as error:  # OmegaConf's own, of a number or a date alone
-        raise ValueError("it is a single value") from error
 
 
 def _require_strategies(found: Any, path: Path) -> None:
