@@ -13,7 +13,7 @@ import torch
 from accel.checkpoint import directory
 from runner.data.datasets import num_samples
 from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
-from runner.recipe.durations import parse_duration
+from runner.recipe.units import parse_duration
 from runner.training.checkpointing import Saver
 from runner.training.console import Display
 from runner.training.state import Stop, TrainState
