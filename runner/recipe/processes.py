@@ -12,7 +12,7 @@ from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, MissingPackageError, Problem, Problems
 from accel.machine.imports import is_available
 from accel.plan.arguments import selected
-from runner.recipe import nodes, ray_placement
+from runner.recipe import nodes
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Distributed, Recipe
 
@@ -64,7 +64,7 @@ def count(distributed: Distributed) -> int:
     place = adopted()
     if place is not None:
         problems += _launchers_own(distributed)
-        if distributed.kind == ray_placement.KIND:
+        if distributed.kind == nodes.RAY:
             problems.add(
                 "distributed=ray on processes of a launcher",
                 f"the launcher has started {place.world_size} processes",
@@ -165,7 +165,7 @@ def _wanted(distributed: Distributed, problems: Problems) -> int:
     if kind in ("auto", nodes.KIND):
         on_cpu = distributed.device == "cpu" or num_accelerators() == 0
         kind = "multi_cpu" if on_cpu else "multi_gpu"
-    if kind == ray_placement.KIND:
+    if kind == nodes.RAY:
         return _in_ray(distributed, problems)
     if kind == "multi_gpu":
         return _on_accelerators(distributed, problems)
