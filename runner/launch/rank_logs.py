@@ -63,7 +63,18 @@ def close_input() -> None:
 
 def tail(path: Path, num_lines: int = 20) -> list[str]:
     """Return the last lines of a process in its log; of a crash in native code, its report."""
-    return crash(path, num_lines) or _text(path).splitlines()[-num_lines:]
+    return crash(path, num_lines) or hang(path, num_lines) or _text(path).splitlines()[-num_lines:]
+
+
+def hang(path: Path, num_lines: int = 20) -> list[str]:
+    """Return the user's frames where the interpreter hung; without such a report, no lines."""
+    _, found, report = _text(path).rpartition(f"\n{TIMED_OUT}")
+    if not found:
+        return []
+    lines = f"{TIMED_OUT}{report}".splitlines()
+    places = ((line, user_frames.FRAME.match(line)) for line in lines)
+    own = [line for line, place in places if place and user_frames.is_own(place[1])]
+    return [lines[0], *(own or lines[1:])][:num_lines]
 
 
 def crash(path: Path, num_lines: int = 20) -> list[str]:
