@@ -49,7 +49,7 @@ COMMAND_LINES = (
     _one("--config-path conf", "--config-path", "--config-dir"),
     _one("-cp conf", "-cp", "--config-dir"),
     _one("hydra/launcher=submitit_lokal -m seed=1,2", "submitit_lokal", "basic, joblib"),
-    _one("hydra/launcher=rq -m seed=1,2", "rq", "basic, joblib"),
+    _one("hydra/launcher=rq -m seed=1,2", "rq", ("hydra-rq-launcher", "basic, joblib")),
     _one("distributed.ray.cpus=2", "distributed.ray", "distributed=ray"),
     _one("hydra/sweeper=ax -m seed=1,2", "hydra/sweeper=ax", ("hydra-ax-sweeper", "basic")),
     _one("hydra/launcher=nowhere -m seed=1,2", "hydra/launcher=nowhere"),

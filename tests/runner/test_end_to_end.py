@@ -34,13 +34,6 @@ def losses(run_dir: Path) -> list[float]:
     return [entry["loss"] for entry in records(run_dir)]
 
 
-def weights(run_dir: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    newest = max(run_dir.glob("checkpoints/checkpoint_*"), key=lambda p: int(p.name.split("_")[1]))
-    return load_file(newest / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fifty steps of the digits on one process, without dropout or augmentation."""
@@ -74,38 +67,6 @@ def test_two_processes_see_the_losses_of_one(
     assert losses(two) == about(losses(straight))
 
 
-@pytest.mark.slow  # `test_loop_resume.py` does it in this process
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    import torch
-
-    recipe = (
-        *SHORT,
-        "model.dropout=0.2",
-        "data.augment=true",
-        "dataloader.num_workers=2",
-        "trainer.max_steps=60",
-    )
-    whole = run(*recipe, "name=whole", cwd=tmp_path)
-    cut = run(*recipe, "name=cut", "trainer.stop_after=30", cwd=tmp_path)
-    again = run(f"resume={cut}", cwd=tmp_path)
-    assert again == cut
-    assert losses(cut) == losses(whole)
-    expected, found = weights(whole), weights(cut)
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, found[name]), name
-
-
-@pytest.mark.slow  # `test_loop_resume.py` does it with warm workers
-def test_the_state_moves_between_one_and_two_processes(tmp_path: Path) -> None:
-    recipe = (*SHORT, "model.dropout=0", "data.augment=false", "trainer.max_steps=40")
-    two = ("distributed=multi_cpu", "distributed.num_processes=2")
-    whole = run(*recipe, "name=whole", cwd=tmp_path)
-    cut = run(*recipe, *two, "name=cut", "trainer.stop_after=20", cwd=tmp_path)
-    run(f"resume={cut}", "distributed=none", "distributed.num_processes=null", cwd=tmp_path)
-    assert losses(cut) == about(losses(whole), rel=1e-4)
-
-
 def test_what_a_run_leaves(straight: Path) -> None:
     for name in (
         "config.yaml",
@@ -121,16 +82,3 @@ def test_what_a_run_leaves(straight: Path) -> None:
     test = records(straight, "test")
     assert len(test) == 1
     assert test[0]["accuracy"] > 0.5
-
-
-@pytest.mark.slow  # `test_session.py` does it in this process
-def test_eval_and_predict_use_the_run(straight: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    output = tmp_path / "predictions.jsonl"
-    for command in (
-        ("eval", str(straight)),
-        ("predict", str(straight), "--split", "test", "--output", str(output)),
-    ):
-        answer = commands.run("-m", "runner", *command, cwd=tmp_path, environment=environment)
-        assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert len(output.read_text().splitlines()) == 360

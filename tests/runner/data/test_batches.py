@@ -1,12 +1,10 @@
-"""The windows of training and the batches of evaluation, on pretended and on real processes."""
+"""R1, E2: a step and an evaluation see each sample once, on any number of processes."""
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,16 +14,13 @@ from torch.utils.data import Dataset, IterableDataset
 
 from accel.comm.ops import gather
 from accel.config.training import GradientAccumulationPlugin
-from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
-from accel.data.samplers import SeedableRandomSampler
 from accel.machine.errors import ConfigError
 from accel.plan.dims import data_parallel
 from accel.state import GradientState, PartialState
-from runner.data.batches import EvalBatches, MicroBatch, OnDevice, TrainBatches, Window, with_last
-from runner.data.datasets import Data, make_order
+from runner.data.batches import EvalBatches, MicroBatch, OnDevice, TrainBatches, Window
+from runner.data.datasets import Data
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.schema import DataLoader, Recipe, Trainer
-from runner.training.build import make_accelerator
 from tests.helpers import run_distributed
 
 
@@ -138,16 +133,6 @@ def test_a_step_sees_the_same_samples_on_any_number_of_processes(data) -> None:
         assert len(set(seen)) == whole
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_change_neither_order_nor_draws(workers: int, persistent: bool) -> None:
-    def steps(**loader) -> list:
-        batches = batches_of(Numbers(20), recipe_of(loader=loader, global_batch_size=8))
-        return [[real(window) for window in batches.epoch(epoch)] for epoch in (0, 1)]
-
-    assert steps(num_workers=workers, persistent_workers=persistent) == steps()
-
-
 def test_a_stream_is_read_alike_by_a_worker() -> None:
     def steps(**loader) -> list:
         batches = batches_of(Stream(20), recipe_of(loader=loader, global_batch_size=8))
@@ -178,21 +163,6 @@ def test_a_short_last_window_is_masked_on_every_process() -> None:
     assert masks == [[True, False], [False, False]]
 
 
-def test_one_process_is_given_no_padding() -> None:
-    windows = list(batches_of(Numbers(9), recipe_of(2, global_batch_size=8)).epoch(0))
-    assert [[len(m.batch) for m in window.micro_batches] for window in windows] == [[4, 4], [1]]
-    assert all(micro.valid is None for window in windows for micro in window.micro_batches)
-
-
-def test_a_window_is_fetched_before_it_is_given_and_the_next_is_not() -> None:
-    dataset = Numbers(32)
-    windows = batches_of(dataset, recipe_of(4, global_batch_size=16)).epoch(0)
-    next(windows)
-    assert len(dataset.read) == 20  # the window, and the one batch that the loader is ahead
-    windows.close()
-    assert not GradientState().in_dataloader
-
-
 def test_over_fitting_sees_the_same_batches_in_every_epoch() -> None:
     batches = batches_of(Numbers(40), recipe_of(global_batch_size=8, overfit_batches=2))
     epochs = [[real(window) for window in batches.epoch(epoch)] for epoch in range(3)]
@@ -200,29 +170,6 @@ def test_over_fitting_sees_the_same_batches_in_every_epoch() -> None:
     assert len(epochs[0]) == 2
     plain = batches_of(Numbers(40), recipe_of(global_batch_size=8))
     assert epochs[0] == [real(window) for window in plain.epoch(0)][:2]
-
-
-def test_the_engine_knows_the_end_while_the_last_window_is_in_hand() -> None:
-    batches = batches_of(Numbers(20), recipe_of(global_batch_size=8))
-    ends = [GradientState().end_of_dataloader for _ in batches.epoch(0)]
-    assert ends == [False, False, True]
-    assert not GradientState().in_dataloader
-
-
-def test_fields_reach_the_live_loader() -> None:
-    loader = {"data_seed": 7, "non_blocking": True, "num_workers": 1, "prefetch_factor": 4}
-    shard = batches_of(Numbers(20), recipe_of(loader=loader, global_batch_size=8), 2).loader
-    assert type(shard) is DataLoaderShard
-    assert isinstance(shard.sampler, SeedableRandomSampler)
-    assert (shard.sampler.seed, shard._non_blocking, shard.prefetch_factor) == (7, True, 4)
-    assert not shard.batch_sampler.split_batches
-    loader = {"split_batches": True, "use_seedable_sampler": False}
-    split = batches_of(Numbers(20), recipe_of(loader=loader, global_batch_size=8), 2).loader
-    assert split.batch_sampler.split_batches
-    assert not isinstance(split.sampler, SeedableRandomSampler)
-    loader = {"dispatch_batches": True}
-    sent = batches_of(Numbers(20), recipe_of(loader=loader, global_batch_size=8), 2).loader
-    assert type(sent) is DataLoaderDispatcher
 
 
 @pytest.mark.parametrize(
@@ -298,15 +245,6 @@ def test_no_split_draws_what_another_draws() -> None:
     by_split.append([sample for window in training for sample in real(window)])
     draws = [{sample[-1] for sample in found} for found in by_split]
     assert len(set().union(*draws)) == 24
-
-
-def test_a_loader_that_an_objective_prepares_draws_other_permutations(tmp_path) -> None:
-    recipe = recipe_of(global_batch_size=4)
-    torch.manual_seed(recipe.seed)
-    accelerator = make_accelerator(recipe, tmp_path, plan_batches(recipe.trainer, 1, 20))
-    loader = accelerator.prepare(torch.utils.data.DataLoader(range(20), shuffle=True))
-    order = make_order(range(20), recipe.seed, recipe.dataloader)
-    assert [batch.item() for batch in loader] != list(order)
 
 
 @pytest.mark.parametrize(
@@ -417,24 +355,3 @@ def test_reading_moves_one_micro_batch() -> None:
     assert [micro.batch[0].device.type for micro in window.on_host] == ["cpu"] * 3
     assert all(micro.batch[0].is_meta for micro in window.micro_batches)
     assert len(window.micro_batches) == 3
-
-
-def test_a_part_of_them_moves_likewise() -> None:
-    read: Any = OnDevice(micro_batches(), META)[1:]
-    assert len(read) == 2
-    assert read[0].batch[0].is_meta
-
-
-def test_micro_batches_may_lie_anywhere() -> None:
-    on_host = micro_batches()
-    assert Window(on_host, 6).on_host is on_host
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_the_last_window_of_an_epoch_is_marked(known: bool) -> None:
-    def windows() -> Iterator[Window]:
-        return (Window([], number) for number in range(2, 5))
-
-    found = [(w.num_samples, last) for w, last in with_last(windows(), 2, 5 if known else None)]
-    assert found == [(2, False), (3, False), (4, True)]
-    assert list(with_last(iter(()), 0, None)) == []

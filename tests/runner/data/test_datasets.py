@@ -1,4 +1,4 @@
-"""Random draws and orders that are functions of (seed, epoch, index)."""
+"""R1: random draws and orders are functions of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from accel.data.samplers import SeedableRandomSampler
 from runner.data import datasets
@@ -92,25 +92,6 @@ def test_the_switch_leaves_draws_to_the_data_set() -> None:
     assert dataset[0, 1][4].item() == wanted
 
 
-def test_data_sets_that_cannot_draw_are_not_seeded() -> None:
-    tensors = TensorDataset(torch.arange(4))
-    assert not SeededDataset(Subset(tensors, [1, 2]), seed=0).seed_samples
-    assert SeededDataset(Drawing(), seed=0).seed_samples
-    assert SeededDataset(tensors, seed=0)[1, 2][0] == 2
-
-
-def test_a_batched_read_of_the_data_set_is_used_where_samples_are_not_seeded() -> None:
-    class Batched(Drawing):
-        def __getitems__(self, indices: list[int]) -> list[int]:
-            return [index * 10 for index in indices]
-
-    assert SeededDataset(Batched(), 0, seed_samples=False).__getitems__([(0, 1), (0, 3)]) == [
-        10,
-        30,
-    ]
-    assert len(SeededDataset(Batched(), 0).__getitems__([(0, 1), (0, 3)])[0]) == 5
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_draws_are_the_same_with_and_without_workers(persistent: bool) -> None:
     def epochs(**fields) -> list[torch.Tensor]:
@@ -158,17 +139,6 @@ def test_making_iterators_leaves_the_training_generator_alone() -> None:
     assert states() == before
 
 
-def test_fields_of_the_loader_reach_it() -> None:
-    config = DataLoader(num_workers=2, prefetch_factor=5, persistent_workers=True, pin_memory=True)
-    loader = make_loader(range(4), config, "cpu", tuple, batch_size=2)
-    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 5, True)
-    assert (loader.pin_memory, loader.batch_size) == (True, 2)
-    assert loader.collate_fn([1, 2]) == (1, 2)
-    assert make_loader(range(4), DataLoader(), "cuda").pin_memory
-    assert not make_loader(range(4), DataLoader(), "cpu").pin_memory
-    assert not make_loader(range(4), DataLoader(pin_memory=False), "cuda").pin_memory
-
-
 # -- order ---------------------------------------------------------------------------------------
 
 
@@ -194,24 +164,6 @@ def test_the_replayed_order_is_that_of_torchs_own_sampler() -> None:
     sampler.set_epoch(2)
     assert list(sampler) == wanted[2]
     assert list(pickle.loads(pickle.dumps(sampler))) == wanted[2]
-
-
-def test_windows_start_where_they_are_told_and_complete_from_the_beginning() -> None:
-    sampler = WindowSampler(make_order(range(11), 0, DataLoader()), 2, 4, 3, multiple=4)
-    order = list(sampler.sampler)
-    whole = list(sampler)
-    assert len(sampler) == len(whole) == 6
-    assert [index for batch in whole for _, index in batch] == [*order, order[0]]
-    sampler.start = 2
-    assert list(sampler) == whole[4:]
-    assert len(sampler) == 2
-    sampler.start = 9
-    assert (list(sampler), len(sampler)) == ([], 0)
-
-
-def test_fewer_windows_than_the_data_has() -> None:
-    sampler = WindowSampler(make_order(range(11), 0, DataLoader()), 2, 4, 2, multiple=4)
-    assert [i for batch in sampler for _, i in batch] == list(sampler.sampler)[:8]
 
 
 def test_the_end_of_an_iterator_is_an_error_and_others_stay() -> None:

@@ -1,10 +1,8 @@
-"""A run's models in Python, and the package's own names."""
+"""L1: `runner.load` gives a run's models, or says what it cannot read."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -40,17 +38,6 @@ def test_the_best_model_is_loaded_unless_another_is_asked_for(tmp_path: Path) ->
     path = run_dir / "checkpoints" / "checkpoint_0"
     assert equal(runner.load(run_dir, path)[0], weights_of(run_dir, 0))
     model(torch.randn(2, 1, 8, 8))
-
-
-def test_loading_draws_nothing(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path)
-    torch.manual_seed(5)
-    random.seed(5)
-    expected = torch.rand(1).item(), random.random()
-    torch.manual_seed(5)
-    random.seed(5)
-    runner.load(run_dir)
-    assert (torch.rand(1).item(), random.random()) == expected
 
 
 def test_a_run_that_keeps_no_best_has_a_last(tmp_path: Path) -> None:
@@ -105,15 +92,6 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
         runner.load(tmp_path)
 
 
-def test_every_exported_name_is_there_and_no_module_hides_one() -> None:
-    for name in runner.__all__:
-        assert getattr(runner, name) is not None
-        assert importlib.util.find_spec(f"runner.{name}") is None
-    assert set(runner.__all__) <= set(dir(runner))
-    with pytest.raises(AttributeError, match="lod"):
-        _ = runner.lod
-
-
 FILES = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
 
 
@@ -141,28 +119,11 @@ def test_a_changed_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert before != code_now(recorded(tmp_path))
 
 
-def test_git_tells_of_packages_that_are_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    git = {"sha": "a" * 40, "dirty": False}
-    monkeypatch.setattr(provenance, "git_state", lambda folder: {**git, "sha": "b" * 40})
-    record(tmp_path, code={"ownpkg": None}, git=git)
-    (line,) = code_differences(tmp_path)
-    assert "the project was at commit aaaaaaaaaa, and is at bbbbbbbbbb" in line
-    record(tmp_path, git=git)  # no code of the project's: a commit says nothing
-    assert code_differences(tmp_path) == []
-
-
 def test_data_that_the_command_has_changed_is_not_compared(tmp_path: Path) -> None:
     record(tmp_path, data={"data.path": FILES})
     now = {"data.path": {**FILES, "bytes": 12}}
     (line,) = other_data(recorded(tmp_path), now, ["trainer.seed"])
-    assert line.startswith("data: not as it was trained with: data.path: 1 file of 9 bytes then")
+    for part in ("data: not as it was trained with", "data.path: 1 file of 9 bytes", "12 bytes"):
+        assert part in line
     assert other_data(recorded(tmp_path), now, ["data.path"]) == []
-    assert other_data(recorded(tmp_path), {"data.path": FILES}, []) == []
-
-
-def test_a_run_without_a_record_says_nothing(tmp_path: Path) -> None:
-    assert code_differences(tmp_path) == []
-    assert code_now(recorded(tmp_path)) == {}
     assert other_data(recorded(tmp_path), {"data.path": FILES}, []) == []

@@ -1,16 +1,13 @@
-"""`--device-map`: a run's model is used from where its weights lie, with the same result."""
+"""L1, E4: `--device-map` spreads a model and does not change its predictions."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from accel.checkpoint import directory, serialization
-from accel.machine.errors import CheckpointError, ConfigError
+from accel.machine.errors import ConfigError
 from accel.utils import has_offloaded_params
 from runner.cli import program
 from runner.inference import session
@@ -56,45 +53,6 @@ def test_weights_are_read_where_they_lie(
     assert list(tmp_path.iterdir()) == []
     placed = session.Request(run_dir, placement=Placement("auto"))
     assert not any(weights_on_disk(placed)[0])
-
-
-def resaved(run_dir: Path, change: Any) -> Path:
-    """Change the state dict of the run's checkpoint and write it as another kind of state."""
-    folder = run_dir / "checkpoints" / "checkpoint_0"
-    state = serialization.read_full_model(folder)
-    path = folder / directory.model_name(0)
-    path.unlink()
-    (folder / directory.MANIFEST).unlink()
-    change(state, folder)
-    files = {file.name: file for file in folder.iterdir()}
-    assert path.name not in files or serialization.holds_tensors_alone(folder) is False
-    return folder
-
-
-def as_pickle(state: dict[str, torch.Tensor], folder: Path) -> None:
-    serialization.write_model(state, folder, safe=False)
-
-
-def lacking(state: dict[str, torch.Tensor], folder: Path) -> None:
-    del state[next(iter(state))]
-    serialization.write_model(state, folder, safe=False)
-
-
-@pytest.mark.parametrize(("change", "error"), [(as_pickle, ""), (lacking, "do not fit")])
-def test_another_kind_of_state_is_written_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, error: str
-) -> None:
-    run_dir = make_run(tmp_path)
-    wanted = session.measure(session.Request(run_dir, splits=("test",)))
-    folder = resaved(run_dir, change)
-    monkeypatch.setattr("runner.inference.session.find_checkpoint", lambda *_: folder)
-    monkeypatch.setattr("runner.inference.session.described", lambda *_: folder.name)
-    request = session.Request(run_dir, splits=("test",), placement=Placement("auto", SMALL))
-    if error:
-        with pytest.raises(CheckpointError, match=error):
-            session.measure(request)
-    else:
-        assert session.measure(request) == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`runner eval` and `runner predict`: a trained run measured and used, in this process."""
+"""L1: `runner eval` and `runner predict` measure and use a trained run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import contextlib
 import functools
 import json
 import os
-import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import Subset
 
 import runner
 from accel.machine.errors import CheckpointError, ConfigError
@@ -88,15 +86,6 @@ def test_code_that_ends_the_process_is_no_success(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_and_wrong_flags_of_a_command_end_as_before(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert program.run(["eval", "--help"]) == 0
-    assert "Measure a trained run." in capsys.readouterr().out
-    assert program.run(["eval", str(run_dir), "--split", "none"]) == 2
-    assert "invalid choice" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "override",
     [
@@ -115,14 +104,6 @@ def test_what_only_training_reads_is_refused(
 def test_what_only_training_reads_is_of_the_schema() -> None:
     known = {*keys.typed_keys(), *keys.nodes(Recipe)}
     assert set(session.ONLY_TRAINING) <= known
-
-
-def test_the_batch_of_an_evaluation_follows_from_the_accumulation(run_dir: Path) -> None:
-    """So it is no key of training alone: with a limit it decides how many samples are measured."""
-    limited = ("trainer.limit_eval_batches=1", "trainer.accumulation.num_steps=8")
-    few = session.measure(session.Request(run_dir, limited, ("test",)))["test"]
-    many = session.measure(session.Request(run_dir, limited[:1], ("test",)))["test"]
-    assert few != many
 
 
 def test_overrides_change_the_recipe_that_is_measured(run_dir: Path) -> None:
@@ -149,18 +130,6 @@ def test_predict_writes_a_line_per_sample_in_order(
     with torch.no_grad():
         expected = model(images).argmax(1).tolist()
     assert [row["prediction"] for row in rows] == expected
-
-
-def test_batches_are_joined_as_the_data_say(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, sizes = digits(), []
-
-    def collate(samples: list[Any]) -> Any:
-        sizes.append(len(samples))
-        return default_collate(samples)
-
-    monkeypatch.setattr(build, "build_data", lambda recipe: replace(data, collate_fn=collate))
-    session.measure(session.Request(run_dir, splits=("test",)))
-    assert sum(sizes) >= NUM_TEST
 
 
 def test_any_number_of_processes_measures(tmp_path: Path) -> None:
@@ -250,25 +219,6 @@ def test_predict_refuses_what_is_not_per_sample_and_leaves_nothing(
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"] * before
 
 
-def test_of_a_stream_that_a_limit_may_cut_off_no_part_is_claimed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Short(Stream):
-        def __iter__(self) -> Any:
-            images, labels = digits().test.tensors  # type: ignore[union-attr]
-            return iter(list(zip(images, labels, strict=True))[:7])
-
-    limited = make_run(tmp_path, "trainer.limit_eval_batches=9", "trainer.eval_batch_size=3")
-    request = session.Request(limited, (), ("test",), output=tmp_path / "p.jsonl")
-    monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Short(7)))
-    assert predict.write_predictions(request) == 7  # all
-    shown = capsys.readouterr().out
-    assert "only a part" not in shown
-    limit = "trainer.limit_eval_batches"
-    line = f"test: no more than 9 batches of its stream, as in the run ({limit}=9); {limit}=null"
-    assert line in shown
-
-
 def with_class(build_step: Any, *given: Any) -> Any:
     step = build_step(*given)
     step.__class__ = Predicting
@@ -318,14 +268,6 @@ def test_a_pipe_is_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert pipe.is_fifo()
 
 
-def test_a_link_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    link, target = tmp_path / "link", tmp_path / "target"
-    link.symlink_to(target)
-    assert written(tmp_path, link, monkeypatch) == 1
-    assert link.is_symlink()
-    assert predictions(target) == [{"index": 0, "prediction": 3}]
-
-
 def test_predictions_replace_no_file_of_a_run(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,17 +282,6 @@ def test_predictions_replace_no_file_of_a_run(
         with pytest.raises(ConfigError, match=f"it is a file of {run_dir}, which predictions"):
             written(tmp_path, path, monkeypatch)
         assert path.read_bytes() == before
-
-
-def test_what_is_neither_file_nor_pipe_is_no_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind("socket")
-        with pytest.raises(ConfigError, match="neither a file nor a pipe"):
-            written(tmp_path, tmp_path / "socket", monkeypatch)
-        assert (tmp_path / "socket").is_socket()
 
 
 class OwnPrediction(Fit):

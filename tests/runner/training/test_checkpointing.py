@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel.machine.errors import CheckpointError
-from runner.training.checkpointing import Best, RunState, read_best
+from runner.training.checkpointing import Best, read_best
 from runner.training.state import TrainState
 
 
@@ -25,15 +25,6 @@ from runner.training.state import TrainState
 )
 def test_what_improves(best: float | None, value: float, mode: str, better: bool) -> None:
     assert TrainState(best=best).improves(value, mode) is better
-
-
-def test_parts_of_a_run_are_stored_by_name() -> None:
-    one, two = TrainState(step=1), TrainState(step=2)
-    saved = RunState({"one": one, "two": two}).state_dict()
-    found = RunState({"two": TrainState(), "three": TrainState()})
-    found.load_state_dict(saved)
-    assert found.parts["two"] == two
-    assert (found.added, found.dropped) == (["three"], ["one"])
 
 
 def test_the_pointer_names_a_checkpoint_that_is_there(tmp_path: Path) -> None:

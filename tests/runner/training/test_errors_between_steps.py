@@ -87,19 +87,6 @@ def test_a_loss_that_is_no_number_saves_nothing(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == []
 
 
-def test_a_failed_save_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, tries = build(tmp_path, recipe_of()), []
-
-    def save(metadata: object) -> str:
-        tries.append(loop.state.step)
-        raise OSError("full")
-
-    monkeypatch.setattr(loop.saver, "save", save)
-    with pytest.raises(OSError, match="full"):
-        loop.run()
-    assert tries == [5]
-
-
 def test_the_evaluation_is_made_up_for_by_the_resume(tmp_path: Path) -> None:
     """Killed between a save and the evaluation of its step: bit-equal, and each record once."""
     run(tmp_path / "whole", recipe_of(), make_scheduler=loops.plateau)

@@ -1,21 +1,16 @@
-"""Evaluations within training."""
+"""R1, R3: evaluations within training do not change it, and can be interrupted."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from accel.checkpoint.directory import read_manifest
 from runner.data.datasets import Data
-from runner.training.console import Display
-from runner.training.loop import Loop
-from runner.training.run import Callback
 from runner.training.stopping import StopFlag
 from tests.runner.loops import (
     NUM_TRAIN,
@@ -68,35 +63,8 @@ def test_evaluations_come_every_some_steps(tmp_path: Path) -> None:
     assert [record["step"] for record in records(tmp_path, "validation")] == [4, 8, 9]
 
 
-class Unmeasurable(Fit):
-    def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        return {"loss": math.nan}
-
-
-def test_a_monitored_metric_that_is_no_number_is_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = recipe_of(trainer__max_steps=4, trainer__eval_every=2)
-    run(tmp_path, recipe, objective=Unmeasurable(), display=Display(enabled=True))
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("loss is not a number (validation, step 2)") == 1
-    assert told.count("is not a number") == 1
-
-
 def test_a_plateau_schedule_follows_the_monitored_metric(tmp_path: Path) -> None:
     recipe = recipe_of(trainer__epochs=3, checkpoint__monitor="count", checkpoint__mode="min")
     run(tmp_path, recipe, make_scheduler=plateau)  # the count never changes
     rates = {record["epoch"]: record["lr"] for record in records(tmp_path)}
     assert rates == {1: 0.02, 2: 0.02, 3: 0.01}
-
-
-def test_callbacks_that_hear_of_an_evaluation_may_take_long(tmp_path: Path) -> None:
-    phases = []
-
-    class Look(Callback):
-        def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
-            progress = loop.stop_flag.progress
-            phases.append((progress.phase, progress.is_slow))
-
-    run(tmp_path, recipe_of(trainer__max_steps=6), callbacks={"look": Look()})
-    assert phases[0] == ("on_evaluate", True)  # of a validation in mid-run

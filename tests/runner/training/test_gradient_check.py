@@ -49,11 +49,6 @@ class MeanStep(OwnStep):
         return self.objective.losses(self.models["model"], micro_batch.batch).mean()
 
 
-class NoisyStep(MeanStep):
-    def loss(self, micro_batch: MicroBatch, window: Window) -> torch.Tensor:
-        return super().loss(micro_batch, window) * torch.rand(())
-
-
 class Notes(Display):
     def __init__(self) -> None:
         super().__init__(enabled=False)
@@ -106,21 +101,6 @@ def test_batch_statistics_are_left_alone(tmp_path: Path) -> None:
     loop = loop_of(tmp_path, MeanStep, model=model)
     loop.run()
     assert model[1].num_batches_tracked == 3  # type: ignore[union-attr]
-
-
-def test_of_a_step_that_draws_at_random_nothing_is_said(tmp_path: Path) -> None:
-    loop = loop_of(tmp_path, NoisyStep)
-    loop.run()
-    assert "draws at random" in loop.display.notes[0]  # type: ignore[attr-defined]
-
-
-def test_a_stream_is_checked_as_well(tmp_path: Path) -> None:
-    from runner.data.datasets import Data
-    from tests.runner.loops import Points, Stream
-
-    data = Data(Stream(40), Points(12))
-    with pytest.raises(ConfigError, match=r"0\.5 times"):
-        loop_of(tmp_path, OwnStep, data=data).run()
 
 
 # -- torch's own errors --------------------------------------------------------------------

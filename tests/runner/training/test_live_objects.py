@@ -1,4 +1,4 @@
-"""Every field of every handler and plugin: set by override, read back from the live object."""
+"""C2: every field of handlers and plugins reaches the object that uses it."""
 
 from __future__ import annotations
 

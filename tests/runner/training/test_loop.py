@@ -1,4 +1,4 @@
-"""The loop on a small problem: where it ends, what it measures, saves and writes."""
+"""R1, R3, R4, R8: where the loop ends, and what it measures, saves and writes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from accel.accelerator import Accelerator
 from accel.checkpoint.directory import checkpoints, read_manifest
 from accel.config.training import ProjectConfiguration
 from runner.data.datasets import Data
 from runner.recipe.schema import Checkpoint
 from runner.training.console import Display
-from runner.training.loop import LateError, Loop
+from runner.training.loop import Loop
 from runner.training.metrics import NonFiniteError
 from runner.training.run import Callback
-from runner.training.stopping import StopFlag
 from tests.runner.loops import (
     NUM_TRAIN,
     NUM_VALIDATION,
@@ -30,7 +27,6 @@ from tests.runner.loops import (
     Fit,
     Points,
     Spy,
-    build,
     losses,
     newest,
     recipe_of,
@@ -109,28 +105,6 @@ def test_a_run_out_of_time_saves_and_says_so(tmp_path: Path) -> None:
     assert summary["metrics"]["validation"]["count"] == NUM_VALIDATION
 
 
-class Kill(Callback):
-    """Asks for a stop as a signal does."""
-
-    def __init__(self, flag: StopFlag, step: int, event: str = "on_step") -> None:
-        self.flag, self.step, self.event = flag, step, event
-
-    def on_step(self, loop: Loop) -> None:
-        if loop.state.step == self.step:
-            self.flag.request("SIGTERM")
-
-
-def test_a_signal_saves_before_an_evaluation_that_is_due(tmp_path: Path) -> None:
-    flag, recipe = StopFlag(), recipe_of(trainer__epochs=2)
-    summary = run(tmp_path, recipe, callbacks={"kill": Kill(flag, 5)}, stop_flag=flag)
-    assert (summary["stopped"], summary["reason"]) == ("signal", "SIGTERM received")
-    assert records(tmp_path, "validation") == []
-    summary = run(tmp_path, recipe, resume_from=newest(tmp_path))
-    assert summary["stopped"] == "epochs"
-    assert [record["step"] for record in records(tmp_path, "validation")] == [5, 10]
-    assert summary["best"]["step"] in (5, 10)
-
-
 # -- evaluations and log points ------------------------------------------------------------
 
 
@@ -146,31 +120,6 @@ def test_or_is_counted(tmp_path: Path) -> None:
     (record,) = records(tmp_path)
     assert record["loss_nonfinite"] == 2.0  # the third, and the fourth with the weights it left
     assert math.isfinite(record["loss"])
-
-
-def test_an_unknown_monitor_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(LateError, match=r"monitor='los'.*Did you mean 'loss'"):
-        run(tmp_path, recipe_of(checkpoint__monitor="los"))
-
-
-def test_the_schedule_waits_where_a_step_was_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from accel.optimizer import AcceleratedOptimizer
-
-    skipped = iter([True, False, True, False])
-    real = AcceleratedOptimizer.step
-
-    def step(self: Any, closure: Any = None) -> Any:
-        self.step_was_skipped = next(skipped)
-        return None if self.step_was_skipped else real(self)
-
-    monkeypatch.setattr(AcceleratedOptimizer, "step", step)
-    recipe = recipe_of(trainer__max_steps=4, precision__mode="no")
-    run(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
-    rates = [record["lr"] for record in records(tmp_path)]
-    assert rates[0] == rates[1] == 0.02
-    assert rates[1] > rates[2] == rates[3]
 
 
 # -- checkpoints ---------------------------------------------------------------------------
@@ -289,9 +238,3 @@ def test_the_header_and_the_table_say_what_runs_and_where(tmp_path: Path) -> Non
         "checkpoints/checkpoint_",
     ):
         assert part in text, part
-
-
-def test_an_engine_of_the_plan_is_used(tmp_path: Path) -> None:
-    loop = build(tmp_path, recipe_of(trainer__micro_batch_size=2))
-    assert isinstance(loop.accelerator, Accelerator)
-    assert loop.accelerator.gradient_accumulation_steps == loop.plan.accumulation == 4

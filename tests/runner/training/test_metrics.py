@@ -1,10 +1,9 @@
-"""Losses kept on the device until they are logged, and the time of steps."""
+"""R8, E6: logged values stand once, under their names, in the record and in trackers."""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import subprocess
 from collections.abc import Mapping
@@ -15,11 +14,8 @@ import pytest
 import torch
 
 from accel.checkpoint.directory import checkpoints
-from accel.comm.local import LocalCommunicator
-from accel.machine.errors import CheckpointError
 from accel.trackers.table import TRACKERS
 from runner.data.datasets import Data
-from runner.training.metrics import NonFiniteError, StepMeter, learning_rates
 from runner.training.run import Stopwatch
 from tests import commands
 from tests.accel.trackers.offline import needs
@@ -35,40 +31,6 @@ from tests.runner.loops import (
     records,
     run,
 )
-
-
-def test_a_meter_averages_what_it_read() -> None:
-    meter = StepMeter(LocalCommunicator())
-    assert meter.empty
-    for step in range(1, 5):
-        values = {"loss": torch.tensor(float(step))}
-        meter.add(values if step % 2 else {**values, "extra": torch.tensor(7.0, dtype=torch.half)})
-    meter.drain()
-    assert meter.take() == {"loss": 2.5, "extra": 7.0}
-    assert meter.empty
-
-
-def test_a_meter_is_saved_only_when_it_was_read() -> None:
-    meter = StepMeter(LocalCommunicator())
-    meter.add({"loss": torch.tensor(1.0)})
-    with pytest.raises(CheckpointError, match="before drain"):
-        meter.state_dict()
-    meter.drain()
-    other = StepMeter(LocalCommunicator())
-    other.load_state_dict(meter.state_dict())
-    other.add({"loss": torch.tensor(3.0)})
-    other.drain()
-    assert other.take() == {"loss": 2.0}
-
-
-def test_a_meter_names_the_step_that_is_not_finite() -> None:
-    meter = StepMeter(LocalCommunicator())
-    for value in (1.0, math.inf, 2.0):
-        meter.add({"loss": torch.tensor(value)})
-    meter.drain()
-    with pytest.raises(NonFiniteError, match="loss=inf at step 9:"):
-        meter.check(step=10)
-    assert meter.take() == {"loss": 1.5, "loss_nonfinite": 1.0}
 
 
 def test_pauses_are_left_out_of_a_lap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,21 +108,6 @@ def test_trackers_get_the_values_under_their_names(tmp_path: Path) -> None:
     expected = {"train/loss", "validation/loss", "test/loss", "lr", "samples_per_second"}
     assert expected <= set(accumulator.Tags()["scalars"])
     assert [event.step for event in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-
-
-def test_only_the_runs_own_values_belong_to_no_split(tmp_path: Path) -> None:
-    class Ranked(Fit):
-        def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-            return {**super().summarize(values), "lrap": 0.5}
-
-    recipe = recipe_of(trainer__epochs=1, tracker__log_with=["csv"])
-    loop = build(tmp_path, recipe, objective=Ranked())
-    loop.run()
-    loop.accelerator.end_training()
-    with (tmp_path / "tensorboard" / recipe.name / "metrics.csv").open(newline="") as file:
-        names = next(csv.reader(file))
-    assert {"validation/lrap", "test/lrap", "lr"} <= set(names)
-    assert "lrap" not in names
 
 
 class Timed(Fit):
@@ -287,13 +234,3 @@ def test_a_recipe_resumes_its_run_of_wandb(tmp_path: Path) -> None:
     assert [int(step) for step in steps] == [1, 2, 3]
     named = [record.run.display_name for record in wandb_records(files[0])]
     assert set(filter(None, named)) == {run_dir.name}
-
-
-def test_learning_rates_are_those_of_the_first_groups() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    groups = [{"params": parameters[:1]}, {"params": parameters[1:2], "lr": 0.5}]
-    one = torch.optim.SGD(groups, lr=0.1)
-    two = torch.optim.SGD(parameters[2:], lr=0.2)
-    assert learning_rates({"a": one}) == {"lr": 0.1}
-    assert learning_rates({"a": one, "b": two}) == {"lr": 0.1, "lr_a": 0.1, "lr_b": 0.2}
-    assert learning_rates({}) == {}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import optuna
 import pytest
-from optuna.exceptions import StorageInternalError
 
 from accel.machine.errors import ConfigError
 from runner.training import optuna_study
@@ -99,27 +98,6 @@ def test_a_url_of_no_database_is_an_error(tmp_path: Path, url: str, message: str
     assert databases.PASSWORD not in str(caught.value)
 
 
-@pytest.mark.parametrize("count", [1, 6])
-def test_what_the_storage_refuses_as_it_is_opened_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    refusals = [StorageInternalError("while it commits")] * count
-
-    def opened(url: str) -> object:
-        if refusals:
-            raise refusals.pop()
-        return made
-
-    made = object()
-    monkeypatch.setattr(optuna_study, "PAUSES", (0.0,) * 5)
-    monkeypatch.setattr(optuna_study, "RDBStorage", opened)
-    if count == 1:
-        assert optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path) is made
-    else:
-        with pytest.raises(ConfigError, match="while it commits"):
-            optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path)
-
-
 def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
     found = opened(tmp_path)
     path = str(tmp_path / "study.journal")
@@ -161,11 +139,3 @@ def test_samplers_and_pruners_have_short_names() -> None:
     spec = optuna_study.normalized("pruner", {"name": "MedianPruner", "n_startup_trials": 1})
     assert isinstance(optuna_study.make("pruner", spec), optuna.pruners.MedianPruner)
     assert isinstance(optuna_study.make("pruner", None), optuna.pruners.NopPruner)
-
-
-def test_a_wrapped_pruner_is_made_as_well() -> None:
-    spec = {"name": "patient", "patience": 2, "wrapped_pruner": {"name": "median"}}
-    made = optuna_study.make("pruner", optuna_study.normalized("pruner", spec))
-    assert isinstance(made, optuna.pruners.PatientPruner)
-    with pytest.raises(ConfigError, match="Did you mean 'median'"):
-        optuna_study.make("pruner", {**spec, "wrapped_pruner": "medain"})

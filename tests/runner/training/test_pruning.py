@@ -75,12 +75,6 @@ def test_a_good_run_reports_all_its_values(tmp_path: Path) -> None:
     assert found.trials[1].intermediate_values == {5: 0.9, 10: 0.8, 15: 0.7, 20: 0.6}
 
 
-def test_a_run_of_a_sweep_that_was_moved_reports_to_its_trial(tmp_path: Path) -> None:
-    study_in(tmp_path / "here")
-    (tmp_path / "here").rename(tmp_path / "there")
-    assert train(tmp_path / "there", 3.0)["stopped"] == "pruned"
-
-
 def test_the_last_evaluation_prunes_nothing_any_more(tmp_path: Path) -> None:
     found = study_in(tmp_path)
     assert train(tmp_path, 0.9, 0.8, 0.7, 9.0, 9.0)["stopped"] == "epochs"
@@ -114,12 +108,6 @@ def test_another_metric_may_be_the_one_reported(tmp_path: Path) -> None:
     found = study_in(tmp_path, metric="count", pruner={})
     train(tmp_path, 9.0, 9.0, 9.0, 9.0, 9.0)
     assert set(found.trials[1].intermediate_values.values()) == {8.0}
-
-
-def test_an_evaluation_without_the_metric_reports_nothing(tmp_path: Path) -> None:
-    found = study_in(tmp_path, metric="precision")
-    assert train(tmp_path, 9.0, 9.0, 9.0, 9.0, 9.0)["stopped"] == "epochs"
-    assert found.trials[1].intermediate_values == {}
 
 
 def test_runs_of_several_objectives_report_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""run.log: what the console shows, as text."""
+"""R8: run.log holds what the console shows, as text."""
 
 from __future__ import annotations
 
@@ -97,21 +97,6 @@ def test_a_bar_on_a_terminal_leaves_lines_of_progress(
     assert any(line.startswith("validation") for line in text)
 
 
-def test_a_child_does_not_repeat_what_the_parent_has_begun(tmp_path: Path) -> None:
-    with run_log.captured(tmp_path):
-        print("of the parent", end="")
-        child = os.fork()
-        if child == 0:
-            sys.stdout.write("of the child\n")
-            os._exit(0)
-        os.waitpid(child, 0)
-        print()
-    assert [line for line in lines(tmp_path) if not line.startswith("---")] == [
-        "of the child",
-        "of the parent",
-    ]
-
-
 def test_a_full_disk_ends_the_log_and_not_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,24 +106,6 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
         print("and on")
     shown = capsys.readouterr().out
     assert shown.endswith("goes on\nand on\n")
-
-
-def test_a_log_that_cannot_be_opened_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with run_log.captured(tmp_path / "nowhere"):
-        print("goes on")
-    shown = capsys.readouterr()
-    assert "run.log cannot be written" in shown.err
-    assert shown.out == "goes on\n"
-
-
-def test_a_note_is_in_the_log_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_log.note("nowhere")
-    with run_log.captured(tmp_path):
-        run_log.note("progress")
-    assert lines(tmp_path)[-1] == "progress"
-    assert capsys.readouterr().out == ""
 
 
 def test_named_loggers_speak_and_are_silent_again(
@@ -159,35 +126,10 @@ def test_named_loggers_speak_and_are_silent_again(
     assert "not heard" not in told
 
 
-def test_the_root_means_all(capsys: pytest.CaptureFixture[str]) -> None:
-    with run_log.log_levels_applied({"": "INFO"}):
-        logging.getLogger("any.levels").info("heard")
-    assert "heard" in capsys.readouterr().err
-
-
-def test_without_levels_nothing_changes() -> None:
-    before = list(logging.getLogger().handlers)
-    with run_log.log_levels_applied({}):
-        assert logging.getLogger().handlers == before
-
-
 ROOT = Path(__file__).resolve().parents[3]
+
+
 # Ends where torch would be loaded, which takes seconds.
-WITHOUT_TORCH = """
-import sys
-
-class Guard:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            print("torch is loaded", file=sys.stderr)
-            raise SystemExit(3)
-
-sys.meta_path.insert(0, Guard())
-from runner import cli
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
 def start(arguments: tuple[str, ...], folder: Path, **streams: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         python(*arguments),
@@ -197,12 +139,6 @@ def start(arguments: tuple[str, ...], folder: Path, **streams: int) -> subproces
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         **streams,
     )
-
-
-def test_something_shows_before_torch_is_loaded(tmp_path: Path) -> None:
-    with start(("-c", WITHOUT_TORCH, "name=mine"), tmp_path) as command:
-        _, err = command.communicate(timeout=SECONDS)
-    assert err.splitlines()[:2] == ["mine: loading PyTorch …", "torch is loaded"]
 
 
 class Terminal(io.StringIO):
@@ -237,11 +173,3 @@ def read_one_line(arguments: tuple[str, ...], folder: Path) -> tuple[int, str]:
 def test_a_reader_that_goes_leaves_a_short_output_quiet(tmp_path: Path) -> None:
     code, err = read_one_line(("--cfg", "job"), tmp_path)
     assert (code in (0, 1), err) == (True, "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("distributed=multi_cpu",)], ids=["one", "two"])
-def test_a_reader_that_goes_ends_training_quietly(more: tuple[str, ...], tmp_path: Path) -> None:
-    recipe = ("tracker.log_with=[]", "trainer.log_every=1", *more)
-    code, err = read_one_line(recipe, tmp_path)
-    assert (code, err) == (1, "digits: loading PyTorch …\n")

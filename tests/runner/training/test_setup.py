@@ -9,12 +9,9 @@ import pytest
 from accel.config.handlers import ProfileKwargs
 from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
-from runner.training.run import Callback
-from runner.training.setup import prepare
 from tests.runner.loops import (
     NUM_VALIDATION,
     Points,
-    Spy,
     Stream,
     build,
     recipe_of,
@@ -39,14 +36,6 @@ def test_models_are_trained_in_training_mode(tmp_path: Path) -> None:
     loop.run()
     assert loop.step.models["model"].training
     assert model.training
-
-
-def test_callbacks_with_a_state_are_saved(tmp_path: Path) -> None:
-    loop = build(tmp_path, recipe_of(), callbacks={"spy": Spy(), "plain": Callback()})
-    saved = prepare(loop, loop.callbacks, loop.meter).saved.state_dict()
-    assert "callbacks.spy" in saved
-    assert "callbacks.plain" not in saved
-    assert {"train", "meter"} <= saved.keys()
 
 
 @pytest.mark.parametrize("folder", [None, "traces"])

@@ -11,18 +11,6 @@ from accel.machine.errors import CheckpointError, ConfigError
 from runner.training.state import Stop, TrainState
 
 
-def test_the_epoch_number_is_that_of_the_last_step() -> None:
-    state = TrainState()
-    assert state.epoch_number == 0
-    state.advance(8)
-    assert (state.epoch_number, state.samples, state.samples_in_epoch) == (1, 8, 8)
-    state.advance(4)
-    state.end_epoch()
-    assert (state.epoch_number, state.epoch, state.step_in_epoch) == (1, 1, 0)
-    state.advance(8)
-    assert (state.epoch_number, state.samples, state.samples_in_epoch) == (2, 20, 8)
-
-
 def test_a_state_comes_back_whole_or_not_at_all() -> None:
     state = TrainState(step=3, best=0.5, best_step=2)
     copy = TrainState()

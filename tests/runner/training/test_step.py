@@ -1,4 +1,4 @@
-"""The supervised step: one gradient per window, whatever way its samples are cut."""
+"""E3, R1: the supervised step has one gradient, however its samples are cut."""
 
 from __future__ import annotations
 
@@ -155,14 +155,6 @@ def test_gradients_are_clipped_by_value() -> None:
     window = Window([MicroBatch(samples())], NUM_SAMPLES)
     step.train(accelerator, window, Trainer(clip_grad_value=0.001))
     assert (step.models["model"].weight - before).abs().max().item() <= 0.001001
-
-
-def test_the_schedule_belongs_to_the_prepared_optimizer() -> None:
-    step = make_step(Accelerator(cpu=True))
-    schedulers = step.make_schedulers(10)
-    assert schedulers["optimizer"].optimizer is step.optimizers["optimizer"]
-    step._make_scheduler = None
-    assert step.make_schedulers(10) == {}
 
 
 def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:

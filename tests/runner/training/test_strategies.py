@@ -84,28 +84,6 @@ def test_a_run_goes_on_under_another_engine(first: str, second: str, tmp_path: P
         assert f"engine     {names.get(name, 'ddp')} ·" in header
 
 
-def headers(folder: str) -> dict[str, str]:
-    found = {}
-    for name in ("ddp", "fsdp", "tp", "zero3"):
-        found[name] = shown(Path(folder) / name, recipe_with(name, trainer__max_steps=1))
-    loops.forget()
-    return found
-
-
-@pytest.mark.slow
-def test_the_header_tells_what_each_rank_holds(tmp_path: Path) -> None:
-    found = run_distributed(headers, 2, str(tmp_path))[0]
-    # 49 parameters of 4 bytes, AdamW keeps two of them and a step count per tensor
-    assert "ddp · mesh data 2 · the model replicated on each rank" in found["ddp"]
-    assert "parameters 196 B · gradients 196 B · optimizer state 408 B" in found["ddp"]
-    assert "mesh dp_shard 2 · sharded: parameters, gradients, optimizer state" in found["fsdp"]
-    assert "parameters 116 B · gradients 116 B" in found["fsdp"]  # rank 0 has the one odd row
-    assert "sharded: the weights of tp_plan" in found["tp"]
-    assert "1 replica × 4 × 2 accumulated" in found["tp"]
-    shards = "sharded: optimizer state, gradients, parameters"
-    assert f"deepspeed · mesh data 2 · {shards}" in found["zero3"]
-
-
 def settings_of(folder: str, plugin: DeepSpeedPlugin) -> dict[str, Any]:
     """Return what the engine of a run is configured with."""
     recipe = loops.recipe_of(deepspeed=plugin, trainer__clip_grad_norm=0.5)
