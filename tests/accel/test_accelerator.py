@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
+from accel import Accelerator, DataLoaderConfiguration
 from accel.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import ProjectConfiguration, TorchDynamoPlugin
 from accel.machine import imports
 from accel.machine.enums import PrecisionType
 from accel.machine.errors import ConfigError
-from accel.plan.plan import Plan
 from accel.state import AcceleratorState, GradientState, PartialState
 from tests.helpers import run_distributed
 
@@ -55,41 +54,6 @@ def windows(accelerator: Accelerator, epochs: int = 2) -> list[bool]:
     return found
 
 
-def test_a_window_ends_after_its_micro_batches_and_with_the_loader() -> None:
-    assert windows(Accelerator(cpu=True, gradient_accumulation_steps=2)) == [False, True, True] * 2
-
-
-def test_a_window_may_go_on_over_the_end_of_a_loader() -> None:
-    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    assert windows(accelerator) == [False, True, False, True, False, True]
-
-
-def test_the_caller_may_say_where_a_window_ends() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    found = []
-    for end in (False, True, True, False):
-        with accelerator.accumulate(sync_gradients=end):
-            found.append((accelerator.sync_gradients, accelerator.step))
-    assert found == [(False, 1), (True, 0), (True, 0), (False, 1)]
-
-
-def test_accumulated_micro_batches_make_the_step_of_the_whole_batch() -> None:
-    inputs = torch.arange(8.0).view(4, 2)
-    weights = []
-    for steps in (1, 4):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-        model, optimizer, *_ = accelerator.prepare(*parts())
-        for piece in inputs.split(4 // steps):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(piece).mean())
-                optimizer.step()
-                optimizer.zero_grad()
-        weights.append(model.weight.detach().clone())
-    torch.testing.assert_close(*weights)
-
-
 def test_the_number_of_micro_batches_can_change() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert accelerator.gradient_accumulation_steps == 2
@@ -98,25 +62,6 @@ def test_the_number_of_micro_batches_can_change() -> None:
     assert accelerator.gradient_state.sync_with_dataloader is True
     accelerator.sync_gradients = False
     assert accelerator.sync_gradients is False
-
-
-def test_an_error_inside_a_micro_batch_comes_out() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = accelerator.prepare(torch.nn.Linear(1, 1))
-    with pytest.raises(KeyError), accelerator.accumulate(model):
-        raise KeyError("batch")
-
-
-def test_contexts_of_other_processes_do_nothing_in_one() -> None:
-    accelerator = Accelerator(cpu=True)
-    model, *_ = accelerator.prepare(*parts())
-    with accelerator.no_sync(), accelerator.no_sync(model):
-        accelerator.backward(model(torch.ones(1, 2)).sum())
-    with accelerator.trigger_sync_in_backward(model):
-        accelerator.backward(model(torch.ones(1, 2)).sum())
-    with accelerator.join_uneven_inputs([model], even_batches=False):
-        pass
-    assert torch.equal(model.weight.grad, torch.full((1, 2), 2.0))
 
 
 # -- gradients ---------------------------------------------------------------------------------
@@ -160,22 +105,6 @@ def test_lomo_optimizers_update_in_the_backward_pass() -> None:
 
 
 # -- exchanging --------------------------------------------------------------------------------
-
-
-def test_one_process_gathers_its_own() -> None:
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.gather(torch.ones(2)).tolist() == [1.0, 1.0]
-    assert accelerator.reduce(torch.ones(2), scale=2.0).tolist() == [2.0, 2.0]
-    assert accelerator.pad_across_processes(torch.ones(2)).tolist() == [1.0, 1.0]
-
-
-def test_metrics_of_all_samples_come_back_once() -> None:
-    accelerator = Accelerator(cpu=True)
-    batches = accelerator.prepare(loader(samples=5, batch_size=2))
-    rows = [accelerator.gather_for_metrics(batch[0]) for batch in batches]
-    assert torch.cat(rows)[:, 0].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
-    names = [accelerator.gather_for_metrics([str(len(b[0]))] * len(b[0])) for b in batches]
-    assert names == [["2", "2"], ["2", "2"], ["1"]]
 
 
 def test_a_stream_of_unknown_length_is_gathered_as_it_is() -> None:
@@ -228,32 +157,6 @@ def test_one_process_is_every_kind_of_process(capsys: pytest.CaptureFixture[str]
     accelerator.print("once", end="!")
     assert capsys.readouterr().out == "once!"
     assert "Num processes: 1" in repr(accelerator)
-
-
-def test_what_was_decided_can_be_read() -> None:
-    project = ProjectConfiguration(project_dir="p", logging_dir="l", iteration=2)
-    accelerator = Accelerator(
-        cpu=True,
-        project_config=project,
-        split_batches=True,
-        even_batches=False,
-        dispatch_batches=False,
-        use_seedable_sampler=True,
-        step_scheduler_with_optimizer=False,
-        rng_types=["torch"],
-    )
-    assert accelerator.split_batches is True
-    assert accelerator.even_batches is False
-    assert accelerator.dispatch_batches is False
-    assert accelerator.use_seedable_sampler is True
-    assert accelerator.non_blocking is False
-    assert accelerator.step_scheduler_with_optimizer is False
-    assert accelerator.rng_types == ("torch",)
-    assert accelerator.project_configuration.project_dir == accelerator.project_dir == "p"
-    assert accelerator.logging_dir == "l"
-    assert accelerator.save_iteration == 2
-    assert isinstance(accelerator.plan, Plan)
-    assert accelerator.state.device == PartialState().device
 
 
 def test_the_spelling_of_the_documentations_example_is_understood() -> None:
@@ -346,13 +249,6 @@ def test_loaders_follow_the_configuration() -> None:
     assert accelerator.even_batches is False
     with pytest.raises(ConfigError, match="even_batches=True with dataloader_config"):
         Accelerator(cpu=True, dataloader_config=config, even_batches=True)
-
-
-def test_everything_that_is_wrong_is_said_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Accelerator(cpu=True, mixed_precision="bf61", gradient_accumulation_steps=0)
-    assert "Did you mean 'bf16'?" in str(caught.value)
-    assert "gradient_accumulation_steps=0" in str(caught.value)
 
 
 def test_a_refused_run_leaves_no_state_behind() -> None:

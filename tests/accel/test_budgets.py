@@ -259,15 +259,6 @@ def test_ddp_exchanges_what_the_hand_written_loop_exchanges(size: int) -> None:
         assert len(per_window) == -(-(STEPS // size) // 4)
 
 
-def count_collectives_of_one_process() -> int:
-    Accelerator(cpu=True)
-    return int(dist.is_initialized())
-
-
-def test_one_process_makes_no_group() -> None:
-    assert count_collectives_of_one_process() == 0
-
-
 # -- modules ---------------------------------------------------------------------------------
 
 

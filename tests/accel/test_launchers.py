@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing import start_processes
 
 from accel import Accelerator, PartialState, debug_launcher, launchers, notebook_launcher
 from accel.machine import env as environment
@@ -112,22 +111,6 @@ def test_a_failed_group_starts_anew(tmp_path: Path) -> None:
     assert [one["attempt"] for one in reported(tmp_path)] == ["1", "1"]
 
 
-def test_another_rendezvous_is_used(tmp_path: Path) -> None:
-    endpoint = f"localhost:{free_port()}"
-    notebook_launcher(
-        report,
-        (str(tmp_path),),
-        2,
-        rdzv_backend="c10d",
-        rdzv_endpoint=endpoint,
-        rdzv_id="job",
-        rdzv_conf={"is_host": True},
-    )
-    found = reported(tmp_path)
-    assert [one["size"] for one in found] == [2, 2]
-    assert all(one["run"] == "job" for one in found)
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -188,20 +171,6 @@ def test_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (configuration.rdzv_backend, configuration.rdzv_endpoint) == ("c10d", "node0:1")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ((report, ("x",), "2"), "num_processes='2': it is a whole number"),
-        ((report, ("x",), 2.5), "num_processes=2.5"),
-        ((report, "ab"), "args='ab'"),
-        ((3,), "function=3"),
-    ],
-)
-def test_wrong_arguments_to_debug_with_are_refused(arguments: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        debug_launcher(*arguments)
-
-
 def test_a_precision_that_the_notebooks_accelerator_lacks_is_refused() -> None:
     Accelerator(cpu=True)
     with pytest.raises(StateError, match=r"mixed_precision='bf16'.*of precision 'no'"):
@@ -213,49 +182,6 @@ def test_an_accelerator_of_the_notebook_is_refused() -> None:
     Accelerator(cpu=True)
     with pytest.raises(StateError, match="This process has an Accelerator"):
         debug_launcher(report)
-
-
-# A process group of one process, which the cell destroys; its communicator still knows it.
-AFTER_A_GROUP = """
-import sys
-import torch
-from accel import Accelerator, PartialState, debug_launcher
-from accel.state import AcceleratorState
-from accel.utils import FullyShardedDataParallelPlugin
-from tests.accel.test_launchers import report
-
-Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-AcceleratorState._reset_state(True)
-try:
-    debug_launcher(report, (sys.argv[1],))
-except Exception as error:
-    print(error)
-torch.distributed.destroy_process_group()
-debug_launcher(report, (sys.argv[1],))
-"""
-
-
-@pytest.mark.slow
-def test_forks_of_a_process_that_had_a_process_group_have_their_own(tmp_path: Path) -> None:
-    done = subprocess.run(
-        python("-c", AFTER_A_GROUP, str(tmp_path)),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "in a process group, which its forks cannot use" in done.stdout
-    assert [one["sum"] for one in reported(tmp_path)] == [2, 2], done.stderr
-
-
-def test_debug_mode_tries_the_processes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(launchers, "_fork", lambda function, *rest: started.append(function))
-    with environment.patched(ACCELERATE_DEBUG_MODE="1"):
-        notebook_launcher(report, (str(tmp_path),), num_processes=2)
-    assert started == [PartialState, report]
 
 
 NOTEBOOK = [
@@ -330,14 +256,6 @@ def test_a_port_is_in_use_while_a_program_listens() -> None:
     assert not is_port_in_use(port)
 
 
-def test_a_port_is_that_of_launchers_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        listening.listen()
-        monkeypatch.setattr(launchers, "DEFAULT_PORT", listening.getsockname()[1])
-        assert is_port_in_use()
-
-
 @pytest.mark.parametrize(
     ("distributed_type", "expected"),
     [
@@ -358,21 +276,6 @@ def test_a_process_learns_its_rank_from_its_index(
         found = {name: environment.read(name) for name in names if environment.read(name)}
     assert calls == [("a", "b")]
     assert found == {"FORK_LAUNCHED": "1", **expected}
-
-
-@pytest.mark.slow
-def test_processes_that_torch_starts_are_one_run(tmp_path: Path) -> None:
-    rendezvous = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    function = PrepareForLaunch(report, "MULTI_CPU")
-    with environment.patched(**rendezvous):
-        start_processes(function, (str(tmp_path), "word"), nprocs=2, start_method="spawn")
-    found = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
-    assert [(one["size"], one["local"], one["sum"]) for one in found] == [(2, 0, 2.0), (2, 1, 2.0)]
-
-
-def test_an_unknown_type_of_processes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'MULTI_CPU'"):
-        PrepareForLaunch(print, "MULTI_CPUS")
 
 
 def test_debugging_has_a_launcher_of_its_own() -> None:

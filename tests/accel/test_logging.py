@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from accel.logging import MultiProcessAdapter, get_logger, silenced
+from accel.logging import MultiProcessAdapter, get_logger
 from accel.machine import env
 from accel.machine.errors import ConfigError
 from accel.state import PartialState
@@ -128,14 +128,3 @@ def test_before_the_state_is_built_the_launcher_tells_who_is_main(recorder: Reco
     logger.error("alone")
     assert recorder.texts() == ["main", "alone"]
     assert not PartialState._shared_state
-
-
-def test_a_library_is_silenced_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger(NAME)
-    logger.setLevel(logging.INFO)
-    with silenced([NAME], logging.ERROR):
-        logger.warning("not this")
-        logger.error("this")
-    assert logger.level == logging.INFO
-    assert caplog.messages == ["this"]
-    logger.setLevel(logging.NOTSET)

@@ -82,23 +82,6 @@ def test_a_closure_under_a_gradient_scaler_is_refused() -> None:
         optimizer.step(lambda: torch.zeros(()))
 
 
-def test_any_gradient_scaler_of_torch_will_do() -> None:
-    model, _ = make()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), scaler=scaler)
-    before = model.weight.detach().clone()
-    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    optimizer.step()
-    assert torch.equal(model.weight, before - 0.5)
-    assert optimizer.step_was_skipped is False
-    optimizer.zero_grad()
-    scaler.scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
-    optimizer.step()
-    assert torch.equal(model.weight, before - 0.5)
-    assert optimizer.step_was_skipped is True
-    assert scaler.get_scale() == 4.0
-
-
 def test_state_goes_out_and_in() -> None:
     model, optimizer = make()
     model(torch.ones(1, 2)).sum().backward()
@@ -168,14 +151,6 @@ def test_a_schedule_free_optimizer_is_switched_to_evaluation_and_back() -> None:
     assert parameter.item() == -3.0
 
 
-def test_other_optimizers_have_nothing_to_switch() -> None:
-    model, optimizer = make()
-    before = model.weight.detach().clone()
-    optimizer.eval()
-    optimizer.train()
-    assert torch.equal(model.weight, before)
-
-
 @pytest.mark.parametrize(("device_placement", "device"), [(True, "meta"), (False, "cpu")])
 def test_state_goes_to_the_device_of_its_parameter(device_placement: bool, device: str) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, device="meta"))
@@ -185,19 +160,6 @@ def test_state_goes_to_the_device_of_its_parameter(device_placement: bool, devic
     state = optimizer.state[parameter]
     assert state["momentum_buffer"].device.type == device
     assert state["step"].item() == 3.0  # a count stays where torch wants it: on the CPU
-
-
-def test_loaded_state_goes_to_the_device_of_its_parameter() -> None:
-    model, optimizer = make()
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    _, other = make()
-    other.optimizer.param_groups[0]["params"] = [
-        torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()
-    ]
-    other.load_state_dict(optimizer.state_dict())
-    buffers = [state["momentum_buffer"] for state in other.state.values()]
-    assert [buffer.device.type for buffer in buffers] == ["meta", "meta"]
 
 
 # -- overflow --------------------------------------------------------------------------------------
@@ -229,22 +191,4 @@ def test_the_scaler_unscales_gradients_and_skips_what_overflowed() -> None:
         (True, 0.78125, 0.03125, 4.0),
         (True, 0.78125, 0.03125, 2.0),
         (False, 0.7265625, 0.015625, 2.0),
-    ]
-
-
-def test_a_skip_is_known_until_the_next_step() -> None:
-    parameter, optimizer = make_scaled()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    found = []
-    for overflows in (False, False, True, False, False, False):
-        with accelerator.accumulate():
-            factor = float("inf") if overflows else 1.0
-            optimizer.scaler.scale(parameter.sum() * factor / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append((optimizer.step_was_skipped, parameter.item()))
-    assert found == [
-        *((False, 1.0), (False, 0.875)),
-        *((False, 0.875), (True, 0.875)),
-        *((True, 0.875), (False, 0.6875)),
     ]

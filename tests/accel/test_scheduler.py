@@ -69,16 +69,6 @@ def test_one_of_its_own_steps_whenever_it_is_called() -> None:
     assert scheduler.last_epoch == 1
 
 
-def test_a_schedule_with_an_end_is_not_driven_past_it() -> None:
-    inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    optimizer = AcceleratedOptimizer(inner)
-    scheduler = AcceleratedScheduler(OneCycleLR(inner, max_lr=1.0, total_steps=4), optimizer)
-    for _ in range(6):
-        optimizer.step()
-        scheduler.step()
-    assert scheduler.last_epoch == 4
-
-
 def test_state_goes_out_and_in() -> None:
     optimizer, scheduler = make()
     optimizer.step()
@@ -87,14 +77,6 @@ def test_state_goes_out_and_in() -> None:
     other.load_state_dict(scheduler.state_dict())
     assert other.last_epoch == 1
     assert other.get_lr() == [0.5]
-
-
-def test_a_plain_optimizer_will_do() -> None:
-    inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    scheduler = AcceleratedScheduler(LambdaLR(inner, lambda step: 0.5), [inner])
-    inner.step()
-    scheduler.step()
-    assert scheduler.get_last_lr() == [0.5]
 
 
 # -- the documented stepping, for many schedules ---------------------------------------------------
@@ -271,12 +253,6 @@ def test_processes_together_stop_at_the_end_of_a_schedule(world_size: int) -> No
     assert run_distributed(overrun, world_size, False, 6) == [5] * world_size
 
 
-def test_the_rules_of_torch_hold_where_a_step_is_a_step() -> None:
-    assert overrun(True, 5) == 5
-    with pytest.raises(ValueError, match="total"):
-        overrun(True, 6)
-
-
 # -- around it -------------------------------------------------------------------------------------
 
 
@@ -297,16 +273,6 @@ def test_calls_within_a_window_count_for_the_order_of_calls() -> None:
     assert order_warnings(adjust_scheduler=True) == []
     (message,) = order_warnings(adjust_scheduler=False)
     assert "before `optimizer.step()`" in message
-
-
-def test_it_waits_for_all_of_its_optimizers() -> None:
-    first, second = (make()[0] for _ in range(2))
-    scheduler = AcceleratedScheduler(ExponentialLR(first.optimizer, 0.5), [first, second])
-    for skips, rate in ((True, 1.0), (False, 0.5)):
-        second.step_was_skipped = skips
-        first.step()
-        scheduler.step()
-        assert scheduler.get_last_lr() == [rate]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])

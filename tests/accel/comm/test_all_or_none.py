@@ -1,4 +1,4 @@
-"""Phases that all ranks go through together."""
+"""Phases that all ranks go through together (R4, R9)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -150,33 +150,6 @@ def test_padding(size: int) -> None:
         assert result["calls"] == ([] if size == 1 else ["all_reduce"])
 
 
-def many_leaves(count: int) -> bool:
-    state = PartialState(cpu=True)
-    generator = torch.Generator().manual_seed(state.process_index)
-    shapes = [(n % 4, n % 3) for n in range(count)]
-    own = [torch.rand(shape, generator=generator) for shape in shapes]
-    together = ops.gather(own)
-    one_by_one = [ops.gather(leaf) for leaf in own]
-    state.destroy_process_group()
-    return all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=True))
-
-
-def test_joined_exchange_equals_one_by_one() -> None:
-    assert run_distributed(many_leaves, 3, 25) == [True] * 3
-
-
-OPERATIONS: dict[str, Callable[[Any], Any]] = {
-    "gather": ops.gather,
-    "broadcast": ops.broadcast,
-    "reduce": lambda data: ops.reduce(data, "sum"),
-    "pad": ops.pad_across_processes,
-    "send": lambda data: ops.send_to_device(data, "cpu"),
-    "fp32": ops.convert_to_fp32,
-    "slice": lambda data: ops.slice_tensors(data, slice(0, 1)),
-    "concatenate": lambda data: ops.concatenate([data, data]),
-}
-
-
 def types(data: Any) -> Any:
     """Return the types in nested data, a tensor's dtype with it."""
     if isinstance(data, torch.Tensor):
@@ -184,26 +157,6 @@ def types(data: Any) -> Any:
     if isinstance(data, Mapping):
         return type(data).__name__, {key: types(value) for key, value in data.items()}
     return type(data).__name__, [types(value) for value in data]
-
-
-def operate_on_types() -> dict[str, Any]:
-    state = PartialState(cpu=True)
-    own = torch.full((1, 2), state.process_index)
-    data = {
-        "pair": Pair(own, [own.double()]),
-        "user": UserDict(x=own),
-        "encoding": Encoding(ids=own, mask=(own.int(),)),
-        "ordered": OrderedDict(a=own),
-    }
-    found = {name: types(operate(data)) for name, operate in OPERATIONS.items()}
-    state.destroy_process_group()
-    return {"before": types(data), **found}
-
-
-@pytest.mark.parametrize("size", WORLD_SIZES)
-def test_containers_and_dtypes_keep_their_types(size: int) -> None:
-    for found in run_distributed(operate_on_types, size):
-        assert found == dict.fromkeys(found, found["before"])
 
 
 def odd_layouts() -> dict[str, Any]:
@@ -363,13 +316,6 @@ def test_outputs_of_a_function_in_fp32() -> None:
     assert wrapped(torch.ones(1), scale=2.0)["logits"].dtype == torch.float32
     assert (wrapped.__name__, wrapped.__doc__) == ("forward", "Forward.")
     assert pickle.loads(pickle.dumps(wrapped))(torch.ones(1))["logits"].dtype == torch.float32
-
-
-def test_gradients_pass_through_the_conversion() -> None:
-    weight = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
-    ops.convert_to_fp32(weight * 2).sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.gpu

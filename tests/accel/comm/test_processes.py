@@ -13,7 +13,7 @@ import torch
 
 from accel import Accelerator
 from accel.machine.enums import DistributedType
-from accel.machine.errors import ConfigError, StateError
+from accel.machine.errors import StateError
 from accel.state import AcceleratorState, PartialState
 from accel.utils import wait_for_everyone
 from tests.helpers import run_distributed
@@ -123,31 +123,6 @@ def test_decorators_in_both_forms(size: int) -> None:
             "process": here if second else None,
             "local_process": here if second else None,
         }
-
-
-def method(control: Any) -> list[str]:
-    seen: list[str] = []
-
-    class Trainer:
-        @control.on_main_process
-        def save(self) -> None:
-            seen.append("saved")
-
-    Trainer().save()
-    return seen
-
-
-def test_methods_are_decorated_like_functions() -> None:
-    assert on_each(method, 2) == [["saved"], []]
-
-
-def test_a_process_must_be_named() -> None:
-    for make in KINDS.values():
-        control = make(cpu=True)
-        with pytest.raises(ConfigError, match=r"process_index=None.*Give process_index=0"):
-            control.on_process(print)
-        with pytest.raises(ConfigError, match="local_process_index=None"):
-            control.on_local_process()(print)
 
 
 # -- order -------------------------------------------------------------------------------------
@@ -280,14 +255,6 @@ def test_short_parts_are_completed_with_the_last_element() -> None:
     ]
 
 
-@pytest.mark.parametrize("apply_padding", [False, True])
-def test_three_processes_get_their_parts(apply_padding: bool) -> None:
-    few = [["only"], ["only"], ["only"]] if apply_padding else [["only"], [], []]
-    assert on_each(share_out, 3, apply_padding) == [
-        expected([rank], few[rank]) for rank in range(3)
-    ]
-
-
 # -- agreeing to stop --------------------------------------------------------------------------
 
 
@@ -333,15 +300,3 @@ def test_a_new_accelerator_after_the_end_of_training_starts_a_new_run(size: int)
         assert precision == "bf16"
         assert shares
         assert "build a new Accelerator() on every process" in said or size == 1
-
-
-def exchange_after_the_end() -> str:
-    Accelerator(cpu=True).end_training()
-    with pytest.raises(StateError) as caught:
-        PartialState().wait_for_everyone()
-    return str(caught.value)
-
-
-def test_the_end_of_training_is_said_where_something_is_exchanged_afterwards() -> None:
-    for said in run_distributed(exchange_after_the_end, 2):
-        assert said.startswith("The process group was left")

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers import free_port, python
 
@@ -153,77 +152,6 @@ def run_many(runs: int, folder: Path) -> list[str]:
         results = list(pool.map(lambda mode: run(mode, path), modes))
     assert len(results) == runs
     return [problem for result in results for problem in result]
-
-
-def test_an_abort_would_be_seen() -> None:
-    told = "terminate called without an active exception"
-    assert problems("ended", [0, 0], ["9\n", "9\n"]) == []
-    assert len(problems("ended", [0, -6], ["9\n", f"9\n{told}\n"])) == 3
-    assert len(problems("raised", [1, 0], ["", "raised on purpose"])) == 1
-
-
-FORGETFUL = """
-import atexit, sys, weakref
-import torch
-import torch.distributed as dist
-
-from tests.helpers import gloo_threads, gloo_threads_left
-
-groups = []
-
-
-def last():
-    print("group", groups[0]() is None, gloo_threads_left(0), flush=True)
-
-
-atexit.register(last)  # before the engine's own, so run after it
-
-from accel import Accelerator, FullyShardedDataParallelPlugin
-
-engine, end = sys.argv[1:]
-
-
-def prepared():  # the Accelerator is gone, what it prepared is not
-    plugin = FullyShardedDataParallelPlugin() if engine == "fsdp" else None
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    groups.append(weakref.ref(dist.group.WORLD))
-    model = torch.nn.Linear(3, 1)
-    return accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-
-
-model, optimizer = prepared()
-for _ in range(2):
-    model(torch.ones(2, 3)).mean().backward()
-print("group", groups[0]() is None, min(gloo_threads(), 1), flush=True)
-if end == "raised" and dist.get_rank() == 1:
-    raise RuntimeError("raised on purpose")
-if end == "raised":
-    Accelerator(cpu=True).gather(torch.ones(1))  # raises in the middle of the exchange
-dist.barrier()
-if end == "destroyed":
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    ("engine", "end"),
-    [
-        pytest.param("ddp", "raised", marks=pytest.mark.slow),
-        pytest.param("fsdp", "raised", marks=pytest.mark.slow),
-        pytest.param("ddp", "destroyed", marks=pytest.mark.slow),
-    ],
-)
-def test_no_thread_of_gloo_outlives_python(engine: str, end: str) -> None:
-    codes, outputs = run_pair("-c", FORGETFUL, engine, end)
-    assert codes == ([1, 1] if end == "raised" else [0, 0]), outputs
-    for output in outputs:
-        lines = [line for line in output.splitlines() if line.startswith("group")]
-        if torch.__version__ < "2.10" and lines[0] == "group False 0":
-            pytest.skip("gloo gives its threads no name in torch 2.9")
-        assert lines == ["group False 1", "group True 0"], output
-        assert "Exception ignored" not in output
 
 
 @pytest.mark.slow

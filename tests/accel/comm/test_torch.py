@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
-import textwrap
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from accel.comm.connect import connect
-from accel.comm.torch import TorchCommunicator
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.machine.env import Environment
 from accel.machine.errors import StateError
@@ -116,33 +111,6 @@ def test_every_dtype_travels() -> None:
         assert all(equal)
 
 
-def reduce_low_precision(dtype: torch.dtype) -> list[float]:
-    comm = connect(plan())
-    values: list[float] = comm.all_reduce(torch.full((2,), 1.5, dtype=dtype), op="mean").tolist()
-    comm.close()
-    return values
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_is_reduced(dtype: torch.dtype) -> None:
-    assert run_distributed(reduce_low_precision, 2, dtype) == [[1.5, 1.5]] * 2
-
-
-def not_contiguous() -> list[Any]:
-    comm = connect(plan())
-    own = torch.arange(6).reshape(2, 3).t().requires_grad_(False)
-    results = [comm.all_gather(own), comm.broadcast(own), comm.all_reduce(own)]
-    comm.close()
-    return [result.tolist() for result in results]
-
-
-def test_views_travel() -> None:
-    gathered, sent, reduced = run_distributed(not_contiguous, 2)[1]
-    assert gathered == [[0, 3], [1, 4], [2, 5]] * 2
-    assert sent == [[0, 3], [1, 4], [2, 5]]
-    assert reduced == [[0, 6], [2, 8], [4, 10]]
-
-
 def close_and_connect_again() -> list[Any]:
     seen = []
     for _ in range(3):
@@ -163,23 +131,6 @@ def test_a_process_may_build_groups_one_after_the_other() -> None:
         assert "end_training" in seen[3]
 
 
-def late_rank() -> str:
-    comm = connect(dataclasses.replace(plan(), debug=True))
-    assert isinstance(comm, TorchCommunicator)
-    comm._timeout = timedelta(seconds=2)
-    message = ""
-    if comm.rank == 0:
-        with pytest.raises(RuntimeError) as caught:
-            comm.barrier()
-        message = str(caught.value)
-    return message
-
-
-def test_in_debug_mode_a_timeout_names_the_missing_rank() -> None:
-    message = run_distributed(late_rank, 2)[0]
-    assert "Ranks 1 failed to pass monitoredBarrier" in message
-
-
 SCRIPT = """
 import os, sys
 from accel.state import PartialState
@@ -198,25 +149,6 @@ with open(f"{sys.argv[1]}/done-{again.process_index}", "w") as file:
     file.write(str(attempt))
 # and it ends without leaving the group
 """
-
-
-@pytest.mark.slow  # torchrun imports torch five times
-def test_restarts_and_an_end_without_farewell_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [sys.executable, *launcher, "--max_restarts=1", str(script), str(tmp_path)]
-    environment = {
-        "PATH": "",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HOME": str(tmp_path),
-    }
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
 @pytest.mark.gpu

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -133,34 +131,6 @@ def test_the_estimate_is_what_a_strategy_holds(strategy: str, precision: str) ->
     assert found.parameters == pytest.approx(measured.parameters, rel=0.01)
 
 
-def summed(strategy: str) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and moments after a step, summed tensor by tensor."""
-    given: dict[str, Any] = {}
-    if strategy == "fsdp":
-        given["fsdp_plugin"] = FullyShardedDataParallelPlugin()
-    accelerator = Accelerator(cpu=True, **given)
-    made = wide()
-    made, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters()))
-    accelerator.backward(made(torch.ones(2, 512)).sum())
-    optimizer.step()
-    weights = list(made.parameters())
-
-    def held(tensors: Iterable[Any]) -> int:
-        return sum(getattr(one, "to_local", lambda one=one: one)().nbytes for one in tensors)
-
-    moments = [one for state in optimizer.optimizer.state.values() for one in state.values()]
-    return held(weights), held(weight.grad for weight in weights), held(moments)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_estimate_is_the_sum_of_the_tensors(strategy: str) -> None:
-    footprint = estimate("fp32", strategy, 2, model=wide).footprint
-    for weights, gradients, moments in run_distributed(summed, 2, strategy):
-        assert footprint.parameters == weights
-        assert footprint.gradients == gradients
-        assert footprint.optimizer_state == moments
-
-
 # -- choices -------------------------------------------------------------------------------
 
 
@@ -174,19 +144,6 @@ def test_every_pair_that_there_is_is_listed() -> None:
     assert [name for format, name in found if format.startswith("int")] == ["ddp", "ddp"]
 
 
-def test_without_linear_layers_nothing_is_quantized(caplog: pytest.LogCaptureFixture) -> None:
-    convolution = nn.Conv1d(1, 1, 1)
-    assert not {one.format for one in estimates(convolution)} & {"int8", "int4"}
-    assert "no estimate" not in caplog.text
-    found = estimates(convolution, formats=["fp32", "int4"])
-    assert {one.format for one in found} == {"fp32"}
-    assert "There is no estimate: format='int4' with strategy=ddp" in caplog.text
-    assert "the last are quantized, and the model has none" in caplog.text
-    rule = r"format='int8' .*linear layers .*\n.*format='int4' with .*: linear layers"
-    with pytest.raises(ConfigError, match=rule):
-        estimates(convolution, formats=["int8", "int4"])
-
-
 def test_a_format_that_no_strategy_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"quantized layers are replicated. .*strategy=ddp"):
         estimates(model(), formats=["int8"], strategies=["fsdp", "zero3"])
@@ -198,12 +155,6 @@ def test_an_optimizer_may_have_no_estimate() -> None:
     found = estimate("fp32", "ddp", optimizer="LBFGS")
     assert found.footprint.optimizer_state is None
     assert found.total is None
-
-
-def test_a_frozen_model_has_neither_gradients_nor_state() -> None:
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    found = estimates(frozen, formats=["fp32"], strategies=["ddp"])[0]
-    assert found.footprint == Footprint(24, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -262,40 +213,7 @@ def test_a_folder_of_transformers(folder: Path, capsys: pytest.CaptureFixture[st
         assert found["total"] == held + found["gradients"] + found["optimizer_state"]
 
 
-def test_what_torchao_logs_at_import_is_not_shown(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from transformers import AutoConfig
-
-    right = AutoConfig.from_pretrained
-
-    def chatty(*args: Any, **kwargs: Any) -> Any:
-        logging.getLogger("torchao").warning("Failed to load")
-        return right(*args, **kwargs)
-
-    monkeypatch.setattr(AutoConfig, "from_pretrained", chatty)
-    assert main(["estimate-memory", str(folder), "--strategy", "ddp"]) == 0
-    assert "Failed to load" not in caplog.text
-
-
-def test_a_headless_model_is_the_plain_one(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    (with_head,) = estimated(capsys, str(folder), "--format", "fp32", "--strategy", "ddp")
-    path.write_text(json.dumps({**config, "architectures": None}))
-    (without,) = estimated(capsys, str(folder), "--format", "fp32", "--strategy", "ddp")
-    assert without["parameters"] == with_head["parameters"]  # tied
-
-
 CNN = "runner.builtin.digits.cnn"
-
-
-def test_a_dotted_name(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("torch.nn.Linear", "in_features=4", "out_features=8", "--format", "fp32")
-    found = estimated(capsys, *arguments)
-    assert found[0]["parameters"] == 4 * torch.nn.Linear(4, 8).weight.numel() + 32
 
 
 def test_a_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,16 +241,3 @@ def test_what_makes_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "format='fp31'" in refused(capsys, CNN, "--format", "fp31")
     assert "'AdamW'" in refused(capsys, CNN, "--optimizer", "adamw")
     assert "none" in refused(capsys, CNN, "--format", "int8")
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"n_layer": "two"}, {"n_embd": 33}, {"vocab_size": -1}, {"n_embd": None}]
-)
-def test_a_wrong_value_of_a_folder_is_refused(
-    wrong: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **wrong}))
-    message = refused(capsys, str(folder))
-    assert "transformers makes no model of its config.json" in message
-    assert "Correct the value there" in message

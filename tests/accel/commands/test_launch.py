@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accel.commands import agent, launch, launch_config
+from accel.commands import launch, launch_config
 from accel.commands.launch import Launch, Script, plan
 from accel.machine import env
 from accel.machine.errors import ConfigError
@@ -99,22 +99,6 @@ def test_settings_of_fp8_are_checked_before_the_start(flags: list[str], problem:
     with pytest.raises(ConfigError) as refused:
         launch.parse(["--cpu", *flags, "train.py"])
     assert problem in str(refused.value)
-
-
-def test_a_file_may_have_the_fields_of_each_backend_of_fp8(tmp_path: Path) -> None:
-    settings = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "margin": 1}}
-    launch_config.write(settings, tmp_path / "file.yaml")
-    found = launch.parse(["--cpu", "--config_file", str(tmp_path / "file.yaml"), "x.py"])
-    assert found.variables["ACCELERATE_FP8_BACKEND"] == "AO"
-    launch_config.write({"fp8_config": {"backend": "A"}}, tmp_path / "file.yaml")
-    with pytest.raises(ConfigError, match="fp8_backend='A'"):
-        launch.parse(["--config_file", str(tmp_path / "file.yaml"), "x.py"])
-
-
-def test_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_config.write({"use_cpu": True}, launch_config.default_config_file())
-    monkeypatch.setattr(launch, "num_gpus", lambda: 2)
-    assert "--nproc-per-node=2" in launch.parse(["--multi_gpu", "x.py"]).command
 
 
 @pytest.mark.parametrize(
@@ -365,19 +349,6 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         plan({"num_processes": 3}, TRAIN)
 
 
-def test_a_program_that_is_not_there_is_refused() -> None:
-    found = plan({}, Script("/nowhere/train", no_python=True))
-    with env.patched(PYTHONPATH=os.environ.get("PYTHONPATH")):
-        with pytest.raises(ConfigError, match="/nowhere/train"):
-            found.execute()
-
-
-def test_a_checkout_is_imported_by_the_script() -> None:
-    with env.patched(PYTHONPATH="/mine"):
-        path = plan({}, TRAIN).variables.get("PYTHONPATH")
-    assert path is None or path.split(os.pathsep)[0] == "/mine"
-
-
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"SCRIPT 'trian.py': there is no such file"):
         plan({}, Script("trian.py"))
@@ -407,14 +378,3 @@ def test_the_exit_code_is_that_of_the_process(tmp_path: Path, text: str, code: i
         **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120},
     )
     assert done.returncode == code, done.stderr
-
-
-def test_a_signal_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    def interrupted(arguments: Any) -> None:
-        raise SignalException("", signal.SIGINT)
-
-    monkeypatch.setattr(run, "run", interrupted)
-    assert agent.main([*FLAGS, "x.sh"]) == 130

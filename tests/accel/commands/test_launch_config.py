@@ -90,13 +90,6 @@ def test_the_precision_is_written(tmp_path: Path) -> None:
         launch_config.write_basic_config("bf61")
 
 
-def test_settings_that_are_there_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, "mixed_precision: fp16\n")
-    assert launch_config.write_basic_config(save_location=path) is False
-    assert path.read_text() == "mixed_precision: fp16\n"
-    assert f"{path} is there already" in capsys.readouterr().out
-
-
 def test_all_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_config.device, "default_device_type", lambda: "cuda")
     monkeypatch.setattr(launch_config.device, "device_count", lambda kind: 4)

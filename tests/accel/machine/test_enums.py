@@ -82,7 +82,3 @@ def test_values(kind: type[BaseEnum]) -> None:
     assert "no such value" not in kind
     with pytest.raises(ValueError, match="no such value"):
         kind("no such value")
-
-
-def test_a_tpu_is_an_xla_device() -> None:
-    assert DistributedType.TPU is DistributedType.XLA

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import unittest
 
 import pytest
 
@@ -14,11 +12,6 @@ from accel.machine.errors import ConfigError
 from accel.utils import get_int_from_env, parse_choice_from_env, parse_flag_from_env, str_to_bool
 
 NAME = "ACCEL_TEST_VARIABLE"
-LAUNCHER = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE"),
-    *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_USE_FSDP", "TORCHELASTIC_RUN_ID"),
-)
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", "y", "On", "t"])
@@ -33,18 +26,6 @@ def test_flag_says_no(text: str | None) -> None:
         assert not env.flag(NAME)
 
 
-def test_flag_refuses_other_words() -> None:
-    with env.patched(**{NAME: "maybe"}), pytest.raises(ConfigError, match=r"Set \w+=1 or"):
-        env.flag(NAME)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [(" Yes ", True), (False, False), ("2", None), ("", None)]
-)
-def test_words_for_booleans(text: object, value: bool | None) -> None:
-    assert env.parse_bool(text) is value
-
-
 def test_integer() -> None:
     with env.patched(**{NAME: " 7 "}):
         assert env.integer(NAME) == 7
@@ -52,30 +33,6 @@ def test_integer() -> None:
         assert env.integer(NAME, 3) == 3
     with env.patched(**{NAME: "7.5"}), pytest.raises(ConfigError, match="expected an integer"):
         env.integer(NAME)
-
-
-def test_patched_restores_also_after_an_error() -> None:
-    env.set_values({NAME: "before"})
-
-    def fail() -> None:
-        with env.patched(**{NAME: None}):
-            assert NAME not in os.environ
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert env.read(NAME) == "before"
-    env.set_values({NAME: None})
-    assert NAME not in env.copy()
-
-
-def test_an_empty_environment_is_one_process() -> None:
-    with env.patched(**dict.fromkeys(LAUNCHER)):
-        snapshot = Environment.read()
-    assert snapshot.world_size == 1
-    assert snapshot.rank is None
-    assert not snapshot.use_cpu
-    assert not snapshot.flag("ACCELERATE_USE_FSDP")
 
 
 def test_a_launched_environment() -> None:
@@ -158,17 +115,6 @@ def test_a_functions_variables_are_purged() -> None:
         assert os.environ[NAME] == "kept"  # of another prefix
 
 
-def test_a_coroutines_variables_are_purged() -> None:
-    @env.purge_accelerate_environment
-    async def change() -> str:
-        return set_variables()
-
-    with env.patched(**{NAME: None, "ACCELERATE_MIXED_PRECISION": None}):
-        assert asyncio.run(change()) == "done"
-        assert "ACCELERATE_MIXED_PRECISION" not in os.environ
-        assert "ACCELERATE_USE_CPU" not in os.environ
-
-
 def test_the_tests_of_a_class_and_of_derived_ones_are_purged() -> None:
     derived_from: list[type] = []
 
@@ -206,19 +152,6 @@ def test_the_tests_of_a_class_and_of_derived_ones_are_purged() -> None:
         Derived().prepare()
         assert os.environ.pop("ACCELERATE_MIXED_PRECISION") == "fp16"  # it is no test
     assert derived_from == [Derived]
-
-
-def test_a_unittest_case_is_purged() -> None:
-    @env.purge_accelerate_environment
-    class Case(unittest.TestCase):
-        def test_it(self) -> None:
-            set_variables()
-
-    with env.patched(
-        **{NAME: None, "ACCELERATE_MIXED_PRECISION": None, "ACCELERATE_USE_CPU": None}
-    ):
-        assert Case("test_it").run().wasSuccessful()  # type: ignore[union-attr]
-        assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 
 
 @pytest.mark.parametrize(

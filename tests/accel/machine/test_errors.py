@@ -9,11 +9,7 @@ from accel.machine.errors import (
     NotBuiltError,
     Problem,
     Problems,
-    closest,
-    did_you_mean,
-    listed,
     nearest,
-    text_of,
     unknown_choice,
 )
 
@@ -41,19 +37,6 @@ def test_missing_options_only_are_an_error_of_their_own() -> None:
         problems.raise_if()
 
 
-def test_problems_of_an_error_that_was_raised_are_taken() -> None:
-    wrong, missing = Problem("a", "b", "c"), Problem("d", "e", "f")
-    problems = Problems()
-    problems.take(NotBuiltError(missing))
-    with pytest.raises(NotBuiltError):
-        problems.raise_if()
-    problems.take(ConfigError(wrong))
-    with pytest.raises(ConfigError) as caught:
-        problems.raise_if()
-    assert caught.value.problems == (wrong, missing)
-    assert not isinstance(caught.value, NotBuiltError)
-
-
 @pytest.mark.parametrize(
     ("name", "meant"), [("fp32", "no"), ("float32", "no"), ("Bfloat16", "bf16"), ("half", "fp16")]
 )
@@ -75,24 +58,3 @@ def test_a_mistyped_name_is_answered(name: str, answer: str) -> None:
     names_are_listed = answer.startswith("Known names")  # in the rule of a choice, too
     expected = "Choose one of them." if names_are_listed else answer
     assert unknown_choice("x", name, ["cnn", "bf16"]).remedy == expected
-
-
-def test_the_closest_name() -> None:
-    assert closest("optimzer", ["optimizer", "model"]) == "optimizer"
-    assert closest("optimzer", ["optimizer", "model"], cutoff=0.99) is None
-    assert did_you_mean("a", "b") == "Did you mean 'a' or 'b'?"
-
-
-def test_names_are_listed_up_to_a_number() -> None:
-    names = [str(number) for number in range(22)]
-    assert listed(names[:2]) == "0, 1"
-    assert listed(names[:20]) == ", ".join(names[:20])
-    assert listed(names) == f"{', '.join(names[:20])} and 2 more"
-
-
-def test_a_message_that_cannot_be_read_is_named() -> None:
-    class Silent(Exception):
-        def __str__(self) -> str:
-            raise ValueError
-
-    assert "ValueError" in text_of(Silent())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import types
 
@@ -105,17 +104,6 @@ def test_cuda_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert imports.is_cuda_available() is available
 
 
-def test_every_check_of_a_package_is_tested() -> None:
-    checks = {name for name in vars(imports) if re.fullmatch(r"is_\w+_available", name)}
-    devices = {*DEVICES, "mps", "hpu", "cuda", "bf16", "torch_xla"}
-    tested = {name for name, check in vars(imports).items() if check in list(PACKAGES)}
-    own = {
-        *("fp16", "rocm", "xccl", "weights_only", "4bit_bnb", "8bit_bnb"),
-        *("bitsandbytes_multi_backend", "transformer_engine_mxfp8"),
-    }
-    assert checks - tested == {f"is_{name}_available" for name in devices | own}
-
-
 class _Device:
     """What torch, or a package that plugs into it, offers for a kind of device."""
 
@@ -194,11 +182,6 @@ def test_a_running_program_installs_nothing() -> None:
         imports.install_xla(upgrade=True)
 
 
-def test_what_this_machine_has() -> None:
-    assert imports.is_tensorboard_available()
-    assert imports.is_rich_available()
-
-
 @pytest.mark.parametrize(("kind", "tpu", "gpu"), [("TPU", 1, 0), ("CUDA", 0, 1), ("CPU", 0, 0)])
 def test_torch_xla_and_the_device_it_computes_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, tpu: bool, gpu: bool
@@ -213,12 +196,6 @@ def test_torch_xla_and_the_device_it_computes_on(
     assert imports.is_torch_xla_available(check_is_gpu=True) == gpu
     with pytest.raises(ConfigError, match="one kind of device"):
         imports.is_torch_xla_available(True, True)
-
-
-def test_without_torch_xla_it_has_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "is_available", lambda package: False)
-    for check in ({}, {"check_is_tpu": True}, {"check_is_gpu": True}):
-        assert imports.is_torch_xla_available(**check) is False
 
 
 def test_bf16_is_a_matter_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

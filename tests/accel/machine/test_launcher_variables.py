@@ -17,11 +17,11 @@ from accel import Accelerator, PartialState
 from accel.machine import env as environment
 from accel.machine import launcher_variables
 from accel.machine.env import Environment
-from accel.machine.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError
 from runner.recipe import processes
 from runner.recipe.schema import Distributed
 from tests import slurm
-from tests.helpers import ROOT, free_port, python, run_distributed
+from tests.helpers import ROOT, free_port, python
 
 NOTHING = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 OPEN_MPI = {
@@ -111,15 +111,6 @@ def test_processes_of_one_job_agree_on_a_port_and_others_take_another() -> None:
         assert Environment.read().master_port == 12001
 
 
-def test_the_same_step_of_two_clusters_takes_other_ports() -> None:
-    places = set()
-    for name in ("north", "south"):
-        with environment.patched(**{**NOTHING, **STEP, "SLURM_CLUSTER_NAME": name}):
-            found = Environment.read()
-        places.add((found.master_port, found.run_id))
-    assert len({port for port, _ in places}) == len({job for _, job in places}) == 2
-
-
 @pytest.mark.parametrize(("variables", "missing"), REFUSED)
 @pytest.mark.parametrize("build", [Accelerator, PartialState])
 def test_processes_that_cannot_join_each_other_are_refused(
@@ -151,12 +142,6 @@ def test_gpus_that_slurm_shows_one_task_are_its_own() -> None:
         assert Environment.read().own_devices is None
 
 
-def test_a_number_that_is_none_is_refused() -> None:
-    with environment.patched(**{**NOTHING, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "one"}):
-        with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_RANK='one'.*expected an integer"):
-            Environment.read()
-
-
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [
@@ -172,23 +157,11 @@ def test_the_first_host_of_slurms_notation(nodes: str, host: str | None) -> None
     assert launcher_variables.first_host(nodes) == host
 
 
-def test_tasks_per_node_in_slurms_notation() -> None:
-    assert launcher_variables.tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert launcher_variables.tasks_per_node("") == []
-
-
 @pytest.mark.parametrize("variables", ALONE)
 def test_one_task_goes_on(variables: dict[str, Any]) -> None:
     with environment.patched(**{**NOTHING, **variables}):
         assert Accelerator(cpu=True).num_processes == 1
         assert processes.adopted() is None
-
-
-def test_processes_of_torchrun_within_tasks_of_srun_go_on() -> None:
-    told = {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "SLURM_STEP_NUM_TASKS": 2}
-    with environment.patched(**{**NOTHING, **told}):
-        assert Environment.read().unusable is None
-        assert processes.count(Distributed()) == 4
 
 
 def started_by(command: list[str], folder: Path, **variables: str) -> list[str]:
@@ -225,23 +198,6 @@ def test_two_tasks_of_srun_are_one_run(tmp_path: Path) -> None:
             command = ["srun", "--ntasks=2", "--overcommit"]
             assert started_by(command, tmp_path, **variables) == ["[0, 1] 0", "[0, 1] 1"]
     assert saved_states(tmp_path) == ["state"]
-
-
-def beside_a_group_of_the_scripts_own() -> str:
-    """Build an engine where only the script's own process group knows of the others."""
-    variables = environment.copy()
-    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-    address = f"tcp://127.0.0.1:{variables['MASTER_PORT']}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-    with environment.patched(**NOTHING), pytest.raises(StateError) as refused:
-        Accelerator(cpu=True)
-    return str(refused.value)
-
-
-def test_a_process_group_that_the_environment_knows_nothing_of_is_refused() -> None:
-    for message in run_distributed(beside_a_group_of_the_scripts_own, 2):
-        assert "2 processes" in message
-        assert "WORLD_SIZE=2" in message
 
 
 # -- one process of torchrun -------------------------------------------------------------------

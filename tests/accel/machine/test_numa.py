@@ -70,22 +70,6 @@ def test_a_process_runs_near_its_gpu(
     assert bound[1:] == [{0, 1, 4, 5}]
 
 
-def test_a_node_without_a_usable_cpu_leaves_the_binding(
-    bound: list[set[int]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    with environment.patched(ACCELERATE_DEBUG_MODE="1"):
-        numa.override_numa_affinity(1)
-    assert bound == []
-    assert capsys.readouterr().out == "Process 1 runs on no CPU of NUMA node 1\n"
-
-
-def test_one_node_has_nothing_to_bind(bound: list[set[int]], tmp_path: Path) -> None:
-    (tmp_path / "node" / "node1" / "cpulist").write_text("\n")  # memory alone
-    numa.override_numa_affinity(1)
-    assert bound == []
-
-
 def test_the_variable_binds_each_process(bound: list[set[int]]) -> None:
     with environment.patched(ACCELERATE_CPU_AFFINITY="1"):
         PartialState(cpu=True)

@@ -6,7 +6,6 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -128,40 +127,6 @@ def test_padded_parts_have_one_length(data: list[int], size: int) -> None:
     for with_padding, without in zip(padded, plain, strict=True):
         assert with_padding[: len(without)] == without
         assert set(with_padding[len(without) :]) <= {(without or data)[-1]}
-
-
-def test_every_kind_is_split() -> None:
-    def parts(data: Any, padding: bool = False) -> list[Any]:
-        return [tree.split(data, rank, 2, padding) for rank in range(2)]
-
-    assert parts((1, 2, 3)) == [(1, 2), (3,)]
-    assert parts((1, 2, 3), padding=True) == [(1, 2), (3, 3)]
-    assert [part.tolist() for part in parts(torch.arange(3))] == [[0, 1], [2]]
-    assert [part.tolist() for part in parts(torch.arange(3), padding=True)] == [[0, 1], [2, 2]]
-    assert [part.tolist() for part in parts(np.arange(3), padding=True)] == [[0, 1], [2, 2]]
-    data = {"a": [1, 2, 3], "b": {"c": torch.arange(3)}}
-    first, second = parts(data)
-    assert first["a"] == [1, 2]
-    assert second["b"]["c"].tolist() == [2]
-    assert data["a"] == [1, 2, 3]
-    assert [list(part) for part in parts(range(3), padding=True)] == [[0, 1], [2, 2]]
-    assert parts(Pair(1, 2), padding=True) == parts(Pair(1, 2)) == [(1,), (2,)]
-    assert parts([]) == [[], []]
-    assert parts([1], padding=True) == [[1], [1]]
-
-
-def test_a_data_set_is_split_by_select() -> None:
-    class Dataset:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: Any) -> Any:
-            raise AssertionError("rows are not read")
-
-        def select(self, indices: list[int]) -> list[int]:
-            return indices
-
-    assert tree.split(Dataset(), 1, 2, padding=True) == [2, 2]
 
 
 def test_what_cannot_be_split() -> None:

@@ -1,10 +1,6 @@
-"""Which strategy is resolved from arguments and environment, and which cannot be combined."""
+"""Which strategy arguments and environment choose, and which cannot be combined (E1, E5)."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -17,8 +13,6 @@ from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problems
 from accel.plan.arguments import Arguments, choose
 from accel.plan.plan import resolve
-from accel.strategies import table
-from accel.strategies.spec import PluginSpec, StrategySpec
 
 FOUR = Environment(
     rank=0, local_rank=0, world_size=4, local_world_size=4, master_addr="localhost", master_port=1
@@ -59,46 +53,6 @@ def test_a_plugin_switches_its_engine_on(
 def test_a_launcher_switches_an_engine_on(name: str) -> None:
     variables = {f"ACCELERATE_USE_{name.upper()}": "yes"}
     assert chosen(Environment(variables=variables)) == (name, "")
-
-
-@dataclass
-class Derived(FullyShardedDataParallelPlugin):
-    """A plugin of another strategy, derived from one of ours."""
-
-
-class Further(Derived):
-    """A class that no strategy names."""
-
-
-THEIRS = StrategySpec("theirs", "theirs:Strategy", (PluginSpec("derived", Derived),))
-
-
-@pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    entry = EntryPoint("theirs", f"{__name__}:THEIRS", table.GROUP)
-    monkeypatch.setattr(table, "entry_points", lambda group: [entry])
-    table.specs.cache_clear()
-    yield
-    table.specs.cache_clear()
-
-
-@pytest.mark.parametrize("kind", [Derived, Further])
-@pytest.mark.usefixtures("theirs")
-def test_a_plugin_is_of_the_strategy_whose_class_is_nearest(kind: type[Derived]) -> None:
-    assert chosen(strategy_plugins=[kind()]) == ("derived", "")
-    assert chosen(strategy_plugins=[FullyShardedDataParallelPlugin()]) == ("fsdp", "")
-
-
-def test_plugins_are_given_in_a_sequence() -> None:
-    label, text = chosen(strategy_plugins=FullyShardedDataParallelPlugin())
-    assert label == "ddp"
-    assert text.startswith("strategy_plugins=FullyShardedDataParallelPlugin(")
-    assert text.endswith("it is a sequence of plugins. Give it in a list: strategy_plugins=[…].")
-
-
-def test_a_switch_is_true_or_false() -> None:
-    _, text = chosen(Environment(variables={"ACCELERATE_USE_FSDP": "maybe"}))
-    assert "ACCELERATE_USE_FSDP='maybe' (environment): expected true or false" in text
 
 
 def test_one_process_under_an_engine_has_a_group_of_its_own() -> None:
@@ -150,15 +104,6 @@ def test_a_handler_of_another_strategy_is_told_and_no_error() -> None:
     arguments = Arguments(cpu=True, strategy_plugins=[plugin], kwargs_handlers=handlers)
     (note,) = resolve(arguments, FOUR).notes
     assert note.startswith("DistributedDataParallelKwargs(find_unused_parameters=True) with fsdp")
-
-
-def test_defaults_of_handlers_are_no_conflict() -> None:
-    handlers = [DistributedDataParallelKwargs(), AutocastKwargs()]
-    plugin = FullyShardedDataParallelPlugin()
-    arguments = Arguments(
-        cpu=True, strategy_plugins=[plugin], mixed_precision="bf16", kwargs_handlers=handlers
-    )
-    assert resolve(arguments, FOUR).strategy == "fsdp"
 
 
 def test_everything_wrong_is_told_at_once() -> None:

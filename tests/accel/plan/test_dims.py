@@ -35,11 +35,6 @@ LAYOUTS = [
 ORDERS = list(permutations(AXES))
 
 
-def test_layouts_of_all_sizes_are_looked_at() -> None:
-    assert len(LAYOUTS) == 3652
-    assert {ParallelDims(**layout).world_size for layout in LAYOUTS} == set(range(1, LARGEST + 1))
-
-
 @given(st.sampled_from(LAYOUTS), st.sampled_from(ORDERS))
 def test_ranks_and_coordinates_are_each_others_inverse(layout: Any, order: Any) -> None:
     dims = ParallelDims(**layout, order=order)
@@ -71,16 +66,6 @@ def test_the_loss_is_on_the_last_stage(layout: Any, order: Any) -> None:
     dims = ParallelDims(**layout, order=order)
     place = dims.coordinates_of(dims.loss_rank)
     assert (place["pp"], place["cp"], place["tp"]) == (dims.pp - 1, 0, 0)
-
-
-def test_replicas_need_not_be_neighbours() -> None:
-    """With pipeline stages outermost, ranks 0 and 4 of 8 compute the same samples."""
-    dims = ParallelDims(pp=2, dp_replicate=4)
-    assert dims.model_ranks == (0, 4)
-    assert dims.dp_leaders == (0, 1, 2, 3)
-    assert dims.loss_rank == 4
-    inner = ParallelDims(dp_replicate=2, tp=2, order=("tp", "pp", "dp_replicate", "dp_shard", "cp"))
-    assert inner.model_ranks == (0, 2)
 
 
 def test_data_shards_and_averaged_gradients_are_two_numbers() -> None:

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 from accel.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.config.handlers import (
     AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    ProfileKwargs,
 )
 from accel.config.training import (
     DataLoaderConfiguration,
@@ -58,29 +55,6 @@ def test_two_processes() -> None:
     assert (plan.rank, plan.local_rank, plan.world_size, plan.local_world_size) == (1, 1, 2, 2)
     assert (plan.backend, plan.strategy) == ("gloo", "ddp")
     assert plan.distributed_type is DistributedType.MULTI_CPU
-
-
-def test_a_launcher_of_one_process_gives_it_a_group() -> None:
-    plan = resolve(Arguments(), dataclasses.replace(TWO, world_size=1))
-    assert (plan.rank, plan.local_rank, plan.world_size, plan.backend) == (0, 0, 1, "gloo")
-
-
-def test_the_plan_is_frozen() -> None:
-    plan = resolve(Arguments(), ONE)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.rank = 1  # type: ignore[misc]
-
-
-def test_handlers_reach_the_plan() -> None:
-    handlers: list[KwargsHandler] = [
-        AutocastKwargs(cache_enabled=False),
-        GradScalerKwargs(init_scale=2.0),
-        DistributedDataParallelKwargs(bucket_cap_mb=1),
-        InitProcessGroupKwargs(timeout=5),
-        ProfileKwargs(with_flops=True),
-    ]
-    plan = resolve(Arguments(kwargs_handlers=handlers), ONE)
-    assert [plan.autocast, plan.scaler, plan.ddp, plan.init, plan.profile] == handlers
 
 
 def test_handlers_are_known_and_single() -> None:
@@ -173,14 +147,6 @@ def test_project() -> None:
     assert "'here'" in problems(Arguments(project_dir="here", project_config=given_config))
 
 
-def test_rng_types() -> None:
-    assert resolve(Arguments(rng_types=["torch"]), ONE).rng_types == ("torch",)
-    assert resolve(Arguments(rng_types=[]), ONE).rng_types == ()
-    text = problems(Arguments(rng_types=["torhc", "cuda"]))
-    assert "Did you mean 'torch'?" in text
-    assert "this run computes on cpu" in text
-
-
 def test_backend() -> None:
     def backend(name: str | None) -> str | None:
         handler = InitProcessGroupKwargs(backend=name)
@@ -224,12 +190,6 @@ def test_a_recipe_of_fp8_training_needs_fp8(recipe: KwargsHandler) -> None:
     assert "Give mixed_precision='fp8'" in text
 
 
-def test_there_is_one_recipe() -> None:
-    both: list[KwargsHandler] = [TERecipeKwargs(), AORecipeKwargs()]
-    text = problems(Arguments(mixed_precision="fp8", kwargs_handlers=both))
-    assert "TERecipeKwargs and AORecipeKwargs: there is one recipe" in text
-
-
 def test_dynamo() -> None:
     assert resolve(Arguments(dynamo_backend="no"), ONE).dynamo == TorchDynamoPlugin()
     assert "Did you mean 'inductor'?" in problems(Arguments(dynamo_backend="indctor"))
@@ -264,10 +224,3 @@ def test_reported_type_follows_the_device(
     plan = resolve(Arguments(device=kind), dataclasses.replace(TWO, use_cpu=False))
     assert plan.distributed_type is expected
     assert plan.device == torch.device(kind, 1)
-
-
-def test_mps_serves_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.mps, "is_available", lambda: True, raising=False)
-    monkeypatch.setattr(torch.mps, "device_count", lambda: 2)
-    environment = dataclasses.replace(TWO, use_cpu=False)
-    assert "serves one process" in problems(Arguments(device="mps"), environment)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 from typing import Any
 
@@ -13,18 +12,11 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.config.handlers import AutocastKwargs, GradScalerKwargs
-from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, StateError
-from accel.plan.arguments import Arguments
-from accel.plan.plan import resolve
 from accel.precision.amp import (
-    AmpPrecision,
-    StepScaler,
     get_mixed_precision_context_manager,
 )
 from accel.precision.base import Precision
-from accel.precision.build import build_precision
-from accel.precision.wrapping import unwrap_forward
 from accel.state import AcceleratorState
 from tests.helpers import run_distributed
 
@@ -105,16 +97,6 @@ def test_unwrapping_gives_the_models_own_forward_back() -> None:
     assert plain.seen == torch.float32
 
 
-def test_a_forward_of_the_instances_own_comes_back_too() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model = Probe()
-    model.forward = lambda inputs: model.layer(inputs) + 1.0  # type: ignore[method-assign]
-    own = model.forward
-    model = accelerator.prepare(model)
-    unwrap_forward(model)
-    assert model.forward is own
-
-
 def train_fp16(
     overflow_at: int, fused: bool, steps: int = 3
 ) -> tuple[list[bool], list[float], list[float]]:
@@ -148,44 +130,6 @@ def test_an_overflow_skips_the_step_and_the_scheduler_and_lowers_the_scale(fused
     assert skipped == [False, True, False]
     assert scales == [1024.0, 512.0, 512.0]
     assert rates == [0.5, 0.5, 0.25]
-
-
-def test_the_step_is_that_of_unscaled_gradients() -> None:
-    weights = []
-    for scale in (1.0, 4096.0):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        handler = GradScalerKwargs(init_scale=scale)
-        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 1)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        accelerator.backward(model(torch.full((1, 4), 0.25)).sum())
-        norm = accelerator.clip_grad_norm_(model.parameters(), 100.0)
-        accelerator.clip_grad_value_(model.parameters(), 0.2)
-        assert float(norm) == pytest.approx((4 * 0.25**2 + 1) ** 0.5, rel=1e-3)
-        optimizer.step()
-        weights.append(model.weight.detach().clone())
-    assert torch.equal(*weights)
-
-
-def test_two_optimizers_share_one_scale_without_disturbing_each_other() -> None:
-    """One step must neither change the scale under the other's gradients nor unscale them twice."""
-    handler = GradScalerKwargs(init_scale=256.0, growth_interval=1)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
-    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
-    for model in models:
-        torch.nn.init.zeros_(model.weight)
-    for _ in range(2):
-        accelerator.backward((first(torch.ones(1, 1)) + second(torch.ones(1, 1))).sum())
-        accelerator.unscale_gradients()
-        accelerator.unscale_gradients(optimizers[1])  # a second time is no harm
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert first.weight.item() == second.weight.item() == -2.0
-    assert accelerator.scaler.get_scale() == 1024.0  # grew once per iteration, not per optimizer
 
 
 def unscaled(*chosen: str) -> list[float]:
@@ -275,22 +219,6 @@ def test_an_overflow_anywhere_in_a_window_skips_its_step_on_all_processes(world_
         assert found["scale"] == [None, 1024.0, None, 512.0, None, 512.0, None]
 
 
-def test_clipping_one_model_leaves_the_gradients_of_others_scaled() -> None:
-    handler = GradScalerKwargs(init_scale=64.0)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
-    first, second = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
-    first, second, _, _ = accelerator.prepare(
-        first,
-        second,
-        torch.optim.SGD(first.parameters(), lr=1.0),
-        torch.optim.SGD(second.parameters(), lr=1.0),
-    )
-    accelerator.backward((first(torch.ones(1, 1)) + second(torch.ones(1, 1))).sum())
-    accelerator.clip_grad_norm_(first.parameters(), 10.0)
-    assert first.weight.grad.item() == 1.0
-    assert second.weight.grad.item() == 64.0
-
-
 def test_clipping_scaled_gradients_within_a_window_is_refused() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
     model = torch.nn.Linear(1, 1)
@@ -299,71 +227,6 @@ def test_clipping_scaled_gradients_within_a_window_is_refused() -> None:
         accelerator.backward(model(torch.ones(1, 1)).sum())
         with pytest.raises(StateError, match="sync_gradients"):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def test_a_step_without_gradients_and_a_disabled_scaler_are_harmless() -> None:
-    off = GradScalerKwargs(enabled=False)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[off])
-    model = torch.nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    accelerator.backward(model(torch.ones(1, 1)).sum())
-    assert model.weight.grad.item() == 1.0
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    scaler = StepScaler("cpu")
-    scaler.scale(torch.ones(()))
-    lone = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    assert scaler.step_unless_overflow(lone) is False
-    lone.param_groups[0]["params"][0].grad = torch.full((1,), 65536.0)
-    assert scaler.step_unless_overflow(lone) is False
-    assert lone.param_groups[0]["params"][0].item() == -1.0
-
-
-def test_gradients_of_a_loss_that_was_never_scaled_are_refused() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    model = torch.nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    optimizer.step()  # nothing to do yet
-    model(torch.ones(1, 1)).sum().backward()
-    with pytest.raises(StateError, match=r"accelerator\.backward\(loss\)"):
-        optimizer.step()
-
-
-def test_an_update_that_is_due_is_part_of_the_saved_state() -> None:
-    scaler = StepScaler("cpu", init_scale=16.0)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler.scale((parameter * float("inf")).sum()).backward()
-    assert scaler.step_unless_overflow(optimizer) is True
-    assert scaler.state_dict()["scale"] == 8.0
-    other = StepScaler("cpu")
-    other.load_state_dict(scaler.state_dict())
-    assert other.get_scale() == 8.0
-    scaler.update(2.0)
-    assert scaler.get_scale() == 2.0
-
-
-def test_a_second_accelerator_keeps_the_precision_unless_it_names_one() -> None:
-    Accelerator(cpu=True, mixed_precision="bf16")
-    assert Accelerator(cpu=True).mixed_precision == "bf16"
-    with pytest.raises(ValueError, match="set up with 'bf16'"):
-        Accelerator(cpu=True, mixed_precision="no")
-
-
-def test_a_plan_names_its_format() -> None:
-    full = resolve(Arguments(cpu=True), Environment())
-    half = resolve(Arguments(cpu=True, mixed_precision="bf16"), Environment())
-    assert not isinstance(build_precision(full), AmpPrecision)
-    built = build_precision(half)
-    assert isinstance(built, AmpPrecision)
-    with built.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-
-
-def test_a_format_without_computation_is_refused() -> None:
-    plan = dataclasses.replace(resolve(Arguments(cpu=True), Environment()), mixed_precision="int8")
-    with pytest.raises(ConfigError, match="mixed_precision='int8'"):
-        build_precision(plan)
 
 
 @pytest.mark.parametrize(

@@ -103,23 +103,6 @@ def test_a_loss_inside_is_computed_in_fp32_unless_autocast_is_off(
     run_distributed(check_inside, 2, engine, enabled)
 
 
-def check_switched_off_in_the_configuration() -> None:
-    plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 1}, **AUTOCAST_OFF})
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", deepspeed_plugin=plugin)
-    model = OwnLoss()
-    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    prepared(*batch())
-    assert model.seen["loss"] == torch.bfloat16
-    accelerator.end_training()
-
-
-AUTOCAST_OFF: dict[str, Any] = {"torch_autocast": {"enabled": False}}
-
-
-def test_deepspeeds_own_configuration_switches_autocast_off() -> None:
-    run_distributed(check_switched_off_in_the_configuration, 1)
-
-
 def refuse_two_owners() -> None:
     plugin = DeepSpeedPlugin(
         {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -43,31 +42,3 @@ def test_evaluation_computes_in_the_format_of_training(precision: str, compiled:
             assert not mha.get_fastpath_enabled()
         with accelerator.autocast(AutocastKwargs(enabled=False)):
             assert mha.get_fastpath_enabled()
-
-
-def test_a_users_choice_is_restored_after_an_error() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    for choice in (False, True):
-        mha.set_fastpath_enabled(choice)
-        with pytest.raises(ZeroDivisionError), accelerator.autocast():
-            raise ZeroDivisionError
-        assert mha.get_fastpath_enabled() is choice
-
-
-def test_the_last_of_several_threads_restores_it() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    inside, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with accelerator.autocast():
-            inside.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=other)
-    with accelerator.autocast():
-        thread.start()
-        assert inside.wait(30)
-    assert not mha.get_fastpath_enabled()
-    leave.set()
-    thread.join(30)
-    assert mha.get_fastpath_enabled()

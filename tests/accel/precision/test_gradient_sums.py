@@ -1,9 +1,7 @@
-"""Gradients of bf16 weights are summed in fp32 over a window of micro-batches."""
+"""Gradients of bf16 weights are summed in fp32 over a window of micro-batches (E3)."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -138,43 +136,6 @@ def test_gradients_that_are_returned_leave_the_sum(when: str) -> None:
     assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_hooks_after_a_gradient_see_the_sum_and_may_change_it(begun: bool) -> None:
-    accelerator, model, _ = prepared(8)
-    seen: list[float] = []
-
-    def clamp(weight: torch.Tensor) -> None:
-        assert weight.grad is not None
-        seen.append(weight.grad[0, 0].item())
-        weight.grad.clamp_(max=2.5)
-        if len(seen) == 5:
-            weight.grad = None
-
-    if not begun:
-        model.weight.register_post_accumulate_grad_hook(clamp)
-    for number in range(8):
-        with accelerator.accumulate(model):
-            backward(accelerator, model, 8.0)
-        if begun and number == 0:
-            seen.append(1.0)
-            model.weight.register_post_accumulate_grad_hook(clamp)
-    assert seen == [1.0, 2.0, 3.0, 3.5, 3.5, 1.0, 2.0, 3.0]
-
-
-def test_hooks_before_a_gradient_see_the_sum_so_far() -> None:
-    accelerator, model, _ = prepared(4)
-    seen: list[float] = []
-    for _ in range(4):
-        with accelerator.accumulate(model):
-            backward(accelerator, model, 4.0)
-        if not seen:
-            model.weight.register_hook(lambda _: seen.append(model.weight.grad[0, 0].item()))
-            torch.autograd.graph.register_multi_grad_hook(
-                [model.weight], lambda _: seen.append(model.weight.grad[0, 0].item())
-            )
-    assert seen == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
-
-
 def test_a_failed_backward_pass_leaves_the_sum() -> None:
     accelerator, model, _ = prepared(4)
 
@@ -191,66 +152,6 @@ def test_a_failed_backward_pass_leaves_the_sum() -> None:
             else:
                 backward(accelerator, model, 4.0)
     assert torch.equal(model.weight.grad, torch.full_like(model.weight, 3.0))
-
-
-def test_weights_that_are_converted_in_between_take_part() -> None:
-    """Torch gives them other nodes that add to their gradients."""
-    accelerator, model, optimizer = prepared(WINDOW)
-    for _ in range(2):
-        for _ in range(WINDOW):
-            with accelerator.accumulate(model):
-                backward(accelerator, model)
-        assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
-        optimizer.optimizer.zero_grad()
-        model.float().bfloat16()
-    assert held(optimizer)
-
-
-def test_a_window_of_one_keeps_no_sum() -> None:
-    accelerator, model, optimizer = prepared(1)
-    with accelerator.accumulate(model):
-        backward(accelerator, model)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.optimizer not in bf16_weights._OPTIMIZERS
-
-
-def test_a_step_frees_the_sum_and_a_model_is_freed_with_its_own() -> None:
-    accelerator, model, optimizer = prepared(2)
-    for _ in range(2):
-        with accelerator.accumulate(model):
-            backward(accelerator, model)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert held(optimizer)._sum is None
-    seen = weakref.ref(model.weight)
-    accelerator.free_memory()
-    del model, optimizer
-    gc.collect()
-    assert seen() is None
-
-
-def test_layers_that_are_added_or_unfrozen_take_part() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW)
-    model = torch.nn.Sequential(layer(), layer(), layer())
-    model[1].requires_grad_(False)
-    made = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.0)
-    model, optimizer = accelerator.prepare(model, made)
-
-    def window() -> None:
-        for _ in range(WINDOW):
-            with accelerator.accumulate(model):
-                output = sum(part(torch.ones(1, 8, dtype=torch.bfloat16)).sum() for part in model)
-                accelerator.backward(output)
-
-    window()
-    optimizer.optimizer.zero_grad()
-    model[1].requires_grad_(True)
-    optimizer.add_param_group({"params": list(model[2].parameters())})
-    model[2].zero_grad()
-    window()
-    for part in model:
-        assert torch.equal(part.weight.grad, torch.ones_like(part.weight))
 
 
 def test_a_weight_that_is_frozen_but_for_its_own_pass_takes_part() -> None:
@@ -303,93 +204,6 @@ def test_weights_that_change_within_a_window_take_part(
             ones = torch.ones(1, 1, dtype=model[0].weight.dtype)
             accelerator.backward(sum(part(ones).sum() for part in model))
     assert [part.weight.grad.item() for part in model] == [1.0, 1.0]
-
-
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_the_sum_goes_on_after_gradients_of_gradients() -> None:
-    accelerator, model, _ = prepared(1024)
-    for number in range(1024):
-        with accelerator.accumulate(model):
-            output = model(torch.ones(1, 8, dtype=torch.bfloat16)).square().sum() / 16
-            accelerator.backward(output, create_graph=number % 100 == 10)
-    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
-    model.weight.grad = None
-
-
-def test_a_later_hook_of_the_node_loses_nothing() -> None:
-    """Neither where it fails, nor where it changes the gradient; also with two optimizers."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=8)
-    model = layer(1)
-    made = [torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2)]
-    model, *_ = accelerator.prepare(model, *made)
-    node = torch.autograd.graph.get_gradient_edge(model.weight).node
-
-    def fail(_: Any) -> None:
-        raise ValueError("not finite")
-
-    def double(gradients: Any) -> Any:
-        return (gradients[0] * 2,)
-
-    ones = torch.ones(1, 1, dtype=torch.bfloat16)
-    for number, expected in enumerate([1, 2, 2, 3, 5, 7, 9, 11]):
-        with accelerator.accumulate(model):
-            loss = model(ones).sum() * 8
-            if number == 2:
-                handle = node.register_prehook(fail)
-                with pytest.raises(ValueError, match="not finite"):
-                    accelerator.backward(loss)
-                handle.remove()
-            else:
-                if number == 4:
-                    node.register_prehook(double)
-                accelerator.backward(loss)
-        assert model.weight.grad.item() == expected
-
-
-class Wrapper(torch.optim.Optimizer):
-    """One of those that do not call ``Optimizer.__init__``, and have no hooks."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        self.base, self.param_groups = base, base.param_groups
-        self.defaults, self.state = base.defaults, base.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.base.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
-
-
-def test_an_optimizer_without_hooks_works() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=512)
-    model = layer(1)
-    made = Wrapper(torch.optim.SGD(model.parameters(), lr=0.0))
-    model, optimizer = accelerator.prepare(model, made)
-    for number in range(1024):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
-            if number % 512 == 511:
-                assert model.weight.grad.item() == 1.0
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def test_weights_are_swapped_after_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch refuses to where a weak reference to a weight is left."""
-    accelerator, model, optimizer = prepared(2)
-    for _ in range(2):
-        with accelerator.accumulate(model):
-            backward(accelerator, model)
-            optimizer.step()
-            optimizer.zero_grad()
-    swaps = torch.__future__.get_swap_module_params_on_conversion
-    monkeypatch.setattr(torch.__future__, swaps.__name__, lambda: True)
-    model.load_state_dict({"weight": torch.full((8, 8), 3.0)})
-    assert model.weight[0, 0].item() == 3.0
-    for _ in range(2):
-        with accelerator.accumulate(model):
-            backward(accelerator, model)
-    assert model.weight.grad[0, 0].item() == 1.0
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")

@@ -6,7 +6,6 @@ was stepped, exactly: scales are powers of two.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -239,23 +238,6 @@ def test_a_second_step_by_the_same_gradients_is_refused() -> None:
     accelerator.backward(model(ONES).sum())
     optimizer.step()
     assert weight(accelerator, model) == -2.0
-
-
-def test_a_copied_optimizer_has_gradients_of_its_own() -> None:
-    accelerator = started({}, grows=True)
-    model = Net()
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    accelerator.backward(model(ONES).sum())
-    optimizer.step()
-    twin = copy.deepcopy(optimizer)
-    (parameter,) = twin.param_groups[0]["params"]
-    parameter.grad = None
-    twin.scaler.scale(parameter.sum()).backward()
-    twin.scaler.update(4.0)
-    assert parameter.grad.unique().tolist() == [4.0]
-    twin.step()
-    assert parameter.unique().tolist() == [-2.0]
-    assert accelerator.scaler.get_scale() == 2 * SCALE
 
 
 def clipped_together(engines: dict[str, Any]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The switch of TF32: what torch is told, and that it is as before afterwards."""
+"""The switch of TF32: what torch is told, and that it is as before afterwards (E3)."""
 
 from __future__ import annotations
 

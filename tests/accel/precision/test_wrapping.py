@@ -28,14 +28,6 @@ def test_containers_deeper_in_a_module_are_removed_on_demand() -> None:
     assert extract_model_from_parallel(model, recursive=True)[0][0] is inner
 
 
-def test_a_compiled_module_inside_a_container_stays_compiled() -> None:
-    inner = torch.nn.Linear(1, 1)
-    compiled = torch.compile(inner)
-    assert extract_model_from_parallel(torch.nn.DataParallel(compiled)) is compiled
-    plain = extract_model_from_parallel(torch.nn.DataParallel(compiled), keep_torch_compile=False)
-    assert plain is inner
-
-
 def test_a_compiled_module_around_a_container_stays_compiled() -> None:
     """E1: the module inside is compiled with the same options; the given one stays whole."""
     inner = torch.nn.Linear(2, 2)
@@ -47,14 +39,6 @@ def test_a_compiled_module_around_a_container_stays_compiled() -> None:
     assert isinstance(compiled._orig_mod, torch.nn.DataParallel)
     assert found(torch.ones(1, 2)).shape == (1, 2)
     assert extract_model_from_parallel(compiled, keep_torch_compile=False) is inner
-
-
-def test_the_forward_of_a_compiled_module_is_unwrapped() -> None:
-    inner = torch.nn.Linear(1, 1)
-    wrap_forward(inner, lambda: torch.autocast("cpu", torch.bfloat16))
-    compiled = torch.compile(inner)
-    assert extract_model_from_parallel(compiled, keep_fp32_wrapper=False) is compiled
-    assert "forward" not in inner.__dict__
 
 
 def test_a_forward_is_wrapped_once_and_keeps_its_signature() -> None:

@@ -5,9 +5,6 @@ Holds E3.
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,22 +159,6 @@ def test_the_plugins_settings_arrive() -> None:
     assert settings_of(gradient_accumulation_steps=4).num_steps == 4
 
 
-def test_the_number_of_micro_batches_comes_from_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = GradientAccumulationPlugin(num_steps=3)
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2 with .*num_steps=3"):
-        settings_of(gradient_accumulation_steps=2, gradient_accumulation_plugin=plugin)
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
-    assert settings_of().num_steps == 5
-    assert settings_of(gradient_accumulation_steps=2).num_steps == 2
-    assert settings_of(gradient_accumulation_plugin=plugin).num_steps == 3
-    counting = GradientAccumulationPlugin(sync_with_dataloader=False)
-    state = settings_of(gradient_accumulation_plugin=counting)
-    assert (state.num_steps, state.sync_with_dataloader) == (5, False)
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "0")
-    with pytest.raises(ConfigError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS=0"):
-        settings_of()
-
-
 def test_a_later_accelerator_that_says_nothing_keeps_the_micro_batches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -242,19 +223,6 @@ def test_the_state_knows_the_loader_that_is_read(world_size: int) -> None:
             "distributed_type": "NO" if world_size == 1 else "MULTI_CPU",
             "after": (None, [None], False),
         }
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_of_the_state_is_the_state(duplicate: Callable[[Any], Any]) -> None:
-    state = GradientState(GradientAccumulationPlugin(num_steps=3))
-    loader = Accelerator(cpu=True, gradient_accumulation_steps=3).prepare(
-        DataLoader(torch.arange(2))
-    )
-    for _ in loader:  # the state refers to it now
-        twin = duplicate(state)
-        assert twin.active_dataloader is loader
-        state.sync_gradients = False
-        assert (twin.sync_gradients, twin.num_steps) == (False, 3)
 
 
 def test_a_run_that_ended_within_a_window_leaves_none_open() -> None:

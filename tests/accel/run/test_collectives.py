@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.state import GradientState
-from accel.utils import DataLoaderConfiguration
 from tests.helpers import run_distributed
 
 THREE = pytest.param(3, marks=pytest.mark.slow)
@@ -187,21 +186,6 @@ def test_a_loss_repeated_as_for_full_batches_counts_once_per_sample(
     assert repeated_for_full_batches(samples) == [4, *expected]
 
 
-def test_a_single_process_keeps_the_rows_of_a_loader_that_is_not_prepared() -> None:
-    accelerator = Accelerator(cpu=True)
-    unprepared = DataLoader(torch.arange(10.0), batch_size=4)
-    found = [
-        [row for each in unprepared for row in accelerator.gather_for_metrics(each).tolist()]
-        for _ in accelerator.prepare(DataLoader(torch.arange(22), batch_size=4))
-    ]
-    labels = torch.ones(4, dtype=torch.int64)
-    for _ in accelerator.prepare(DataLoader(torch.arange(6), batch_size=4)):
-        assert accelerator.gather_for_metrics(labels) is labels
-        assert accelerator.gather_for_metrics([1.0] * 4) == [1.0] * 4
-    accelerator.end_training()
-    assert found == [list(range(10))] * 6
-
-
 def test_a_single_process_gets_objects_as_they_are() -> None:
     accelerator = Accelerator(cpu=True)
     mixed = {"a": ["x"], "b": torch.ones(1)}
@@ -253,29 +237,6 @@ def test_each_row_of_a_sample_counts_once(
             assert found["odd"] == found["given"] + size
 
 
-def kept_with_a_warning() -> list[str]:
-    """Return the warnings of two metrics whose rows belong to no sample."""
-    accelerator = Accelerator(cpu=True)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel").addHandler(handler)
-    for _ in range(2):
-        for batch in accelerator.prepare(DataLoader(torch.arange(9), 5)):
-            for _ in range(2):
-                accelerator.gather_for_metrics(torch.zeros(len(batch) + 2))
-    logging.getLogger("accel").removeHandler(handler)
-    accelerator.end_training()
-    return messages
-
-
-def test_rows_that_belong_to_no_sample_are_told_of_once() -> None:
-    first, second = run_distributed(kept_with_a_warning, 2)
-    assert second == []
-    (message,) = first
-    assert "14 rows for the 10 samples of the batch in hand, of which 9 are real" in message
-
-
 def read_together(shape: str, lengths: tuple[int, int], sizes: tuple[int, int]) -> Any:
     accelerator = Accelerator(cpu=True)
     told = Told()
@@ -308,66 +269,6 @@ class Told(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def test_loaders_that_end_together_with_other_counts_keep_everything() -> None:
-    found, told = run_distributed(read_together, 2, "zip", (10, 11), (4, 4))[0]
-    for rows, length in zip(found, (10, 11), strict=True):
-        assert len(rows) == 16
-        assert set(rows) == set(range(length))
-    assert len(told) == 1
-    assert "2 real samples" in told[0] or "3 and 2 real samples" in told[0]
-
-
-@pytest.mark.parametrize("lengths", [(10, 40), (40, 10)])
-def test_of_zipped_loaders_one_of_which_goes_on_everything_is_kept(lengths: Any) -> None:
-    found, told = run_distributed(read_together, 2, "zip", lengths, (4, 4))[0]
-    for rows, length in zip(found, lengths, strict=True):
-        assert len(rows) == 16
-        assert set(rows) == set(range(min(length, 16)))
-    assert len(told) == 1
-    assert "2 and 8 real samples" in told[0] or "8 and 2 real samples" in told[0]
-
-
-def test_rows_that_fit_zipped_loaders_of_other_batches_are_kept() -> None:
-    """16 rows are two of each sample of the first, or one of each of the second."""
-    found, told = run_distributed(read_together, 2, "zip", (13, 27), (4, 8))[0]
-    assert found[0] == list(range(13))
-    assert len(found[1]) == 32
-    assert set(found[1]) == set(range(27))
-    assert len(told) == 1
-    assert "16 rows" in told[0]
-    assert "5 and 11 real samples" in told[0] or "11 and 5 real samples" in told[0]
-
-
-def gathered_late(length: int, dispatch: bool) -> tuple[list[int], list[str]]:
-    plugin = DataLoaderConfiguration(dispatch_batches=dispatch)
-    accelerator = Accelerator(cpu=True, dataloader_config=plugin)
-    told = Told()
-    logging.getLogger("accel").addHandler(told)
-    loader = accelerator.prepare(DataLoader(range(length), batch_size=4))
-    accelerator.gather_for_metrics(torch.zeros(8))
-    batches = list(loader)
-    found = accelerator.gather_for_metrics(torch.cat(batches)).tolist()
-    accelerator.gather_for_metrics(torch.cat(batches))
-    accelerator.gather_for_metrics(torch.zeros(1))
-    logging.getLogger("accel").removeHandler(told)
-    accelerator.end_training()
-    return found, told.texts
-
-
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_a_whole_pass_that_is_gathered_after_it_is_told_of_once(dispatch: bool) -> None:
-    found, told = run_distributed(gathered_late, 2, 11, dispatch)[0]
-    size = 12 if dispatch else 16
-    assert len(found) == size
-    assert set(found) == set(range(11))
-    (message,) = told
-    text = f"{size} rows after a pass that gave {size} samples, {size - 11} of them repeated"
-    assert text in message
-    found, told = run_distributed(gathered_late, 2, 16, dispatch)[0]
-    assert sorted(found) == list(range(16))
-    assert told == []
-
-
 def one_row_per_process(length: int, batch_size: int) -> tuple[list[list[float]], list[str]]:
     accelerator = Accelerator(cpu=True)
     told = Told()
@@ -395,52 +296,6 @@ def test_of_one_row_per_process_as_many_stay_as_there_are_samples(
     assert [found for found, _ in ranks] == [wanted] * 2
     told = ranks[0][1]  # the main process warns
     assert ["in which repeated samples count" in text for text in told] == [True] * warnings
-
-
-def gathered_around_another_pass() -> tuple[list[int], list[str]]:
-    accelerator = Accelerator(cpu=True)
-    told = Told()
-    logging.getLogger("accel").addHandler(told)
-    train = accelerator.prepare(DataLoader(range(13), batch_size=4))
-    validation = accelerator.prepare(DataLoader(range(7), batch_size=2))
-    found: list[int] = []
-    for batch in train:
-        measured = [row for each in validation for row in accelerator.gather_for_metrics(each)]
-        assert len(measured) == 7
-        found += accelerator.gather_for_metrics(batch).tolist()
-    logging.getLogger("accel").removeHandler(told)
-    accelerator.end_training()
-    return found, told.texts
-
-
-def gathered_late_around() -> list[str]:
-    accelerator = Accelerator(cpu=True)
-    told = Told()
-    logging.getLogger("accel").addHandler(told)
-    train = accelerator.prepare(DataLoader(range(8), batch_size=4))
-    validation = accelerator.prepare(DataLoader(range(7), batch_size=4))
-    for _ in train:
-        assert len(accelerator.gather_for_metrics(torch.cat(list(validation)))) == 8
-    logging.getLogger("accel").removeHandler(told)
-    accelerator.end_training()
-    return told.texts
-
-
-def test_a_whole_pass_within_another_that_is_gathered_after_it_is_told_of() -> None:
-    (message,) = run_distributed(gathered_late_around, 2)[0]
-    assert "8 rows after a pass that gave 8 samples, 1 of them repeated" in message
-
-
-def test_a_batch_around_a_whole_pass_is_gathered_without_a_warning() -> None:
-    assert run_distributed(gathered_around_another_pass, 2) == [(list(range(13)), [])] * 2
-
-
-@pytest.mark.parametrize("lengths", [(10, 60), (40, 15)])
-def test_of_zipped_loaders_of_other_batches_one_may_go_on(lengths: Any) -> None:
-    found, told = run_distributed(read_together, 2, "zip", lengths, (4, 6))[0]
-    read = (range(10), range(24)) if lengths == (10, 60) else (range(16), range(15))
-    assert found == [list(rows) for rows in read]
-    assert told == []
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,11 @@ Holds R1, E3.
 from __future__ import annotations
 
 from functools import cache
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from accel import Accelerator
-from accel.comm.local import LocalCommunicator
-from accel.plan.dims import ParallelDims
 from accel.run.loss_normalization import global_weight, normalize_loss
 from tests.helpers import run_distributed
 
@@ -94,30 +90,6 @@ def test_any_number_of_processes_makes_the_exact_steps(world_size: int, weigh: s
     for found in run_distributed(accumulated_weights, world_size, weigh):
         for step, expected in zip(found, exact_weights(), strict=True):
             assert step == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_mean_per_micro_batch_would_be_another_step() -> None:
-    """The test above would notice a normalisation by micro-batch."""
-    model, _ = make_model()
-    losses = [(model(sequence) ** 2).mean() for sequence in windows()[0]]
-    (gradient,) = torch.autograd.grad(sum(losses) / len(losses), model.parameters())
-    assert (1 - 0.5 * gradient).flatten().tolist() != pytest.approx(exact_weights()[0], rel=0.01)
-
-
-def alone() -> Any:
-    """Return an accelerator's share of one process in a weight."""
-    return SimpleNamespace(comm=LocalCommunicator(), parallel_dims=ParallelDims())
-
-
-def test_known_weights_need_no_exchange() -> None:
-    assert global_weight([3, 4], alone()) == 7
-    assert global_weight([], alone()) == 0
-
-
-def test_weights_of_both_kinds_are_summed() -> None:
-    total = global_weight([3, torch.tensor([1.0, 2.0]), torch.tensor(4)], alone())
-    assert isinstance(total, torch.Tensor)
-    assert total.item() == 10
 
 
 def test_a_plain_number_is_normalised_too() -> None:

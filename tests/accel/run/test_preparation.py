@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, DataLoaderConfiguration
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.data.loaders import DataLoaderShard
-from accel.data.prepare import prepare_data_loader
 from accel.machine.errors import ConfigError
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
@@ -43,11 +42,6 @@ def test_prepare_keeps_the_order_of_its_arguments() -> None:
     assert accelerator._schedulers == [prepared[0]]
     assert accelerator._dataloaders == [prepared[1]]
     assert accelerator._custom_objects == []
-
-
-def test_one_argument_comes_back_alone() -> None:
-    model = torch.nn.Linear(2, 1)
-    assert Accelerator(cpu=True).prepare(model) is model
 
 
 def test_what_is_prepared_already_stays_as_it_is() -> None:
@@ -159,16 +153,6 @@ def test_a_scheduler_that_is_prepared_first_steers_the_optimizer_that_steps() ->
         assert run_distributed(rates_of_an_early_scheduler, 2, stage) == [[0.05, 0.025]] * 2
 
 
-def test_a_scheduler_follows_its_own_optimizer() -> None:
-    accelerator = Accelerator(cpu=True)
-    models = [torch.nn.Linear(1, 1) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
-    *_, first, second = accelerator.prepare(*models, *optimizers)
-    prepared = [accelerator.prepare_scheduler(schedule) for schedule in schedules]
-    assert [p.optimizers for p in prepared] == [[first], [second]]
-
-
 def test_device_placement_is_told_for_each_object() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, batches, schedule = parts()
@@ -183,13 +167,6 @@ def test_device_placement_is_told_for_each_object() -> None:
         accelerator.prepare(loader(), loader(), device_placement=[True])
 
 
-def test_nothing_is_placed_where_the_run_says_so() -> None:
-    accelerator = Accelerator(cpu=True, device_placement=False)
-    assert accelerator.prepare(loader()).device is None
-    meta = torch.nn.Linear(1, 1, device="meta")
-    assert accelerator.prepare(meta).weight.device.type == "meta"
-
-
 def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
     class Replacing(torch.nn.Linear):
         def to(self, *args: object, **kwargs: object) -> torch.nn.Module:
@@ -200,14 +177,6 @@ def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="would never be trained"):
         Accelerator(cpu=True).prepare(model, optimizer)
-
-
-def test_an_optimizer_may_hold_a_parameter_of_no_model() -> None:
-    model, lone = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([*model.parameters(), lone], lr=0.1)
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(model, optimizer)
-    assert len(accelerator._optimizers) == 1
 
 
 def test_a_parameter_of_no_model_on_another_device_is_refused() -> None:
@@ -256,23 +225,6 @@ def test_an_optimizer_and_its_scheduler_are_prepared_alone() -> None:
     prepared = accelerator.prepare_scheduler(schedule)
     assert (prepared.scheduler, prepared.optimizers) == (schedule, [optimizer])
     assert accelerator._optimizers == [optimizer, other]
-
-
-def test_a_loader_is_prepared_as_the_run_was_told() -> None:
-    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    data = TensorDataset(torch.arange(6))
-    for index in range(2):
-        shuffled = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
-        by_hand = prepare_data_loader(
-            DataLoader(data, batch_size=2, shuffle=True),
-            use_seedable_sampler=True,
-            data_seed=3,
-            loader_index=index,
-        )
-        assert [b.tolist() for (b,) in shuffled] == [b.tolist() for (b,) in by_hand]
-    rest = accelerator.skip_first_batches(loader(), num_batches=2)
-    assert len(list(rest)) == 1
 
 
 def test_device_maps_are_found() -> None:
@@ -327,27 +279,6 @@ def test_free_memory_keeps_what_the_script_registered(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path)
         assert counter.value == 3
     assert (len(saved), len(loaded)) == (2, 2)
-
-
-def test_free_memory_closes_a_window_that_was_left_open() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer, *_ = accelerator.prepare(*parts())
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(1, 2)).sum())
-    accelerator.free_memory()
-    model, optimizer, *_ = accelerator.prepare(*parts())
-    before = model.weight.detach().clone()
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    optimizer.step()
-    assert not torch.equal(model.weight, before)
-
-
-def test_where_objects_go_can_be_assigned() -> None:
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.device_placement
-    accelerator.device_placement = False
-    loader = accelerator.prepare(DataLoader(range(4)))
-    assert loader.device is None
 
 
 def test_what_was_prepared_is_marked() -> None:

@@ -92,11 +92,6 @@ def test_a_schedule_says_which_steps_are_recorded() -> None:
     assert schedule(0).name == schedule(7).name == "RECORD_AND_SAVE"
 
 
-def test_without_a_schedule_every_step_is_recorded() -> None:
-    profiler = ProfileKwargs().build()
-    assert {profiler.schedule(step).name for step in range(3)} == {"RECORD"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -70,23 +70,6 @@ def test_a_configuration_is_assigned_as_a_whole(name: str, value: object) -> Non
         setattr(accelerator, name, 3)
 
 
-def test_the_flag_of_the_trigger_is_assigned() -> None:
-    """E1: as scripts that reset it do."""
-    accelerator = Accelerator(cpu=True)
-    accelerator.flag_tensor = torch.ones(1, dtype=torch.int32)
-    assert accelerator.flag_tensor.item() == 1
-    accelerator.flag_tensor = None
-    assert accelerator.check_trigger() is False
-
-
-def test_a_setting_of_loaders_is_a_boolean() -> None:
-    accelerator = Accelerator(cpu=True)
-    for name in SETTINGS:
-        with pytest.raises(ConfigError, match=f"{name}='no': expected true or false"):
-            setattr(accelerator, name, "no")
-        assert getattr(accelerator, name) != "no"
-
-
 def test_generators_and_schedulers_are_set_for_what_is_prepared_later() -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
@@ -176,11 +159,6 @@ def test_autocast_is_switched_off() -> None:
         assert model.forward.__wrapped__(torch.ones(1, 1)).dtype == torch.float32
     with accelerator.autocast(AutocastKwargs(enabled=True)):
         assert torch.is_autocast_enabled("cpu")
-
-
-def test_full_precision_has_no_autocast() -> None:
-    assert not Accelerator(cpu=True).native_amp
-    assert Accelerator(cpu=True).mixed_precision == "no"
 
 
 def test_sequences_are_not_sharded() -> None:
@@ -293,28 +271,6 @@ def test_a_handler_that_is_set_takes_the_place_of_the_first(name: str) -> None:
     setattr(accelerator, name, None)
     with pytest.raises(ConfigError, match=r"GradScalerKwargs\(.*it takes \w+Kwargs"):
         setattr(accelerator, name, HANDLERS["scaler_handler"])
-
-
-@pytest.mark.parametrize("name", ["scaler_handler", "init_handler", "ao_recipe_handler"])
-def test_a_handler_that_has_been_used_is_not_set(name: str) -> None:
-    with pytest.raises(AttributeError, match="no setter"):
-        setattr(Accelerator(cpu=True), name, None)
-
-
-def test_an_autocast_handler_that_is_set_holds_from_then_on() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model = accelerator.prepare(torch.nn.Linear(1, 1))
-    accelerator.autocast_handler = AutocastKwargs(enabled=False)
-    with accelerator.autocast():
-        assert model.forward.__wrapped__(torch.ones(1, 1)).dtype == torch.float32
-
-
-def test_a_profile_handler_that_is_set_holds_for_the_next_profile() -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.profile_handler = ProfileKwargs(record_shapes=True)
-    with accelerator.profile() as profiler:
-        torch.ones(3).sum()
-    assert profiler.record_shapes
 
 
 def wrap() -> list[bool]:

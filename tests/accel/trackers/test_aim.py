@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from tests.accel.trackers.offline import logged, needs
-from tests.helpers import python
 
 
 def read(run_id: str) -> dict[str, Any]:
@@ -70,10 +68,3 @@ for name, context, caption in places:
     steps, found = run.get_image_sequence(name, context).data.items_list()
     assert (steps, found[0][0].caption) == ([1], caption), (name, steps, found)
 """
-
-
-@needs("aim")
-def test_images_have_captions_and_contexts(tmp_path: Path) -> None:
-    done = subprocess.run(python("-c", ARGUMENTS), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "unused").exists()

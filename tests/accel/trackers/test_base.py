@@ -15,7 +15,6 @@ from accel.machine.errors import StateError
 from accel.trackers.base import (
     LibraryTracker,
     detached,
-    flatten,
     images_of,
     plain,
     scalars_and_texts,
@@ -33,10 +32,6 @@ def test_a_tracker_class_says_what_it_lacks() -> None:
         Accelerator(cpu=True, log_with=Half)
     blank = Half(_blank=True)
     assert (blank.resume_arguments("a"), blank.failed, blank.run_id) == ({}, False, None)
-
-
-def test_nested_configurations_become_paths() -> None:
-    assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": 3}) == {"a/b": 1, "a/c/d": 2, "e": 3}
 
 
 class Color(Enum):

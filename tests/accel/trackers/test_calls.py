@@ -213,23 +213,6 @@ def test_dvclive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.got("own.log_params") == [call(CONFIG)]
 
 
-def test_dvclive_without_values_writes_its_configuration_unless_it_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fake = library(monkeypatch, "dvclive")
-    for failed, opened in ((True, 0), (False, 1)):
-        tracker = DVCLiveTracker("ignored")
-        tracker.store_init_configuration(CONFIG)
-        tracker.failed = failed
-        tracker.finish()
-        tracker.finish()
-        assert len(fake.got("dvclive.Live")) == opened
-    tracker = DVCLiveTracker("ignored")
-    tracker.store_init_configuration(CONFIG)
-    tracker.discard()
-    assert len(fake.got("dvclive.Live")) == 1
-
-
 def mlflow_library(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> Fake:
     limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000)
     fake = library(monkeypatch, "mlflow", ["entities", "utils"], **answers)

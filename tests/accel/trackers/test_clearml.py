@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ from typing import Any
 import pytest
 
 from accel.trackers.clearml import _chart
-from tests.accel.trackers.offline import SECONDS, logged, needs
-from tests.helpers import ROOT, python
+from tests.accel.trackers.offline import logged, needs
 
 ENVIRONMENT = {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": "{here}/cache"}
 
@@ -55,45 +52,6 @@ def test_an_offline_session_holds_what_was_logged(tmp_path: Path) -> None:
     assert (found["params"]["name"], found["params"]["optimizer/lr"]) == ("digits", "0.2")
     assert (found["names"], found["images"], found["noted"]) == (["proj", "proj"], 2, True)
     assert '"x"' in found["tables"][0]
-
-
-DIVERGES = """
-from accel import Accelerator
-from tests.accel.trackers.test_clearml import read
-accelerator = Accelerator(cpu=True, log_with="clearml")
-accelerator.init_trackers("proj", {"lr": 0.1})
-for step, loss in enumerate([1.0, float("nan"), float("inf"), -float("inf"), float("nan"), 0.0]):
-    accelerator.log({"loss": loss}, step=step)
-accelerator.log({"last": float("nan")})
-run_id = accelerator.get_tracker("clearml").run_id
-accelerator.end_training()
-print([event[3:] for event in read(run_id)["events"] if event[1] == "loss"])
-print([event[4] for event in read(run_id)["events"] if event[2] == "last"])
-"""
-
-
-@needs("clearml")
-def test_values_that_are_not_finite_are_never_zero_in_silence(tmp_path: Path) -> None:
-    own = {name: value.format(here=tmp_path) for name, value in ENVIRONMENT.items()}
-    done = subprocess.run(
-        python("-c", DIVERGES),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), **own},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.splitlines()[-2:]] == [
-        [[0, 1.0], [5, 0.0]],
-        [],
-    ]
-    warnings = [line for line in done.stderr.splitlines() if "ClearML would record 0" in line]
-    assert len(warnings) == 2
-    assert "loss=nan (step 1)" in warnings[0]
-    (archive,) = (tmp_path / "cache" / "offline").glob("*.zip")
-    log = zipfile.ZipFile(archive).read("log.jsonl").decode()
-    assert all(text in log for text in ("1: loss: nan", "2: loss: inf", "3: loss: -inf"))
 
 
 @pytest.mark.parametrize(

@@ -60,29 +60,6 @@ def test_a_resumed_run_appends_and_drops_later_rows(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.csv"]
 
 
-def test_steps_are_written_as_they_are_given(tmp_path: Path) -> None:
-    tracker = CSVTracker("run", tmp_path)
-    for step in (0.5, "epoch1", 1.5, 3):
-        tracker.log({"step": 1, "step_value": 2}, step=step)  # type: ignore[arg-type]
-    CSVTracker("run", tmp_path, purge_step=1).start()
-    both = {"step_value": "2.0", "step_value_value": "1.0"}
-    assert rows(tracker.path) == [{"step": "0.5", **both}, {"step": "epoch1", **both}]
-
-
-def test_a_value_named_step_leaves_the_column_of_steps_alone(tmp_path: Path) -> None:
-    first = CSVTracker("run", tmp_path)
-    for step in range(3):
-        first.log({"step": 100 * step}, step=torch.tensor(step))  # type: ignore[arg-type]
-    again = CSVTracker("run", tmp_path, purge_step=2)
-    again.start()
-    again.log({"step": "last"})
-    assert rows(again.path) == [
-        {"step": "0", "step_value": "0.0"},
-        {"step": "1", "step_value": "100.0"},
-        {"step": "", "step_value": "last"},
-    ]
-
-
 def test_what_no_table_can_hold_is_refused(tmp_path: Path) -> None:
     tracker = CSVTracker("run", tmp_path)
     tracker.log({"weights": torch.zeros(3), "loss": 0.5}, step=0)
@@ -143,13 +120,3 @@ def test_rows_of_a_resumed_run_are_expected(
     record(tmp_path, 2, **{order: str(tmp_path / "state")})
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.csv")] == ["0", "1", "2", "3"]
     assert not [one for one in caplog.records if "metrics.csv" in one.getMessage()]
-
-
-def test_a_tracker_that_logs_after_finish_knows_its_own_rows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tracker = CSVTracker("run", tmp_path)
-    tracker.log({"loss": 1.0}, step=0)
-    tracker.finish()
-    tracker.log({"loss": 1.0}, step=1)
-    assert not caplog.records

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import subprocess
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -158,19 +156,6 @@ def test_all_are_closed_once_though_one_fails() -> None:
     assert (first.failed, last.failed) == (True, True)
 
 
-def test_the_tracker_that_was_opened_last_is_closed_first() -> None:
-    order: list[str] = []
-
-    class Ordered(Memory):
-        def finish(self) -> None:
-            order.append(self.run_name)
-
-    accelerator = Accelerator(cpu=True, log_with=[Ordered("first"), Ordered("last")])
-    accelerator.init_trackers("run")
-    accelerator.end_training()
-    assert order == ["last", "first"]  # each may have wrapped the output of the one before
-
-
 def test_images_go_to_the_trackers_that_have_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,81 +256,6 @@ def test_a_run_in_use_is_not_exchanged_by_load_state(
     after.end_training()
 
 
-class WithNamesOfItsOwn(Memory):
-    """Has other things under the names of optional members."""
-
-    name = "own"
-
-    def __init__(self, run_name: str) -> None:
-        super().__init__(run_name)
-        self.run_id = uuid.UUID(int=7)
-        self.start: Any = 0.5
-        self.flush: Any = True
-        self.discard: Any = None
-
-    def failed(self) -> str:  # type: ignore[override]
-        return "a method"
-
-
-def test_a_users_tracker_may_have_attributes_of_any_name(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, log_with=WithNamesOfItsOwn)
-    accelerator.init_trackers("run")
-    accelerator.save_state(str(tmp_path / "state"))
-    tracker = accelerator.get_tracker("own")
-    accelerator.end_training()
-    assert (tracker.start, tracker.failed(), tracker.calls) == (0.5, "a method", [("finished",)])
-    after = Accelerator(cpu=True, log_with=WithNamesOfItsOwn)
-    after.load_state(str(tmp_path / "state"))
-    assert after.tracker_group.run_ids() == {"own": str(uuid.UUID(int=7))}
-
-
-class WithReadOnly(Memory):
-    """Gives its own values under the names of optional members, by properties."""
-
-    name = "read only"
-    breaks = False
-
-    @property
-    def run_id(self) -> str:
-        if self.breaks:
-            raise AttributeError("of the user's own code")
-        return super().run_id or "mine"
-
-    @property
-    def failed(self) -> bool:  # type: ignore[override]
-        return False
-
-
-def test_properties_of_a_users_tracker_are_left_alone(tmp_path: Path) -> None:
-    last = Memory("last")
-    last.failed = 7  # type: ignore[assignment] # a count
-    accelerator = Accelerator(cpu=True, log_with=[WithReadOnly, last])
-    accelerator.init_trackers("run")
-    assert accelerator.tracker_group.run_ids() == {"read only": "mine"}
-    accelerator.get_tracker("read only").breaks = True
-    with pytest.raises(AttributeError, match="of the user's own code"):
-        accelerator.tracker_group.run_ids()
-    accelerator.end_training()
-    assert last.calls == [("finished",)]
-    assert last.failed == 7
-
-
-class Faulty(Memory):
-    """Its constructor has a fault of its own."""
-
-    name = "faulty"
-
-    def __init__(self, run_name: str, s: object = None) -> None:
-        super().__init__(run_name)
-        len(3)  # type: ignore[arg-type]
-
-
-def test_a_fault_of_a_constructor_is_not_blamed_on_its_arguments() -> None:
-    accelerator = Accelerator(cpu=True, log_with=Faulty)
-    with pytest.raises(TypeError, match="has no len"):
-        accelerator.init_trackers("run", init_kwargs={"faulty": {"s": 1}})
-
-
 class Buffering(Numbered):
     """Has an id once its buffer is written, and refuses some values."""
 
@@ -378,25 +288,6 @@ def test_a_tracker_that_fails_keeps_nothing_from_the_others() -> None:
         accelerator.log({"loss": 1.0}, step=1)
     assert last.calls == [({"loss": 1.0}, 1, {})]
     accelerator.end_training()
-
-
-def test_values_without_an_open_tracker_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    accelerator = Accelerator(cpu=True, log_with=Memory)
-    accelerator.log({"loss": 1.0}, step=1)
-    accelerator.log({"loss": 2.0}, step=2)
-    assert [record.getMessage() for record in caplog.records] == [
-        "log: no tracker of memory is open, so values are lost. Call init_trackers(…) before the "
-        "first of them, and end_training() after the last."
-    ]
-    accelerator.init_trackers("run")
-    accelerator.log({"loss": 1.0}, step=1)
-    accelerator.end_training()
-    caplog.clear()
-    accelerator.log_images({"x": None}, step=3)
-    assert "log_images: no tracker of memory is open" in caplog.text
-    caplog.clear()
-    Accelerator(cpu=True).log({"loss": 1.0}, step=1)
-    assert not caplog.records
 
 
 UNFINISHED = """
@@ -451,25 +342,3 @@ def test_the_main_process_logs_unless_a_tracker_wants_all(tmp_path: Path) -> Non
     assert first == (["tensorboard", "everywhere"], 3, False)
     assert second == (["everywhere"], 3, True)
     assert scalars(tmp_path / "run")["rank"] == [(0, 0.0)]
-
-
-class Hooked(Memory):
-    """Registers a hook of its own where it opens, as libraries do."""
-
-    def start(self) -> None:
-        atexit.register(self.finish)
-
-
-def test_trackers_are_closed_before_the_hooks_of_their_libraries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    hooks: list[Any] = []
-    monkeypatch.setattr(atexit, "register", hooks.append)
-    monkeypatch.setattr(atexit, "unregister", lambda hook: None)
-    accelerator = Accelerator(cpu=True, log_with=Hooked)
-    accelerator.init_trackers("project")
-    own = accelerator.get_tracker("memory").finish
-    assert hooks[0] == own
-    assert hooks[1] != own  # the last is called first
-    assert len(hooks) == 2
-    accelerator.end_training()

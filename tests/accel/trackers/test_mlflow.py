@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,55 +10,6 @@ import pytest
 from accel.machine.errors import ConfigError
 from accel.tracking import MLflowTracker
 from tests.accel.trackers.offline import logged, needs
-from tests.helpers import python
-
-PLOTS = """
-import sys
-from pathlib import Path
-from accel.tracking import MLflowTracker
-from accel.machine.errors import ConfigError
-
-tracker = MLflowTracker(
-    "plots", "store", tags='{"team": "a"}', run_name="mine", description="A run.", nested_run=False
-)
-tracker.start()
-import matplotlib
-matplotlib.use("Agg")
-from matplotlib.figure import Figure
-figure = Figure()
-figure.subplots().plot([1, 2])
-tracker.log_figure(figure, "plots/loss.png", dpi=30)
-Path("more").mkdir()
-Path("more/a.txt").write_text("a")
-Path("one.txt").write_text("one")
-tracker.log_artifact("one.txt", "texts")
-tracker.log_artifacts("more", "folder")
-many = {f"n{i}": i for i in range(250)}
-tracker.store_init_configuration({"long": "x" * 7000, "short": 1, **many})
-client, run_id = tracker._client, tracker.run_id
-tracker.finish()
-run = client.get_run(run_id)
-assert run.data.tags["team"] == "a" and run.data.tags["mlflow.note.content"] == "A run."
-assert run.info.run_name == "mine" and run.info.status == "FINISHED"
-assert len(run.data.params) == 251 and "long" not in run.data.params
-folders = ("plots", "texts", "folder")
-listed = {entry.path for folder in folders for entry in client.list_artifacts(run_id, folder)}
-assert listed == {"plots/loss.png", "texts/one.txt", "folder/a.txt"}, listed
-assert list(Path("store/mlartifacts").rglob("loss.png"))
-
-child = MLflowTracker("plots", "store", run_id="0" * 32)
-try:
-    child.start()
-except ConfigError as error:
-    assert "no such run" in str(error) and "mlflow.db" in str(error), error
-else:
-    raise AssertionError
-
-other = MLflowTracker("plots", "another")
-other.start()
-other.finish()
-assert Path("another/mlflow.db").exists()
-"""
 
 
 def read(run_id: str) -> dict[str, Any]:
@@ -97,12 +47,6 @@ def test_a_store_holds_what_was_logged(tmp_path: Path) -> None:
     assert {name.partition("+")[0].partition("~")[0] for name in found["images"]} == {
         "images/digits"
     }
-
-
-@needs("mlflow")
-def test_figures_artifacts_and_the_arguments_of_a_run(tmp_path: Path) -> None:
-    done = subprocess.run(python("-c", PLOTS), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_variables_override_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from accel import Accelerator
-from accel.machine import imports
 from accel.machine.enums import LoggerType
 from accel.machine.errors import ConfigError, MissingPackageError
 from accel.trackers import table
@@ -96,22 +95,6 @@ def test_a_registered_class_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatc
         register_tracker_class(Half)
     assert isinstance(raised.value, NotImplementedError)
     assert isinstance(raised.value, ValueError)
-
-
-def test_a_librarys_function_says_whether_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    names = {"wandb", "comet_ml", "aim", "clearml", "dvclive", "mlflow", "swanlab", "trackio"}
-    for name in names:
-        monkeypatch.setattr(imports, "is_available", name.__eq__)
-        assert getattr(imports, f"is_{name}_available")() is True
-    monkeypatch.undo()
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "leftover").mkdir()  # as wandb leaves a folder "wandb" where a run was
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").touch()
-    assert not imports.is_available("leftover")
-    assert imports.is_available("package")
 
 
 def test_a_trackers_object_is_used_as_it_is() -> None:

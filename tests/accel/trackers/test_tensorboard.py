@@ -86,17 +86,3 @@ def test_images_are_taken_in_any_order_of_their_dims(kind: str, tmp_path: Path) 
     with Image.open(io.BytesIO(event.encoded_image_string)) as found:
         assert found.size == (width, height)
         assert len(found.getbands()) in (channels, 3)
-
-
-def test_the_methods_of_the_writer_are_reached(tmp_path: Path) -> None:
-    """E1: also by the documented name, `writer`."""
-    tracker = TensorBoardTracker("run", tmp_path)
-    tracker.start()
-    assert tracker.writer is tracker.tracker
-    tracker.add_text("note", "fine", 1)
-    with pytest.raises(AttributeError):
-        tracker.add_txt("note", "fine", 1)
-    tracker.finish()
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
-    assert "note/text_summary" in events.Tags()["tensors"]
