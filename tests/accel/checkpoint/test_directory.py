@@ -57,14 +57,6 @@ def test_a_committed_directory_is_complete_and_tells_what_it_is(tmp_path: Path) 
     assert json.loads((path / "manifest.json").read_text())["format"] == directory.FORMAT_VERSION
 
 
-def test_metadata_comes_back_as_json_knows_it(tmp_path: Path) -> None:
-    staged = directory.stage(tmp_path / "state")
-    directory.seal(staged, {}, {"by_rank": {2: 1, 10: 2}, "shape": (3, 4), "rate": 0.1})
-    directory.publish(staged, tmp_path / "state")
-    metadata = directory.verify(tmp_path / "state").metadata
-    assert metadata == {"by_rank": {"2": 1, "10": 2}, "shape": [3, 4], "rate": 0.1}
-
-
 def test_metadata_that_is_no_json_is_refused(tmp_path: Path) -> None:
     staged = directory.stage(tmp_path / "state")
     with pytest.raises(CheckpointError, match="metadata"):
@@ -153,12 +145,6 @@ def test_an_existing_directory_keeps_files_of_others(tmp_path: Path) -> None:
     assert (path / "a.bin").read_text() == "2"
 
 
-def test_a_name_taken_by_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "state").write_text("")
-    with pytest.raises(CheckpointError, match="a file has that name"):
-        directory.stage(tmp_path / "state")
-
-
 @pytest.mark.parametrize("moves", [0, 1, 2])
 def test_a_cut_while_an_existing_directory_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
@@ -221,15 +207,6 @@ def test_rotation_clears_what_was_interrupted(tmp_path: Path) -> None:
 
 
 # -- small parts ---------------------------------------------------------------------------
-
-
-def test_names() -> None:
-    assert directory.numbered("optimizer", ".bin", 0) == "optimizer.bin"
-    assert directory.numbered("optimizer", ".bin", 2) == "optimizer_2.bin"
-    assert directory.model_name(1) == "model_1.safetensors"
-    assert directory.model_name(0, safe=False) == "pytorch_model.bin"
-    assert directory.iteration_of("/x/checkpoint_12") == 12
-    assert directory.iteration_of("/x/checkpoint_12b") is None
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 from pathlib import Path
@@ -12,21 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 from torch import nn
 
 from accel.checkpoint import export
 from accel.checkpoint.serialization import read_tensors
 from accel.machine.errors import CheckpointError, ConfigError
 from accel.weights.load import load_checkpoint_in_model
+from tests.accel.checkpoint.parts import names
 
 
 def state() -> dict[str, torch.Tensor]:
     return {f"layer{i}.weight": torch.randn(10, 10) for i in range(5)}  # 400 bytes each
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -57,22 +53,6 @@ def test_shards_are_listed_in_an_index(tmp_path: Path, safe: bool) -> None:
         path = tmp_path / file
         part = load_file(path) if safe else torch.load(path, weights_only=True)
         assert torch.equal(part[name], tensors[name])
-
-
-def test_a_tensor_larger_than_a_shard_has_one_of_its_own() -> None:
-    parts = export.shard({"a": torch.ones(4), "big": torch.ones(99), "b": torch.ones(4)}, 40)
-    assert [list(part) for part in parts] == [["a"], ["big"], ["b"]]
-
-
-def test_shared_tensors_lie_in_one_shard_under_every_name(tmp_path: Path) -> None:
-    tensors = state()
-    tensors["head.weight"] = tensors["layer0.weight"]
-    export.export_model(tensors, tmp_path, max_shard_size=500)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert "head.weight" not in index  # no file holds it; its metadata tells what it is
-    assert torch.equal(
-        read_tensors(tmp_path / index["layer0.weight"])["head.weight"], tensors["head.weight"]
-    )
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -153,24 +133,6 @@ def test_values_that_are_no_tensors_want_the_other_format(tmp_path: Path) -> Non
     export.export_model(mixed, tmp_path, safe=False)
     found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert found["_extra_state"] == {"seen": 1}
-
-
-def test_any_model_is_loaded_as_it_was(tmp_path: Path) -> None:
-    model, fresh = nn.LSTM(3, 4, 2), nn.LSTM(3, 4, 2)
-    export.export_model(model.state_dict(), tmp_path)
-    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(fresh.weight_hh_l1, model.weight_hh_l1)
-
-
-def test_single_objects(tmp_path: Path) -> None:
-    tensors, buffer = state(), io.BytesIO()
-    export.save_to_path(tensors, tmp_path / "x.safetensors", safe=True)
-    export.save_to_path({"any": [1, 2]}, tmp_path / "x.bin", safe=False)
-    export.save_to_file(tensors, buffer, safe=True)
-    assert load_file(tmp_path / "x.safetensors").keys() == tensors.keys()
-    assert torch.load(tmp_path / "x.bin") == {"any": [1, 2]}
-    assert load(buffer.getvalue()).keys() == tensors.keys()
-    assert names(tmp_path) == ["x.bin", "x.safetensors"]
 
 
 def test_saving_shared_tensors_warns_of_the_names_that_are_left_out(tmp_path: Path) -> None:

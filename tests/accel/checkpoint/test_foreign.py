@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import Accelerator
-from accel.checkpoint import directory, load
+from accel.checkpoint import load
 from accel.machine.errors import CheckpointError
 from tests.accel.checkpoint.parts import Counter, Run, build, equal
 from tests.accel.checkpoint.test_serialization import Evil
@@ -80,31 +80,6 @@ def test_it_is_loaded_if_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert fresh.scheduler.get_last_lr() == rates
     assert counter.value == 2.5
     assert fresh.accelerator.step == 3
-
-
-def test_what_is_saved_next_can_be_verified(tmp_path: Path) -> None:
-    run = build()
-    run.train()
-    write(run, tmp_path / "state")
-    run.accelerator.load_state(tmp_path / "state", trust_unverified=True)
-    run.accelerator.save_state(tmp_path / "state")
-    assert directory.is_complete(tmp_path / "state")
-    saved = run.everything()
-    run.train()
-    run.accelerator.load_state(tmp_path / "state")
-    assert equal(run.everything(), saved)
-
-
-def test_our_own_without_its_manifest_is_read_likewise(tmp_path: Path) -> None:
-    run = build()
-    run.train()
-    run.accelerator.save_state(tmp_path)
-    saved, drawn = run.everything(), draw()
-    (tmp_path / "manifest.json").unlink()
-    run.train()
-    run.accelerator.load_state(tmp_path, trust_unverified=True)
-    assert draw() == drawn
-    assert equal(run.everything(), saved)
 
 
 def test_a_write_that_was_cut_off_is_not_taken_for_one(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel.checkpoint.loaders import load_positions, positions
+from accel.checkpoint.loaders import load_positions
 from accel.comm.local import LocalCommunicator
 from accel.machine.errors import CheckpointError
 from tests.accel.checkpoint.parts import build
@@ -54,14 +54,6 @@ class Stateful:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.loaded = state
-
-
-def test_only_loaders_that_know_their_position_have_one() -> None:
-    loaders = [[], Stateful()]
-    saved = positions(loaders)
-    assert saved == [None, {"read": 3}]
-    load_positions(LocalCommunicator(), loaders, saved)
-    assert loaders[1].loaded == {"read": 3}
 
 
 @pytest.mark.parametrize("saved", [[], [None]])

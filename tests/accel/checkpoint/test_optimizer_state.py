@@ -119,25 +119,6 @@ def test_two_models_in_one_optimizer_and_shared_parameters(tmp_path: Path) -> No
     assert same(restored.state_dict(), optimizer.state_dict())
 
 
-def test_an_alias_names_the_same_parameter(tmp_path: Path) -> None:
-    class Two(nn.Module):
-        def __init__(self, first: str, second: str) -> None:
-            super().__init__()
-            weight = nn.Parameter(torch.ones(2))
-            self.register_parameter(first, weight)
-            self.register_parameter(second, weight)
-
-    one, other = Two("a", "b"), Two("b", "a")
-    optimizer = torch.optim.SGD([one.a], lr=0.1, momentum=0.9)
-    one.a.sum().backward()
-    optimizer.step()
-    saved = moved(state_by_name(optimizer, ParameterNames([one])), tmp_path)
-    assert list(saved["state"]) == ["model:a"]
-    restored = torch.optim.SGD([other.a], lr=0.1, momentum=0.9)
-    load_by_name(restored, saved, ParameterNames([other]))
-    assert torch.equal(restored.state[other.a]["momentum_buffer"], torch.ones(2))
-
-
 def test_parameters_of_no_model_are_kept_by_position(tmp_path: Path) -> None:
     model, temperature = build(), nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([*model.parameters(), temperature])
@@ -150,24 +131,6 @@ def test_parameters_of_no_model_are_kept_by_position(tmp_path: Path) -> None:
     load_by_name(restored, saved, ParameterNames([model]))
     assert same(restored.state_dict(), optimizer.state_dict())
     assert restored.state[temperature]["exp_avg"].item() == pytest.approx(0.1)
-
-
-class OwnDtypes(torch.optim.SGD):
-    """An optimizer whose step decides by itself in which dtype its state is."""
-
-    def step(self, closure: Any = None) -> Any:
-        return None
-
-
-def test_state_in_another_dtype_than_its_parameter_stays_so(tmp_path: Path) -> None:
-    model = build().to(torch.bfloat16)
-    optimizer = OwnDtypes(model.parameters(), lr=0.1)
-    for parameter in model.parameters():
-        optimizer.state[parameter]["momentum"] = torch.randn(parameter.shape, dtype=torch.float32)
-    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
-    restored = OwnDtypes(model.parameters(), lr=0.1)
-    load_by_name(restored, saved, ParameterNames([model]))
-    assert same(restored.state_dict(), optimizer.state_dict())
 
 
 class NamedAdamW(torch.optim.AdamW):
@@ -217,17 +180,6 @@ def test_moments_of_torchs_optimizers_take_the_dtype_of_their_weights(
             expected = value if name in EXACT else value.to(after)
             assert same(restored.state[new][name], expected), name
     train(other, restored)
-
-
-@pytest.mark.parametrize("kind", TORCHS)
-def test_state_of_bf16_weights_comes_back_bit_for_bit(tmp_path: Path, kind: str) -> None:
-    model = Scaled().to(torch.bfloat16)
-    optimizer = TORCHS[kind](model.parameters())
-    train(model, optimizer)
-    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
-    restored = TORCHS[kind](model.parameters())
-    load_by_name(restored, saved, ParameterNames([model]))
-    assert same(restored.state_dict(), optimizer.state_dict())
 
 
 def test_moments_of_rounding_adamw_stay_in_fp32_and_go_on_in_torchs_adamw(tmp_path: Path) -> None:

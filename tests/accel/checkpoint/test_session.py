@@ -15,7 +15,6 @@ from torch import nn
 
 from accel import Accelerator
 from accel.checkpoint import directory
-from accel.checkpoint.contents import hooked, require_path
 from accel.data.loaders import DataLoaderShard
 from accel.machine.errors import CheckpointError, ConfigError, StateError
 from tests.accel.checkpoint.parts import Counter, automatic, build, equal, names
@@ -38,28 +37,6 @@ def test_a_fresh_run_restores_what_the_saved_one_does_next(tmp_path: Path) -> No
     assert fresh.scheduler.get_last_lr() == [pytest.approx(1e-2 * 0.7**2)]
     assert fresh.train() == expected
     assert equal(fresh.everything(), after)
-
-
-def test_a_state_can_be_loaded_back_into_the_same_run(tmp_path: Path) -> None:
-    run = build()
-    run.train()
-    run.accelerator.save_state(tmp_path)
-    expected = run.train()
-    run.accelerator.load_state(str(tmp_path))
-    assert run.train() == expected
-
-
-def test_random_states_come_back(tmp_path: Path) -> None:
-    run = build()
-
-    def draw() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), torch.rand(1).item()
-
-    run.accelerator.save_state(tmp_path)
-    expected = draw()
-    draw()
-    run.accelerator.load_state(tmp_path)
-    assert draw() == expected
 
 
 @pytest.mark.gpu
@@ -210,13 +187,6 @@ def test_positions_of_stateful_loaders_have_files_of_their_own(tmp_path: Path) -
 # -- automatic naming ----------------------------------------------------------------------
 
 
-def test_automatic_names_count_up_and_the_oldest_go(tmp_path: Path) -> None:
-    run = build(project_config=automatic(tmp_path, limit=2))
-    paths = [Path(run.accelerator.save_state()) for _ in range(4)]
-    assert [path.name for path in paths] == [f"checkpoint_{i}" for i in range(4)]
-    assert names(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
-
-
 def test_the_protected_checkpoint_stays(tmp_path: Path) -> None:
     run = build(project_config=automatic(tmp_path, limit=1))
     best = run.accelerator.save_state()
@@ -264,39 +234,6 @@ def test_no_directory_at_all_is_refused() -> None:
             call()
 
 
-# -- hooks ---------------------------------------------------------------------------------
-
-
-def test_hooks_save_and_load_in_their_own_way(tmp_path: Path) -> None:
-    run = build()
-    original = run.weights()
-
-    def save(models: list[Any], weights: list[Any], folder: str) -> None:
-        assert len(models) == 1
-        (Path(folder) / "unet").mkdir()
-        torch.save(weights.pop(), Path(folder) / "unet" / "own.bin")
-
-    def load(models: list[Any], folder: str) -> None:
-        own = torch.load(Path(folder) / "unet" / "own.bin", weights_only=True)
-        models.pop().load_state_dict(own)
-
-    handles = [
-        run.accelerator.register_save_state_pre_hook(save),
-        run.accelerator.register_load_state_pre_hook(load),
-    ]
-    run.accelerator.save_state(tmp_path / "state")
-    assert "model.safetensors" not in names(tmp_path / "state")
-    assert "unet/own.bin" in directory.verify(tmp_path / "state").files
-    run.train()
-    run.accelerator.load_state(tmp_path / "state")
-    assert equal(list(run.weights().values()), list(original.values()))
-
-    for handle in handles:
-        handle.remove()
-    run.accelerator.save_state(tmp_path / "plain")
-    assert "model.safetensors" in names(tmp_path / "plain")
-
-
 # -- refusals ------------------------------------------------------------------------------
 
 
@@ -325,24 +262,6 @@ def test_a_state_with_less_than_the_run_has_is_refused(tmp_path: Path) -> None:
     run.accelerator.register_for_checkpointing(Counter())
     with pytest.raises(CheckpointError, match="holds only 0 of 1 custom"):
         run.accelerator.load_state(tmp_path)
-
-
-def test_what_is_saved_and_not_registered_is_not_loaded(tmp_path: Path) -> None:
-    run = build()
-    run.accelerator.register_for_checkpointing(Counter(1))
-    run.accelerator.save_state(tmp_path)
-    other = build(seed=5)
-    other.accelerator.load_state(tmp_path)
-    assert equal(other.everything(), run.everything())
-
-
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    run = build()
-    run.accelerator.save_state(tmp_path)
-    other = build()
-    other.model[3] = nn.Linear(16, 4)
-    with pytest.raises(CheckpointError, match="do not fit model 0"):
-        other.accelerator.load_state(tmp_path)
 
 
 def test_what_could_not_be_read_back_fails_the_save_and_leaves_nothing(tmp_path: Path) -> None:
@@ -378,29 +297,7 @@ def test_only_objects_with_a_state_can_be_registered() -> None:
     assert run.accelerator._custom_objects == []
 
 
-def test_unknown_arguments_are_refused(tmp_path: Path) -> None:
-    run = build()
-    with pytest.raises(ConfigError, match="Did you mean 'metadata'"):
-        run.accelerator.save_state(tmp_path, metdata={})
-    with pytest.raises(ConfigError, match="Did you mean 'strict'"):
-        run.accelerator.load_state(tmp_path, stict=False)
-    for kind in (ConfigError, TypeError):
-        with pytest.raises(kind, match="map_location='cuda:3'"):
-            run.accelerator.load_state(tmp_path, map_location="cuda:3")
-
-
 # -- exports -------------------------------------------------------------------------------
-
-
-def test_models_are_exported_and_single_objects_saved(tmp_path: Path) -> None:
-    run = build()
-    run.accelerator.save_model(run.model, tmp_path, max_shard_size=500)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == run.weights().keys()
-    run.accelerator.save({"a": 1}, tmp_path / "a.bin")
-    assert torch.load(tmp_path / "a.bin") == {"a": 1}
-    with pytest.raises(ConfigError, match="max_shard_size"):
-        run.accelerator.save_model(run.model, tmp_path, max_shard_size="10 parsecs")
 
 
 def test_a_hook_that_takes_out_one_of_two_models(tmp_path: Path) -> None:
@@ -414,21 +311,6 @@ def test_a_hook_that_takes_out_one_of_two_models(tmp_path: Path) -> None:
     nn.init.zeros_(second.bias)
     run.accelerator.load_state(tmp_path)
     assert torch.equal(second.bias, bias)
-
-
-def test_entries_that_a_hook_left_keep_their_index() -> None:
-    every = [object(), object(), object()]
-    assert hooked(every[1:], every, "save_state") == [(1, every[1]), (2, every[2])]
-    replaced = ["a", "b", "c"]
-    assert hooked(replaced, every, "save_state") == [(0, "a"), (1, "b"), (2, "c")]
-    with pytest.raises(CheckpointError, match="a pre-hook of save_state added to the list"):
-        hooked([*every, object()], every, "save_state")
-
-
-def test_a_checkpoint_needs_a_directory() -> None:
-    assert require_path(Path("x")) == Path("x")
-    with pytest.raises(CheckpointError, match="Name a directory"):
-        require_path(None)
 
 
 def test_a_state_is_loaded_from_where_it_is_said(tmp_path: Path) -> None:

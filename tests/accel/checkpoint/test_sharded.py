@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
@@ -199,22 +198,6 @@ def test_a_broken_file_is_refused_by_name(name: str, cut: bool, tmp_path: Path) 
         assert "bytes, not" in words if cut else "missing" in words
 
 
-def saved_without_names(folder: str) -> str:
-    """Return the error for a value of a parameter group that could not be read back."""
-    accelerator, _, optimizer, _ = started()
-    optimizer.param_groups[0]["odd"] = Path("odd")
-    with pytest.raises(CheckpointError) as refused:
-        accelerator.save_state(folder)
-    accelerator.end_training()
-    return str(refused.value)
-
-
-def test_a_value_that_would_run_code_is_refused_when_it_is_written(tmp_path: Path) -> None:
-    for words in run_distributed(saved_without_names, 2, str(tmp_path / "state")):
-        assert "optimizer 0['param_groups'][0]['odd'] is a pathlib." in words
-    assert os.listdir(tmp_path) == []
-
-
 # -- several models, tensor parallelism ----------------------------------------------------
 
 
@@ -390,31 +373,6 @@ def test_buffers_are_of_rank_0_and_containers_are_read_back_as_they_were(tmp_pat
     assert all(map(torch.equal, loaded, before))
 
 
-class Point(NamedTuple):
-    x: int
-
-
-def refused(folder: str) -> list[str]:
-    """Return the errors for values that could not be read back."""
-    accelerator, _, optimizer = trained_on()
-    state, words = state_of(optimizer), []
-    for name, value in (("point", Point(1)), ("pair", (state["exp_avg"], state["exp_avg_sq"]))):
-        state[name] = value
-        with pytest.raises(CheckpointError) as refusal:
-            accelerator.save_state(folder)
-        words.append(str(refusal.value))
-        del state[name]
-    accelerator.end_training()
-    return words
-
-
-def test_what_would_be_read_back_otherwise_is_refused(tmp_path: Path) -> None:
-    for point, pair in run_distributed(refused, 2, str(tmp_path / "state")):
-        assert "['point'] is a tests.accel.checkpoint.test_sharded.Point" in point
-        assert "['pair'] is a tuple: shards lie in lists" in pair
-    assert os.listdir(tmp_path) == []
-
-
 def hooked(folder: str, main: bool) -> list[str] | str:
     """Save with a hook that takes the model out on the main process only, or on the others."""
     accelerator, *_ = trained_on()
@@ -440,28 +398,3 @@ def test_hooks_may_take_models_out_on_the_main_process_only(tmp_path: Path) -> N
     for words in run_distributed(hooked, 2, str(tmp_path / "others"), False):
         assert "pytorch_model_fsdp_0 of a pre-hook of save_state" in words
     assert os.listdir(tmp_path) == ["main"]
-
-
-def of_different_kinds(folder: str) -> str:
-    """Return the error where one rank would save shards, and the other full state dicts."""
-    accelerator, *_ = trained_on()
-    plugin = accelerator.state.fsdp_plugin
-    assert plugin is not None
-    plugin.set_state_dict_type(("FULL", "SHARDED")[accelerator.process_index] + "_STATE_DICT")
-    with pytest.raises(CheckpointError) as refusal:
-        accelerator.save_state(folder)
-    accelerator.end_training()
-    return str(refusal.value)
-
-
-def test_ranks_save_one_kind_of_state_dict(tmp_path: Path) -> None:
-    for words in run_distributed(of_different_kinds, 2, str(tmp_path / "state")):
-        assert "rank 0: state dicts: full; rank 1: state dicts: sharded" in words
-
-
-def test_names_that_begin_with_model_stay_as_they_are(tmp_path: Path) -> None:
-    weights = {"model.weight": torch.ones(2)}
-    dcp.save(weights, checkpoint_id=tmp_path / "alone", no_dist=True)
-    dcp.save({"model": weights}, checkpoint_id=tmp_path / "nested", no_dist=True)
-    for folder in tmp_path.iterdir():
-        assert sharded.read_model_folder(folder).keys() == weights.keys()

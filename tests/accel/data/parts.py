@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import Any
 
 from torch.utils.data import (
@@ -13,8 +12,6 @@ from torch.utils.data import (
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.data.prepare import prepare_data_loader
-
-Pair = namedtuple("Pair", "left right")
 
 
 class Counting(Dataset):

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
@@ -211,16 +210,6 @@ class Sized(Stream):
         return self.length
 
 
-class ByWorker(IterableDataset):
-    """Shares the numbers below 9 out by worker."""
-
-    shards_by_worker = True
-
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        return iter(range(info.id, 9, info.num_workers))
-
-
 @pytest.mark.parametrize("dataset", [range(5), Stream(5), Sized(5)])
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("dispatch", [False, True])
@@ -247,26 +236,3 @@ def test_what_a_worker_counts_is_known(dataset) -> None:
         dispatch_batches=False,
     )
     assert [loader.remainder for _ in loader] == [-1, 1]
-
-
-def test_a_pass_inside_another_leaves_its_remainder_alone() -> None:
-    for dataset in (range(5), Stream(5)):
-        loader = prepare_data_loader(
-            DataLoader(dataset, batch_size=2),
-            num_processes=2,
-            process_index=0,
-            dispatch_batches=False,
-        )
-        found = []
-        for _ in loader:
-            found.append(loader.remainder)
-            for _ in loader:
-                break
-        assert found == [-1, 1]
-
-
-def test_workers_that_share_a_stream_out_give_each_sample_once() -> None:
-    loader = prepare_data_loader(
-        DataLoader(ByWorker(), batch_size=2, num_workers=2, multiprocessing_context="fork")
-    )
-    assert sorted(number for batch in values(loader) for number in batch) == list(range(9))

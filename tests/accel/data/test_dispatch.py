@@ -165,30 +165,6 @@ def test_what_cannot_be_cut_or_joined_is_refused_by_name(
             assert part in message
 
 
-class Sharded(IterableDataset):
-    """Shards its numbers by worker."""
-
-    shards_by_worker = True
-
-    def __iter__(self):
-        info = torch.utils.data.get_worker_info()
-        return iter(range(info.id, 9, info.num_workers))
-
-
-def worker_ends() -> list[list[int]]:
-    PartialState(cpu=True)
-    original = DataLoader(Sharded(), batch_size=2, num_workers=2, multiprocessing_context="fork")
-    loader = prepare_data_loader(original)
-    return [batch.tolist() for batch in loader]
-
-
-def test_short_batches_of_workers_make_no_repetitions_in_between() -> None:
-    main, other = run_distributed(worker_ends, 2)
-    assert len(main) == len(other) == 3
-    seen = [i for pair in zip(main, other, strict=True) for batch in pair for i in batch]
-    assert sorted(seen[:9]) == list(range(9))
-
-
 class Failing(IterableDataset):
     def __iter__(self):
         yield 1
@@ -268,16 +244,6 @@ def test_what_completes_a_round_is_the_same_after_a_skip() -> None:
     pair = loaders((3, 2, 4, 1, 2), 2)
     assert values(pair[1]) == [[3, 4, 0], [8, 9, 0], [11]]
     assert values(skip_first_batches(pair[1], 1)) == [[8, 9, 0], [11]]
-
-
-# -- splitting ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_batches_of_unknown_size_are_not_split(dispatch: bool) -> None:
-    with pytest.raises(ConfigError, match=r"Sizes without `batch_size`.*split_batches=False"):
-        len(loaders((1, 2), 2, dispatch=dispatch, split_batches=True)[0])
-    assert values(loaders((1, 2), 1, dispatch=dispatch, split_batches=True)[0]) == [[0], [1, 2]]
 
 
 # -- metrics -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel.comm.ops import gather
 from accel.data.prepare import prepare_data_loader, skip_first_batches
@@ -69,69 +69,6 @@ def test_ranks_shuffle_alike_though_their_generators_differ(rng_types, seedable,
     assert len(set(orders)) == 3
 
 
-def weighted() -> list[int]:
-    torch.manual_seed(PartialState(cpu=True).process_index)
-    sampler = WeightedRandomSampler([1.0] * 16, 16, replacement=False)
-    loader = prepare_data_loader(DataLoader(range(16), batch_size=2, sampler=sampler))
-    return [i for batch in loader for i in batch.tolist()]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_other_random_samplers_agree_too(count: int) -> None:
-    seen = list(itertools.chain(*run_distributed(weighted, count)))
-    assert sorted(set(seen)) == list(range(16))
-    assert len(seen) == (18 if count == 3 else 16)
-
-
-def dispatched(length: int, split: bool, drop_last: bool, even: bool) -> dict:
-    state = PartialState(cpu=True)
-    calls = {"objects": 0, "tensors": 0}
-    for name, kind in (("broadcast_objects", "objects"), ("broadcast", "tensors")):
-        original = getattr(state.comm, name)
-
-        def counted(*args, _original=original, _kind=kind, **kwargs):
-            calls[_kind] += 1
-            return _original(*args, **kwargs)
-
-        setattr(state.comm, name, counted)
-    loader = prepare_data_loader(
-        DataLoader(Stream(length, guarded=True), batch_size=4, drop_last=drop_last),
-        split_batches=split,
-        even_batches=even,
-        put_on_device=True,
-    )
-    ids, ends, remainder = [], [], None
-    for batch in loader:
-        assert torch.equal(batch["x"][:, 0].long(), batch["id"])
-        ids.append(batch["id"].tolist())
-        ends.append(GradientState().end_of_dataloader)
-        remainder = GradientState().remainder
-    return {"ids": ids, "ends": ends, "remainder": remainder, "calls": calls}
-
-
-@pytest.mark.parametrize(
-    ("length", "split", "drop_last", "even", "wanted", "remainder"),
-    [
-        (9, True, False, True, [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [0]]], [1, 1]),
-        (9, True, True, True, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], [0, 0]),
-        (9, True, False, False, [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]], [0, 0]),
-        (11, False, False, True, [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], [10, 0]]], [3, 3]),
-        (8, False, False, True, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]], [0, 0]),
-        (1, False, False, True, [[[0]], [[0]]], [1, 1]),
-        (0, False, False, True, [[], []], [None, None]),
-    ],
-)
-def test_the_main_process_reads_for_all(length, split, drop_last, even, wanted, remainder) -> None:
-    ranks = run_distributed(dispatched, 2, length, split, drop_last, even)
-    assert [rank["ids"] for rank in ranks] == wanted
-    assert [rank["remainder"] for rank in ranks] == remainder
-    for rank in ranks:
-        assert rank["ends"] == [False] * (len(rank["ids"]) - 1) + [True] * bool(rank["ids"])
-        rounds = max(len(ids) for ids in wanted)
-        # one description a round and one for the end; one collective per dtype
-        assert rank["calls"] == {"objects": rounds + 1, "tensors": 2 * rounds}
-
-
 def plans(count: int) -> list[dict]:
     """Return dispatched loaders of every kind, the same list on every process."""
     draw = random.Random(count)
@@ -181,7 +118,7 @@ def test_nobody_waits_and_every_sample_is_read_whatever_the_plan(count: int) -> 
 
 def broken_off() -> list[list[int]]:
     count = PartialState(cpu=True).num_processes
-    loader = prepare_data_loader(DataLoader(Stream(6 * count), batch_size=2))
+    loader = prepare_data_loader(DataLoader(Stream(6 * count, guarded=True), batch_size=2))
     seen = []
     for _ in range(2):
         for batch in loader:
@@ -198,30 +135,6 @@ def test_broken_off_dispatch_starts_again_and_skips(count: int) -> None:
         starts = [2 * (number * count + rank) for number in range(3)]
         first, second, third = ([start, start + 1] for start in starts)
         assert found == [first, second, first, second, third]
-
-
-def dispatched_order(seedable: bool) -> list:
-    state = PartialState(cpu=True)
-    torch.manual_seed(0)
-    loader = prepare_data_loader(
-        DataLoader(range(10), batch_size=2, shuffle=True),
-        dispatch_batches=True,
-        use_seedable_sampler=seedable,
-        rng_types=["generator"],
-    )
-    rounds = [gather(batch).tolist() for _ in range(2) for batch in loader]
-    return [rounds, loader.epoch, torch.rand(1).item(), state.process_index]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("seedable", [True, False])
-def test_dispatch_of_map_data_leaves_the_ranks_generators_alike(seedable, count: int) -> None:
-    ranks = run_distributed(dispatched_order, count, seedable)
-    assert all(rank[:3] == ranks[0][:3] for rank in ranks)
-    rounds, epoch, *_ = ranks[0]
-    for one_pass in (rounds[: len(rounds) // 2], rounds[len(rounds) // 2 :]):
-        assert sorted({i for batch in one_pass for i in batch}) == list(range(10))
-    assert epoch == 2
 
 
 LENGTHS = (1, 4, 9, 13, 18)

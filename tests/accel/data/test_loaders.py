@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
-import sys
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import SeedableRandomSampler
 from accel.machine.errors import ConfigError
 from accel.state import GradientState
-from tests.accel.data.parts import Counting, Pair, Stream, prepared, values
+from tests.accel.data.parts import Counting, Stream, prepared, values
 
 # -- the end of a pass ---------------------------------------------------------------------------
 
@@ -55,81 +53,6 @@ def test_the_end_is_known_exactly_while_the_last_batch_is_in_hand(
     assert all(active)
     assert not state.in_dataloader
     assert loader.total_batch_size == total
-
-
-@settings(max_examples=80)
-@given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
-def test_the_union_of_the_shares_is_the_data(
-    n: int, size: int, count: int, split: bool, streamed: bool
-) -> None:
-    size = size * count if split else size
-    dataset = Stream(n) if streamed else range(n)
-    found = [
-        values(
-            prepare_data_loader(
-                DataLoader(dataset, batch_size=size),
-                num_processes=count,
-                process_index=rank,
-                split_batches=split,
-                dispatch_batches=False,
-            )
-        )
-        for rank in range(count)
-    ]
-    assert len({len(batches) for batches in found}) == 1
-    seen = [i for group in zip(*found, strict=True) for batch in group for i in batch]
-    assert seen[:n] == list(range(n))
-    assert set(seen) == set(range(n))
-
-
-@settings(max_examples=80)
-@given(
-    st.integers(0, 200),
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-)
-def test_dispatched_slices_join_to_the_data(
-    n: int, size: int, count: int, split: bool, even: bool, drop_last: bool
-) -> None:
-    size = size * count if split else size
-    loaders = [
-        prepare_data_loader(
-            DataLoader(range(n), batch_size=size, drop_last=drop_last),
-            num_processes=count,
-            process_index=rank,
-            split_batches=split,
-            dispatch_batches=True,
-            even_batches=even,
-        )
-        for rank in range(count)
-    ]
-    found, ends, remainders = [], [], set()
-    for loader in loaders:
-        batches = []
-        for batch in loader:
-            batches.append(batch.tolist())
-            last = loader.end_of_dataloader, loader.remainder
-            ends.append((loader.end_of_dataloader, len(batches) == len(loader)))
-        if batches:
-            remainders.add(last)
-        assert len(loader) == len(batches)
-        found.append(batches)
-    seen = [
-        i for group in itertools.zip_longest(*found, fillvalue=[]) for batch in group for i in batch
-    ]
-    total = size if split else size * count
-    whole = n // total * total if drop_last else n
-    assert seen[:whole] == list(range(whole))
-    assert all(is_end == expected for is_end, expected in ends)
-    if even or drop_last:
-        assert len(seen) - whole < count
-        assert len({tuple(map(len, batches)) for batches in found}) == 1
-        assert remainders <= {(True, 0 if drop_last else n % total)}
-    else:
-        assert seen == list(range(n))
 
 
 def test_nested_and_broken_off_passes_restore_the_outer_one() -> None:
@@ -168,11 +91,6 @@ def test_a_failing_data_set_leaves_no_active_loader() -> None:
     assert not GradientState().in_dataloader
 
 
-def test_an_empty_data_set_gives_no_batch() -> None:
-    assert values(prepared(0, 2, 2, 1)) == []
-    assert values(prepare_data_loader(DataLoader(Stream(0), batch_size=2))) == []
-
-
 def test_even_batches_of_a_dispatching_loader_can_be_switched() -> None:
     loader = prepared(5, 2, 2, 1, dispatch_batches=True)
     assert (values(loader), len(loader)) == ([[2, 3], [0]], 2)
@@ -200,14 +118,6 @@ def test_prepared_loaders_are_torch_loaders_and_pickle(dataset, dispatch: bool) 
     assert type(copied) is type(loader)
     assert values(copied) == first
     assert prepare_data_loader(loader) is loader
-
-
-def test_a_loader_with_live_workers_pickles() -> None:
-    loader = prepare_data_loader(
-        DataLoader(range(4), batch_size=2, num_workers=1, persistent_workers=True)
-    )
-    assert values(loader) == [[0, 1], [2, 3]]
-    assert values(pickle.loads(pickle.dumps(loader))) == [[0, 1], [2, 3]]
 
 
 def test_arguments_of_the_loader_are_kept() -> None:
@@ -242,13 +152,6 @@ def test_a_loader_class_with_its_own_iteration_is_named() -> None:
         prepare_data_loader(Own(range(3)))
 
 
-def test_lengths_and_sizes() -> None:
-    loader = prepared(10, 3, 2, 0)
-    assert (len(loader), loader.total_batch_size, loader.total_dataset_length) == (2, 6, 10)
-    dispatched = prepared(10, 3, 2, 0, dispatch_batches=True)
-    assert (len(dispatched), dispatched.total_batch_size) == (2, 6)
-
-
 # -- placement -----------------------------------------------------------------------------------
 
 
@@ -258,21 +161,6 @@ def test_batches_already_in_place_are_handed_through_untouched() -> None:
     for device in (None, torch.device("cpu")):
         ready = prepare_data_loader(loader, device=device, put_on_device=device is not None)
         assert all(item is batch for item in ready)
-
-
-def test_batches_are_put_on_the_device() -> None:
-    dataset = [
-        {"x": torch.tensor([float(i)]), "pair": Pair(torch.tensor(i), "t")} for i in range(4)
-    ]
-    loader = prepare_data_loader(
-        DataLoader(dataset, batch_size=2), device=torch.device("meta"), put_on_device=True
-    )
-    for batch in loader:
-        assert batch["x"].device.type == "meta"
-        assert batch["pair"].left.device.type == "meta"
-        assert list(batch["pair"].right) == ["t", "t"]
-    left = prepare_data_loader(DataLoader(dataset, batch_size=2), device=torch.device("meta"))
-    assert next(iter(left))["x"].device.type == "cpu"
 
 
 # -- order ---------------------------------------------------------------------------------------
@@ -354,17 +242,6 @@ def test_a_sampler_that_draws_from_the_global_generator_draws_alike_on_every_pro
         assert sampler.generator is None
 
 
-def test_rng_types_without_a_generator_leave_it_out() -> None:
-    loader = prepared(8, 2, rng_types=["torch", "generator"])
-    assert loader.rng_types == ["torch"]
-    shuffled = prepare_data_loader(
-        DataLoader(range(8), shuffle=True, generator=torch.Generator()), rng_types=["generator"]
-    )
-    assert shuffled.rng_types == ["generator"]
-    assert shuffled.synchronized_generator is shuffled.sampler.generator
-    assert len(values(shuffled)) == 8
-
-
 def test_the_rest_of_a_pass_draws_no_seed_that_the_whole_pass_did_not() -> None:
     """Else a training resumed in mid-epoch would go on with other random numbers (dropout)."""
     loader = prepared(12, 2)
@@ -374,25 +251,6 @@ def test_the_rest_of_a_pass_draws_no_seed_that_the_whole_pass_did_not() -> None:
     torch.set_rng_state(before)
     values(loader)
     assert torch.equal(torch.get_rng_state(), after_both)
-
-
-def test_the_cost_of_a_batch_is_a_generator_step() -> None:
-    """Count the Python functions that run per batch (a clock would be at the machine's mercy)."""
-    loader = prepared(64, 1, put_on_device=True, device=torch.device("cpu"))
-    iterator = iter(loader)
-    next(iterator)
-    calls = []
-    own = PreparedLoader.__module__.rpartition(".")[0]
-
-    def note(frame, event, _) -> None:
-        if event == "call" and frame.f_globals.get("__name__", "").startswith(own):
-            calls.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    for _ in range(10):
-        next(iterator)
-    sys.setprofile(None)
-    assert calls == ["_pass"] * 10
 
 
 # -- loops by hand -------------------------------------------------------------------------------

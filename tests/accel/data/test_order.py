@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -143,38 +142,6 @@ class Failing(Sampler[int]):
         return iter(range(4))
 
 
-class Endless(Sampler[int]):
-    """Draws without end, another number on each rank."""
-
-    def __iter__(self):
-        while True:
-            yield int(torch.randint(1000, ()))
-
-
-def endless(folder: str) -> list[list[int]]:
-    accelerator = Accelerator(cpu=True)
-    torch.manual_seed(accelerator.process_index)
-    loader = accelerator.prepare(DataLoader(range(1000), batch_size=2, sampler=Endless()))
-    found = []
-    for number, batch in enumerate(loader):
-        found.append(accelerator.gather(batch).tolist())
-        if number == 1:
-            accelerator.save_state(folder)
-        if number == 2:
-            break
-    accelerator.load_state(folder)
-    resumed = next(iter(skip_first_batches(loader, 2)))
-    return [found[2], accelerator.gather(resumed).tolist()]
-
-
-def test_samplers_without_end_are_agreed_on_and_resumed(tmp_path: Path) -> None:
-    for size in (1, 2):
-        ranks = run_distributed(endless, size, str(tmp_path / str(size)))
-        assert all(len(rank[0]) == 2 * size for rank in ranks)
-        if size == 2:
-            assert ranks[0][0] == ranks[0][1] == ranks[1][0]
-
-
 def failing() -> str:
     Accelerator(cpu=True)
     loader = prepare_data_loader(DataLoader(range(4), sampler=Failing()))
@@ -296,16 +263,6 @@ def test_an_epoch_that_the_caller_tells_the_data_set_holds(shared: bool) -> None
     assert (read(loader), loader.epoch) == ([2] * 2, 3)
 
 
-def test_an_epoch_that_another_loader_told_is_not_taken_over() -> None:
-    dataset = Epochs()
-    train, other = loader_of(dataset), loader_of(dataset)
-    train.set_epoch(5)
-    assert (read(train), read(other), read(train)) == ([5] * 2, [0] * 2, [6] * 2)
-    del train, other
-    gc.collect()
-    assert read(loader_of(dataset)) == [0] * 2  # of a later run over the same data
-
-
 def test_the_epoch_of_a_resumed_pass_holds() -> None:
     dataset = Epochs()
     loader = loader_of(dataset)
@@ -402,16 +359,6 @@ def test_samplers_that_draw_late_are_resumed_in_their_order(kind: str, tmp_path:
             assert straight == resumed
 
 
-def test_a_sampler_draws_as_without_an_engine_where_nobody_else_does(tmp_path: Path) -> None:
-    for kind in ("python", "shared", "replacement"):
-        straight, _ = lazily(kind, False, 1, str(tmp_path / kind))
-        random.seed(1)
-        SHARED.manual_seed(1)
-        plain = DataLoader(range(60), batch_size=4, sampler=LAZY[kind]())
-        passes = [values(plain) for _ in range(3)]
-        assert straight == [passes[1][1:], passes[2]]
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_sampler_with_a_generator_of_its_own_is_told_at_the_resume(size, tmp_path) -> None:
     told = run_distributed(told_of_own, size, str(tmp_path / "state"))
@@ -500,15 +447,6 @@ def test_the_last_batch_in_hand_ends_a_pass() -> None:
 
 
 # -- resuming ------------------------------------------------------------------------------------
-
-
-def test_a_pass_left_early_continues_in_its_order() -> None:
-    for flags in ({}, {"shuffle": True}):
-        loader = prepare_data_loader(DataLoader(range(20), batch_size=4, **flags))
-        left = [next(iter(loader)).tolist()]
-        rest = values(skip_first_batches(loader, 1))
-        assert sorted(i for batch in left + rest for i in batch) == list(range(20))
-        assert loader.epoch == 1
 
 
 @pytest.mark.parametrize("seedable", [False, True])
@@ -695,17 +633,6 @@ def test_batches_that_are_dealt_already_are_read_as_they_are() -> None:
     for rank, found in enumerate(run_distributed(dealt_already, 2)):
         own = [[0], [1, 2], [3, 4, 5]] if rank == 0 else [[6], [7, 8], [9, 10, 11]]
         assert found == (True, [own, own, own[1:]], 3)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_sampler_of_single_indices_is_sharded(rank: int) -> None:
-    Accelerator(cpu=True)
-    random.seed(1)
-    order = list(Shuffled(5))
-    random.seed(1)
-    loader = DataLoader(list(range(5)), batch_size=None, sampler=Shuffled(5))
-    loader = prepare_data_loader(loader, num_processes=2, process_index=rank)
-    assert list(loader) == [*order, order[0]][rank::2]
 
 
 def of_torchs_generator(dispatch: bool) -> tuple[list[list[int]], float]:

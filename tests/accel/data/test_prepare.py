@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
@@ -65,15 +63,6 @@ def test_skipping_keeps_the_epoch_and_counts_it_on() -> None:
     assert values(loader) == orders[3]
 
 
-def test_skipping_counts_the_epoch_of_loaders_without_a_seedable_sampler() -> None:
-    dataset = Counting(6)
-    loader = prepare_data_loader(DataLoader(dataset, batch_size=2))
-    values(skip_first_batches(loader, 1))
-    assert loader.epoch == 1
-    values(loader)
-    assert dataset.epochs == [0, 1]
-
-
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_skipping_a_stream(dispatch: bool) -> None:
     loader = prepare_data_loader(
@@ -107,12 +96,6 @@ def test_skipping_nothing_too_much_or_backwards() -> None:
         skip_first_batches(loader, -1)
 
 
-def test_a_shard_built_by_hand_skips() -> None:
-    loader = DataLoaderShard(range(8), skip_batches=2, batch_size=2)
-    assert (values(loader), len(loader)) == ([[4, 5], [6, 7]], 2)
-    assert values(skip_first_batches(loader, 1)) == [[6, 7]]
-
-
 # -- unusual loaders -----------------------------------------------------------------------------
 
 
@@ -131,21 +114,6 @@ def test_loaders_that_do_not_batch_are_shared_out() -> None:
     data = TensorDataset(torch.arange(6))
     loader = DataLoader(data, batch_size=None, sampler=batches, collate_fn=lambda b: b[0])
     assert shares(loader) == [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
-
-
-def test_streams_of_whole_batches_are_shared_out() -> None:
-    class Batches(IterableDataset):
-        def __iter__(self):
-            return iter(torch.arange(8).split(2))
-
-    loader = DataLoader(Batches(), batch_size=None)
-    shares = [
-        values(
-            prepare_data_loader(loader, num_processes=2, process_index=r, dispatch_batches=False)
-        )
-        for r in range(2)
-    ]
-    assert shares == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 def test_streams_are_dispatched_where_there_are_several_processes() -> None:
@@ -167,60 +135,6 @@ def test_workers_of_streams_are_warned_of_or_refused() -> None:
 def test_batches_that_do_not_split_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"batch_size=3 on 2 processes"):
         prepare_data_loader(DataLoader(range(6), batch_size=3), num_processes=2, split_batches=True)
-
-
-def test_dispatched_batches_may_hold_strings_and_mappings() -> None:
-    dataset = [UserDict(x=torch.tensor(i), name=f"n{i}", kind="k") for i in range(6)]
-
-    def collate(samples):
-        return UserDict(
-            x=torch.stack([s["x"] for s in samples]), name=[s["name"] for s in samples], kind="k"
-        )
-
-    loader = prepare_data_loader(
-        DataLoader(dataset, batch_size=2, collate_fn=collate),
-        num_processes=2,
-        process_index=1,
-        dispatch_batches=True,
-    )
-    batches = list(loader)
-    assert isinstance(batches[0], UserDict)
-    assert [b["name"] for b in batches] == [["n2", "n3"], ["n5"]]
-    assert [b["x"].tolist() for b in batches] == [[2, 3], [5]]
-    assert batches[0]["kind"] == "k"
-
-
-def test_a_slice_function_of_the_caller_cuts() -> None:
-    calls = []
-
-    def cut(batch, tensor_slice, process_index=None, num_processes=None):
-        calls.append((tensor_slice, process_index, num_processes))
-        return batch[tensor_slice] * 10
-
-    loader = prepared(
-        8, 2, 2, 1, dispatch_batches=True, slice_fn_for_dispatch=cut, split_batches=True
-    )
-    assert values(loader) == [[10], [30], [50], [70]]
-    assert calls[0] == (slice(1, 2), 1, 2)
-
-
-def test_batches_without_a_length_are_not_dispatched() -> None:
-    loader = DataLoader(range(4), collate_fn=lambda samples: {"n": 3})
-    ready = prepare_data_loader(loader, dispatch_batches=True)
-    with pytest.raises(ConfigError, match="one entry per sample"):
-        list(ready)
-
-
-def test_a_stateful_loader_wants_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.machine.imports.is_available", lambda package: False)
-    with pytest.raises(MissingPackageError, match="torchdata"):
-        prepare_data_loader(DataLoader(range(4)), use_stateful_dataloader=True)
-
-
-def test_batches_to_skip_are_a_whole_number() -> None:
-    for wrong in ("2", 1.5, None):
-        with pytest.raises(ConfigError, match=r"num_batches=.*: it is a whole number"):
-            skip_first_batches(DataLoader(range(4)), wrong)  # type: ignore[arg-type]
 
 
 def told(config: bool, **flags: Any) -> Accelerator:

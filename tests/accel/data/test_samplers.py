@@ -118,11 +118,6 @@ def test_uneven_batches_are_left_as_they_are() -> None:
     assert [BatchSamplerShard(inner, 3, rank).total_length for rank in range(3)] == [4] * 3
 
 
-def test_fewer_samples_than_processes() -> None:
-    assert shards(1, 2, 4, False, even_batches=True) == [[[0, 0]]] * 4
-    assert shards(0, 2, 4, False, even_batches=True) == [[]] * 4
-
-
 class Bare(Sampler[list[int]]):
     """A batch sampler with neither `batch_size` nor `drop_last`, of batches that vary."""
 
@@ -252,15 +247,6 @@ def test_drawing_an_order_leaves_the_training_generator_alone() -> None:
     before = torch.get_rng_state()
     list(sampler)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_overlapping_passes_do_not_disturb_each_other() -> None:
-    sampler = SeedableRandomSampler(range(100), replacement=True, num_samples=100, data_seed=0)
-    alone = list(sampler)
-    one, other = iter(sampler), iter(sampler)
-    woven = [next(pass_) for _ in range(100) for pass_ in (one, other)]
-    assert woven[::2] == alone
-    assert woven[1::2] == alone
 
 
 def test_it_is_a_random_sampler_and_pickles() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.machine.errors import CheckpointError
 from accel.state import AcceleratorState, GradientState
@@ -51,16 +51,6 @@ def test_a_state_goes_on_after_the_batch_in_hand(dataset, workers: int, dispatch
         again = prepared(dataset, workers, dispatch_batches=dispatch)
         again.load_state_dict(states[number])
         assert [batch.tolist() for batch in again] == batches[number + 1 :]
-
-
-def test_a_broken_off_pass_keeps_the_state_of_its_last_batch() -> None:
-    loader = prepared()
-    for number, _ in enumerate(loader):
-        if number == 1:
-            break
-    again = prepared()
-    again.load_state_dict(loader.state_dict())
-    assert next(iter(again)).tolist() == [4, 5]
 
 
 def test_a_loader_says_whether_it_has_a_state() -> None:
@@ -175,21 +165,6 @@ def test_a_resumed_stream_gives_what_was_read_and_not_given() -> None:
     assert sorted(given) == [*range(3), *range(10, 21)]
 
 
-def test_first_samples_that_no_checkpoint_can_hold_are_told_of() -> None:
-    class Thing:
-        pass
-
-    def things(samples: list[int]) -> list[Any]:
-        return [Thing() for _ in samples]
-
-    loader = of_two(Counted(), 0, things)
-    next(iter(loader))
-    again = of_two(Counted(), 0, things)
-    again.load_state_dict(loader.state_dict())
-    with pytest.warns(UserWarning, match="first samples are not saved"):
-        assert len(list(again)) == 2
-
-
 # -- skipping ------------------------------------------------------------------------------------
 
 
@@ -226,30 +201,6 @@ def test_skipping_takes_the_place_of_a_loaded_position(dataset) -> None:
     again.load_state_dict(state)
     assert read(skip_first_batches(again, 1)) == [[i, i + 1] for i in range(2, 12, 2)]
     assert read(again) == [[i, i + 1] for i in range(0, 12, 2)]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_that_skips_goes_on_behind_what_it_skipped(workers: int) -> None:
-    def new() -> Any:
-        return SkipDataLoader(
-            range(12), 2, use_stateful_dataloader=True, batch_size=2, num_workers=workers
-        )
-
-    loader = new()
-    passing = iter(loader)
-    assert next(passing).tolist() == [4, 5]
-    again = new()
-    again.load_state_dict(loader.state_dict())
-    assert read(again) == [[6, 7], [8, 9], [10, 11]]
-
-
-def test_a_loader_with_a_loaded_position_is_pickled() -> None:
-    loader = prepared()
-    for _ in loader:
-        again = prepared()
-        again.load_state_dict(loader.state_dict())
-        assert read(pickle.loads(pickle.dumps(again))) == read(again)
-        break
 
 
 # -- ranks at different batches ------------------------------------------------------------------

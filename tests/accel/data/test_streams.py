@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.data.loaders import DataLoaderShard
 from accel.data.prepare import prepare_data_loader
 from accel.data.stream import IterableDatasetShard, _packed
 from accel.machine.errors import ConfigError
@@ -95,11 +93,6 @@ def test_the_epoch_reaches_the_stream() -> None:
     shard = IterableDatasetShard(stream, 1, False, 2, 0)
     shard.set_epoch(4)
     assert stream.epoch == 4
-
-
-def test_a_batch_that_does_not_split_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batch_size=3 on 2 processes"):
-        IterableDatasetShard(Stream(8), 3, False, 2, 0, split_batches=True)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -225,14 +218,6 @@ def test_a_pass_after_another_is_like_it() -> None:
     assert values(loader) == values(loader)
 
 
-def test_torch_does_not_count_what_is_handed_over() -> None:
-    (loader, _) = loaders([2, 2], 2, batch_size=1)
-    assert len(loader) == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(list(loader)) == 2
-
-
 class Around:
     """Collates in the worker or here, with a random draw."""
 
@@ -258,23 +243,9 @@ def test_a_shard_in_a_loader_of_torch_is_as_before() -> None:
     assert found == [0, 1, 5, 6, 4, 0, 9, 5]
 
 
-def test_a_shard_in_a_loader_made_by_hand() -> None:
-    shards = [
-        IterableDatasetShard(Parts([5, 5]), 2, num_processes=2, process_index=r) for r in (0, 1)
-    ]
-    found = [values(DataLoaderShard(shard, batch_size=2, num_workers=2)) for shard in shards]
-    assert [len(batches) for batches in found] == [3, 3]
-    assert sorted(set(flat(found))) == list(range(10))
-
-
 def test_samples_that_cannot_be_pickled_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be pickled"):
         _packed([lambda: 0])
-
-
-def test_a_part_of_a_large_tensor_is_packed_alone() -> None:
-    large = torch.zeros(100_000, 2)
-    assert len(_packed([large[3], {"x": large[4]}])) < 10_000
 
 
 # -- processes -----------------------------------------------------------------------------------
@@ -348,19 +319,6 @@ def test_a_pass_is_resumed_after_each_batch(
     lengths: list[int], stateful: bool, tmp_path: Path
 ) -> None:
     assert run_distributed(resumed, 2, str(tmp_path), lengths, stateful) == [[], []]
-
-
-@pytest.mark.slow
-def test_workers_that_are_spawned_hand_over_too() -> None:
-    stream = DataLoader(SizedParts([11, 12]), SIZE, num_workers=2, multiprocessing_context="spawn")
-    found = [
-        values(
-            prepare_data_loader(stream, num_processes=2, process_index=r, dispatch_batches=False)
-        )
-        for r in range(2)
-    ]
-    assert [len(batches) for batches in found] == [3, 3]
-    assert sorted(set(flat(found))) == list(range(23))
 
 
 needs_torchdata = pytest.mark.skipif(

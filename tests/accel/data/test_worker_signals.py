@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accel.data import worker_signals
 from accel.data.prepare import prepare_data_loader
 from tests.helpers import python
 
@@ -83,28 +82,6 @@ def test_a_worker_outlives_the_signals_that_its_parent_handles(
         assert rows[0][0] != os.getpid()
     assert loader.worker_init_fn is set_mark
     assert handled == []
-
-
-def test_a_worker_that_is_yet_to_be_set_up_outlives_them(
-    handled: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_up = worker_signals.WorkerStart.__call__
-
-    def late(self: worker_signals.WorkerStart, worker_id: int) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        set_up(self, worker_id)
-
-    monkeypatch.setattr(worker_signals.WorkerStart, "__call__", late)
-    assert len(list(prepared(Pids()))) == 64
-
-
-def test_signals_that_the_parent_leaves_alone_or_ignores_are_left_alone() -> None:
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert not {signal.SIGTERM, signal.SIGUSR1} & set(worker_signals.handled_here())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_worker_that_hangs_is_ended(handled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,19 +251,6 @@ def made(part: nn.Module) -> nn.Module:
     return model
 
 
-class Direct(nn.Module):
-    """Uses the weights of a submodule without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        weight: torch.Tensor = self.inner.weight
-        return nn.functional.linear(inputs, weight, self.inner.bias) * self.scale
-
-
 @pytest.mark.parametrize("preload", [["Part"], None])
 @pytest.mark.parametrize(
     ("part", "where"),
@@ -297,20 +284,6 @@ def test_the_longest_name_that_fits_holds(
     assert found == {name for name, one in longest.items() if where[one] == "disk"}
     state = get_state_dict_offloaded_model(model)
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    "where",
-    [{"": "disk", "0.inner": "disk"}, {"": "cpu", "0": "disk", "0.inner": "disk"},
-     {"": "disk", "0.inner.weight": "cpu"}, {"": "disk", "0.inner": "cpu", "0.inner.bias": "disk"}],
-)  # fmt: skip
-def test_a_module_that_loads_all_within_has_it(where: dict[str, Any], tmp_path: Path) -> None:
-    plain, inputs = made(Direct()), torch.randn(3, 4)
-    model = dispatch_model(
-        copy.deepcopy(plain), where, "cpu", offload_dir=tmp_path, preload_module_classes=["Direct"]
-    )
-    for _ in range(2):
-        assert torch.equal(model(inputs), plain(inputs))
 
 
 class Scaled(nn.Module):
@@ -372,17 +345,3 @@ def test_they_go_where_the_map_says(
     assert on_meta(model) == (set(scaled().state_dict()) if away is None else away)
     found = get_state_dict_offloaded_model(model)
     assert all(torch.equal(found[name], value) for name, value in scaled().state_dict().items())
-
-
-def test_the_inferred_map_of_a_buffer(tmp_path: Path) -> None:
-    with init_empty_weights(include_buffers=True):
-        empty = Scaled().eval()
-    Accelerator(cpu=True).save_model(scaled(), tmp_path / "weights")
-    for limit in range(0, 240, 8):
-        device_map = infer_auto_device_map(empty, {"cpu": limit}, offload_buffers=True)
-        with init_empty_weights(include_buffers=True):
-            model = Scaled().eval()
-        load_checkpoint_and_dispatch(
-            model, tmp_path / "weights", device_map, offload_folder=tmp_path, offload_buffers=True
-        )
-        assert torch.equal(model(inputs()), scaled()(inputs())), device_map

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from accel import (
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
-    init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
@@ -36,7 +32,6 @@ from tests.accel.weights.models import (
     Block,
     Direct,
     Dispatch,
-    Tied,
     hook_of,
     inputs,
     net,
@@ -208,12 +203,6 @@ def test_one_device_needs_no_hooks_unless_they_are_forced() -> None:
     assert hasattr(dispatch_model(net(), {"": "cpu"}, force_hooks=True), "_hf_hook")
 
 
-def test_everything_may_be_on_disk(tmp_path: Path) -> None:
-    model = dispatch_model(net(), {"": "disk"}, "cpu", offload_dir=tmp_path)
-    assert on_meta(model) == PARAMETERS
-    assert torch.equal(model(inputs()), net()(inputs()))
-
-
 def test_offloaded_modules_run_on_the_main_device() -> None:
     model = dispatch_model(net(), {"0": "cpu", "1": "cpu"}, main_device="meta", force_hooks=True)
     assert on_meta(model) >= PARAMETERS
@@ -238,32 +227,6 @@ def test_an_index_may_be_given(tmp_path: Path) -> None:
         net(), {"0": "cpu", "1": "disk"}, offload_dir=tmp_path, offload_index=index
     )
     assert torch.equal(model(inputs()), shift())
-
-
-def test_weights_without_data_come_from_the_folder(tmp_path: Path) -> None:
-    offload_state_dict(tmp_path, {n: v for n, v in zeros().items() if n.startswith("1.")})
-    model = net()
-    for name in ("scale", "linear", "norm"):
-        part = model[1].get_parameter(name) if name == "scale" else getattr(model[1], name)
-        setattr(
-            model[1], name, nn.Parameter(part.to("meta")) if name == "scale" else part.to("meta")
-        )
-    with pytest.raises(ConfigError, match=r"weights 1\.scale, .*: they have no values"):
-        dispatch_model(model, HALF, offload_dir=tmp_path / "empty")
-    dispatch_model(model, HALF, offload_dir=tmp_path, offload_buffers=True)
-    assert torch.equal(model(inputs()), shift())
-    back = dispatch_model(model_on_meta(), {"": "cpu"}, offload_dir=tmp_path)
-    assert on_meta(back) == set()
-
-
-def model_on_meta() -> nn.Module:
-    """Return `net` whose second block was offloaded to a folder by another program."""
-    model = net()
-    for name in ("1.linear.weight", "1.linear.bias"):
-        owner = model[1].linear
-        key = name.rpartition(".")[2]
-        setattr(owner, key, nn.Parameter(getattr(owner, key).to("meta")))
-    return model
 
 
 def test_buffers_of_a_map_are_offloaded_on_request(tmp_path: Path) -> None:
@@ -293,23 +256,6 @@ def test_what_a_map_lacks_is_told() -> None:
         dispatch_model(net(), HALF)
     with pytest.raises(ConfigError, match="any device for the following"):
         dispatch_model(net(), {"0": "cpu"})
-
-
-def test_tied_weights_survive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tokens = torch.tensor([[1, 2]]).reshape(2)
-    for device_map in (
-        {"embedding": "cpu", "block": "disk", "head": "cpu"},
-        {"embedding": "disk", "block": "cpu", "head": "disk"},
-        {"embedding": "cpu", "block": "cpu", "head": "disk"},
-    ):
-        torch.manual_seed(0)
-        model = Tied().eval()
-        expected = model(tokens)
-        dispatch_model(model, device_map, offload_dir=tmp_path / str(device_map["block"]))
-        assert torch.equal(model(tokens), expected)
-        if device_map["head"] == device_map["embedding"] == "cpu":
-            assert model.head.weight is model.embedding.weight
-    assert "Tied parameters are on different devices" in caplog.text
 
 
 def test_a_dispatched_model_is_not_moved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -376,81 +322,6 @@ def test_a_dispatched_model_is_compiled(tmp_path: Path) -> None:
         assert torch.equal(compiled(inputs()), net()(inputs()))
 
 
-def test_a_folder_that_another_model_takes_is_not_mixed_in(tmp_path: Path) -> None:
-    first = dispatch_model(net(), HALF, offload_dir=tmp_path)
-    equal = dispatch_model(net(), HALF, offload_dir=tmp_path)
-    for model in (first, equal):
-        assert torch.equal(model(inputs()), net()(inputs()))
-    other = net()
-    with torch.no_grad():
-        other[1].scale.mul_(2)
-    dispatch_model(other, HALF, offload_dir=tmp_path)
-    with pytest.raises(CheckpointError, match="was written or removed since the model was"):
-        first(inputs())
-
-
-def test_weights_that_are_offloaded_are_not_loaded_into(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    plain = accelerator.prepare_model(net())
-    accelerator.save_state(tmp_path / "state")
-    accelerator.free_memory()
-    model = accelerator.prepare_model(dispatch_model(net(), HALF, offload_dir=tmp_path / "off"))
-    rule = "1.scale: offloaded weights cannot be loaded into a dispatched model"
-    with pytest.raises(RuntimeError, match=rule):
-        model.load_state_dict({**plain.state_dict(), "1.scale": torch.zeros(4)})
-    model.load_state_dict(plain.state_dict())
-    accelerator.load_state(tmp_path / "state")
-    resident = {name: value for name, value in net().state_dict().items() if name[0] == "0"}
-    assert not model.load_state_dict(resident, strict=False).unexpected_keys
-    remove_hook_from_submodules(model)
-    model.load_state_dict(plain.state_dict())
-    assert torch.equal(model(inputs()), net()(inputs()))
-
-
-@pytest.mark.parametrize(
-    "device_map",
-    [
-        {"": "disk"},
-        {"block": "cpu", "": "disk"},
-        {"": "cpu", "head": "disk"},
-        {"": "cpu", "embedding": "disk"},
-        None,
-    ],
-)
-def test_ties_are_there_again_without_the_hooks(
-    device_map: dict[str, Any] | None, tmp_path: Path
-) -> None:
-    model, tokens = Tied().eval(), torch.tensor([1, 2])
-    expected = model(tokens)
-    if device_map is None:
-        cpu_offload(model, "cpu")
-    else:
-        dispatch_model(model, device_map, offload_dir=tmp_path, force_hooks=True)
-    for _ in range(2):
-        assert torch.equal(model(tokens), expected)
-    remove_hook_from_submodules(model)
-    assert model.head.weight is model.embedding.weight
-    assert torch.equal(model(tokens), expected)
-    disk_offload(model, tmp_path / "again", "cpu")
-    remove_hook_from_submodules(model)
-    assert model.head.weight is model.embedding.weight
-
-
-def test_a_dispatched_model_is_pickled_with_what_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(read_ahead, "MIN_BYTES", 1)
-    Accelerator(cpu=True).save_model(net(), tmp_path / "weights")
-    with init_empty_weights():
-        model = net()
-    model = load_checkpoint_and_dispatch(
-        model, tmp_path / "weights", device_map=HALF, offload_folder=tmp_path / "off"
-    )
-    model(inputs())
-    copied = pickle.loads(pickle.dumps(model))
-    assert torch.equal(copied(inputs()), model(inputs()))
-
-
 def test_a_dispatched_model_is_not_exported(tmp_path: Path) -> None:
     model = dispatch_model(net(), HALF, offload_dir=tmp_path)
     with pytest.raises(StateError, match=r"hooks move inputs .*remove_hook_from_submodules"):
@@ -491,47 +362,6 @@ def test_the_last_map_holds(first: dict[str, Any], second: dict[str, Any], tmp_p
         assert "to" not in vars(model)
 
 
-@pytest.mark.parametrize("second", MAPS)
-def test_weights_that_were_never_in_memory_are_found(
-    second: dict[str, Any], tmp_path: Path
-) -> None:
-    Accelerator(cpu=True).save_model(net(), tmp_path / "weights")
-    with init_empty_weights():
-        model = net()
-    load_checkpoint_and_dispatch(
-        model, tmp_path / "weights", device_map=MAPS[0], offload_folder=tmp_path / "off"
-    )
-    expected = model(inputs())
-    dispatch_model(model, second, offload_dir=tmp_path / "again")
-    assert torch.equal(model(inputs()), expected)
-
-
-@pytest.mark.parametrize(
-    "second", [{"": "cpu"}, {"": "disk"}, {"block": "disk", "": "cpu"}, {"head": "disk", "": "cpu"}]
-)
-def test_ties_survive(second: dict[str, Any], tmp_path: Path) -> None:
-    model, tokens = Tied().eval(), torch.tensor([1, 2])
-    expected = copy.deepcopy(model)(tokens)
-    dispatch_model(model, {"block": "cpu", "": "disk"}, offload_dir=tmp_path)
-    dispatch_model(model, second, offload_dir=tmp_path)
-    assert torch.equal(model(tokens), expected)
-    dispatch_model(model, {"": "cpu"})
-    assert model.head.weight is model.embedding.weight
-    assert torch.equal(model(tokens), expected)
-
-
-def test_offloading_again_undoes_the_first(tmp_path: Path) -> None:
-    once = hooks(cpu_offload(net(), "cpu"))
-    model = disk_offload(net(), tmp_path / "one", "cpu")
-    for _ in range(2):
-        cpu_offload(model, "cpu")
-        assert hooks(model) == once
-        assert torch.equal(model(inputs()), net()(inputs()))
-        disk_offload(model, tmp_path / "two", "cpu")
-        assert hooks(model) == once
-        assert torch.equal(model(inputs()), net()(inputs()))
-
-
 def test_hooks_of_others_stay(tmp_path: Path) -> None:
     class Doubling(ModelHook):
         def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
@@ -547,69 +377,9 @@ def test_hooks_of_others_stay(tmp_path: Path) -> None:
     assert isinstance(model[1]._hf_hook, Doubling)
 
 
-def test_what_was_written_in_between_is_kept(tmp_path: Path) -> None:
-    model, expected = disk_offload(net(), tmp_path, "cpu"), net()
-    set_module_tensor_to_device(model, "1.linear.bias", "cpu", value=torch.ones(4))
-    expected[1].linear.bias.data.fill_(1)
-    disk_offload(model, tmp_path, "cpu")
-    assert torch.equal(model(inputs()), expected(inputs()))
-
-
-def from_disk(model: nn.Module, folder: Path, **options: Any) -> nn.Module:
-    """Dispatch a model to disk that never had its weights in memory; `model` has their values."""
-    Accelerator(cpu=True).save_model(model, folder / "weights")
-    with init_empty_weights():
-        empty = copy.deepcopy(model).to("meta")
-    return load_checkpoint_and_dispatch(
-        empty, folder / "weights", {"": "disk"}, offload_folder=folder / "off", **options
-    )
-
-
-class Writes(nn.Embedding):
-    """An embedding whose forward pass changes its weight, as that of `max_norm` does."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 4)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.weight.data = self.weight.data / 2
-        return super().forward(tokens)
-
-
-def zeroed(model: nn.Module) -> None:
-    set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.zeros(4, 4))
-
-
 def trained(model: nn.Module) -> None:
     model.train()(torch.tensor([0, 2]))
     model.eval()
-
-
-@pytest.mark.parametrize(
-    ("layers", "edit", "x"),
-    [
-        ([nn.Linear(4, 4), nn.Linear(4, 4)], zeroed, inputs()),
-        ([nn.Embedding(3, 4), nn.BatchNorm1d(4)], trained, torch.tensor([0, 1])),
-        ([Writes()], trained, torch.tensor([0, 1])),
-    ],
-)
-@pytest.mark.parametrize("second", [{"": "cpu"}, {"": "disk"}])
-def test_what_lies_in_memory_alone_is_kept_where_hooks_are_removed(
-    layers: list[nn.Module],
-    edit: Callable[[nn.Module], None],
-    x: torch.Tensor,
-    second: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    model = from_disk(nn.Sequential(*layers).eval(), tmp_path, offload_buffers=True)
-    before = model(x).detach()
-    edit(model)
-    expected = model(x).detach()
-    assert not torch.allclose(before, expected)
-    remove_hook_from_submodules(model)
-    dispatch_model(model, second, offload_dir=tmp_path / "off")
-    assert torch.allclose(model(x), expected)  # the address of a weight decides the kernel
 
 
 DISPATCHES: list[Dispatch] = [
@@ -669,34 +439,6 @@ def test_in_two_calls(tmp_path: Path) -> None:
     assert torch.equal(model(inputs()), other()(inputs()))
 
 
-@pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu"}])
-@pytest.mark.parametrize("first", [{"": "disk"}, {"head": "disk", "": "cpu"}])
-def test_ties_are_known(first: dict[str, Any], device_map: dict[str, Any], tmp_path: Path) -> None:
-    source, model = Tied().eval(), Tied().eval()
-    model.block.shift.copy_(source.block.shift)
-    weights = saved(source, tmp_path / "weights")  # one of the names
-    dispatch_model(model, first, offload_dir=tmp_path / "one")
-    load_checkpoint_and_dispatch(
-        model, weights, device_map=device_map, offload_folder=tmp_path / "off", strict=True
-    )
-    tokens = torch.tensor([1, 2])
-    assert torch.equal(model(tokens), source(tokens))
-    found = get_state_dict_offloaded_model(model)
-    assert torch.equal(found["head.weight"], found["embedding.weight"])
-
-
-@pytest.mark.parametrize("device_map", [{"": "disk"}, {"": "cpu"}])
-def test_files_of_the_old_weights_may_be_gone(device_map: dict[str, Any], tmp_path: Path) -> None:
-    model = disk_offload(net(), tmp_path / "one", "cpu")
-    for file in (tmp_path / "one").iterdir():
-        file.unlink()
-    weights = saved(other(), tmp_path / "weights")
-    load_checkpoint_and_dispatch(
-        model, weights, device_map=device_map, offload_folder=tmp_path / "off", strict=True
-    )
-    assert torch.equal(model(inputs()), other()(inputs()))
-
-
 def test_weights_of_others_stay_as_they_are(tmp_path: Path) -> None:
     mine = {name: value.clone() for name, value in net().state_dict().items()}
     model = cpu_offload(net(), "cpu", state_dict=mine)
@@ -704,19 +446,6 @@ def test_weights_of_others_stay_as_they_are(tmp_path: Path) -> None:
     load_checkpoint_and_dispatch(model, weights, device_map={"": "cpu"}, strict=True)
     assert torch.equal(model(inputs()), other()(inputs()))
     assert all(torch.equal(mine[name], value) for name, value in net().state_dict().items())
-
-
-@pytest.mark.filterwarnings("ignore:load_checkpoint_in_model")
-def test_what_the_checkpoint_lacks_is_kept(tmp_path: Path) -> None:
-    model = disk_offload(net(), tmp_path / "one", "cpu")
-    save_file({"0.scale": torch.ones(4)}, tmp_path / "some.safetensors")
-    load_checkpoint_and_dispatch(
-        model, tmp_path / "some.safetensors", {"": "disk"}, offload_folder=tmp_path / "off"
-    )
-    expected = net()
-    expected[0].scale.data.fill_(1)
-    assert torch.equal(model(inputs()), expected(inputs()))
-    assert "0.scale" in json.loads((tmp_path / "off" / "index.json").read_text())
 
 
 def test_what_is_refused_leaves_the_model_dispatched(tmp_path: Path) -> None:
@@ -729,15 +458,3 @@ def test_what_is_refused_leaves_the_model_dispatched(tmp_path: Path) -> None:
         load_checkpoint_and_dispatch(model, tmp_path / "wrong.safetensors", "automatic")
     assert model._hf_hook is before
     assert torch.equal(model(inputs()), net()(inputs()))
-
-
-def test_hooks_of_others_stay_where_weights_are_loaded(tmp_path: Path) -> None:
-    class Doubling(ModelHook):
-        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-            return output * 2
-
-    model = disk_offload(net(), tmp_path / "one", "cpu")
-    add_hook_to_module(model[1], Doubling(), append=True)
-    weights = saved(other(), tmp_path / "weights")
-    load_checkpoint_and_dispatch(model, weights, {"": "disk"}, offload_folder=tmp_path / "off")
-    assert torch.equal(model(inputs()), other()(inputs()) * 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-from accel import Accelerator, PartialState, load_checkpoint_in_model
+from accel import PartialState, load_checkpoint_in_model
 from accel.machine.errors import CheckpointError
 from accel.utils import merge_fsdp_weights
-from accel.weights import files
 from tests.accel.checkpoint.test_serialization import Evil
 from tests.accel.weights.test_load import fails, net, same, saved
 from tests.helpers import run_distributed
@@ -72,37 +70,6 @@ def test_files_that_are_broken_or_would_run_code(
     (tmp_path / "model.safetensors").write_bytes(whole[:-8])
     message = fails(load_checkpoint_in_model, net(), tmp_path)
     assert "no complete safetensors file" in message
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_of_the_files_one_at_a_time_is_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool
-) -> None:
-    model = saved(tmp_path, safe=safe, max_shard_size=60)
-    held: list[weakref.ref[torch.Tensor]] = []
-    paths = []
-    name = "read_tensors" if safe else "load_plain"
-    read = getattr(files, name)
-
-    def watched(path: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
-        if kwargs.get("map_location") == "meta":  # it looks at the shapes
-            return read(path, **kwargs)
-        assert [one for one in held if one() is not None] == [], path
-        paths.append(path)
-        found = dict(read(path, **kwargs))
-        held.extend(weakref.ref(tensor) for tensor in found.values())
-        return found
-
-    monkeypatch.setattr(files, name, watched)
-    fresh = net().to("meta")
-    load_checkpoint_in_model(fresh, tmp_path)
-    assert len(paths) == len(set(paths)) > 2
-    assert same(fresh, model)
-
-
-def test_an_index_without_weights_has_no_parts(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    assert list(files.find(tmp_path).parts()) == []
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -167,13 +134,3 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         merge_fsdp_weights(tmp_path / "none", tmp_path)
     with pytest.raises(CheckpointError, match=r"it holds no model\.safetensors"):
         merge_fsdp_weights(tmp_path, tmp_path)
-
-
-def test_shards_that_a_state_no_longer_holds_are_not_merged(tmp_path: Path) -> None:
-    run_distributed(save_sharded, 2, str(tmp_path / "pytorch_model_fsdp_0"), "model")
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(torch.nn.Linear(2, 2))
-    accelerator.save_state(tmp_path)
-    merge_fsdp_weights(tmp_path, tmp_path / "merged")
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    assert all(torch.equal(merged[name], value) for name, value in model.state_dict().items())

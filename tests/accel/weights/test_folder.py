@@ -122,19 +122,6 @@ def test_a_part_of_a_mapping() -> None:
     assert extract_submodules_state_dict(state, ["a", "d"]) == {"a.b": 1, "d": 3, "d.e": 4}
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(b"")
-    state = {"a": torch.ones(1)}
-    for folder in (file, file / "below"):
-        with pytest.raises(CheckpointError, match=r"file.*can be written.*Pass another folder"):
-            offload_state_dict(folder, state)
-    with pytest.raises(CheckpointError, match=r"a\.dat.*can be written"):
-        offload_weight(state["a"], "a", file)
-    with pytest.raises(CheckpointError, match=r"index\.json.*can be written"):
-        save_offload_index({"a": {"dtype": "float32", "shape": [1]}}, file)
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a device of Linux")
 def test_a_disk_without_room_is_told(tmp_path: Path) -> None:
     (tmp_path / f"a.dat.{os.getpid()}.part").symlink_to("/dev/full")
@@ -152,29 +139,3 @@ def test_a_broken_index_is_named(tmp_path: Path, text: bytes) -> None:
     ):
         with pytest.raises(CheckpointError, match=r"index\.json.*JSON object.*Remove the file"):
             call()
-
-
-def test_names_may_contain_slashes(tmp_path: Path) -> None:
-    offload_state_dict(tmp_path, {"a/b.weight": torch.ones(2)})
-    assert OffloadedWeightsLoader(save_folder=tmp_path)["a/b.weight"].tolist() == [1, 1]
-
-
-def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    offload_state_dict("off", {"a": torch.ones(2)})
-    save_file({"b": torch.zeros(2)}, "file.safetensors")
-    index = {"b": {"safetensors_file": "file.safetensors"}}
-    raw = {"a": {"dtype": "float32", "shape": [2]}}
-    loaders = [
-        OffloadedWeightsLoader(save_folder="off"),
-        OffloadedWeightsLoader(save_folder="off", index={**raw, **index}),
-        OffloadedWeightsLoader(index=index),
-    ]
-    monkeypatch.chdir("off")
-    loaders.append(OffloadedWeightsLoader(index=raw))
-    pickled = pickle.dumps(loaders)
-    monkeypatch.chdir("/")
-    for weights in (*loaders, *pickle.loads(pickled)):
-        for name in weights:
-            assert weights[name].tolist() == ([1, 1] if name == "a" else [0, 0])
-    assert index == {"b": {"safetensors_file": "file.safetensors"}}

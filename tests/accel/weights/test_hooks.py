@@ -18,7 +18,6 @@ from accel.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accel.utils import set_module_tensor_to_device
 
 
 class Recording(ModelHook):
@@ -171,46 +170,8 @@ def test_hooks_of_submodules_are_removed() -> None:
         assert not any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
-def test_a_traced_module_is_hooked() -> None:
-    module = torch.fx.symbolic_trace(Sum())
-    add_hook_to_module(module, Recording("a", add=1.0))
-    assert run(module) == 10.0
-    remove_hook_from_module(module)
-    assert run(module) == 3.0
-
-
 def test_a_state_dict_does_not_show_hooks() -> None:
     module = Sum()
     add_hook_to_module(module, Recording("a"))
     assert list(module.state_dict()) == ["weight"]
     assert list(module.modules()) == [module]
-
-
-class Duck:
-    """A hook of the documented methods, and of no class of ours."""
-
-    no_grad = False
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        return module
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        return output
-
-    detach_hook = init_hook
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_hook_of_the_documented_methods_hides_no_error(others: int) -> None:
-    module = nn.Linear(4, 4)
-    hook: Any = Duck()
-    add_hook_to_module(module, SequentialHook(hook, ModelHook()) if others else hook)
-    with pytest.raises(TypeError, match=r"linear\(\)"):
-        module("a")
-    meta = nn.Parameter(torch.empty(4, device="meta"))
-    module.bias = meta
-    set_module_tensor_to_device(module, "bias", "cpu", value=torch.ones(4))
-    assert torch.equal(module.bias, torch.ones(4))

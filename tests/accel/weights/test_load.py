@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
 import sys
 from collections.abc import Callable
@@ -18,17 +17,15 @@ from accel import (
     Accelerator,
     cpu_offload,
     dispatch_model,
-    infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
 from accel.checkpoint import serialization
 from accel.checkpoint.export import export_model
-from accel.hooks import remove_hook_from_submodules
-from accel.machine.errors import CheckpointError, ConfigError, NotBuiltError, StateError
+from accel.machine.errors import CheckpointError, ConfigError, NotBuiltError
 from accel.utils import OffloadedWeightsLoader, load_state_dict, set_module_tensor_to_device
-from tests.accel.weights.models import Direct, Tied, hook_of, inputs, on_meta
+from tests.accel.weights.models import Direct, hook_of, inputs, on_meta
 from tests.benchmarks import bench_large
 
 BIG = {"cpu": 10**9}
@@ -63,13 +60,6 @@ def test_a_checkpoint_is_loaded_and_spread(folder: Path, tmp_path: Path) -> None
     assert list((tmp_path / "off").iterdir()) == [tmp_path / "off" / "index.json"]
     assert torch.equal(model(inputs()), plain()(inputs()))
     assert model.hf_device_map == HALF
-
-
-def test_without_a_map_weights_are_loaded_alone(folder: Path) -> None:
-    model = load(folder)
-    assert on_meta(model) == set()
-    assert not hasattr(model, "hf_device_map")
-    assert torch.equal(model(inputs()), plain()(inputs()))
 
 
 @pytest.mark.parametrize("word", ["auto", "balanced", "balanced_low_0", "sequential"])
@@ -151,18 +141,6 @@ def test_options_of_several_processes_are_handed_on(
     assert (given["full_state_dict"], given["broadcast_from_rank0"]) == (False, True)
 
 
-def test_tied_weights_are_loaded_once(tmp_path: Path) -> None:
-    model = Tied().eval()
-    export_model(model.state_dict(), tmp_path / "tied")
-    tokens = torch.tensor([3, 1])
-    for where in ({"": "cpu"}, {"embedding": "disk", "block": "cpu", "head": "disk"}):
-        with init_empty_weights():
-            other = Tied().eval()
-        load(tmp_path / "tied", other, device_map=where, offload_folder=tmp_path / "off")
-        other.block.shift = model.block.shift
-        assert torch.equal(other(tokens), model(tokens))
-
-
 # -- one file ------------------------------------------------------------------------------
 
 
@@ -199,18 +177,6 @@ def test_a_checkpoint_that_is_written_again_is_not_mixed_in(folder: Path, tmp_pa
         model(inputs())
 
 
-@pytest.mark.filterwarnings("ignore:load_checkpoint_in_model")
-def test_a_used_folder_fills_in_no_weight_of_another_checkpoint(
-    folder: Path, tmp_path: Path
-) -> None:
-    load(folder, device_map=HALF, offload_folder=tmp_path / "off")
-    state = doubled().state_dict()
-    del state["2.bias"]
-    export_model(state, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"weights 2\.bias: they have no values"):
-        load(tmp_path / "other", device_map=HALF, offload_folder=tmp_path / "off")
-
-
 @pytest.mark.parametrize(
     "device_map",
     [{"": "disk"}, {"": "cpu"}, {"2": "cpu", "": "disk"}, {"0": "disk", "": "cpu"}],
@@ -242,43 +208,6 @@ def test_a_model_without_values_is_not_offloaded() -> None:
     assert torch.equal(cpu_offload(model, "cpu", state_dict=state)(inputs()), plain()(inputs()))
 
 
-def test_what_is_on_disk_is_saved_without_hooks_alone(folder: Path, tmp_path: Path) -> None:
-    model = load(folder, device_map=HALF, offload_folder=tmp_path / "off")
-    assert on_meta(model) == {"2.weight", "2.bias"}
-    with pytest.raises(StateError, match=r"offloaded weight .* without their values"):
-        torch.save(model.state_dict(), tmp_path / "lost.pt")
-    with pytest.raises(StateError, match=r"Remove its hooks with accel.hooks.remove_hook_from_sub"):
-        model.cpu()
-    remove_hook_from_submodules(model)  # the remedy
-    assert on_meta(model) == set()
-    assert model.cpu() is model
-    torch.save(model.state_dict(), tmp_path / "full.pt")
-    assert torch.equal(model(inputs()), plain()(inputs()))
-
-
-def test_hooks_may_be_removed_and_attached_again(folder: Path, tmp_path: Path) -> None:
-    model = load(folder, device_map=HALF, offload_folder=tmp_path / "off")
-    for _ in range(2):
-        remove_hook_from_submodules(model)
-        dispatch_model(model, HALF, offload_dir=tmp_path / "off")
-        assert torch.equal(model(inputs()), plain()(inputs()))
-    remove_hook_from_submodules(model)
-    assert {type(weight) for weight in model.parameters()} == {nn.Parameter}
-    assert torch.equal(model(inputs()), plain()(inputs()))
-
-
-def test_an_inferred_map_may_name_a_buffer_that_no_checkpoint_has(tmp_path: Path) -> None:
-    model = Tied().eval()
-    export_model(model.state_dict(), tmp_path / "weights")
-    loaded = copy.deepcopy(model)
-    nn.init.zeros_(loaded.block.linear.weight)
-    device_map = infer_auto_device_map(loaded, {"cpu": 200})
-    assert device_map["block.shift"] == "disk"
-    load(tmp_path / "weights", loaded, device_map=device_map, offload_folder=tmp_path / "off")
-    tokens = torch.tensor([1, 2])
-    assert torch.equal(loaded(tokens), model(tokens))
-
-
 LAYOUTS = {
     "file": ("model.safetensors", {}),
     "folder": ("", {}),
@@ -301,21 +230,6 @@ class TiedNet(nn.Module):
         self.embedding = nn.Embedding(5, 3, **kwargs)
         self.head = nn.Linear(3, 5, bias=False, **kwargs)
         self.head.weight = self.embedding.weight
-
-
-class Counting(nn.Module):
-    """A module whose state holds a value that is no tensor."""
-
-    def __init__(self, seen: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2))
-        self.seen = seen
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
 
 
 def saved(folder: Path, **kwargs: Any) -> nn.Sequential:
@@ -422,14 +336,6 @@ def test_tied_weights_stay_tied(tmp_path: Path, device: str) -> None:
     load_checkpoint_in_model(again, tmp_path / "one.bin", strict=True)
     assert again.head.weight is again.embedding.weight
     assert torch.equal(again.embedding.weight, torch.ones(5, 3))
-
-
-def test_values_that_are_no_tensors_are_loaded(tmp_path: Path) -> None:
-    model, fresh = Counting(7), Counting(0)
-    export_model(model.state_dict(), tmp_path, safe=False)
-    load_checkpoint_in_model(fresh, tmp_path, strict=True)
-    assert fresh.seen == 7
-    assert torch.equal(fresh.weight, model.weight)
 
 
 # -- device and dtype ----------------------------------------------------------------------
@@ -554,42 +460,7 @@ def test_what_offloading_needs_is_asked_for() -> None:
     )
 
 
-def test_a_folder_for_offloading_alone_does_no_harm(tmp_path: Path) -> None:
-    model, fresh = saved(tmp_path), net()
-    load_checkpoint_in_model(fresh, tmp_path, offload_folder="x", offload_buffers=True)
-    assert same(fresh, model)
-
-
 DISK = {"0": "cpu", "1": "disk", "2": "disk"}
-
-
-@pytest.mark.parametrize("layout", ["folder", "shards", "legacy folder"])
-def test_what_is_in_memory_beside_weights_on_disk_keeps_its_identity(
-    tmp_path: Path, layout: str
-) -> None:
-    """Torch notes in the versions of modules that weights on meta were assigned."""
-    place, how = LAYOUTS[layout]
-    saved_model = saved(tmp_path, **how)
-    with torch.device("meta"):
-        model = net()
-    model[1] = nn.BatchNorm1d(4)
-    model[1].weight = nn.Parameter(torch.empty(4, device="meta"))
-    before = {name: tensor for name, tensor in model[1].state_dict(keep_vars=True).items()}
-    load_checkpoint_in_model(
-        model,
-        tmp_path / place,
-        device_map={"0": "disk", "1": "cpu", "2": "cpu"},
-        offload_folder=tmp_path / "offload",
-        dtype=torch.bfloat16,
-    )
-    for name in ("bias", "running_mean", "running_var", "num_batches_tracked"):
-        found = getattr(model[1], name)
-        assert found is before[name]
-        wanted = saved_model[1].state_dict()[name]
-        assert torch.equal(
-            found, wanted.to(torch.bfloat16) if wanted.is_floating_point() else wanted
-        )
-        assert found.dtype == (torch.bfloat16 if wanted.is_floating_point() else torch.int64)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -616,22 +487,6 @@ def test_buffers_are_offloaded_on_request_in_memory(tmp_path: Path) -> None:
     weights = OffloadedWeightsLoader(save_folder=tmp_path / "off")
     assert torch.equal(weights["1.running_mean"], model[1].running_mean.bfloat16())
     assert fresh[0].weight.dtype == torch.bfloat16
-
-
-def test_tied_weights_on_disk_are_there_under_each_name(tmp_path: Path) -> None:
-    model, fresh = TiedNet(), TiedNet(device="meta")
-    torch.save({"head.weight": model.head.weight.detach()}, tmp_path / "one.bin")
-    load_checkpoint_in_model(fresh, tmp_path / "one.bin", {"": "disk"}, tmp_path)
-    weights = OffloadedWeightsLoader(save_folder=tmp_path)
-    assert all(
-        torch.equal(weights[name], model.head.weight)
-        for name in ("head.weight", "embedding.weight")
-    )
-    half = TiedNet(device="meta")
-    where = {"embedding": "cpu", "head": "disk"}
-    load_checkpoint_in_model(half, tmp_path / "one.bin", where, tmp_path / "off")
-    assert torch.equal(half.embedding.weight, model.embedding.weight)
-    assert half.head.weight is half.embedding.weight
 
 
 BLOCKS = 12
@@ -711,20 +566,3 @@ def test_modules_kept_in_fp32_take_and_return_16_bits(
     plain = Model()
     load_checkpoint_in_model(plain, fp32_folder)
     torch.testing.assert_close(found.float(), plain(TOKENS), atol=0.05, rtol=0.05)
-
-
-def test_a_second_load_converts_once(fp32_folder: Path) -> None:
-    model = Model()
-    for _ in range(2):
-        load_checkpoint_in_model(
-            model, fp32_folder, dtype=torch.bfloat16, keep_in_fp32_modules=["head"]
-        )
-    assert len(model.head._forward_hooks) == len(model.head._forward_pre_hooks) == 1
-    assert not model.norm._forward_hooks
-
-
-def test_in_fp32_nothing_is_converted(fp32_folder: Path) -> None:
-    model = Model()
-    load_checkpoint_in_model(model, fp32_folder, keep_in_fp32_modules=["head"])
-    load_checkpoint_in_model(model, fp32_folder, dtype="float32", keep_in_fp32_modules=["head"])
-    assert not model.head._forward_hooks

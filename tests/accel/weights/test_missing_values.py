@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from accel import (
@@ -23,9 +20,9 @@ from accel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from accel.hooks import remove_hook_from_submodules
 from accel.machine.errors import ConfigError, StateError
-from accel.utils import align_module_device, offload_state_dict
+from accel.utils import offload_state_dict
 from tests.accel.weights.models import Dispatch, inputs, net
 
 DISPATCHES: list[Dispatch] = [
@@ -116,28 +113,6 @@ def test_the_values_go_where_the_weights_go(
         remove_hook_from_submodules(model)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-@pytest.mark.parametrize("written", [False, True])
-@pytest.mark.parametrize("offload_buffers", [False, True])
-def test_copies_have_them_too(
-    copied: Callable[[nn.Module], nn.Module], written: bool, offload_buffers: bool, tmp_path: Path
-) -> None:
-    model = copied(left(tmp_path, written, offload_buffers=offload_buffers))
-    assert is_like(model, layers())
-    disk_offload(model, tmp_path / "other", "cpu")
-    assert is_like(model, layers())
-
-
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_a_folder_may_be_written_by_another_model(dispatch: Dispatch, tmp_path: Path) -> None:
-    model, other = left(tmp_path, written=True), layers()
-    nn.init.ones_(other[0][0].weight)
-    disk_offload(copy.deepcopy(other), tmp_path / "off", "cpu")
-    save_file(other.state_dict(), tmp_path / "weights" / "model.safetensors")
-    dispatch(model, tmp_path / "off")
-    assert is_like(model, layers())
-
-
 # -- before the first dispatch, and without their files ------------------------------------
 
 
@@ -176,36 +151,6 @@ def test_files_that_another_model_wrote_before_the_first_dispatch_are_refused(
     )
     dispatch(model, tmp_path / "off")
     assert is_like(model, layers())
-
-
-def test_an_index_that_is_given_has_the_present_names(tmp_path: Path) -> None:
-    model, expected = loaded(tmp_path), layers()
-    del model[1], expected[1]
-    file = str(tmp_path / "weights" / "model.safetensors")
-    index = {
-        name: {"safetensors_file": file, "weight_name": name.replace("1.", "2.", 1)}
-        if name.startswith("1.")
-        else {"safetensors_file": file}
-        for name in expected.state_dict()
-    }
-    for place in ("cpu", "disk"):
-        dispatched = dispatch_model(copy.deepcopy(model), {"": place}, "cpu", offload_index=index)
-        assert is_like(dispatched, expected)
-
-
-def test_tied_weights_that_were_loaded_to_the_disk_are_dispatched(tmp_path: Path) -> None:
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    model[1].weight = model[0].weight
-    expected = copy.deepcopy(model)
-    for safe in (True, False):
-        folder, off = tmp_path / f"weights-{safe}", tmp_path / f"off-{safe}"
-        Accelerator(cpu=True).save_model(model, folder, safe_serialization=safe)
-        empty = copy.deepcopy(model).to("meta")
-        load_checkpoint_in_model(empty, folder, {"": "disk"}, offload_folder=off)
-        for place in ("disk", "cpu"):
-            found: Any = dispatch_model(copy.deepcopy(empty), {"": place}, "cpu", offload_dir=off)
-            assert is_like(found[0], expected[0])
-            assert is_like(found[1], expected[1])
 
 
 def test_without_their_files_they_are_left_without_values(
@@ -279,34 +224,3 @@ def test_an_adapter_without_values_is_refused(kind: str, before: bool, tmp_path:
     model[1].linear.added.requires_grad_(False).weight.zero_()
     model[1].linear.added.bias.zero_()
     assert torch.equal(model(inputs()), net()(inputs()))
-
-
-def test_weights_that_hooks_around_have_are_none(tmp_path: Path) -> None:
-    model = cpu_offload(net(), "cpu", offload_buffers=True, preload_module_classes=["Block"])
-    assert torch.equal(model(inputs()), net()(inputs()))
-    model[1].linear = Adapter(model[1].linear)
-    with pytest.raises(StateError, match="added"):
-        model(inputs())
-
-
-def test_hooks_of_others_may_have_values() -> None:
-    class Fills(ModelHook):
-        def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> object:  # type: ignore[override]
-            module.weight = nn.Parameter(torch.eye(4))
-            return args, kwargs
-
-    model = dispatch_model(net(), {"": "cpu"}, force_hooks=True)
-    added = nn.Linear(4, 4, bias=False, device="meta")
-    add_hook_to_module(added, Fills())
-    model.append(added)
-    assert torch.equal(model(inputs()), net()(inputs()))
-
-
-def test_weights_that_are_loaded_by_hand_are_not_looked_through(tmp_path: Path) -> None:
-    """As to fill adapters: peft loads the weights of a module without a forward pass."""
-    model = disk_offload(net()[0], tmp_path, "cpu")
-    model.linear = Adapter(model.linear)
-    with align_module_device(model):
-        assert not model.get_parameter("scale").is_meta
-    with pytest.raises(StateError, match="added"):
-        model(inputs())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -164,55 +163,7 @@ def test_a_copy_loads_its_own_weights(copied: Any) -> None:
     assert on_meta(other) == {"weight", "bias"}
 
 
-def test_a_hook_shows_its_options() -> None:
-    hook = AlignDevicesHook("cpu", offload=True, skip_keys="x")
-    assert "execution_device=cpu, offload=True" in repr(hook)
-    with pytest.raises(StateError, match="not attached"):
-        hook.weight("x")
-
-
 # -- one weight under several names --------------------------------------------------------
-
-
-class Twice(nn.Module):
-    """A module that has one weight under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.rand(4, 4))
-        self.second = self.first
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.second is self.first
-        return x @ self.first @ self.second
-
-
-@pytest.mark.parametrize("loaded", [True, False])
-def test_a_weight_is_loaded_under_all_its_names(loaded: bool) -> None:
-    plain = Twice()
-    with torch.device("meta"):
-        module = copy.deepcopy(plain) if loaded else Twice()
-    weights = {"first": plain.first.detach()}
-    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=weights))
-    for _ in range(2):
-        assert module.second.is_meta
-        assert torch.equal(module(inputs()), plain(inputs()))
-    state = get_state_dict_offloaded_model(module)
-    assert torch.equal(state["first"], plain.first)
-    assert torch.equal(state["second"], plain.first)
-    remove_hook_from_module(module)
-    assert module.second is module.first
-    assert torch.equal(module.first, plain.first)
-
-
-def test_buffers_have_several_names_too() -> None:
-    plain = nn.Module()
-    plain.register_buffer("first", torch.rand(4))
-    plain.register_buffer("second", plain.get_buffer("first"))
-    module = copy.deepcopy(plain)
-    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, offload_buffers=True))
-    module.get_submodule("")._hf_hook.pre_forward(module)  # type: ignore[operator, union-attr]
-    assert torch.equal(module.get_buffer("second"), plain.get_buffer("first"))
 
 
 Offload = Callable[[nn.Module, Path], nn.Module]
@@ -229,24 +180,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(600, 600) for _ in range(6)]).requires_grad_(False)
 
 
-class Waiting(nn.Module):
-    """Waits within its forward pass, for others to begin theirs."""
-
-    def __init__(self, parties: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.barrier = threading.Barrier(parties, timeout=30)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.barrier.wait()
-        out = x * self.weight
-        if x[0] == 0:  # the first to leave
-            self.barrier.wait()
-            return out
-        self.barrier.wait()
-        return out + self.weight
-
-
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_threads_compute_what_one_does(offload: Offload, tmp_path: Path) -> None:
     plain = layers()
@@ -261,15 +194,6 @@ def test_threads_compute_what_one_does(offload: Offload, tmp_path: Path) -> None
         for results in threads.map(run, range(3)):
             assert all(torch.equal(result, expected) for result in results)
     assert all(parameter.is_meta for parameter in model[1:].parameters())
-
-
-def test_weights_stay_until_the_last_thread_has_used_them() -> None:
-    model = cpu_offload(Waiting(2), "cpu")
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(model, (torch.zeros(3), torch.ones(3)))
-    assert torch.equal(first, torch.zeros(3))
-    assert torch.equal(second, torch.full((3,), 2.0))
-    assert on_meta(model) == {"weight"}
 
 
 def test_a_failed_forward_pass_leaves_nothing_loaded(
@@ -364,53 +288,3 @@ def test_an_offloaded_weight_in_the_place_of_another_is_refused(
     ):
         with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
             use()
-
-
-@offloads
-def test_the_data_of_another_weight_is_refused_at_once(offload: Dispatch, tmp_path: Path) -> None:
-    model = two(offload, tmp_path)
-    first, second = model[0].weight, model[1].weight
-    for value in (second.data, second, second.detach(), first.data.t(), first.data[:, :4]):
-        with pytest.raises(StateError, match=r"the data of a tensor \[4, 4\] is set to an offl"):
-            first.data = value
-    remove_hook_from_submodules(model)
-
-
-@offloads
-def test_weights_are_not_saved_without_their_values(offload: Dispatch, tmp_path: Path) -> None:
-    model, accelerator = two(offload, tmp_path), Accelerator(cpu=True)
-    for value in (dict(model.named_parameters()), [*model.parameters()], model.state_dict()):
-        with pytest.raises(StateError, match="has their shapes without their values"):
-            accelerator.save(value, tmp_path / "weights.pt")
-    remove_hook_from_submodules(model)
-    accelerator.save(dict(model.named_parameters()), tmp_path / "weights.pt")
-    found = torch.load(tmp_path / "weights.pt")["0.weight"]
-    assert torch.equal(found, model[0].weight)
-
-
-@offloads
-@pytest.mark.parametrize("assigned", [0, 1])
-def test_a_value_that_is_assigned_to_a_tied_weight_is_its_alone(
-    offload: Dispatch, assigned: int, tmp_path: Path
-) -> None:
-    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    tied[1].weight = tied[0].weight
-    value, x = tied[0].weight.detach().clone(), torch.ones(1, 4)
-    model: Any = offload(tied, tmp_path)
-    model[assigned].weight = nn.Parameter(torch.ones(4, 4))
-    assert torch.allclose(model[1 - assigned](x), x @ value.T)
-    state = get_state_dict_offloaded_model(model)
-    remove_hook_from_submodules(model)
-    for number, expected in ((assigned, torch.ones(4, 4)), (1 - assigned, value)):
-        assert torch.equal(state[f"{number}.weight"], expected)
-        assert torch.equal(model[number].weight, expected)
-
-
-@offloads
-def test_a_refused_removal_changes_nothing(offload: Dispatch, tmp_path: Path) -> None:
-    model: Any = offload(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), tmp_path)
-    model[1].weight = model[2].weight
-    with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
-        remove_hook_from_submodules(model)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert all(hasattr(layer, "_hf_hook") for layer in model)

@@ -21,16 +21,13 @@ from torch.nn import functional
 from accel import Accelerator, cpu_offload, disk_offload, dispatch_model, load_checkpoint_in_model
 from accel.hooks import (
     AlignDevicesHook,
-    ModelHook,
     add_hook_to_module,
-    remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accel.machine.errors import CheckpointError, StateError
-from accel.utils import align_module_device, offload_state_dict, set_module_tensor_to_device
+from accel.machine.errors import StateError
+from accel.utils import align_module_device, set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
 from accel.weights import read_ahead
-from accel.weights.offloaded_tensors import OffloadedWeight
 from tests.accel.weights.models import Tied, inputs, net
 
 HALF = {"0": "cpu", "1": "disk"}
@@ -55,27 +52,6 @@ def test_a_state_dict_is_not_saved_without_its_values(offload: Any, tmp_path: Pa
         safetensors.torch.save_file(model.state_dict(), tmp_path / "lost.safetensors")
     with pytest.raises(StateError, match=RULE):
         {name: value.cpu() for name, value in model.state_dict().items()}
-
-
-def test_the_remedy_of_a_file_of_safetensors_saves_the_values(tmp_path: Path) -> None:
-    accelerator, model = Accelerator(cpu=True), cpu_offload(net(), "cpu")
-    rule = r"\(meta\): .*offloaded weights .*save_model\(model"
-    with pytest.raises(CheckpointError, match=rule) as caught:
-        accelerator.save(model.state_dict(), tmp_path / "lost", safe_serialization=True)
-    assert "safe_serialization=False" not in str(caught.value)
-
-
-def test_an_offloaded_buffer_is_not_saved_without_its_values() -> None:
-    model = cpu_offload(nn.BatchNorm1d(4), "cpu", offload_buffers=True)
-    with pytest.raises(StateError, match=RULE):
-        torch.save(model.state_dict()["running_mean"], io.BytesIO())
-
-
-def test_no_name_of_a_tied_weight_is_saved_without_its_values() -> None:
-    model = cpu_offload(Tied(), "cpu")
-    for name in ("embedding.weight", "head.weight"):
-        with pytest.raises(StateError, match=RULE):
-            pickle.dumps(model.state_dict()[name])
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -115,13 +91,6 @@ def test_a_state_dict_is_looked_at_and_loaded_again(offload: Any, tmp_path: Path
             use(state["1.linear.weight"])
     remove_hook_from_submodules(model)
     torch.save(model.state_dict(), tmp_path / "full.pt")
-
-
-def test_a_weight_on_a_device_is_saved(tmp_path: Path) -> None:
-    model = dispatch_model(net(), HALF, offload_dir=tmp_path)
-    resident = {name: value for name, value in model.state_dict().items() if name[0] == "0"}
-    torch.save(resident, tmp_path / "resident.pt")
-    assert type(resident["0.scale"]) is torch.Tensor
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
@@ -195,18 +164,6 @@ def test_a_view_is_not_computed_with(use: Use, context: type) -> None:
         cpu_offload(Reader(use), "cpu", preload_module_classes=["Reader"])(torch.ones(2, 4))
 
 
-def test_detached_views_are_not_computed_with() -> None:
-    model = cpu_offload(Reader(lambda x, w: x @ w.detach()[:, :4].T), "cpu")
-    with pytest.raises(StateError, match="an offloaded weight"):
-        model(torch.ones(2, 4))
-
-
-def test_parameters_are_not_gathered_in_a_vector() -> None:
-    model = cpu_offload(nn.Linear(4, 4), "cpu")
-    with pytest.raises(StateError, match=UNUSED_RULE):
-        nn.utils.parameters_to_vector(model.parameters())
-
-
 def test_shapes_and_new_tensors_need_no_values() -> None:
     weight = cpu_offload(nn.Linear(4, 3), "cpu").weight
     assert weight.T.shape == (4, 3)
@@ -256,64 +213,6 @@ def test_a_write_to_a_weight_is_refused(
         assert torch.equal(model(torch.ones(2, 4)), before)
 
 
-READS: list[Use] = [
-    lambda x, w: x.add_(w[0]),
-    lambda x, w: x.__imul__(w[0]),
-    lambda x, w: x.addmm_(x, w),
-    lambda x, w: x.fill_(w[0, 0]),
-    lambda x, w: x.__setitem__(0, w[0]),
-    lambda x, w: x.__setitem__(x > 0, w[0, 0]),
-    lambda x, w: torch.mm(x, w, out=torch.zeros(2, 4)),
-    lambda x, w: torch.mm(x, w.T, out=torch.zeros(2, 4)),
-    lambda x, w: torch._foreach_add_([x], [w[:2]]),
-    lambda x, w: x.mul_(0.9).add_(w[:2], alpha=0.1),
-]
-
-
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_a_weight_is_not_added_in_place(read: Use, context: type) -> None:
-    weight = cpu_offload(nn.Linear(4, 4), "cpu").weight
-    with context(), pytest.raises(StateError, match=UNUSED_RULE):
-        read(torch.ones(2, 4), weight)
-
-
-def test_another_offloaded_weight_in_its_place_is_refused() -> None:
-    model = cpu_offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "cpu")
-    x = torch.ones(2, 4)
-    first, second = model[0], model[1]
-    with pytest.raises(StateError, match=r"weight, bias of Linear: offloaded tensors were"):
-        torch.func.functional_call(first, dict(second.named_parameters()), (x,))
-    expected = model(x)
-    first.weight, second.weight = second.weight, first.weight
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
-            one(x)
-    first.weight, second.weight = second.weight, first.weight
-    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(one(x), expected)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_of_a_weight_is_guarded(
-    copied: Callable[[nn.Module], nn.Module], tmp_path: Path
-) -> None:
-    model = disk_offload(nn.Linear(4, 4), tmp_path, "cpu").requires_grad_(False)
-    x, again = torch.ones(2, 4), copied(model)
-    weight = again.get_parameter("weight")
-    assert type(weight) is OffloadedWeight
-    assert not weight.requires_grad
-    with pytest.raises(StateError, match=UNUSED_RULE):
-        x @ weight.T
-    assert torch.equal(again(x), model(x))
-
-
-def test_the_data_of_weights_is_not_saved_without_its_values() -> None:
-    model = cpu_offload(nn.Linear(4, 4), "cpu")
-    with pytest.raises(StateError, match=r"without their values.*save_model"):
-        torch.save({name: one.data for name, one in model.named_parameters()}, io.BytesIO())
-
-
 def test_a_frozen_weight_may_be_in_an_optimizer() -> None:
     model = nn.Sequential(
         cpu_offload(nn.Linear(4, 4), "cpu").requires_grad_(False), nn.Linear(4, 1)
@@ -322,39 +221,6 @@ def test_a_frozen_weight_may_be_in_an_optimizer() -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     assert len(optimizer.state_dict()["state"]) == 2
-
-
-class Scaled(nn.Module):
-    """Counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.full((4,), 3.0))
-        self.scale: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.scale.add_(1)
-        return x * self.scale
-
-
-def test_offloaded_buffers_are_not_computed_with() -> None:
-    model: Any = cpu_offload(Scaled(), "cpu", offload_buffers=True)
-    x = torch.ones(2, 4)
-    uses = [lambda: x * model.scale, lambda: x[:, :2] * model.scale[:2], lambda: x @ model.scale]
-    for use in uses:
-        with pytest.raises(StateError, match=r"an offloaded weight \[\d\] is used while"):
-            use()
-    with pytest.raises(StateError, match="without their values"):
-        torch.save(model.state_dict(), io.BytesIO())
-    copies: list[Any] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for one in (model, *copies):
-        assert torch.equal(one(x), 4 * x)
-        with pytest.raises(StateError, match=UNUSED_RULE):
-            x * one.get_buffer("scale")
-    assert torch.equal(model(x), 5 * x)
-    assert torch.equal(copies[1](x), 5 * x)
-    assert type(remove_hook_from_module(model).scale) is torch.Tensor
-    assert torch.equal(model(x), 6 * x)
 
 
 Offload = Callable[[nn.Module, Path], nn.Module]
@@ -441,32 +307,6 @@ def test_a_tensor_may_be_set(offload: Offload, tmp_path: Path) -> None:
     assert torch.equal(model(inputs()), expected(inputs()))
 
 
-def test_a_tensor_is_set_through_the_module_that_offloads_it() -> None:
-    model = cpu_offload(net(), "cpu", offload_buffers=True, preload_module_classes=["Block"])
-    for child, name, shape in (("linear", "weight", (4, 4)), ("norm", "running_mean", (4,))):
-        part, value = model[0].get_submodule(child), torch.ones(shape)
-        with pytest.raises(StateError, match="Pass the whole model and the full name"):
-            set_module_tensor_to_device(part, name, "cpu", value=value)
-        set_module_tensor_to_device(model, f"0.{child}.{name}", "cpu", value=value)
-    expected = net()
-    expected[0].linear.weight.data.fill_(1)
-    expected[0].norm.running_mean.fill_(1)
-    assert torch.equal(model(inputs()), expected(inputs()))
-
-
-def test_a_hook_that_was_initialized_again_gives_its_values_back() -> None:
-    model = net().to("meta")
-    model[0].shift = model[1].shift = torch.zeros(4)
-    cpu_offload(model, "cpu", offload_buffers=True, state_dict=net().state_dict())
-    for _ in range(2):  # it is initialized again
-        add_hook_to_module(model[0].norm, ModelHook(), append=True)
-    with pytest.raises(StateError, match="is used while its module does not run"):
-        model[0].norm.running_mean + 1
-    expected = model(inputs())
-    remove_hook_from_submodules(model)
-    assert torch.allclose(model(inputs()), expected)
-
-
 @WRITE_OFFLOADS
 def test_changes_within_a_context_are_kept(offload: Offload, tmp_path: Path) -> None:
     model, expected = offload(net(), tmp_path), net()
@@ -476,20 +316,6 @@ def test_changes_within_a_context_are_kept(offload: Offload, tmp_path: Path) -> 
     expected[0].linear.weight.data.zero_()
     expected[0].linear.bias.data.fill_(1)
     assert torch.equal(model(inputs()), expected(inputs()))
-
-
-@WRITE_OFFLOADS
-def test_a_save_within_a_context_has_its_changes(offload: Offload, tmp_path: Path) -> None:
-    model = offload(net(), tmp_path)
-    with align_module_device(model[0].linear), torch.no_grad():
-        model[0].linear.weight.fill_(7.0)
-        state = get_state_dict_offloaded_model(model)
-        Accelerator(cpu=True).save_model(model, tmp_path / "saved")
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    for found in (state, saved, get_state_dict_offloaded_model(model)):
-        assert torch.equal(found["0.linear.weight"], torch.full((4, 4), 7.0))
-        assert torch.equal(found["0.linear.bias"], net()[0].linear.bias)
-        assert found["0.linear.bias"].device.type == "cpu"
 
 
 def test_what_was_read_ahead_is_not_used_after_a_change(
@@ -526,75 +352,7 @@ def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
         counter(inputs())
 
 
-def test_a_sequence_of_hooks_keeps_changes(tmp_path: Path) -> None:
-    offload_state_dict(tmp_path, Counter().state_dict())
-    model = disk(Counter(), tmp_path)
-    add_hook_to_module(model, ModelHook(), append=True)
-    set_module_tensor_to_device(model, "calls", "cpu", value=torch.tensor(5.0))
-    for expected in (7, 9):
-        assert torch.allclose(model(inputs()), inputs() + expected)
-
-
 def test_a_checkpoint_is_never_written(tmp_path: Path) -> None:
     model = mapped(Counter(), tmp_path)
     model(inputs())
     assert all(not value for value in load_file(tmp_path / "model.safetensors").values())
-
-
-class Doubles(nn.Module):
-    """Doubles its parameter at each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.weight.mul_(2)
-        return x * self.weight
-
-
-@WRITE_OFFLOADS
-def test_what_is_kept_in_inference_mode_computes_gradients_later(
-    offload: Offload, tmp_path: Path
-) -> None:
-    plain = nn.Sequential(nn.BatchNorm1d(4), Counter(), Doubles())
-    model = offload(copy.deepcopy(plain), tmp_path)
-    with torch.inference_mode():
-        for _ in range(2):
-            assert torch.equal(model(inputs()), plain(inputs()))
-    for one in (model, plain):
-        one.requires_grad_(True).requires_grad_(False)
-    x, y = inputs().requires_grad_(), inputs().requires_grad_()
-    for one, given in ((model, x), (plain, y)):
-        one(given).square().sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
-    assert torch.equal(x.grad, y.grad)
-    state = get_state_dict_offloaded_model(model)
-    assert not any(value.is_inference() for value in state.values())
-
-
-class Writes(nn.Module):
-    """Writes to its parameter in a way that torch does not count."""
-
-    def __init__(self, through: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.through = through
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        view = self.through(self.weight)
-        view *= 2
-        return x * self.weight
-
-
-@pytest.mark.parametrize("through", [lambda one: one.data, lambda one: one.detach().numpy()])
-def test_writes_that_torch_does_not_count_are_lost_on_disk_alone(
-    through: Callable[[torch.Tensor], Any], tmp_path: Path
-) -> None:
-    """As README says: to find them would compare all weights with the files at each pass."""
-    in_memory, on_disk = cpu(Writes(through), tmp_path), disk(Writes(through), tmp_path)
-    for doubled in (2, 4):
-        assert torch.equal(in_memory(inputs()), inputs() * doubled)
-        assert torch.equal(on_disk(inputs()), inputs() * 2)

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 from accel.machine.errors import ConfigError
 from accel.weights import pipeline as stages
-from accel.weights.pipeline import _layer_bytes, balanced_split_points, check_split_points
+from accel.weights.pipeline import balanced_split_points, check_split_points
 from tests.accel.weights.models import Block, Tied
 
 
@@ -85,15 +85,6 @@ def test_stages_compute_what_the_model_does(begins: tuple[str, ...]) -> None:
     assert torch.equal(given["early"], found[1])
 
 
-def test_shapes_of_all_that_is_carried_are_known() -> None:
-    _, layout = split(Net(), EXAMPLE, "second", "third")
-    shapes = [[tuple(tensor.shape) for tensor in carried] for carried in layout.carried]
-    assert shapes[0] == [(1, 2, 4), (1, 1, 4)]
-    assert sorted(shapes[1]) == [(1, 1, 4), (1, 2, 4)]  # the mask goes on, the input does not
-    assert shapes[-1] == [(1, 2, 4), (1, 2, 4), (1,), (1, 1, 4)]
-    assert all(tensor.is_meta for carried in layout.carried for tensor in carried)
-
-
 def test_a_stage_moves_with_what_it_makes() -> None:
     _, layout = split(Net(), EXAMPLE, "second")
     stage = built(layout)[1]
@@ -125,15 +116,6 @@ def test_tied_weights_are_in_each_stage_that_uses_them() -> None:
     stages.keep_only(model, chain[1], "model.")
     assert not model.head.weight.is_meta
     assert model.embedding.weight is model.head.weight
-
-
-def test_calls_are_recorded_by_time() -> None:
-    model = Net()
-    with stages.calls_recorded(model) as calls:
-        model(*EXAMPLE[0], **EXAMPLE[1])
-    assert [name for name in calls if "." not in name] == ["", "first", "second", "third"]
-    model(*EXAMPLE[0], **EXAMPLE[1])
-    assert calls.count("first") == 1
 
 
 def test_forward_passes_are_restored() -> None:
@@ -197,26 +179,9 @@ def test_classes_are_not_split() -> None:
         balanced_split_points(model, names(model), 5, {"Block"})
 
 
-def test_weights_outside_layers_count_where_they_are() -> None:
-    block = Block()  # its scale and shift belong to no layer of it
-    model = nn.Sequential(nn.Linear(1, 8, bias=False), block, nn.Linear(1, 8, bias=False))
-    calls = ["0", "1.norm", "1.linear", "2"]
-    assert sum(_layer_bytes(model, calls, ()).values()) == sum(
-        tensor.nbytes for tensor in (*model.parameters(), *model.buffers())
-    )
-    sizes = _layer_bytes(model, calls, ())
-    assert sizes["0"] == 32 + 16  # and the scale, which comes before the layers of the block
-    assert sizes["1.linear"] == 64 + 16 + 16  # and the shift, which comes after
-
-
 def test_what_is_called_twice_begins_no_stage() -> None:
     model = layers(1, 1, 1)
     assert balanced_split_points(model, ["0", "1", "1", "2"], 2, ()) == ["2"]
-
-
-def test_stages_of_tied_weights_have_a_copy_each() -> None:
-    sizes = _layer_bytes(Tied(), ["embedding", "block", "head"], {"Block"})
-    assert sizes["embedding"] == sizes["head"] == 96
 
 
 def test_split_points_of_a_user_are_checked() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator, Mapping
 
@@ -60,25 +59,12 @@ def taken(ahead: ReadAhead, number: int, weights: list[Slow]) -> float | None:
     return found["w"].tolist()[0] if found else None
 
 
-def running() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "accel-read-ahead"]
-
-
 def test_the_next_block_is_read(blocks: tuple[ReadAhead, list[Slow]]) -> None:
     ahead, weights = blocks
     assert [taken(ahead, number, weights) for number in range(3)] == [None, 1.0, 2.0]
     assert [len(one.threads) for one in weights] == [0, 1, 1]
     assert all(name == "accel-read-ahead" for one in weights for name in one.threads)
     assert ahead.take(0) == {}
-
-
-def test_the_thread_ends_with_what_it_reads(blocks: tuple[ReadAhead, list[Slow]]) -> None:
-    ahead, weights = blocks
-    for number in (0, 1):  # the pass goes no further
-        taken(ahead, number, weights)
-        for thread in running():
-            thread.join(10)
-    assert running() == []
 
 
 def test_the_order_is_learned(blocks: tuple[ReadAhead, list[Slow]]) -> None:
@@ -96,16 +82,6 @@ def test_a_failure_is_raised_where_the_weights_are_wanted(
     taken(ahead, 0, weights)
     with pytest.raises(KeyError):
         ahead.take(1)
-
-
-def test_a_copy_reads_for_itself(blocks: tuple[ReadAhead, list[Slow]]) -> None:
-    ahead, weights = blocks
-    taken(ahead, 0, weights)
-    other = copy.deepcopy(ahead)
-    copied = [one.weights for one in other._blocks]
-    assert taken(ahead, 1, weights) == 1.0
-    assert taken(other, 1, copied) is None  # type: ignore[arg-type] # they are
-    assert taken(other, 2, copied) == 2.0  # type: ignore[arg-type]
 
 
 def test_a_value_that_was_set_since_is_not_overlooked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-from accel import init_empty_weights, load_checkpoint_in_model
-from accel.checkpoint.export import export_model
 from accel.machine.errors import ConfigError
 from accel.utils import (
     CustomDtype,
@@ -20,7 +16,7 @@ from accel.utils import (
     dtype_byte_size,
     get_max_layer_size,
 )
-from accel.weights.sizes import compute_module_total_buffer_size, get_module_leaves, own_parts
+from accel.weights.sizes import compute_module_total_buffer_size, own_parts
 from tests.accel.weights.models import Block, net
 
 OWN = 16 + 16  # scale and shift
@@ -61,32 +57,11 @@ def test_dtypes_of_few_bits_share_bytes() -> None:
     assert dtype_byte_size(torch.int4) == 0.5
 
 
-def test_complex_tensors_keep_their_size_as_loading_keeps_their_dtype(tmp_path: Path) -> None:
-    def model() -> nn.Module:
-        module = nn.Linear(4, 4, bias=False)
-        module.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
-        return module
-
-    with init_empty_weights(include_buffers=True):
-        loaded = model()
-    export_model(model().state_dict(), tmp_path)
-    load_checkpoint_in_model(loaded, tmp_path, dtype="float16")
-    held = {name: tensor.nbytes for name, tensor in loaded.state_dict().items()}
-    sizes = compute_module_sizes(model(), "float16")
-    assert {name: sizes[name] for name in held} == held == {"weight": 32, "phases": 24}
-
-
 def test_some_tensors_have_a_dtype_of_their_own() -> None:
     sizes = compute_module_sizes(Block(), "float16", {"linear.weight": torch.float32})
     assert sizes["linear"] == 64 + 8
     special = {"shift": torch.float64}
     assert compute_module_total_buffer_size(Block(), special_dtypes=special) == 40 + 32
-
-
-def test_packed_dtypes_have_fractions_of_bytes() -> None:
-    assert compute_module_sizes(Block(), CustomDtype.INT4)["linear.weight"] == 8
-    sizes = compute_module_sizes(Block(), special_dtypes={"linear.weight": CustomDtype.INT2})
-    assert sizes["linear"] == 4 + 16
 
 
 def test_buffers_alone() -> None:
@@ -119,10 +94,6 @@ def test_a_model_and_its_largest_layer() -> None:
     assert calculate_maximum_sizes(model) == (total, (LINEAR, ["0.linear", "1.linear"]))
     model._no_split_modules = ["Block"]
     assert calculate_maximum_sizes(model)[1] == (total // 2, ["0", "1"])
-
-
-def test_leaves_of_a_table_of_sizes() -> None:
-    assert get_module_leaves(compute_module_sizes(nn.Linear(1, 1))) == ["weight", "bias"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from accel import (
     init_empty_weights,
     load_checkpoint_in_model,
 )
-from accel.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from accel.hooks import ModelHook, add_hook_to_module
 from accel.machine.errors import CheckpointError, StateError
 from accel.machine.imports import is_available
 from accel.utils import (
@@ -28,7 +28,6 @@ from accel.utils import (
     load_and_quantize_model,
     load_offloaded_weights,
     offload_weight,
-    set_module_tensor_to_device,
 )
 from accel.utils.modeling import get_state_dict_from_offload, get_state_dict_offloaded_model
 from accel.weights.state import load_quantized
@@ -106,12 +105,6 @@ def test_offloaded_weights_are_loaded_into_a_model(tmp_path: Path) -> None:
     assert torch.equal(model[0].weight, torch.eye(2))
     assert on_meta(model) == {"0.bias", "1.weight", "1.bias"}
     load_offloaded_weights(model, None, tmp_path)
-
-
-def test_a_hook_that_offloads_nothing_does_not_count() -> None:
-    module = nn.Linear(2, 2)
-    add_hook_to_module(module, AlignDevicesHook("cpu"))
-    assert not has_offloaded_params(module)
 
 
 class Adapted(nn.Module):
@@ -201,17 +194,6 @@ def test_other_weights_on_disk_are_refused_with_the_remedy(strict: bool, tmp_pat
     assert "strict=False" not in str(caught.value)
 
 
-def test_tied_weights_are_compared(tmp_path: Path) -> None:
-    model = Tied()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    disk_offload(model, tmp_path, "cpu")
-    model.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"embedding.weight: offloaded weights cannot be loaded"):
-        model.load_state_dict({**state, "embedding.weight": torch.zeros(6, 4)})
-    with pytest.raises(RuntimeError, match=r"size mismatch for embedding.weight"):
-        model.load_state_dict({**state, "embedding.weight": torch.zeros(7, 4)})
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("assign", [True, False])
 def test_a_refused_load_leaves_the_model_as_it_was(assign: bool, tmp_path: Path) -> None:
@@ -222,19 +204,6 @@ def test_a_refused_load_leaves_the_model_as_it_was(assign: bool, tmp_path: Path)
         model.load_state_dict(other, assign=assign)
     model.load_state_dict(net().state_dict(), assign=assign)  # buffers, which are not offloaded
     assert torch.equal(model(inputs()), net()(inputs()))
-
-
-def test_a_state_dict_without_values_is_assigned_to_no_harm(tmp_path: Path) -> None:
-    model = disk_offload(net(), tmp_path / "off", "cpu")
-    model.load_state_dict(model.state_dict(), assign=True)
-    assert torch.equal(model(inputs()), net()(inputs()))
-    with init_empty_weights():
-        fresh = net()
-    fresh.load_state_dict(model.state_dict(), strict=False, assign=True)
-    for name, value in net().state_dict().items():
-        set_module_tensor_to_device(fresh, name, "cpu", value)
-    torch.save(fresh.state_dict(), tmp_path / "full.pt")
-    assert {type(weight) for weight in fresh.parameters()} == {nn.Parameter}
 
 
 pytestmark = installed
@@ -355,18 +324,6 @@ def test_codes_and_scales_are_loaded_together(
     assert all(torch.equal(state[name], value) for name, value in source.state_dict().items())
 
 
-def test_without_quantized_layers_nothing_is_changed() -> None:
-    state = {"up.weight": torch.ones(1), "other": 3}
-    assert load_quantized(Model(), state) == state
-
-
-def test_a_layer_that_is_lacking_is_reported_by_torch() -> None:
-    model = quantized(Model())
-    rest = load_quantized(model, {"head.bias": torch.zeros(4)})
-    with pytest.raises(RuntimeError, match=r"Missing key.*up\.weight"):
-        model.load_state_dict(rest)
-
-
 def without(state: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in names}
 
@@ -390,36 +347,3 @@ def test_what_does_not_fit_is_refused_and_nothing_loaded() -> None:
             load_quantized(model, state)
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def test_another_form_of_4_bits_is_refused() -> None:
-    model = quantized(Model())
-    state = quantized(Model()).state_dict()
-    turned = nn.Linear(128, 64, bias=False)  # as many codes and scales, in another shape
-    donor = quantized(nn.ModuleDict({"up": turned, "head": nn.Linear(2, 2)})).state_dict()
-    packed = next(key for key in state if ".quant_state." in key)
-    with pytest.raises(CheckpointError, match="another block size, dtype or shape"):
-        load_quantized(model, {**state, packed: donor[packed]})
-
-
-def test_a_layer_whose_files_lack_an_entry_is_refused(tmp_path: Path) -> None:
-    model = quantized(Model())
-    torch.save(without(model.state_dict(), "up.weight.absmax"), tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"up: .*which belong together"):
-        load_checkpoint_in_model(model, tmp_path)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_module_kept_in_fp32_takes_what_the_others_return(bits: int) -> None:
-    config = BnbQuantizationConfig(
-        load_in_4bit=bits == 4,
-        load_in_8bit=bits == 8,
-        torch_dtype="bf16",
-        keep_in_fp32_modules=["head"],
-    )
-    model = load_and_quantize_model(Model(), config)
-    assert model.head.weight.dtype == torch.float32
-    found = model(X.to(torch.bfloat16))
-    assert found.dtype == torch.bfloat16
-    expected = Model()(X)
-    assert (found.float() - expected).norm() < 0.3 * expected.norm()

@@ -41,13 +41,6 @@ def test_tensors_are_listed() -> None:
     assert sorted(persistent) == sorted(model.state_dict())
 
 
-def test_devices_are_compared() -> None:
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert tensors.check_device_same(cpu, torch.device("cpu:0"))
-    assert tensors.check_device_same(torch.device("cuda"), torch.device("cuda:0"))
-    assert not tensors.check_device_same(cpu, meta)
-
-
 # -- placing -------------------------------------------------------------------------------
 
 
@@ -230,12 +223,6 @@ def test_buffers_stay_unless_they_are_included() -> None:
             assert "shift" in on_meta(Block())
         with init_empty_weights(include_buffers=False):
             assert "shift" not in on_meta(Block())
-
-
-def test_weights_stay_tied() -> None:
-    with init_empty_weights():
-        model = Tied()
-    assert model.head.weight is model.embedding.weight
 
 
 def test_any_device_will_do() -> None:
