@@ -175,8 +175,8 @@ class Objective:
 
     def evaluate(self, model: torch.nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
         """Return values to measure, each [B, ...]. By default the losses and weights."""
-        losses = self.losses(model, batch)
-        weights = self.weights(batch)
+        losses = return_checks.losses(self, self.losses(model, batch))
+        weights = return_checks.weights(self, self.weights(batch))
         return {"loss": losses, "weight": torch.ones_like(losses) if weights is None else weights}
 
     def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:

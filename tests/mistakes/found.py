@@ -27,15 +27,10 @@ def _line(line: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
     return Mistake(KIND, tuple(line.split()), names, **more)  # type: ignore[arg-type]
 
 
-_CUT_OFF = '@register.callback("bad")\nclass Bad(Callback):\n    def on_step(self, loop):\n'
 _JOINED = ("samples cannot be collated", "collate_fn")
 _FAILS = {"ends": FAILED, "late": True}
 _SIZED = "class Rows(Dataset):\n        def __getitem__(self, i): return ROWS[i]\n        "
 
-ENDINGS = (
-    _code("\nimport os\nos._exit(0)\n", "os._exit(0)", "mine.py", ends=FAILED),
-    _code(f"\nfrom os import _exit\n{_CUT_OFF}        _exit(0)\n", "os._exit(0)", **_FAILS),
-)
 DATA = (
     _data("return Data([torch.zeros(n + 1) for n in range(9)])", *_JOINED, **_FAILS),
     _data("return Data([{'x': X[0]}, {'y': X[0]}] * 8)", *_JOINED, **_FAILS),
@@ -95,5 +90,5 @@ LINES = (
     ),
 )
 
-ALL = (*ENDINGS, *DATA, *METHODS, *FILES, *PROJECTS, *LINES)
+ALL = (*DATA, *METHODS, *FILES, *PROJECTS, *LINES)
 assert all(mistake.code in (REFUSED, FAILED) for mistake in ALL)

@@ -282,18 +282,6 @@ RAISED = (
         ends=FAILED,
         late=True,
     ),
-    *(
-        _mistake(
-            '@register.objective("bad")\nclass Bad(Square):\n    def losses(self, model, batch):\n'
-            "        return (0 * super().losses(model, batch)).sqrt() * 0\n",
-            "at step 1",
-            "SqrtBackward0",
-            ends=FAILED,
-            late=True,
-            arguments=arguments,
-        )
-        for arguments in (("trainer.detect_anomaly=true",), ("debug=default",))
-    ),
 )
 
 ALL = (*RETURNED, *CLASSES, *METHODS, *RAISED)

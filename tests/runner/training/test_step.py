@@ -183,14 +183,24 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert values["loss"].requires_grad is False
 
 
-class MeanRegression(Regression):
-    def losses(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return super().losses(model, batch).mean()
+class Returning(Regression):
+    """An objective whose losses are a given value."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def losses(self, model: nn.Module, batch: Any) -> Any:
+        return self.value
 
 
-def test_a_loss_that_is_not_per_sample_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("value", "found"), [(torch.ones(()), r"shape \[\]"), (None, "None"), (0.5, "a float")]
+)
+def test_a_loss_that_is_not_per_sample_is_refused(value: object, found: str) -> None:
+    """C1: in training, and in the short evaluation before it."""
     accelerator = Accelerator(cpu=True)
-    step = make_step(accelerator, MeanRegression())
-    window = Window([MicroBatch(samples())], NUM_SAMPLES)
-    with pytest.raises(ConfigError, match=r"MeanRegression.losses returned shape \[\]"):
-        step.train(accelerator, window, Trainer())
+    step = make_step(accelerator, Returning(value))
+    with pytest.raises(ConfigError, match=f"Returning.losses returned {found}"):
+        step.train(accelerator, Window([MicroBatch(samples())], NUM_SAMPLES), Trainer())
+    with torch.no_grad(), pytest.raises(ConfigError, match=f"Returning.losses returned {found}"):
+        step.evaluate(samples())
