@@ -179,36 +179,3 @@ def test_what_does_not_fit_is_refused_on_every_process() -> None:
     assert "input 0: 1.0" in other
     assert "those of the example are ([2, 4] float32" in nested
     assert "TreeSpec" not in nested
-
-
-def language_model(kind: str) -> float:
-    """Return the largest difference from the model of transformers itself."""
-    import transformers
-
-    PartialState(cpu=True)
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": 4,
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "vocab_size": 100,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    config = transformers.AutoConfig.for_model(kind, **sizes)
-    config.use_cache = False
-    torch.manual_seed(0)
-    own = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    torch.manual_seed(0)
-    model = transformers.AutoModelForSequenceClassification.from_config(config)
-    tokens = torch.randint(1, 100, (5, 12))
-    model = prepare_pippy(model, example_args=(tokens[:2],), gather_output=True)
-    difference = model(tokens).logits - own(tokens).logits
-    return float(difference.abs().max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_models_of_transformers(kind: str, size: int) -> None:
-    assert max(run_distributed(language_model, size, kind)) < 1e-6

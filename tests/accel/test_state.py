@@ -22,7 +22,6 @@ from accel.state import (
     AcceleratorState,
     GradientState,
     PartialState,
-    is_initialized,
 )
 from tests.helpers import run_distributed
 
@@ -83,16 +82,6 @@ def test_both_states_report_the_precision_of_the_run() -> None:
     assert partial.mixed_precision == "no"
     Accelerator(cpu=True, mixed_precision="bf16")
     assert partial.mixed_precision == PartialState().mixed_precision == "bf16"
-
-
-def test_a_state_is_initialized_from_an_accelerator() -> None:
-    """E1: `initialized` says "whether it has been initialized from Accelerator"."""
-    state = AcceleratorState(cpu=True)
-    assert not state.initialized
-    assert not is_initialized()
-    Accelerator(cpu=True)
-    assert state.initialized
-    assert is_initialized()
 
 
 def test_the_environment_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,12 +131,12 @@ def test_decorators_in_both_forms(size: int) -> None:
 def in_turn(control: Any, context: str) -> list[str]:
     notes: list[str] = []
     comm = control.comm
-    control.comm = Noting(comm, notes)
+    vars(control).update(comm=Noting(comm, notes))
     with getattr(control, context)():
         notes.append("inside")
     notes.append("after")
     control.wait_for_everyone()
-    control.comm = comm
+    vars(control).update(comm=comm)
     return notes
 
 
@@ -152,14 +152,13 @@ def test_the_main_process_goes_first(size: int, context: str) -> None:
 def wait(control: Any) -> list[str]:
     notes: list[str] = []
     comm = control.comm
-    comm = control.comm
-    control.comm = Noting(comm, notes)
+    vars(control).update(comm=Noting(comm, notes))
     control.wait_for_everyone()
-    control.comm = comm
-    PartialState().comm = Noting(comm, notes)
+    vars(control).update(comm=comm)
+    vars(PartialState()).update(comm=Noting(comm, notes))
     notes.append("function")
     wait_for_everyone()
-    PartialState().comm = comm
+    vars(PartialState()).update(comm=comm)
     return notes
 
 

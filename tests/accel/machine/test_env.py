@@ -7,23 +7,10 @@ import os
 import pytest
 
 from accel.machine import env
-from accel.machine.env import Environment
 from accel.machine.errors import ConfigError
 from accel.utils import get_int_from_env, parse_choice_from_env, parse_flag_from_env, str_to_bool
 
 NAME = "ACCEL_TEST_VARIABLE"
-
-
-@pytest.mark.parametrize("text", ["1", "true", "YES", "y", "On", "t"])
-def test_flag_says_yes(text: str) -> None:
-    with env.patched(**{NAME: text}):
-        assert env.flag(NAME)
-
-
-@pytest.mark.parametrize("text", ["", "0", "false", "No", "off", "n", "f", None])
-def test_flag_says_no(text: str | None) -> None:
-    with env.patched(**{NAME: text}):
-        assert not env.flag(NAME)
 
 
 def test_integer() -> None:
@@ -33,45 +20,6 @@ def test_integer() -> None:
         assert env.integer(NAME, 3) == 3
     with env.patched(**{NAME: "7.5"}), pytest.raises(ConfigError, match="expected an integer"):
         env.integer(NAME)
-
-
-def test_a_launched_environment() -> None:
-    values = {
-        "RANK": 3,
-        "LOCAL_RANK": 1,
-        "WORLD_SIZE": 4,
-        "LOCAL_WORLD_SIZE": 2,
-        "MASTER_ADDR": "node0",
-        "MASTER_PORT": 1234,
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 8,
-        "ACCELERATE_USE_CPU": "true",
-        "ACCELERATE_DEBUG_MODE": "1",
-        "ACCELERATE_USE_FSDP": "yes",
-        "TORCHELASTIC_RUN_ID": "job",
-        "TORCHELASTIC_RESTART_COUNT": 2,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    with env.patched(**values):
-        snapshot = Environment.read()
-    assert snapshot.flag("ACCELERATE_USE_FSDP")
-    assert snapshot.variables["TORCHELASTIC_RUN_ID"] == "job"
-    assert snapshot == Environment(
-        rank=3,
-        local_rank=1,
-        world_size=4,
-        local_world_size=2,
-        master_addr="node0",
-        master_port=1234,
-        restart_count=2,
-        run_id="job",
-        agent_store=True,
-        mixed_precision="bf16",
-        accumulation_steps=8,
-        use_cpu=True,
-        debug=True,
-        variables=snapshot.variables,
-    )
 
 
 # -- documented helpers ------------------------------------------------------------------------

@@ -134,14 +134,6 @@ def test_an_address_by_hand_joins_several_nodes() -> None:
     assert (found.rank, found.world_size, found.master_addr) == (1, 4, "node0")
 
 
-def test_gpus_that_slurm_shows_one_task_are_its_own() -> None:
-    for text, number in {"2": 2, "a100:1": 1}.items():
-        with environment.patched(**{**NOTHING, **STEP, "SLURM_GPUS_PER_TASK": text}):
-            assert Environment.read().own_devices == number
-    with environment.patched(**{**NOTHING, **STEP}):
-        assert Environment.read().own_devices is None
-
-
 @pytest.mark.parametrize(
     ("nodes", "host"),
     [

@@ -84,32 +84,6 @@ def test_other_leaves_by_test() -> None:
     assert result == [2, 3]
 
 
-LEAVES = st.one_of(st.integers(), st.text(max_size=2), st.none())
-NESTED = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.tuples(inner, inner),
-        st.dictionaries(st.text(max_size=2), inner, max_size=3),
-        st.builds(Pair, inner, inner),
-    ),
-    max_leaves=12,
-)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int)
-
-
-@given(NESTED)
-def test_flatten_and_rebuild_are_inverse(data: Any) -> None:
-    leaves, rebuild = tree.flatten(data, test_type=is_number)
-    assert leaves == list(tree.iterate(data, is_number))
-    assert rebuild(leaves) == data
-    doubled = rebuild([2 * leaf for leaf in leaves])
-    assert list(tree.iterate(doubled, is_number)) == [2 * leaf for leaf in leaves]
-
-
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 6))
 def test_parts_are_complete_in_order_and_even(data: list[int], size: int) -> None:
     parts = [tree.split(data, rank, size) for rank in range(size)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.plan.dims import AXES, ParallelDims, data_parallel, data_rank_of
+from accel.plan.dims import AXES, ParallelDims, data_rank_of
 from accel.run.loss_normalization import normalize_loss
 
 LARGEST = 64
@@ -82,14 +82,6 @@ def test_data_shards_and_averaged_gradients_are_two_numbers() -> None:
     assert sum(scaled) / dims.grad_size == pytest.approx(sum(totals) / 10)
     wrong = [normalize_loss(t, 10, grad_size=dims.dp_size, num_steps=1) for t in totals]
     assert sum(wrong) / dims.grad_size == pytest.approx(sum(totals) / 10 / dims.cp)
-
-
-def test_data_parallel_alone() -> None:
-    for shard in (False, True):
-        dims = data_parallel(4, 3, shard)
-        assert (dims.dp_rank, dims.dp_size, dims.grad_size, dims.model_size) == (3, 4, 4, 1)
-        assert dims.model_ranks == (3,)
-        assert dims.dp_leaders == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from accel.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.config.handlers import (
@@ -88,40 +86,11 @@ def test_unknown_precision() -> None:
     assert "ACCELERATE_MIXED_PRECISION='half'" in text
 
 
-@pytest.mark.parametrize(
-    ("steps", "variable", "plugin", "result"),
-    [
-        (1, None, None, 1),
-        (4, None, None, 4),
-        (1, 8, None, 8),
-        (4, 8, None, 4),
-        (1, 8, GradientAccumulationPlugin(num_steps=2), 2),
-        (2, None, GradientAccumulationPlugin(num_steps=2), 2),
-        (3, None, GradientAccumulationPlugin(adjust_scheduler=False), 3),
-    ],
-)
-def test_accumulation(
-    steps: int, variable: int | None, plugin: GradientAccumulationPlugin | None, result: int
-) -> None:
-    arguments = Arguments(gradient_accumulation_steps=steps, gradient_accumulation_plugin=plugin)
-    plan = resolve(arguments, dataclasses.replace(ONE, accumulation_steps=variable))
-    assert plan.accumulation.num_steps == result
-    if plugin is not None:
-        assert plan.accumulation.adjust_scheduler == plugin.adjust_scheduler
-
-
 def test_accumulation_has_one_owner() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2)
     text = problems(Arguments(gradient_accumulation_steps=4, gradient_accumulation_plugin=plugin))
     assert "gradient_accumulation_steps=4" in text
     assert "num_steps=2" in text
-
-
-@given(st.one_of(st.integers(max_value=0), st.floats(), st.booleans(), st.text(max_size=3)))
-def test_accumulation_is_a_positive_whole_number(steps: Any) -> None:
-    if isinstance(steps, (bool, float)) and steps == 1:
-        return
-    assert "at least 1" in problems(Arguments(gradient_accumulation_steps=steps))
 
 
 def test_loader_settings_have_one_owner() -> None:

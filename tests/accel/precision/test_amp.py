@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from accel import Accelerator
 from accel.config.handlers import AutocastKwargs, GradScalerKwargs
@@ -18,7 +17,6 @@ from accel.precision.amp import (
 )
 from accel.precision.base import Precision
 from accel.state import AcceleratorState
-from tests.helpers import run_distributed
 
 
 class Probe(torch.nn.Module):
@@ -154,69 +152,6 @@ def test_gradients_are_unscaled_once_and_only_where_asked() -> None:
     assert unscaled("first") == [1.0, 64.0]
     assert unscaled("prepared", "first") == [1.0, 64.0]
     assert unscaled("prepared", "all", "list") == [1.0, 1.0]
-
-
-def accumulate_with_overflows(bad: list[int]) -> dict[str, list[Any]]:
-    """Train two models over four windows of two micro-batches, the last one short.
-
-    Args:
-        bad: micro-batches whose loss for the first model overflows, on the last process alone.
-
-    Returns:
-        After each micro-batch: whether any step was skipped, and each optimizer's; the learning
-        rates, the weights and the scale.
-    """
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp16",
-        gradient_accumulation_steps=2,
-        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0, growth_interval=1000)],
-    )
-    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
-    for model in models:
-        torch.nn.init.zeros_(model.weight)
-    inner = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    schedules = [torch.optim.lr_scheduler.StepLR(o, accelerator.num_processes, 0.5) for o in inner]
-    *models, first, second = accelerator.prepare(*models, *inner)
-    schedules = [accelerator.prepare_scheduler(schedule) for schedule in schedules]
-    loader = accelerator.prepare(
-        DataLoader(torch.ones(7 * accelerator.num_processes, 1), batch_size=1)
-    )
-    found: dict[str, list[Any]] = {"skipped": [], "rates": [], "weights": [], "scale": []}
-    for index, inputs in enumerate(loader):
-        with accelerator.accumulate(*models):
-            outputs = [model(inputs).sum() for model in models]
-            if index in bad and accelerator.is_last_process:
-                outputs[0] = outputs[0] * float("inf")
-            accelerator.backward(outputs[0] + outputs[1])
-            for optimizer, schedule in zip((first, second), schedules, strict=True):
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            flags = (first.step_was_skipped, second.step_was_skipped)
-            found["skipped"].append((accelerator.optimizer_step_was_skipped, *flags))
-            found["rates"].append([schedule.get_last_lr()[0] for schedule in schedules])
-            found["weights"].append([next(model.parameters()).item() for model in models])
-            found["scale"].append(accelerator.scaler.get_scale() if index % 2 else None)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_overflow_anywhere_in_a_window_skips_its_step_on_all_processes(world_size: int) -> None:
-    """The other model's optimizer steps, and each scheduler follows its own."""
-    no, yes = (False, False, False), (True, True, False)
-    for found in run_distributed(accumulate_with_overflows, world_size, [2]):
-        assert found["skipped"] == [no, no, no, yes, yes, no, no]
-        first = [rates[0] for rates in found["rates"]]
-        second = [rates[1] for rates in found["rates"]]
-        assert first == [1.0, 0.5, 0.5, 0.5, 0.5, 0.25, 0.125]
-        assert second == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.0625]
-        # A step is -rate; the short window has one micro-batch, half the gradient.
-        first = [weights[0] for weights in found["weights"]]
-        second = [weights[1] for weights in found["weights"]]
-        assert first == [0.0, -1.0, -1.0, -1.0, -1.0, -1.5, -1.625]
-        assert second == [0.0, -1.0, -1.0, -1.5, -1.5, -1.75, -1.8125]
-        assert found["scale"] == [None, 1024.0, None, 512.0, None, 512.0, None]
 
 
 def test_clipping_scaled_gradients_within_a_window_is_refused() -> None:

@@ -10,7 +10,6 @@ import torch
 from accel import Accelerator
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import GradientAccumulationPlugin
-from accel.precision import bf16_weights
 from accel.precision.rounding_adamw import RoundingAdamW
 from tests.helpers import run_distributed
 
@@ -33,11 +32,6 @@ def prepared(window: int, **options: Any) -> tuple[Accelerator, Any, Any]:
 def backward(accelerator: Accelerator, model: Any, scale: float = 1.0) -> None:
     ones = torch.full((1, 8), scale, dtype=torch.bfloat16)
     accelerator.backward(model(ones).sum())
-
-
-def held(optimizer: Any) -> Any:
-    (found,) = bf16_weights._OPTIMIZERS[optimizer.optimizer].sums.values()
-    return found
 
 
 def test_equal_parts_of_a_large_window_add_up() -> None:
@@ -136,24 +130,6 @@ def test_gradients_that_are_returned_leave_the_sum(when: str) -> None:
     assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
 
 
-def test_a_failed_backward_pass_leaves_the_sum() -> None:
-    accelerator, model, _ = prepared(4)
-
-    def fail(_: torch.Tensor) -> None:
-        raise ValueError("not finite")
-
-    for number in range(4):
-        with accelerator.accumulate(model):
-            if number == 2:
-                handle = model.weight.register_hook(fail)
-                with pytest.raises(ValueError, match="not finite"):
-                    backward(accelerator, model, 4.0)
-                handle.remove()
-            else:
-                backward(accelerator, model, 4.0)
-    assert torch.equal(model.weight.grad, torch.full_like(model.weight, 3.0))
-
-
 def test_a_weight_that_is_frozen_but_for_its_own_pass_takes_part() -> None:
     """The discriminator of a GAN: at the begin of each micro-batch it is frozen."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=512)
@@ -173,48 +149,6 @@ def test_a_weight_that_is_frozen_but_for_its_own_pass_takes_part() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("way", ["added", "converted", "converted and back", "loaded by swapping"])
-def test_weights_that_change_within_a_window_take_part(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=512)
-    model = torch.nn.Sequential(layer(1), layer(1))
-    if way == "converted":
-        model.float()
-    held = model[:1] if way == "added" else model
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(held.parameters(), lr=0.0))
-    for number in range(512):
-        with accelerator.accumulate(model):
-            if number == 0 and way == "added":
-                optimizer.add_param_group({"params": list(model[1].parameters())})
-            elif number == 2 and way == "converted":
-                model.bfloat16()
-            elif number == 2 and way == "converted and back":
-                model.float().bfloat16()
-            elif number == 2 and way == "loaded by swapping":
-                with monkeypatch.context() as patch:
-                    swaps = torch.__future__.get_swap_module_params_on_conversion
-                    patch.setattr(torch.__future__, swaps.__name__, lambda: True)
-                    gradients = [part.weight.grad for part in model]
-                    model.load_state_dict(model.state_dict())
-                    for part, gradient in zip(model, gradients, strict=True):
-                        part.weight.grad = gradient
-            ones = torch.ones(1, 1, dtype=model[0].weight.dtype)
-            accelerator.backward(sum(part(ones).sum() for part in model))
-    assert [part.weight.grad.item() for part in model] == [1.0, 1.0]
-
-
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_gradients_of_gradients_are_left_to_torch() -> None:
-    accelerator, model, _ = prepared(2)
-    for _ in range(2):
-        with accelerator.accumulate(model):
-            output = model(torch.ones(1, 8, dtype=torch.bfloat16)).square().sum()
-            accelerator.backward(output, create_graph=True)
-    assert model.weight.grad.requires_grad
-    model.weight.grad = None
 
 
 def test_the_norm_is_computed_in_fp32() -> None:

@@ -365,12 +365,6 @@ def trained(num_steps: int, split_batches: bool) -> torch.Tensor:
     return weight_of(model).detach().clone()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_split_batches_train_as_one_process_does(world_size: int) -> None:
-    for found in run_distributed(trained, world_size, 2, True):
-        torch.testing.assert_close(found, trained(2, False))
-
-
 # -- processes with different numbers of batches -------------------------------------------------
 
 

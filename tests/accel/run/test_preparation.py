@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.config.deepspeed import DeepSpeedPlugin
 from accel.data.loaders import DataLoaderShard
 from accel.machine.errors import ConfigError
 from accel.optimizer import AcceleratedOptimizer
@@ -19,7 +18,6 @@ from accel.state import AcceleratorState
 from accel.strategies.base import Objects
 from tests.accel.checkpoint.parts import Counter
 from tests.accel.test_accelerator import loader, parts
-from tests.helpers import run_distributed
 
 # -- preparing ---------------------------------------------------------------------------------
 
@@ -127,30 +125,6 @@ def test_a_scheduler_may_be_prepared_before_its_optimizer() -> None:
         optimizer.step()
         schedule.step()
         assert schedule.get_last_lr() == rates
-
-
-def rates_of_an_early_scheduler(zero_stage: int | None) -> list[float]:
-    """Return the optimizer's rates after steps of a scheduler that was prepared first."""
-    plugin = None if zero_stage is None else DeepSpeedPlugin(zero_stage=zero_stage)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, split_batches=True)
-    model, optimizer, batches, schedule = parts()
-    schedule = accelerator.prepare(schedule)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
-    rates = []
-    for _, batch in zip(range(2), batches, strict=False):
-        accelerator.backward(model(batch[0]).mean())
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        rates.append(optimizer.param_groups[0]["lr"])
-    accelerator.end_training()
-    return rates
-
-
-def test_a_scheduler_that_is_prepared_first_steers_the_optimizer_that_steps() -> None:
-    assert rates_of_an_early_scheduler(None) == [0.05, 0.025]
-    for stage in (1, 3):
-        assert run_distributed(rates_of_an_early_scheduler, 2, stage) == [[0.05, 0.025]] * 2
 
 
 def test_device_placement_is_told_for_each_object() -> None:

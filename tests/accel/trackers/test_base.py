@@ -11,9 +11,7 @@ import torch
 
 from accel import Accelerator
 from accel.machine.enums import LoggerType
-from accel.machine.errors import StateError
 from accel.trackers.base import (
-    LibraryTracker,
     detached,
     images_of,
     plain,
@@ -63,51 +61,6 @@ def test_configurations_become_types_that_every_library_stores() -> None:
     assert (type(found["kind"]), type(found["flags"][0])) == (str, bool)
 
 
-class Run:
-    """A run object of a library."""
-
-    def __init__(self) -> None:
-        self.closed: list[bool] = []
-
-    def log_artifact(self, path: str) -> str:
-        return f"artifact {path}"
-
-
-class Library(LibraryTracker):
-    """A tracker over `Run`."""
-
-    name = "library"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str) -> None:
-        super().__init__(run_name)
-        self.opened = 0
-
-    def _open(self) -> Run:
-        self.opened += 1
-        return Run()
-
-    def _close(self, run: Run) -> None:
-        run.closed.append(self.failed)
-
-
-def test_a_librarys_run_is_opened_and_closed_once() -> None:
-    tracker = Library("run")
-    assert tracker.opened == 0
-    with pytest.raises(AttributeError, match="log_artifact"):
-        tracker.log_artifact("x")
-    tracker.start()
-    tracker.start()
-    run = tracker.tracker
-    assert (tracker.opened, tracker.log_artifact("x")) == (1, "artifact x")
-    tracker.failed = True
-    tracker.finish()
-    tracker.finish()
-    assert run.closed == [True]
-    with pytest.raises(StateError, match=r"library.*finished"):
-        assert tracker.tracker
-
-
 def test_values_are_plain_numbers_and_texts(caplog: pytest.LogCaptureFixture) -> None:
     values = {"loss": torch.tensor(0.5), "parts": {"a": np.float32(2), "b": True}, "note": "fine"}
     numbers = {"loss": 0.5, "parts/a": 2.0, "parts/b": 1.0}
@@ -124,22 +77,6 @@ def test_values_are_plain_numbers_and_texts(caplog: pytest.LogCaptureFixture) ->
     table = object()
     kept = detached({"loss": torch.tensor([3]), "parts": {"a": torch.tensor(1.5)}, "table": table})
     assert kept == {"loss": 3, "parts": {"a": 1.5}, "table": table}
-
-
-def test_images_of_shares_become_bytes() -> None:
-    """Not every library scales floats; all of them know bytes."""
-    shares, wanted = torch.tensor([[0.0, 0.25], [0.5, 1.0]]), [[0, 63], [127, 255]]
-    for pixels in (shares, shares.bfloat16(), shares.half(), shares.numpy()):
-        (image,) = images_of(pixels)
-        assert (image.dtype, image.tolist()) == (np.uint8, wanted)
-    (mask,) = images_of(shares > 0.3)
-    assert (mask.dtype, mask.tolist()) == (np.uint8, [[0, 0], [255, 255]])
-    (eight_bits,) = images_of(shares.to(torch.float8_e4m3fn))
-    assert eight_bits.tolist() == wanted
-    dark, bright = images_of([shares.numpy(), 255 * shares.numpy()])  # one range for all
-    assert (dark.max(), bright.max()) == (1.0, 255.0)
-    for others in (2 * shares.numpy(), shares.numpy() - 0.5, np.array([[0, 1], [1, 0]])):
-        np.testing.assert_array_equal(images_of(others)[0], others)
 
 
 def test_images_are_a_list_with_channels_last() -> None:
