@@ -483,7 +483,6 @@ def order_seed(generator: object, data_seed: int | None, loader_index: int) -> i
 _SETTERS: dict[int, weakref.ref[Order]] = {}
 # The epoch that it set, with the data set (None: it allows no weak references).
 _EPOCHS: dict[int, tuple[int, weakref.ref[object] | None]] = {}
-_END = object()
 
 
 class TakesEpoch(Protocol):
@@ -515,21 +514,6 @@ def give_epoch(dataset: TakesEpoch, order: Order, epoch: int) -> bool:
     dataset.set_epoch(epoch)
     note_epoch(dataset, order, epoch)
     return True
-
-
-def keep_epoch(
-    dataset: TakesEpoch, order: Order, batches: Iterator[object], epoch: int
-) -> Iterator[object]:
-    """Yield `batches`; set `epoch` again where another loader set one of its own meanwhile."""
-    while True:
-        last = _SETTERS.get(id(dataset))
-        if last is None or last() is not order:
-            dataset.set_epoch(epoch)
-            note_epoch(dataset, order, epoch)
-        batch = next(batches, _END)
-        if batch is _END:
-            return
-        yield batch
 
 
 def note_epoch(dataset: object, order: Order, epoch: int) -> None:

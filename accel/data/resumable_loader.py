@@ -22,7 +22,6 @@ from accel.data.order import (
     generator_of,
     give_epoch,
     held_generators,
-    keep_epoch,
     note_epoch,
 )
 from accel.data.samplers import (
@@ -91,13 +90,13 @@ class OrderedLoader(DataLoader[Any]):
 
     def _batches(self, skipped: int = 0) -> Iterator[object]:
         """Return torch's iterator of a pass, `skipped` batches of which the caller skips."""
-        epoch = self._epoch_of_dataset()
+        self._epoch_of_dataset()
         order, generators = self._order, self.generators()
         with order.opening(generators), order.seeding(self, len(generators)):
             batches: Iterator[object] = self._whole(super().__iter__())
         if isinstance(self.dataset, IterableDataset) and order.replay is not None:
             batches = self._read_again(batches, (skipped + 1) * self._entries_per_batch)
-        return batches if epoch is None else keep_epoch(self._source, order, batches, epoch)
+        return batches
 
     def _whole(self, batches: Iterator[object]) -> Iterator[object]:
         """Return the batches of a pass out of those that torch's iterator gives."""
@@ -143,14 +142,11 @@ class OrderedLoader(DataLoader[Any]):
         dataset = self.dataset
         return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
-    def _epoch_of_dataset(self) -> int | None:
-        """Give the data set the epoch, and return it; None if it takes none."""
-        if not hasattr(self._source, "set_epoch"):
-            return None
+    def _epoch_of_dataset(self) -> None:
+        """Give the data set the epoch, if it takes one."""
         epoch = self.epoch
-        if give_epoch(self._source, self._order, epoch):
+        if hasattr(self._source, "set_epoch") and give_epoch(self._source, self._order, epoch):
             self._warn_of_persistent_workers(epoch)
-        return epoch
 
     def _warn_of_persistent_workers(self, epoch: int) -> None:
         if self.persistent_workers and self._iterator is not None:

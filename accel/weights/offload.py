@@ -117,10 +117,7 @@ class LoadStateDict:
         hook, (held, key) = self._offloading, held_in(module, name)
         with hook.lock:
             resident = hook.resident(name)
-            if resident is not None and assigns:
-                if hook.ties.take_assigned(hook.tied[name], value):
-                    return True
-            elif resident is not None:
+            if resident is not None and not assigns:
                 with torch.no_grad():
                     resident.copy_(value)
                 return True

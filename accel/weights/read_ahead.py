@@ -7,7 +7,6 @@ and of a mapped block that it has begun the pages are read by both.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -101,32 +100,6 @@ class _Reading:
         self._unwanted = True
 
 
-class _Reader:
-    """A thread that reads one block after another, and ends when there is none."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted: deque[_Reading] = deque()
-        self._runs = False
-
-    def read(self, reading: _Reading) -> None:
-        with self._lock:
-            self._wanted.append(reading)
-            if self._runs:
-                return
-            self._runs = True
-        threading.Thread(target=self._run, name="accel-read-ahead").start()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._wanted:
-                    self._runs = False
-                    return
-                reading = self._wanted.popleft()
-            reading.run()
-
-
 class ReadAhead:
     """Reads the block after the one that runs, by the order in which blocks ran before.
 
@@ -140,15 +113,10 @@ class ReadAhead:
         self._last: int | None = None
         self._ahead: tuple[int, _Reading] | None = None
         self._current: _Reading | None = None
-        self._reader = _Reader()
 
     def __getstate__(self) -> dict[str, object]:
         # A thread is neither copied nor pickled.
-        own = {name: value for name, value in self.__dict__.items() if name != "_reader"}
-        return {**own, "_ahead": None, "_current": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _reader=_Reader())
+        return {**self.__dict__, "_ahead": None, "_current": None}
 
     def register(self, block: Block) -> int:
         """Add the block that comes after those registered so far; return its number."""
@@ -195,5 +163,5 @@ class ReadAhead:
     def _start(self, number: int) -> None:
         if number < len(self._blocks) and self._blocks[number].num_bytes >= MIN_BYTES:
             reading = _Reading(self._blocks[number])
-            self._reader.read(reading)
+            threading.Thread(target=reading.run, name="accel-read-ahead").start()
             self._ahead = number, reading

@@ -204,24 +204,6 @@ class Ties:
         self.owners = {place: one for place, one in self.owners.items() if place in known}
         self._residents = {place: one for place, one in self._residents.items() if place in known}
 
-    def take_assigned(self, places: Iterable[TiedPlace], value: torch.Tensor) -> bool:
-        """Return whether what stays was assigned a value, and is the tied weight from now on.
-
-        Args:
-            places: of the weight.
-            value: that an offloaded name of it is to have.
-        """
-        for place in places:
-            module, name = place
-            weight = module._parameters.get(name)
-            if place not in self._residents or weight is None or weight.is_meta:
-                continue
-            is_other = weight is not self._residents[place]
-            if is_other and torch.equal(content_of(weight), content_of(value.to(weight.dtype))):
-                self._residents[place] = weight
-                return True
-        return False
-
     def places_of(self, weight: nn.Parameter) -> Sequence[TiedPlace]:
         """Return all places of a tied weight; empty if it is none of this model's.
 

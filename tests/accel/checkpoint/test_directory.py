@@ -199,13 +199,6 @@ def test_rotation_keeps_the_last_whole_one(tmp_path: Path) -> None:
     assert directory.newest_complete(tmp_path) == paths[1]
 
 
-def test_rotation_clears_what_was_interrupted(tmp_path: Path) -> None:
-    directory.stage(tmp_path / "checkpoint_0")
-    commit(tmp_path / "checkpoint_1")
-    assert directory.prune(tmp_path, keep=1) == []
-    assert names(tmp_path) == ["checkpoint_1"]
-
-
 # -- small parts ---------------------------------------------------------------------------
 
 

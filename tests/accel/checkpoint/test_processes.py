@@ -14,7 +14,7 @@ from accel.checkpoint import directory
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.config.training import ProjectConfiguration
 from accel.machine.errors import CheckpointError
-from tests.accel.checkpoint.parts import Counter, Run, automatic, build, equal
+from tests.accel.checkpoint.parts import Counter, Run, build, equal
 from tests.helpers import run_distributed
 
 # DDP then keeps its first buckets; else a fresh wrapper adds up three ranks' gradients in another
@@ -88,13 +88,6 @@ def register_otherwise(folder: str) -> list[str]:
             run.accelerator.save_state(folder)
         messages.append(str(caught.value))
     return messages
-
-
-def rotate(folder: str) -> list[str]:
-    run = build(project_config=automatic(Path(folder), limit=2))
-    paths = [run.accelerator.save_state() for _ in range(3)]
-    paths.append(run.accelerator.load_state())
-    return [Path(path).name for path in paths]
 
 
 def save_on_each_node(folder: str) -> str:
@@ -246,14 +239,6 @@ def test_ranks_that_registered_other_objects_are_refused(tmp_path: Path) -> None
         assert "the same objects in the same order" in order
         assert order.index("Picky") < order.index("Counter") < order.rindex("Picky")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_rotation_and_numbering_agree_over_processes(tmp_path: Path) -> None:
-    answers = run_distributed(rotate, 2, str(tmp_path))
-    expected = ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_2"]
-    assert answers == [expected, expected]
-    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert found == ["checkpoint_1", "checkpoint_2"]
 
 
 def test_writers_of_several_nodes_notice_that_they_share_a_disk(tmp_path: Path) -> None:

@@ -213,15 +213,10 @@ def test_numpy_arrays_of_registered_objects_come_back(tmp_path: Path) -> None:
 
 ARRAYS = [
     np.arange(6.0).reshape(2, 3),
-    np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),
     np.array(2.5),
     np.zeros((0, 4), dtype=np.float32),
     np.array([True, False]),
-    np.array([1, 2], dtype=">i4"),
-    np.array([1 + 2j]),
-    np.array([0.1], dtype=np.longdouble),
     np.array(["a", "longer"]),
-    np.array([b"x", b"yz"]),
     np.array(["2026-01-01", "NaT"], dtype="datetime64[s]"),
     np.array([(1, 2.0)], dtype=[("id", "i4"), ("score", "f8")]),
 ]

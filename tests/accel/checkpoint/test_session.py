@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from accel import Accelerator
-from accel.checkpoint import directory
-from accel.data.loaders import DataLoaderShard
 from accel.machine.errors import CheckpointError, ConfigError, StateError
 from tests.accel.checkpoint.parts import Counter, automatic, build, equal, names
 from tests.accel.checkpoint.test_save import accelerator
@@ -155,33 +153,6 @@ def test_gradients_of_an_open_window_are_told_to_be_lost(
         accelerator.save_state(tmp_path)
         told.append("after 1 of 2 micro-batches of a window" in caplog.text)
     assert told == [True, False]
-
-
-class Positioned(DataLoaderShard):
-    """A loader that knows its position, as torchdata's do."""
-
-    position = 3
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
-
-def test_positions_of_stateful_loaders_have_files_of_their_own(tmp_path: Path) -> None:
-    run = build()
-    loaders = [Positioned([1]), Positioned([2])]
-    loaders[1].position = 7
-    run.accelerator._objects.dataloaders.extend(loaders)
-    run.accelerator.save_state(tmp_path)
-    assert {"dl_state_dict_1.bin", "dl_state_dict_2.bin", "sampler_2.bin"} < set(names(tmp_path))
-    loaders[0].position = loaders[1].position = 0
-    run.accelerator.load_state(tmp_path)
-    assert [loader.position for loader in loaders] == [3, 7]
-    assert [directory.positions_name(rank, i) for rank, i in ((0, 0), (1, 0), (1, 2))] == [
-        *("dl_state_dict.bin", "dl_state_dict_rank1.bin", "dl_state_dict_rank1_2.bin")
-    ]
 
 
 # -- automatic naming ----------------------------------------------------------------------

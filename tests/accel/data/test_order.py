@@ -399,19 +399,6 @@ def test_a_data_set_learns_the_epoch_before_it_is_read(workers: int) -> None:
     assert [flat(loader) for _ in range(3)] == [[0] * 3, [1] * 3, [2] * 3]
 
 
-def test_loaders_over_one_data_set_set_their_own_epochs() -> None:
-    dataset = Learned(3)
-    training, evaluation = (prepare_data_loader(DataLoader(dataset)) for _ in range(2))
-    flat(training)
-    seen = []
-    for batch in training:
-        seen += batch.tolist()
-        assert flat(evaluation) == [len(seen) - 1] * 3
-    assert seen == [1, 1, 1]
-    zipped = zip(training, evaluation, strict=True)
-    assert [[a.item(), b.item()] for a, b in zipped] == [[2, 3]] * 3
-
-
 def test_persistent_workers_are_warned_of() -> None:
     loader = prepare_data_loader(
         DataLoader(
@@ -514,42 +501,6 @@ def test_a_seeded_pass_without_its_first_batches_has_the_order_of_the_whole(
         return values(skip_first_batches(made, skipped))
 
     assert loader(2) == loader(0)[2:]
-
-
-class OfOwnLength:
-    """Batches of which each rank has another number."""
-
-    batch_size = 2
-
-    def __init__(self, rank: int, knows_length: bool) -> None:
-        self.batches = [[2 * i, 2 * i + 1] for i in range(9 - 2 * rank)]
-        self.knows_length = knows_length
-
-    def __len__(self) -> int:
-        if not self.knows_length:
-            raise TypeError("no length")
-        return len(self.batches)
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
-def of_own_length(knows_length: list[bool]) -> tuple[list[list[int]], list[int]]:
-    rank = Accelerator(cpu=True).process_index
-    sampler: Any = OfOwnLength(rank, knows_length[rank])
-    loader = prepare_data_loader(DataLoader(range(18), batch_sampler=sampler), even_batches=False)
-    lengths = [len(loader)] if any(knows_length) else []
-    found = [[i for batch in loader for i in batch.tolist()] for _ in range(2)]
-    return found, [*lengths, *([len(loader)] if any(knows_length) else [])]
-
-
-@pytest.mark.parametrize("knows_length", [[True, True], [True, False], [False, False]])
-def test_rank_0_says_where_a_pass_ends(knows_length: list[bool]) -> None:
-    found = run_distributed(of_own_length, 2, knows_length, timeout=120)
-    for epoch in range(2):
-        assert sorted(found[0][0][epoch] + found[1][0][epoch]) == list(range(18))
-    if knows_length[0]:
-        assert [lengths for _, lengths in found] == [[5, 5], [4, 4]]
 
 
 class Shuffled(Sampler[int]):

@@ -182,17 +182,6 @@ def test_only_the_last_round_is_completed(lengths: list[int], workers: int) -> N
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_a_pass_that_drops_drops_one_round(lengths: list[int]) -> None:
-    made = loaders(lengths, 2, drop_last=True)
-    found = [values(loader) for loader in made]
-    rounds = sum(lengths) // (2 * SIZE)
-    assert [len(batches) for batches in found] == [rounds] * 2
-    assert [len(loader) for loader in made] == [rounds] * 2
-    assert max(Counter(flat(found)).values(), default=1) == 1
-    assert len(flat(found)) == rounds * 2 * SIZE
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
 def test_an_uneven_pass_gives_each_sample_once(lengths: list[int]) -> None:
     found = [values(loader) for loader in loaders(lengths, 2, even_batches=False)]
     assert sorted(flat(found)) == list(range(sum(lengths)))
@@ -394,14 +383,6 @@ def resumed_twice(kind: str, workers: int, dispatch: bool | None, folder: str) -
     following = [batch.tolist() for batch in loader]
     accelerator.free_memory()
     return straight, [found, following]
-
-
-@needs_torchdata
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_is_resumed_twice(kind: str, workers: int, tmp_path: Path) -> None:
-    straight, found = resumed_twice(kind, workers, None, str(tmp_path))
-    assert found == straight
 
 
 @needs_torchdata

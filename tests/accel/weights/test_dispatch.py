@@ -268,27 +268,6 @@ def test_a_dispatched_model_is_not_moved(tmp_path: Path, caplog: pytest.LogCaptu
     assert "You shouldn't move a model" in caplog.text
 
 
-def test_adapters_train_over_a_frozen_base(tmp_path: Path) -> None:
-    losses = []
-    for offloads in (True, False):
-        model = net()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("scale" in name)
-        if offloads:
-            dispatch_model(model, {"": "disk"}, "cpu", offload_dir=tmp_path)
-            assert on_meta(model) == {name for name in PARAMETERS if "scale" not in name}
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.1)
-        for _ in range(3):
-            loss = model(inputs()).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    assert losses[:3] == losses[3:]
-    assert losses[2] < losses[0]
-
-
 def test_weights_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_ahead, "MIN_BYTES", 1)
     model = disk_offload(net(), tmp_path, "cpu")
@@ -377,11 +356,6 @@ def test_hooks_of_others_stay(tmp_path: Path) -> None:
     assert isinstance(model[1]._hf_hook, Doubling)
 
 
-def trained(model: nn.Module) -> None:
-    model.train()(torch.tensor([0, 2]))
-    model.eval()
-
-
 DISPATCHES: list[Dispatch] = [
     *TO_DISK,
     lambda model, folder: cpu_offload(model, "cpu"),
@@ -427,25 +401,6 @@ def test_the_new_weights_are_computed_with(
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     assert all(len(hooks_of(module)) <= 2 for module in model.modules())
-
-
-def test_in_two_calls(tmp_path: Path) -> None:
-    model = disk_offload(net(), tmp_path / "one", "cpu")
-    weights = saved(other(), tmp_path / "weights")
-    off = tmp_path / "off"
-    load_checkpoint_in_model(model, weights, {"": "disk"}, offload_folder=off)
-    assert not any(hooks_of(module) for module in model.modules())
-    dispatch_model(model, {"": "disk"}, offload_dir=off)
-    assert torch.equal(model(inputs()), other()(inputs()))
-
-
-def test_weights_of_others_stay_as_they_are(tmp_path: Path) -> None:
-    mine = {name: value.clone() for name, value in net().state_dict().items()}
-    model = cpu_offload(net(), "cpu", state_dict=mine)
-    weights = saved(other(), tmp_path / "weights")
-    load_checkpoint_and_dispatch(model, weights, device_map={"": "cpu"}, strict=True)
-    assert torch.equal(model(inputs()), other()(inputs()))
-    assert all(torch.equal(mine[name], value) for name, value in net().state_dict().items())
 
 
 def test_what_is_refused_leaves_the_model_dispatched(tmp_path: Path) -> None:

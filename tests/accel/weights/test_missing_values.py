@@ -74,32 +74,12 @@ def tied(model: Any) -> None:
     model[0][0].weight = model[1][0].weight
 
 
-def tied_by_data(model: Any) -> None:
-    model[0][0].weight.data = model[1][0].weight.data
-
-
-def shared(model: Any) -> None:
-    model[2] = model[0]
-
-
-def transposed(model: Any) -> None:
-    model[0][0].weight.data = model[0][0].weight.data.t().contiguous()
-
-
-def wrapped_anew(model: Any) -> None:
-    for layer in model:
-        layer[0].weight = nn.Parameter(layer[0].weight.detach(), requires_grad=False)
-    del model[1]
-
-
 def rounded(model: Any) -> None:
     model.half().float()
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize(
-    "change", [deleted, swapped, tied, tied_by_data, shared, transposed, wrapped_anew, rounded]
-)
+@pytest.mark.parametrize("change", [deleted, swapped, tied, rounded])
 def test_the_values_go_where_the_weights_go(
     dispatch: Dispatch, change: Callable[[Any], None], tmp_path: Path
 ) -> None:

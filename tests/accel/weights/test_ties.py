@@ -17,17 +17,12 @@ from accel import (
     dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
-    load_checkpoint_in_model,
-)
-from accel.hooks import (
-    remove_hook_from_submodules,
 )
 from accel.machine.errors import ConfigError
 from accel.utils.modeling import get_state_dict_offloaded_model
 from tests.accel.weights.models import Block, Tied, inputs, net
 
 TOKENS = torch.arange(6)
-ACROSS = [{"": "cpu", "embedding": "disk"}, {"": "cpu", "head": "disk"}]
 
 
 def made(seed: int = 0) -> Tied:
@@ -38,39 +33,6 @@ def made(seed: int = 0) -> Tied:
 def empty() -> Tied:
     with init_empty_weights(include_buffers=False):
         return Tied().eval()
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    Accelerator(cpu=True).save_model(made(), tmp_path / "weights")
-    return tmp_path / "weights"
-
-
-def plain_as(checkpoint: Path) -> Tied:
-    """Return the model of the checkpoint; its shift is in no checkpoint."""
-    model = made(1)
-    load_checkpoint_in_model(model, checkpoint)
-    return model
-
-
-def loaded(checkpoint: Path, where: dict[str, str], folder: Path) -> nn.Module:
-    model = load_checkpoint_and_dispatch(empty(), checkpoint, where, offload_folder=folder)
-    model.get_submodule("block")._buffers["shift"] = made(1).get_buffer("block.shift")
-    return model
-
-
-@pytest.mark.parametrize("where", ACROSS)
-def test_weights_that_are_loaded_to_disk_and_memory_are_tied(
-    checkpoint: Path, where: dict[str, str], tmp_path: Path
-) -> None:
-    model, plain = loaded(checkpoint, where, tmp_path / "off"), plain_as(checkpoint)
-    for one in (model, plain):
-        name = "head.weight" if "embedding" in where else "embedding.weight"
-        with torch.no_grad():
-            one.get_parameter(name).mul_(2)
-    assert torch.equal(model(TOKENS), plain(TOKENS))
-    remove_hook_from_submodules(model)
-    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
 
 
 def test_a_state_dict_of_another_model_without_values_is_refused(tmp_path: Path) -> None:
