@@ -271,19 +271,6 @@ def test_only_objects_with_a_state_can_be_registered() -> None:
 # -- exports -------------------------------------------------------------------------------
 
 
-def test_a_hook_that_takes_out_one_of_two_models(tmp_path: Path) -> None:
-    run = build()
-    second = run.accelerator.prepare(nn.Linear(2, 2))
-    run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop(0))
-    run.accelerator.save_state(tmp_path)
-    assert "model_1.safetensors" in names(tmp_path)
-    run.accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
-    bias = second.bias.detach().clone()
-    nn.init.zeros_(second.bias)
-    run.accelerator.load_state(tmp_path)
-    assert torch.equal(second.bias, bias)
-
-
 def test_a_state_is_loaded_from_where_it_is_said(tmp_path: Path) -> None:
     engine = accelerator()
     model = engine.prepare(nn.Linear(2, 2))

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel.comm.ops import gather
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.state import GradientState, PartialState
+from accel.state import PartialState
 from tests.helpers import run_distributed
 
 
@@ -135,29 +134,3 @@ def test_broken_off_dispatch_starts_again_and_skips(count: int) -> None:
         starts = [2 * (number * count + rank) for number in range(3)]
         first, second, third = ([start, start + 1] for start in starts)
         assert found == [first, second, first, second, third]
-
-
-LENGTHS = (1, 4, 9, 13, 18)
-
-
-def metrics() -> list[list[int]]:
-    state, found = GradientState(), []
-    PartialState(cpu=True)
-    for length, dispatch, split in itertools.product(LENGTHS, (False, True), (False, True)):
-        loader = prepare_data_loader(
-            DataLoader(range(length), batch_size=6), dispatch_batches=dispatch, split_batches=split
-        )
-        seen = []
-        for batch in loader:
-            gathered = gather(batch)
-            if state.end_of_dataloader and state.remainder > 0:
-                gathered = gathered[: state.remainder]
-            seen += gathered.tolist()
-        found.append(seen)
-    return found
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_gathered_evaluation_counts_each_sample_once(count: int) -> None:
-    wanted = [list(range(length)) for length in LENGTHS for _ in range(4)]
-    assert run_distributed(metrics, count) == [wanted] * count

@@ -91,15 +91,6 @@ def test_a_failing_data_set_leaves_no_active_loader() -> None:
     assert not GradientState().in_dataloader
 
 
-def test_even_batches_of_a_dispatching_loader_can_be_switched() -> None:
-    loader = prepared(5, 2, 2, 1, dispatch_batches=True)
-    assert (values(loader), len(loader)) == ([[2, 3], [0]], 2)
-    loader.even_batches = False
-    assert (values(loader), len(loader)) == ([[2, 3]], 1)
-    loader.even_batches = True
-    assert values(loader) == [[2, 3], [0]]
-
-
 # -- what a prepared loader is --------------------------------------------------------------------
 
 
@@ -152,17 +143,6 @@ def test_a_loader_class_with_its_own_iteration_is_named() -> None:
         prepare_data_loader(Own(range(3)))
 
 
-# -- placement -----------------------------------------------------------------------------------
-
-
-def test_batches_already_in_place_are_handed_through_untouched() -> None:
-    batch = object()
-    loader = DataLoader([0, 1, 2], batch_size=1, collate_fn=lambda samples: batch)
-    for device in (None, torch.device("cpu")):
-        ready = prepare_data_loader(loader, device=device, put_on_device=device is not None)
-        assert all(item is batch for item in ready)
-
-
 # -- order ---------------------------------------------------------------------------------------
 
 
@@ -198,17 +178,6 @@ def test_data_seed_decides_the_order_on_any_number_of_processes() -> None:
         return [i for group in zip(*shares, strict=True) for batch in group for i in batch]
 
     assert order(1) == order(2) == order(4)
-
-
-def test_a_broken_off_pass_does_not_change_the_epoch() -> None:
-    loader = prepare_data_loader(
-        DataLoader(range(20), batch_size=4, shuffle=True), use_seedable_sampler=True
-    )
-    for _ in loader:
-        break
-    assert loader.epoch == 0
-    values(loader)
-    assert loader.epoch == 1
 
 
 def test_epochs_reach_sampler_and_data_set() -> None:

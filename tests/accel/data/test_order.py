@@ -555,37 +555,6 @@ def test_a_pass_left_early_draws_from_its_generator_to_the_end() -> None:
     assert [found, [batch.tolist() for batch in left]] == wanted
 
 
-class OfOwnRank:
-    """Batches that are dealt already: rank 0 has [0], [1, 2], [3, 4, 5], the next what follows."""
-
-    def __init__(self, rank: int) -> None:
-        self.first = 6 * rank
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self):
-        for start, size in ((0, 1), (1, 2), (3, 3)):
-            yield list(range(self.first + start, self.first + start + size))
-
-
-def dealt_already() -> tuple[bool, list[list[list[int]]], int]:
-    accelerator = Accelerator(cpu=True)
-    sampler: Any = OfOwnRank(accelerator.process_index)
-    loader = accelerator.prepare(DataLoader(range(12), batch_sampler=sampler))
-    shard = loader.batch_sampler
-    shard.num_processes, shard.process_index = 1, 0  # as libraries say that it is dealt already
-    passes = [[batch.tolist() for batch in loader] for _ in range(2)]
-    passes.append([batch.tolist() for batch in accelerator.skip_first_batches(loader, 1)])
-    return shard.batch_sampler is sampler, passes, len(loader)
-
-
-def test_batches_that_are_dealt_already_are_read_as_they_are() -> None:
-    for rank, found in enumerate(run_distributed(dealt_already, 2)):
-        own = [[0], [1, 2], [3, 4, 5]] if rank == 0 else [[6], [7, 8], [9, 10, 11]]
-        assert found == (True, [own, own, own[1:]], 3)
-
-
 def of_torchs_generator(dispatch: bool) -> tuple[list[list[int]], float]:
     config = DataLoaderConfiguration(dispatch_batches=dispatch)
     accelerator = Accelerator(cpu=True, dataloader_config=config)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from accel.comm.rng import mix_seeds
 from accel.data.order import Order
@@ -247,14 +246,6 @@ def test_drawing_an_order_leaves_the_training_generator_alone() -> None:
     before = torch.get_rng_state()
     list(sampler)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_it_is_a_random_sampler_and_pickles() -> None:
-    sampler = SeedableRandomSampler(range(20), data_seed=4)
-    sampler.set_epoch(2)
-    copied = pickle.loads(pickle.dumps(sampler))
-    assert isinstance(copied, RandomSampler)
-    assert list(copied) == list(sampler)
 
 
 def test_an_epoch_reaches_every_sampler_inside() -> None:

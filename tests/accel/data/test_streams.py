@@ -226,12 +226,6 @@ def test_the_collate_function_stays_the_callers_and_leaves_its_generators() -> N
     assert len({draw for _, draw in found}) == 3
 
 
-def test_a_shard_in_a_loader_of_torch_is_as_before() -> None:
-    shard = IterableDatasetShard(Parts([5, 5]), 2, num_processes=2, process_index=0)
-    found = flat([values(DataLoader(shard, 2, num_workers=2))])
-    assert found == [0, 1, 5, 6, 4, 0, 9, 5]
-
-
 def test_samples_that_cannot_be_pickled_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be pickled"):
         _packed([lambda: 0])

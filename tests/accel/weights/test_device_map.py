@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from pathlib import Path
 from types import MappingProxyType
@@ -221,69 +220,6 @@ def test_every_tensor_has_a_device_that_has_room(
     for device, limit in limits.items():
         held = [sizes.get(name, 0) for name, where in placed.items() if where == device]
         assert sum(held) == filler.used.get(device, 0) <= limit
-
-
-class Part(nn.Module):
-    """Uses a weight of its own and those of a submodule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.inner(inputs)
-        return outputs * self.scale
-
-
-class Attention(nn.MultiheadAttention):
-    """Attends to its own inputs."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # one input
-        return super().forward(inputs, inputs, inputs)[0]
-
-
-def made(part: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(part, nn.Linear(4, 4)).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    return model
-
-
-@pytest.mark.parametrize("preload", [["Part"], None])
-@pytest.mark.parametrize(
-    ("part", "where"),
-    [
-        (Part(), {"": "disk", "0.inner": "cpu"}),
-        (Part(), {"": "cpu", "0": "disk", "0.inner": "disk", "0.inner.1": "cpu"}),
-        (Part(), {"": "disk", "0.inner": "cpu", "0.inner.1": "disk"}),
-        (Part(), {"": "disk", "0.inner": "disk"}),
-        (Part(), {"0": "cpu", "0.inner": "disk", "1": "cpu"}),
-        (Part(), {"": "disk", "0.inner": "cpu", "0.inner.1": "disk", "0.inner.1.bias": "cpu"}),
-        (Attention(4, 2), {"": "disk", "0.out_proj": "cpu"}),
-        (Attention(4, 2), {"": "disk", "0.out_proj": "disk"}),
-        (Attention(4, 2), {"": "cpu", "0": "disk", "0.out_proj": "disk"}),
-        (Attention(4, 2), {"": "cpu", "0": "disk", "0.in_proj_weight": "cpu"}),
-    ],
-)
-def test_the_longest_name_that_fits_holds(
-    part: nn.Module, where: dict[str, Any], preload: Any, tmp_path: Path
-) -> None:
-    plain, inputs = made(copy.deepcopy(part)), torch.randn(3, 4)
-    model = dispatch_model(
-        copy.deepcopy(plain), where, "cpu", offload_dir=tmp_path, preload_module_classes=preload
-    )
-    for _ in range(2):
-        assert torch.equal(model(inputs), plain(inputs))
-    found = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-    longest = {
-        name: max((one for one in where if not one or f"{name}.".startswith(f"{one}.")), key=len)
-        for name in plain.state_dict()
-    }
-    assert found == {name for name, one in longest.items() if where[one] == "disk"}
-    state = get_state_dict_offloaded_model(model)
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
 
 
 class Scaled(nn.Module):
