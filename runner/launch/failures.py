@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import select
 import shlex
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from accel.machine.errors import (
     AccelError,
@@ -31,7 +28,6 @@ COMMUNICATION = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b",
     re.IGNORECASE,
 )
-UNREAD = "nobody reads standard output any more"
 
 
 class LoaderWorkerError(AccelError, RuntimeError):
@@ -52,30 +48,6 @@ def loader_deaths_named() -> Iterator[None]:
         if not ended:
             raise
         raise LoaderWorkerError(f"a loader worker died: process {', '.join(ended)}") from error
-
-
-def stdout_is_closed() -> bool:
-    """Return whether the reader of standard output has closed it, as `head` does."""
-    return _is_closed(sys.stdout)
-
-
-def _is_closed(stream: TextIO) -> bool:
-    try:
-        poll = select.poll()
-        poll.register(stream.fileno(), 0)
-    except (OSError, ValueError, AttributeError):  # it is no file, or closed; Windows has no poll
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def is_unread(error: BaseException) -> bool:
-    """Return whether an error says that the reader of standard output has closed it."""
-    return isinstance(error, BrokenPipeError) and stdout_is_closed()
-
-
-def drop_stdout() -> None:
-    """Let what is written to standard output from now on, or still buffered, go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(error: BaseException) -> int:

@@ -330,7 +330,7 @@ def _run(
         except KeyboardInterrupt:
             code = INTERRUPTED
         except Exception as error:  # of the launcher or the sweeper
-            code = _ended_early(error)
+            code = failures.report(error)
         stack.close()
         if code == REFUSED:
             if len(sweep.journal.records()) == num_records:
@@ -346,15 +346,6 @@ def _run(
         if stopped:
             return STOPPED
         return FAILED if FAILED in (code, ended) else max(code, ended)
-
-
-def _ended_early(error: Exception) -> int:
-    if failures.is_unread(error):
-        failures.drop_stdout()
-        told = f"The sweep has ended early: {failures.UNREAD}. The same command goes on with it."
-        print(told, file=sys.stderr)
-        return FAILED
-    return failures.report(error)
 
 
 def _common(sweep: Sweep, examined: Sequence[Examined]) -> set[str]:

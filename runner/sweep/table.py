@@ -23,7 +23,6 @@ from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import DONE, FAILED
-from runner.launch import failures
 from runner.recipe import hydra_setup, paths
 from runner.run_dir.sweep_records import FINISHED, PRUNED
 from runner.sweep import task
@@ -290,18 +289,10 @@ def nothing_left(sweep: Sweep, config_name: str, states: Mapping[int, JobState])
     """Show a sweep in which nothing is left to do, and return the exit code."""
     found = results(sweep, states)
     code = _written(sweep, found)
-    _show(found, config_name)
+    show(found, config_name, PipedConsole(highlight=False))
     code = max(code, _without_a_number(found))
     print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
     return code
-
-
-def _show(found: Results, config_name: str) -> None:
-    """Print the table; where nobody reads it any more, what follows on standard error counts."""
-    try:
-        show(found, config_name, PipedConsole(highlight=False))
-    except BrokenPipeError:
-        failures.drop_stdout()
 
 
 def _written(sweep: Sweep, found: Results) -> int:
@@ -340,7 +331,7 @@ def conclude(
     others = [n for n, state in states.items() if is_search and state.status == FAILURE]
     mine = sorted({*numbers, *begun, *others})
     written = _written(sweep, found)
-    _show(found, config_name)
+    show(found, config_name, PipedConsole(highlight=False))
     written = max(written, _without_a_number(found))
     ended = {number: states.get(number, JobState()) for number in mine}
     bad = {number: state for number, state in ended.items() if state.status not in _GOOD}

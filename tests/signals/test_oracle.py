@@ -73,26 +73,6 @@ def test_what_is_expected_is_no_problem(run_dir: Path, tmp_path: Path) -> None:
     assert interrupted(write(tmp_path / "other", (2,), 2)).problems(INT) == []
 
 
-def test_a_state_of_an_earlier_step_is_told(tmp_path: Path) -> None:
-    result = saved(write(tmp_path / "run", (2,), 3))
-    assert "the state of step 2 is saved, not of 3" in told(result, TERM)
-
-
-def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
-    result = saved(write(tmp_path / "run", (3,), 2))
-    assert "rows of the steps 1 to 2, not 1 to 3" in told(result, TERM)
-
-
-def test_ranks_that_differ_in_their_steps_are_told(run_dir: Path) -> None:
-    result = saved(run_dir).with_(made=((1, 2, 3), (1, 2)))
-    assert "the ranks have made ['1 to 3', '1 to 2']" in told(result, TERM)
-
-
-def test_no_state_at_all_is_told(tmp_path: Path) -> None:
-    result = saved(write(tmp_path / "run", (), 3))
-    assert "not resumable: there is no whole checkpoint" in told(result, TERM)
-
-
 @pytest.mark.parametrize("name", ["config.yaml", "job.json", "metrics.jsonl"])
 @pytest.mark.parametrize("damage", ["cut", "garbage", "gone"])
 def test_a_damaged_file_is_told(run_dir: Path, name: str, damage: str) -> None:
@@ -104,12 +84,6 @@ def test_a_damaged_file_is_told(run_dir: Path, name: str, damage: str) -> None:
         path.write_bytes(whole[:-7] if damage == "cut" else b"a: [1\n{" + whole)
     expected = "rows of the steps none" if (name, damage) == ("metrics.jsonl", "gone") else ""
     assert (expected or "not resumable: ") in told(saved(run_dir), TERM)
-
-
-def test_a_recipe_with_an_unknown_key_is_told(run_dir: Path) -> None:
-    path = run_dir / "config.yaml"
-    path.write_text(path.read_text() + "trainr: {}\n")
-    assert "not resumable: " in told(saved(run_dir), TERM)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +109,6 @@ def test_a_run_that_was_to_be_resumed_and_was_not_is_told(run_dir: Path) -> None
 # -- interrupted -----------------------------------------------------------------------------------
 
 
-def test_an_earlier_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
-    result = interrupted(write(tmp_path / "run", (), 2))
-    assert "the states of the steps [2] are no longer whole" in told(result, INT)
-
-
 @pytest.mark.parametrize("content", [bytes(63), b"x" * 64])
 def test_an_earlier_checkpoint_that_is_damaged_is_told(tmp_path: Path, content: bytes) -> None:
     run_dir = write(tmp_path / "run", (2,), 2)
@@ -147,27 +116,6 @@ def test_an_earlier_checkpoint_that_is_damaged_is_told(tmp_path: Path, content: 
     problems = told(interrupted(run_dir), INT)
     assert "passes for whole and is not: checkpoint_0" in problems
     assert "the states of the steps [2] are no longer whole" in problems
-
-
-def test_a_newer_checkpoint_makes_up_for_an_older_one_that_is_rotated(tmp_path: Path) -> None:
-    result = interrupted(write(tmp_path / "run", (4, 6, 8), 8))
-    before = State((2, 4, 6), (), (1, 2, 3, 4, 5, 6))
-    assert result.with_(before=before).problems(INT) == []
-
-
-def test_a_state_that_is_not_due_is_told(tmp_path: Path) -> None:
-    result = interrupted(write(tmp_path / "run", (2, 3), 3))
-    assert "the states of the steps [3] are saved" in told(result, INT)
-
-
-def test_a_state_before_anything_was_due_is_told(run_dir: Path) -> None:
-    expected = Expected(130, saves=False)
-    assert "the state of step 3 is saved, not none" in told(interrupted(run_dir), expected)
-
-
-def test_nothing_saved_before_the_signal_is_told(run_dir: Path) -> None:
-    result = interrupted(run_dir).with_(before=State())
-    assert "there was no checkpoint before the signal" in told(result, INT)
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -188,11 +136,6 @@ def test_processes_that_are_not_as_expected_are_told(
     run_dir: Path, change: dict, problem: str
 ) -> None:
     assert told(saved(run_dir).with_(**change), TERM).startswith(problem)
-
-
-def test_workers_where_there_are_to_be_none_are_told(tmp_path: Path) -> None:
-    result = interrupted(write(tmp_path / "run", (2,), 2)).with_(workers=(1,))
-    assert told(result, INT) == "loader workers of the ranks: (1,), not 0"
 
 
 def test_a_process_that_starts_late_and_in_a_session_of_its_own_is_found() -> None:

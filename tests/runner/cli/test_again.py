@@ -158,14 +158,6 @@ def test_mistakes_are_refused_before_anything_starts(
     assert started == []
 
 
-def test_a_dry_run_only_tells(
-    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["again", str(write_run(tmp_path / "a")), "--dry-run"]) == 0
-    assert "again: " in capsys.readouterr().out
-    assert started == []
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_dry_run_on_processes_of_a_launcher_ends_on_each(
     rank: int,
@@ -202,13 +194,6 @@ def test_a_broken_run_is_refused(
     path.mkdir()
     assert cli.main(["again", str(path)]) == 2
     assert "it is no run directory" in capsys.readouterr().err
-
-
-def test_only_the_run_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["again"]) == 2
-    assert "the following arguments are required: RUN_DIR\n" in capsys.readouterr().err
-    assert cli.main(["again", "-h"]) == 0
-    assert "[KEY=VALUE ...]" in capsys.readouterr().out
 
 
 def test_a_sweep_is_refused_with_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:

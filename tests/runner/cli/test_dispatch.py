@@ -1,4 +1,4 @@
-"""The command line: what each form of it does, what it hands on, and what it never imports."""
+"""C2, C3, E6: what each form of the command line does, hands on, and never imports."""
 
 from __future__ import annotations
 
@@ -68,11 +68,6 @@ def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> Any:
 # -- help and the like ---------------------------------------------------------------------
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("runner")
-
-
 def test_the_recipe_is_shown_with_plain_values(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = shown("optimizer.lr=0.5", "precision=bf16", capsys=capsys)
     assert recipe["optimizer"]["lr"] == 0.5
@@ -81,28 +76,10 @@ def test_the_recipe_is_shown_with_plain_values(capsys: pytest.CaptureFixture[str
     assert "hydra" not in recipe
 
 
-def test_a_part_of_the_recipe_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--cfg", "job", "--package", "trainer.log_every", "trainer.log_every=3"]) == 0
-    assert capsys.readouterr().out == "3\n"
-
-
 def test_hydras_own_views_still_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--cfg", "hydra"]) == 0
     assert "output_subdir: null" in capsys.readouterr().out
     assert cli.main(["seed=1", "--info", "searchpath"]) == 0
-
-
-def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for line, expected in {
-        "runner precision=": (
-            "precision=bf16 precision=bf16_weights precision=fp16 precision=fp8_te "
-            "precision=fp8_torchao precision=no"
-        ),
-        "runner --import x trainer.log": "trainer.log_every=",
-    }.items():
-        monkeypatch.setenv("COMP_LINE", line)
-        assert cli.main(["-sc", "query=bash"]) == 0
-        assert capsys.readouterr().out.strip() == expected
 
 
 # -- jobs ----------------------------------------------------------------------------------
@@ -193,13 +170,6 @@ def test_a_dry_run_of_one_job_checks_it(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["--dry-run", "trainer.epochs=-1"]) == 2
     assert cli.main(["--dry-run", "distributed.num_processes=3"]) == 2
     assert not list(tmp_path.iterdir())
-
-
-def test_the_whole_of_hydras_config_is_not_shown_of_a_sweep(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["-m", "--cfg", "all", "seed=1,2"]) == 2
-    assert "Write --cfg job." in capsys.readouterr().err
 
 
 def test_an_unexpected_error_keeps_its_traceback(
@@ -295,23 +265,6 @@ def test_new_overrides_change_the_frozen_recipe(
         "distributed=none",
         "trainer.stop_after=5",
     )
-
-
-def test_another_factory_does_not_inherit_arguments(
-    started: list[Started], resumable: None, tmp_path: Path
-) -> None:
-    run_dir = stopped(tmp_path, "scheduler.final=0.25")
-    assert cli.main([f"resume={run_dir}", "scheduler=constant"]) == 0
-    assert "final" not in started[0].recipe.scheduler
-    assert started[0].recipe.scheduler["name"] == "constant"
-
-
-def test_a_run_stays_where_it_is(
-    resumable: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = stopped(tmp_path)
-    assert cli.main([f"resume={run_dir}", "name=other"]) == 2
-    assert "the run stays where it is (name=digits)" in capsys.readouterr().err
 
 
 def test_auto_takes_the_newest_run_of_that_name(
@@ -422,22 +375,6 @@ def test_levels_of_loggers_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cli.main(["hydra.verbose=[accel]"]) == 0
     assert cli.main([]) == 0
     assert levels == [{"accel": "DEBUG"}, {}]
-
-
-@pytest.mark.slow  # a sweep with processes of its own; those of one job are tested above
-def test_levels_of_loggers_reach_the_jobs_of_a_sweep(tmp_path: Path) -> None:
-    line = ["-m", "seed=0,1", "debug=fdr", "tracker=none", f"output_dir={tmp_path}"]
-    assert cli.main([*line, "hydra.verbose=[accel]"]) == 0
-    found = [Job.read(job)[0].log_levels for job in sorted(tmp_path.glob("*/sweep-*/0*"))]
-    assert found == [{"accel": "DEBUG"}] * 2
-    assert cli.main(line) == 0  # the same sweep: nothing is left to do
-    assert len(list(tmp_path.glob("*/sweep-*"))) == 1
-
-
-@pytest.mark.parametrize("command", ["launch", "config", "env", "merge-weights", "estimate-memory"])
-def test_a_command_of_accel_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "x.py"]) == 2
-    assert f"Write accel {command}." in capsys.readouterr().err
 
 
 BROKEN = """

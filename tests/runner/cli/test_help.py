@@ -39,16 +39,6 @@ def test_help_on_a_group_lists_its_arguments(capsys: pytest.CaptureFixture[str])
     assert "checkpoint.every_steps" in out
 
 
-def test_every_main_key_has_a_meaning() -> None:
-    for _, kind, names in help.MAIN_KEYS:
-        assert set(names) <= set(help._meanings(kind))
-
-
-def test_every_exit_code_has_a_meaning() -> None:
-    codes = {value for value in vars(exit_codes).values() if isinstance(value, int)}
-    assert set(exit_codes.MEANINGS) == codes - {exit_codes.OF_SIGNAL}
-
-
 def test_the_help_lists_the_exit_codes() -> None:
     for code, meaning in exit_codes.MEANINGS.items():
         assert f"  {code:<4} {meaning}\n" in help.text()

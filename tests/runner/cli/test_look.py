@@ -6,10 +6,8 @@ Holds L1.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -60,11 +58,6 @@ def test_folders_and_filters_stand_side_by_side(
     assert len(out.splitlines()) == 2
     assert "aaaa" in out
     assert "1 are shown, --limit 0 shows all" in printed("list", "--limit", "1", capsys=capsys)
-
-
-def test_without_runs_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed("list", capsys=capsys) == "no runs in runs\n"
-    assert printed("list", "--json", capsys=capsys) == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -131,36 +124,6 @@ def test_no_torch_is_imported(command: str, runs: Path) -> None:
     assert answer.stderr == "code 0 heavy []\n"
 
 
-def test_a_thousand_runs_are_listed_in_seconds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = write_run(tmp_path / "many" / "20260101-120000-0000", metrics=5)
-    for number in range(1, 1000):
-        shutil.copytree(first, first.with_name(f"20260101-12{number:04}-{number:04x}"))
-    began = time.process_time()
-    out = printed("list", str(tmp_path / "many"), "optimizer.lr=0.005", "tag!=x", capsys=capsys)
-    assert "1000 runs" in out
-    assert time.process_time() - began < 2.0
-
-
-@pytest.mark.slow
-def test_a_run_without_recipe_takes_no_part_in_what_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from runner.reporting import html_page, swept_keys
-    from runner.run_dir import discovery
-
-    sweep = write_sweep(tmp_path)
-    for name in ("config.yaml", "job.json"):
-        (sweep / "0003" / name).write_text("")
-    compared = json.loads(printed("compare", str(sweep), "--json", capsys=capsys))
-    swept = {"optimizer.lr", "model.width", "seed"}
-    assert set(compared["recipe"]) == {"the recipe itself", *swept}
-    assert compared["recipe"]["the recipe itself"].count("unreadable") == 1
-    runs = discovery.find_runs([sweep])
-    assert set(html_page.read(runs).keys) == swept - {swept_keys.SEED}
-
-
 @pytest.mark.parametrize(
     ("name", "keep", "said"),
     [
@@ -179,24 +142,6 @@ def test_damaged_runs_are_marked(
     (run / name).write_bytes(b"[1]" if keep is None else content[: int(len(content) * keep)])
     assert f"runs/a: {said}" in printed("list", capsys=capsys)
     assert said in printed("show", "runs/a", capsys=capsys)
-
-
-def test_a_torn_line_of_a_killed_run_is_no_damage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    metrics = write_run(tmp_path / "runs" / "a", summary=False, metrics=3) / "metrics.jsonl"
-    whole = metrics.read_bytes()
-    metrics.write_bytes(whole + b'{"step": 9')
-    assert "damaged" not in printed("list", capsys=capsys)
-
-
-def test_what_is_no_recipe_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "runs" / "a").mkdir(parents=True)
-    (tmp_path / "runs" / "a" / "config.yaml").write_text("services: [web]\n")
-    out = printed("list", capsys=capsys)
-    assert "broken" in out
-    assert "config.yaml is no recipe" in out
-    assert "config.yaml is no recipe" in printed("show", "runs/a", capsys=capsys)
 
 
 def test_killed_jobs_of_a_sweep_have_failed_as_its_journal_says(
@@ -220,35 +165,3 @@ def test_killed_jobs_of_a_sweep_have_failed_as_its_journal_says(
     assert f"failed  {how}" in printed("show", str(sweep / "0003"), capsys=capsys)
     journal.append({**begun, "attempt": "b"})  # it was killed, and the sweep with it
     assert "interrupted" in printed("show", str(sweep / "0003"), capsys=capsys)
-
-
-def test_a_sweep_within_a_sweep_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outer = write_sweep(tmp_path / "runs", (0.1,))
-    inner = outer / "rel" / "sw"
-    shutil.copytree(outer, inner)
-    assert "8 runs in runs" in printed("list", capsys=capsys)
-    assert "8 runs in" in printed("list", str(outer), capsys=capsys)
-
-
-def test_keys_that_the_chosen_factory_lacks_are_no_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "runs" / "a", {"data": {"name": "other", "augment": None}})
-    out = printed("show", "runs/a", capsys=capsys)
-    assert "data.name=other" in out
-    lines = [line for line in out.splitlines() if "data." in line and "=null" in line]
-    assert len(lines) <= 1  # the key that the recipe has
-
-
-def test_nan_is_written_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, rate in (("a", 0.1), ("b", 0.2)):
-        run = write_run(tmp_path / "runs" / name, {"optimizer.lr": rate}, best=0.1 + rate)
-        summary = json.loads((run / "summary.json").read_text())
-        if name == "a":
-            summary["best"]["value"] = summary["metrics"]["validation"]["loss"] = "NaN"
-            (run / "summary.json").write_text(json.dumps(summary))
-    out = printed("compare", "runs", capsys=capsys)
-    assert "nan" in out
-    assert "NaN" not in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -35,27 +34,3 @@ def test_a_reader_that_is_gone_gets_no_error(command: str, tmp_path: Path) -> No
         os.close(writing)
     assert done.stderr == ""
     assert done.returncode == 1
-
-
-@pytest.mark.slow  # jobs that import torch
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_sweep_without_a_reader_says_which_jobs_were_not_started(
-    jobs: str, tmp_path: Path
-) -> None:
-    line = ["-m", "debug=fdr", "seed=0,1,2", "sweep.dir=swept", f"sweep.jobs={jobs}"]
-    begun = subprocess.Popen(
-        python("-m", "runner", *line),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert begun.stdout is not None
-    assert begun.stdout.readline().startswith("sweep: ")
-    begun.stdout.close()
-    _, told = begun.communicate(timeout=120)
-    assert begun.returncode == 1, told
-    assert "The sweep has ended early: nobody reads standard output any more." in told
-    assert re.search("of 3 jobs were not started: .*0002", told)
-    assert "Traceback" not in told

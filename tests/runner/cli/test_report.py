@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -41,16 +40,6 @@ def test_a_page_of_chosen_runs_elsewhere(
     assert not (sweep / "report.html").exists()
 
 
-def test_a_page_without_a_suffix_gets_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep = write_sweep(tmp_path)
-    assert cli.main(["report", str(sweep), "--output", str(tmp_path / "rep")]) == 0
-    assert "rep.html: " in capsys.readouterr().out
-    assert (tmp_path / "rep.html").read_text().startswith("<!doctype html>")
-    assert not (tmp_path / "rep").exists()
-
-
 def test_a_page_of_another_format_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,15 +49,3 @@ def test_a_page_of_another_format_is_refused(
     assert "a report is a page in HTML (.html or .htm)" in told
     assert f"Give --output {tmp_path / 'rep.html'}." in told
     assert not list(tmp_path.glob("rep*"))
-
-
-def test_a_device_is_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(write_sweep(tmp_path)), "--output", os.devnull]) == 2
-    assert f"--output {os.devnull}: a report is a file" in capsys.readouterr().err
-
-
-def test_a_full_disk_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = write_sweep(tmp_path)
-    (sweep / "report.html").mkdir()
-    assert cli.main(["report", str(sweep)]) == 2
-    assert "a report is a file" in capsys.readouterr().err

@@ -27,13 +27,6 @@ def test_gpus_that_this_machine_lacks_are_no_mistake(capsys: pytest.CaptureFixtu
     assert "micro" in capsys.readouterr().err
 
 
-def test_help_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.run(["submit", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "submit.signal_delay_s" in shown
-    assert "submit.partition" in shown
-
-
 @pytest.mark.parametrize(
     ("line", "told"),
     [

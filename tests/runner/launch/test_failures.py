@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel.machine.errors import ConfigError, MissingPackageError, Problem
-from runner.launch import failures, launcher, worker
-from runner.run_dir.outcomes import Outcome
+from runner.launch import launcher, worker
 
 REFUSAL = ConfigError(Problem("optimizer.lr=-1", "it is above 0", "Set optimizer.lr=0.1."))
 
@@ -60,14 +59,3 @@ def test_control_c_tells_how_to_go_on(
     (run_dir / "checkpoints" / "checkpoint_0").mkdir(parents=True)
     assert launcher.run_here(run_dir) == 130
     assert capsys.readouterr().err.endswith(f"runner resume='{run_dir}'\n")
-
-
-def test_the_folder_of_an_evaluation_is_not_named_as_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "request.json").write_text("{}")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank_1.log").write_text("")
-    failures.print_interrupted(tmp_path)
-    failures.print_failure(Outcome(0, 0.0, 1, "no"), tmp_path, 2)
-    assert capsys.readouterr().err == "Interrupted.\nrank 0 failed first: no\n"

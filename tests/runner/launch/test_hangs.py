@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -189,11 +189,6 @@ def test_where_all_have_ended_the_one_that_does_not_wait_is_named() -> None:
     assert verdict is not None
     assert (verdict.rank, verdict.stack) == (1, "the stack")
     assert "ended training" not in verdict.message
-
-
-def test_reports_travel_as_plain_containers() -> None:
-    made = report(1, GATHER, collectives=3)
-    assert Report.from_plain(asdict(made)) == made
 
 
 IMPORT = (

@@ -13,13 +13,6 @@ from runner.launch import ray_cluster
 from runner.recipe import trust
 from tests.helpers import free_port
 
-LOST = """The actor died unexpectedly before finishing this task.
-\tclass_name: ProcessHost
-\tactor_id: 4ab
-\tnamespace: 17
-The actor died because its node has died. Node Id: 8f3
-"""
-
 
 class Resources:
     """A cluster's resources, without a cluster."""
@@ -31,14 +24,6 @@ class Resources:
     @staticmethod
     def get_runtime_context() -> SimpleNamespace:
         return SimpleNamespace(gcs_address="10.0.0.1:6379")
-
-
-def test_the_reason_is_the_line_that_says_why() -> None:
-    assert ray_cluster.reason(Exception(LOST)) == (
-        "The actor died because its node has died. Node Id: 8f3"
-    )
-    assert ray_cluster.reason(Exception("no room\n")) == "no room"
-    assert ray_cluster.reason(ValueError()) == "ValueError"
 
 
 def test_a_shortage_is_what_the_whole_cluster_lacks() -> None:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from typing import Any
 
-import pytest
-
-from runner.launch import remote_process
 from runner.launch.remote_process import ENDED, OUTPUT, STARTED, ProcessHost
-from tests.helpers import SECONDS, alive, python
+from tests.helpers import SECONDS, alive
 
 PRINTS = "import sys; print(sys.argv[1]); print(sys.stdin.read(), file=sys.stderr); sys.exit(3)"
 WAITS = """
@@ -27,15 +23,6 @@ time.sleep(1000)
 """
 
 # A node that has no runner.
-THERE = """
-import pickle, sys
-sys.modules.update(runner=None, accel=None)
-host = pickle.loads(bytes.fromhex(sys.argv[1]))()
-host.start("import os; os._exit(0)", {})
-while not any(kind == "ended" for kind, _ in host.events(1.0)):
-    pass
-print("ended")
-"""
 
 
 def until(host: ProcessHost, kind: str) -> list[tuple[str, Any]]:
@@ -77,19 +64,3 @@ def test_kill_ends_it() -> None:
     host.kill()
     assert until(host, ENDED)[-1] == (ENDED, -signal.SIGKILL)
     assert not alive(pid)
-
-
-def test_processes_of_one_node_follow_each_other() -> None:
-    places = [{"node": node} for node in "abacb"]
-    assert remote_process.in_order(places) == [0, 2, 1, 4, 3]
-
-
-def test_the_class_needs_python_alone() -> None:
-    cloudpickle = pytest.importorskip("cloudpickle")
-    cloudpickle.register_pickle_by_value(remote_process)
-    try:
-        pickled = cloudpickle.dumps(ProcessHost)
-    finally:
-        cloudpickle.unregister_pickle_by_value(remote_process)
-    line = python("-c", THERE, pickled.hex())
-    assert subprocess.run(line, check=True, capture_output=True).stdout == b"ended\n"

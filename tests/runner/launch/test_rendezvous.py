@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from accel.machine import env
 from accel.machine.errors import ConfigError
 from runner.launch import messages, rendezvous
 from runner.launch.messages import Connection
@@ -64,12 +63,6 @@ def test_a_second_command_on_the_same_machine_is_another_node() -> None:
 )
 def test_a_node_may_be_told_its_place(fields: dict[str, Any], expected: bool) -> None:
     assert rendezvous.is_member(several(**fields)) == expected
-
-
-def test_processes_of_a_launcher_do_not_rendezvous_here() -> None:
-    with env.patched(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0):
-        assert not rendezvous.spans_nodes(several())
-    assert not rendezvous.spans_nodes(Distributed(kind="multi_cpu"))
 
 
 @contextlib.contextmanager

@@ -29,16 +29,3 @@ def test_without_a_checkpoint_the_run_begins_anew(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "logs" / "attempt_1" / "metrics.jsonl").exists()
     assert staging.origin(again).startswith("the beginning")
-
-
-def test_origins_are_told_as_seen_from_the_run(tmp_path: Path) -> None:
-    inside = Job(tmp_path, resume_from=str(tmp_path / "checkpoints" / "checkpoint_3"))
-    assert staging.origin(inside) == "checkpoints/checkpoint_3"
-
-
-def test_the_digest_is_of_the_frozen_job(tmp_path: Path) -> None:
-    assert staging.digest(tmp_path) == ""
-    Job(tmp_path).save(RECIPE)
-    before = staging.digest(tmp_path)
-    Job(tmp_path, overrides=("seed=1",)).save(RECIPE)
-    assert staging.digest(tmp_path) not in ("", before)

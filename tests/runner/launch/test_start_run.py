@@ -1,4 +1,4 @@
-"""What a command does to the run directory before and after it trains."""
+"""R7, R10: what a command does to the run directory before and after it trains."""
 
 from __future__ import annotations
 
@@ -74,14 +74,6 @@ def test_where_nothing_was_started_nothing_is_left(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_number_of_processes_is_refused_before_anything_is_claimed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*LITTLE, "distributed.num_processes=3"]) == 2
-    assert "distributed=none is one process" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("code", "left"), [(1, "metrics.jsonl"), (1, "logs/rank_1.log"), (2, "mine"), (75, "x")]
 )
@@ -144,17 +136,6 @@ def test_a_resume_with_other_code_says_so(
         assert (log.exists() and said in log.read_text()) is is_said
 
 
-def test_a_resume_without_a_record_of_the_code_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = one_run(tmp_path, monkeypatch)
-    (run_dir / "environment.json").unlink()
-    launched(monkeypatch, lambda job: 0)
-    assert cli.main([f"resume={run_dir}"]) == 0
-    said = "resume: environment.json is missing or damaged: code, versions and data"
-    assert said in capsys.readouterr().out
-
-
 def test_a_second_command_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,19 +186,6 @@ def test_a_finished_run_says_so_and_is_left_alone(
         assert f"{key} with resume=" in told
     assert told.count("it changes nothing any more") == 2
     assert tree(run_dir) == before
-
-
-@pytest.mark.slow  # a finished run says so above
-def test_a_finished_run_that_is_past_a_limit_tells_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = one_run(tmp_path, monkeypatch)
-    summary = {"complete": True, "stopped": "epochs", "step": 50, "epochs_completed": 5}
-    (run_dir / "summary.json").write_text(json.dumps(summary))
-    for limit, reached in (("epochs=4", "completed"), ("max_steps=30", "reached")):
-        assert cli.main([f"resume={run_dir}", f"trainer.{limit}"]) == 0
-        told = f"trainer.{limit} {reached} and passed: the run is at step 50, epoch 5. Nothing"
-        assert told in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -5,30 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from accel.machine import env
-from accel.machine.imports import load_attribute
 from runner.exit_codes import FAILED
-from runner.launch import attempt, attempts, launcher, worker
+from runner.launch import launcher, worker
 from runner.recipe.processes import Adopted
-from runner.recipe.schema import Distributed, Recipe
+from runner.recipe.schema import Recipe
 from runner.run_dir.job import Job
 
-ALONE = {"RANK": None, "WORLD_SIZE": None, "SLURM_STEP_NUM_TASKS": None, "OMP_NUM_THREADS": None}
-
-
 # -- endings -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("code", [0, 75])
-def test_the_code_of_a_run_is_handed_on(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "run", lambda run_dir, stop: code)
-    assert launcher.run_here(tmp_path) == code
 
 
 def test_a_rank_that_has_failed_ends_with_its_code_whatever_signal_comes(
@@ -53,40 +39,7 @@ def test_a_rank_that_has_failed_ends_with_its_code_whatever_signal_comes(
 # -- where a job runs ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return what `launch` decided to do."""
-    calls: list[Any] = []
-    monkeypatch.setattr(launcher, "run_here", lambda *args: calls.append(("here", *args)) or 0)
-    monkeypatch.setattr(attempts, "train", lambda *args: calls.append(("group", *args)) or 0)
-    return calls
-
-
-@pytest.mark.parametrize(
-    ("distributed", "fresh", "where"),
-    [
-        (Distributed(), False, "here"),
-        (Distributed(), True, "group"),
-        (Distributed(kind="multi_cpu", num_processes=1), False, "here"),
-        (Distributed(kind="multi_cpu"), False, "group"),
-        (Distributed(kind="multi_cpu", num_processes=1, max_restarts=1), False, "group"),
-    ],
-)
-def test_one_process_stays_here(
-    distributed: Distributed, fresh: bool, where: str, tmp_path: Path, chosen: list[Any]
-) -> None:
-    with env.patched(**ALONE):
-        code = launcher.launch(Job(tmp_path), Recipe(distributed=distributed), fresh=fresh)
-    assert code == 0
-    assert [call[0] for call in chosen] == [where]
-    assert (tmp_path / "threads.json").exists() == (where == "here")  # else with each attempt
-
-
 # -- inside a process ----------------------------------------------------------------------
-
-
-def test_a_target_is_named_by_module_and_function() -> None:
-    assert load_attribute(attempt.TRAIN) is worker.run
 
 
 def test_handlers_are_set_for_the_run_alone(

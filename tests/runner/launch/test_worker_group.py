@@ -54,15 +54,6 @@ def stops() -> Iterator[StopSignals]:
             yield found
 
 
-def test_a_worker_knows_its_place() -> None:
-    found = PLACE.environment(1)
-    wanted = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    wanted |= {"GROUP_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
-    wanted |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
-    assert {name: found[name] for name in wanted} == wanted
-    assert list(PLACE.ranks) == [2, 3]
-
-
 def test_a_signal_from_before_the_workers_reaches_them(tmp_path: Path, stops: StopSignals) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     group = waiting(tmp_path)
@@ -110,10 +101,3 @@ def test_an_exit_with_0_of_a_rank_that_is_not_finished_is_a_failure(stops: StopS
     with stops.running(group):
         group.wait()
     assert {rank: failure.status for rank, failure in group.failed.items()} == {3: 0}
-
-
-def test_handlers_are_as_before(tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in range(1, 32)]
-    with StopSignals().installed():
-        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM - 1]
-    assert [signal.getsignal(number) for number in range(1, 32)] == before

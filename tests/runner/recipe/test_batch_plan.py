@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from accel.config.training import GradientAccumulationPlugin
 from accel.machine.errors import ConfigError
-from runner.recipe.batch_plan import limited, plan_batches
+from runner.recipe.batch_plan import plan_batches
 from runner.recipe.schema import Trainer
 
 
@@ -108,7 +108,3 @@ def test_everything_wrong_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_batches(trainer(global_batch_size=10, drop_last=True), 3, 4)
     assert len(caught.value.problems) == 2
-
-
-def test_limits() -> None:
-    assert [limited(limit, 10) for limit in (None, 3, 30, 0.25, 1.0, 0.01)] == [10, 3, 10, 2, 10, 1]

@@ -144,22 +144,6 @@ def test_a_run_is_composed_from_the_folders_it_had(
     assert found.recipe.model == factory.completed(frozen).model
 
 
-def test_a_run_takes_files_of_a_folder_that_is_new_to_it(others: str, tmp_path: Path) -> None:
-    own = ("experiment=slow", others)
-    with hydra_setup.session(own):
-        frozen = composition.require(composition.new_run(own, "config"))
-    job = Job(tmp_path / "run", overrides=own, cwd=str(tmp_path))
-    job.run_dir.mkdir()
-    job.save(frozen)
-    (tmp_path / "new" / "optimizer").mkdir(parents=True)
-    (tmp_path / "new" / "optimizer" / "mine.yaml").write_text("name: adamw\n")
-    both = f"hydra.searchpath=['file://{tmp_path}','file://{tmp_path / 'new'}']"
-    found = composition.again(
-        directory.frozen(job.run_dir), ["optimizer=mine", "optimzer.lr=1", both]
-    )
-    assert [problem.value for problem in found.problems] == ["optimzer.lr=1"]
-
-
 @pytest.mark.parametrize(
     ("overrides", "model"),
     [

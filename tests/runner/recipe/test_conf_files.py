@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from runner.recipe import composition, hydra_setup
-from tests.runner.recipe.test_conf import CONF
 
 
 def write(path: Path, text: str) -> None:
@@ -36,13 +35,6 @@ def test_a_file_that_is_shadowed_is_refused(
         (problem,) = composition.new_run([], "config").problems
     assert str(tmp_path / "conf/model/cnn.yaml") in problem.value
     assert "same name and is read instead" in problem.rule
-
-
-def test_the_same_file_again_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "conf/model/cnn.yaml", (CONF / "model/cnn.yaml").read_text())
-    monkeypatch.chdir(tmp_path)
-    with hydra_setup.session():
-        assert composition.new_run([], "config").problems == []
 
 
 @pytest.mark.parametrize(

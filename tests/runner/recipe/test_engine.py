@@ -11,7 +11,7 @@ from accel.machine.env import Environment
 from accel.machine.errors import ConfigError
 from runner.recipe import engine
 from runner.recipe.engine import environment_conflicts
-from runner.recipe.schema import Precision, Recipe, Trainer
+from runner.recipe.schema import Precision, Recipe
 from tests.runner.recipe.test_diagnose import refused
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -44,13 +44,6 @@ def test_variables_that_agree_with_the_recipe_are_no_problem() -> None:
     )
     (only,) = environment_conflicts(recipe, Environment(mixed_precision="fp16"))
     assert only.value == "ACCELERATE_MIXED_PRECISION=fp16 (environment)"
-
-
-def test_a_batch_that_does_not_divide_is_refused() -> None:
-    trainer = Trainer(global_batch_size=10, micro_batch_size=4)
-    (only,) = engine.problems(Recipe(trainer=trainer))
-    assert "10" in str(only)
-    assert "4" in str(only)
 
 
 def test_an_engine_with_master_weights_refuses_weights_in_bf16() -> None:

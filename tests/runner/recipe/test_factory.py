@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-import typing
 from typing import Any, Literal
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 
 from accel.machine.errors import ConfigError, Problem
 from runner.recipe import factory, serialization
-from runner.recipe.registry import Registry, register
+from runner.recipe.registry import register
 from runner.recipe.schema import Recipe
 from runner.training import build
 from tests.runner.training.test_build import problems, recipe
@@ -40,28 +38,6 @@ def test_arguments_against_a_signature(arguments: dict[str, Any], wrong: list[st
     assert [problem.value for problem in found] == wrong
 
 
-def bare(
-    a: typing.List = (),  # type: ignore[type-arg, assignment]  # noqa: UP006
-    b: typing.Tuple = (),  # type: ignore[type-arg]  # noqa: UP006
-    c: typing.Sequence = (),  # type: ignore[type-arg]
-    d: typing.Optional[typing.List] = None,  # type: ignore[type-arg]  # noqa: UP006, UP045
-    e: tuple[()] = (),
-) -> None:
-    """Take sequences of any elements, and one of none."""
-
-
-@pytest.mark.parametrize("value", [[], [1, "x"], [[1]]])
-def test_a_sequence_without_a_type_of_its_elements_has_any(value: list[Any]) -> None:
-    signature = factory.read(bare)
-    assert factory.check(signature, dict.fromkeys("abcd", value), "f", "bare") == []
-    found = factory.check(signature, {**dict.fromkeys("abcd", 3), "e": [1]}, "f", "bare")
-    assert [problem.value for problem in found] == ["f.a=3", "f.b=3", "f.c=3", "f.d=3", "f.e=[1]"]
-
-
-def test_a_signature_without_one_takes_anything() -> None:
-    assert factory.check(factory.read(dict), {"x": 1}, "f", "dict") == []
-
-
 def test_nodes_that_are_null_name_nothing() -> None:
     recipe = Recipe(model={"name": "cnn"}, callbacks={"a": {"patience": 2}, "b": None})
     wrong: list[Problem] = []
@@ -70,50 +46,6 @@ def test_nodes_that_are_null_name_nothing() -> None:
     assert found["model"] == {"name": "cnn"}
     assert found["callbacks.a"] == {"name": "a", "patience": 2}
     assert not {"callbacks.b", "scheduler"} & set(found)
-
-
-def test_a_node_names_a_factory_in_one_of_two_ways() -> None:
-    assert factory.name_and_arguments("model", {"name": "cnn", "width": 3}, register.model) == (
-        "cnn",
-        None,
-        {"width": 3},
-    )
-    target = {"_target_": "torch.nn.Linear", "in_features": 1}
-    assert factory.name_and_arguments("model", target, register.model)[1:] == (
-        "torch.nn.Linear",
-        {"in_features": 1},
-    )
-
-
-@pytest.mark.parametrize(
-    ("node", "rule"),
-    [
-        ("cnn", "Write model.name=cnn"),
-        ({}, "nothing is chosen"),
-        ({"name": "cnn", "_target_": "torch.nn.Linear"}, "not both"),
-    ],
-)
-def test_a_node_that_names_none_or_two_is_refused(node: Any, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule):
-        factory.name_and_arguments("model", node, register.model)
-
-
-def test_the_runner_gives_arguments_of_its_own() -> None:
-    assert [factory.num_given("scheduler", by_name) for by_name in (True, False)] == [2, 1]
-    assert factory.num_given("model", True) == 0
-
-
-def step(model: Any, optimizer: Any = None) -> None:
-    """Take a model, and perhaps an optimizer."""
-
-
-def test_parts_that_a_step_lacks_or_does_not_take() -> None:
-    recipe = Recipe(objective={"name": "classification"}, optimizer={"name": "adamw"})
-    found = list(factory._step_problems(recipe, "mine", factory.read(step)))
-    assert [problem.value for problem in found] == [
-        "model=null with step=mine",
-        "objective=classification with step=mine",
-    ]
 
 
 def test_nested_targets_are_built(registered: None) -> None:
@@ -146,21 +78,16 @@ def test_nested_targets_are_checked(registered: None) -> None:
             "model.widht=3: cnn has no such argument. Did you",
         ),
         ({"model": {"name": "cnn", "width": "wide"}}, "model.width='wide': it is of type int"),
-        ({"model": {"name": "cnn", "_args_": [1]}}, "model._args_=[1]: cnn has no such argument"),
         ({"model": {"width": 3}}, "nothing is chosen"),
         ({"model": {"name": "cnn", "_target_": "torch.nn.Linear"}}, "not both"),
         ({"model": "cnn"}, "Write model.name=cnn"),
         ({"model": {"_target_": "torch.nn.Linear", "in_features": 1}}, "Linear needs it"),
         ({"model": {"_target_": "wine.MLP"}}, 'imports = ["wine"]'),
-        ({"optimizer": {"name": "adamw", "model": 1}}, "adamw has no such argument"),
         ({"optimizer": {"_target_": "torch.optim.SGD", "params": 1}}, "SGD has no such argument"),
-        ({"scheduler": {"name": "cosine", "num_steps": 1}}, "cosine has no such argument"),
         ({"callbacks": {"early_stoping": {}}}, "callbacks.early_stoping.name='early_stoping'"),
         ({"callbacks": ["early_stopping"]}, "it maps names to factories"),
         ({"data": None}, "data=null: a run needs it"),
-        ({"step": None}, "step=null: a run needs it"),
         ({"model": None}, "model=null with step=supervised: supervised needs a model"),
-        ({"step": {"name": "supervised", "model": 1}}, "supervised has no such argument"),
     ],
 )
 def test_a_wrong_reference_is_named(changes: dict[str, Any], expected: str) -> None:
@@ -247,16 +174,3 @@ def test_any_callable_is_registered_and_checked(made: Any, registered: None) -> 
     assert "no such argument" in problems(model={"name": "callable_a", "width": 3, "a": 1})[0]
     model = build._part(recipe(model={"name": "callable_a", "width": 3}), "model")()
     assert model.weight.shape == (3, 3)
-
-
-def test_a_name_of_another_callable_is_refused_by_what_has_it(registered: None) -> None:
-    register.model("callable_a")(functools.partial(linear, 3, bias=False))
-    for other in (functools.partial(linear, 4), Maker()):
-        with pytest.raises(ConfigError, match=r"the name belongs to functools\.partial"):
-            register.model("callable_a")(other)
-
-
-def test_names_are_listed_without_importing() -> None:
-    registry = Registry("model", {"far": "not_there:at_all"})
-    assert registry.names() == ["far"]
-    assert "not_there" not in sys.modules

@@ -78,11 +78,8 @@ def test_the_runners_own_part_of_hydra_is_closed() -> None:
 @pytest.mark.parametrize(
     ("overrides", "log_with"),
     [
-        (["tracker=csv"], ["csv"]),
         (["tracker=[tensorboard,mlflow]"], ["tensorboard", "mlflow"]),
         (["tracker=[mlflow,csv,csv]"], ["mlflow", "csv"]),
-        (["tracker=[csv]"], ["csv"]),
-        (["tracker=[]"], []),
         (["tracker=[tensorboard,csv]", "tracker.log_with=[csv]"], ["csv"]),
         (["experiment=tracked"], ["tensorboard", "csv"]),
         (["experiment=tracked", "tracker=mlflow"], ["mlflow"]),
@@ -113,7 +110,6 @@ def test_several_files_of_the_tracker_are_all_used(
     [
         ([], {}),
         (["hydra.verbose=true"], {"": "DEBUG"}),
-        (["hydra.verbose=false"], {}),
         (["hydra.verbose=accel"], {"accel": "DEBUG"}),
         (["hydra.verbose=[accel,runner.training]"], {"accel": "DEBUG", "runner.training": "DEBUG"}),
     ],

@@ -81,29 +81,15 @@ def test_values_behind_a_space_are_taken_out() -> None:
     ("key", "remedy"),
     [
         ("lr", "Did you mean 'optimizer.lr'?"),
-        ("trainer.max_epochs", "Did you mean 'trainer.epochs'?"),
-        ("trainer.accelerator", "Choose distributed=multi_gpu, or distributed.device=cuda."),
         ("trainer.warmup_steps", "Did you mean 'scheduler.warmup'?"),
-        ("trainer.check_val_every_n_epoch", "null evaluates after each epoch"),
-        ("checkpoint.save_last", "Did you mean 'checkpoint.at_end'?"),
         ("trainer.per_device_train_batch_size", "Did you mean 'trainer.micro_batch_size'?"),
-        ("checkpoint.save_total_limit", "Did you mean 'checkpoint.project.total_limit'?"),
         ("logger", "Choose tracker=wandb"),
-        ("report_to", "Did you mean 'tracker.log_with'?"),
-        ("ckpt_path", "Did you mean 'resume'?"),
-        ("hparams_search", "hydra/sweeper=optuna"),
         ("trainer.gradient_checkpointing", "fsdp.activation_checkpointing=true"),
-        ("trainer.init_from", "factory of the model"),
         ("optimizer._partial_", "Leave it out"),
     ],
 )
 def test_the_name_of_another_tool_has_a_remedy(key: str, remedy: str) -> None:
     assert remedy in keys.suggestion(key, KNOWN)
-
-
-@pytest.mark.parametrize("key", ["trainer.epochs", "trainer.unknown"])
-def test_a_name_that_no_other_tool_has_gets_no_remedy_of_one(key: str) -> None:
-    assert foreign_names.remedy(key, KNOWN) is None
 
 
 def test_every_target_of_a_habit_exists() -> None:
@@ -120,16 +106,6 @@ def test_every_target_of_a_habit_exists() -> None:
             assert key in known or f"{key}/{value}.yaml" in files, found
     for group in foreign_names._OPTIONS:
         assert hasattr(Recipe(), group)
-
-
-def test_options_and_plugins() -> None:
-    assert foreign_names.option("precision", "BFloat16") == "bf16"
-    assert foreign_names.option("precision", 16) == "fp16"
-    assert foreign_names.option("precision", "bf16") is None
-    problem = foreign_names.plugin("hydra/launcher", "joblib")
-    assert problem is not None
-    assert "pip install hydra-joblib-launcher" in problem.remedy
-    assert foreign_names.plugin("hydra/launcher", "basic") is None
 
 
 @pytest.mark.parametrize(

@@ -29,26 +29,6 @@ def test_the_launcher_and_the_sweeper_are_known_whatever_else_is_wrong(
     assert found == {"launcher": launcher, "sweeper": sweeper}
 
 
-@pytest.mark.parametrize("text", ["seed: [1\n", "defaults: {a: b}\n"])
-def test_a_file_that_cannot_be_read_is_reported_elsewhere(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "conf" / "experiment"
-    folder.mkdir(parents=True)
-    (folder / "broken.yaml").write_text(f"# @package _global_\n{text}")
-    monkeypatch.chdir(tmp_path)
-    with hydra_setup.session():
-        found = plugin_nodes.choices(["experiment=broken", "hydra/launcher=joblib"], "config")
-    assert found == {"launcher": "joblib", "sweeper": "basic"}
-
-
-def test_nodes_are_those_of_files_and_of_hydras_own_overrides() -> None:
-    line = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=3", "seed=1,2", "model.width=no_number"]
-    found = plugin_nodes.nodes(line, "config")
-    assert (found["hydra/launcher"], found["hydra.launcher"]["n_jobs"]) == ("joblib", 3)
-    assert plugin_nodes.settings("launcher", line, "config")["n_jobs"] == 3
-
-
 RAY = "hydra/launcher=ray"
 
 
@@ -93,22 +73,6 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launchers, "is_available", lambda name: False)
     with pytest.raises(MissingPackageError, match=r"pip install 'accel-runner\[ray\]'"):
         launchers.require()
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("hydra.sweeper.sampler=random", "++hydra.sweeper.sampler.name=random"),
-        ("hydra.sweeper.sampler.sigma0=0.1", "++hydra.sweeper.sampler.sigma0=0.1"),
-        ("hydra.sweeper.pruner={name: median}", "++hydra.sweeper.pruner={name: median}"),
-        ("hydra.sweeper.params.a.b=1", "++hydra.sweeper.params.a.b=1"),
-        ("hydra.sweeper.n_trials=3", "hydra.sweeper.n_trials=3"),
-        ("optimizer.lr=1", "++optimizer.lr=1"),
-    ],
-)
-def test_open_mappings_take_any_key(override: str, expected: str) -> None:
-    with hydra_setup.session():
-        assert hydra_setup.opened([override]) == [expected]
 
 
 @pytest.mark.parametrize(("name", "sampler"), [("optuna", "tpe"), ("random", "random")])

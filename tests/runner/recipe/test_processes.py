@@ -78,19 +78,6 @@ def test_tasks_of_srun_that_cannot_join_each_other_are_refused() -> None:
             processes.adopted()
 
 
-@pytest.mark.parametrize(
-    ("fields", "device"),
-    [
-        ({}, None),
-        ({"device": "cuda"}, "cuda"),
-        ({"kind": "multi_cpu"}, "cpu"),
-        ({"device": "cpu"}, "cpu"),
-    ],
-)
-def test_device(fields: dict[str, Any], device: str | None) -> None:
-    assert processes.device(Distributed(**fields)) == device
-
-
 def test_a_recipe_is_checked_for_another_machine() -> None:
     distributed = Distributed(kind="multi_gpu", num_processes=8)
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}

@@ -41,14 +41,6 @@ def test_a_distrusted_callable_is_not_imported() -> None:
     assert "precision.fp8_torchao.module_filter_func=antigravity.geohash" in only
 
 
-def test_a_filter_of_fp8_is_frozen_by_its_name() -> None:
-    recipe = {"module_filter_func": "torch.nn.init.calculate_gain"}
-    found = serialization.from_plain({"precision": {"mode": "fp8", "fp8_torchao": recipe}})
-    plain: Any = serialization.to_plain(found)
-    assert plain["precision"]["fp8_torchao"]["module_filter_func"] == recipe["module_filter_func"]
-    assert serialization.from_plain(plain) == found
-
-
 def test_plain_and_back_is_the_same_recipe() -> None:
     changed = serialization.from_plain(
         {

@@ -83,12 +83,6 @@ def test_the_refusal_prints_the_line_to_add() -> None:
     assert "no package 'wine'" in problem.rule
 
 
-def test_the_standard_library_is_not_offered_for_trust() -> None:
-    problem = trust.distrust("os.system", "model._target_")
-    assert problem is not None
-    assert "imports" not in problem.remedy
-
-
 def test_trust_comes_from_the_project_above_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,11 +110,6 @@ def test_a_trusted_package_does_not_lend_its_trust(
     with pytest.raises(ConfigError, match=r"resolves to posix\.system|resolves to nt\.system"):
         trust.resolve("wine_b.system", "model._target_")
     sys.modules.pop("wine_b")
-
-
-def test_the_variable_takes_several_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(trust.VARIABLE, "one, two,")
-    assert trust.trusted() == {"one": trust.VARIABLE, "two": trust.VARIABLE}
 
 
 @pytest.mark.parametrize(

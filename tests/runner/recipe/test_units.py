@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel.machine.errors import ConfigError
-from runner.recipe.units import counted, nearest_multiples, parse_duration
+from runner.recipe.units import nearest_multiples, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,6 @@ def test_durations(value: object, seconds: float | None) -> None:
 def test_a_duration_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.max_time=.*HH:MM:SS"):
         parse_duration(value)
-
-
-def test_a_count_agrees_with_its_noun() -> None:
-    assert counted(1, "process", "processes") == "1 process"
-    assert counted(2, "process", "processes") == "2 processes"
-    assert counted(1200, "step") == "1,200 steps"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import io
 import json
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from runner.reporting import compare_runs
@@ -66,14 +65,6 @@ def test_data_that_has_changed_behind_a_recipe_is_a_difference(tmp_path: Path) -
         "1 file of 9 bytes",
         "1 file of 12 bytes",
     ]
-
-
-@pytest.mark.parametrize(("number", "first"), [(2, "optimizer.lr"), (8, "r0")])
-def test_many_runs_are_rows(number: int, first: str, tmp_path: Path) -> None:
-    lines = [
-        line.strip() for line in shown(compare_runs.compare(runs(tmp_path, number))).split("\n")
-    ]
-    assert next(line for line in lines[2:] if line and line[0].isalpha()).startswith(first)
 
 
 def test_equal_runs_are_said_to_be_equal(tmp_path: Path) -> None:

@@ -56,21 +56,6 @@ def test_where_a_run_has_diverged_its_group_has_a_gap(value: float) -> None:
     assert not curves.band([curve(value, value)]).is_drawn
 
 
-def test_labels_tell_groups_apart(tmp_path: Path) -> None:
-    values = [0.01, 0.010000002, "null", None, "null"]
-    runs = [
-        RunRecord(write_run(tmp_path / f"{n}", {"optimizer.lr": value, "seed": n}))
-        for n, value in enumerate(values)
-    ]
-    groups = curves.group_by_seed(runs, ["optimizer.lr"])
-    assert {group.label: len(group.runs) for group in groups} == {
-        "optimizer.lr=0.01": 1,
-        "optimizer.lr=0.010000002": 1,
-        "optimizer.lr=null": 2,
-        "optimizer.lr=null (2)": 1,
-    }
-
-
 def test_runs_that_are_equal_but_for_the_seed_are_a_group(tmp_path: Path) -> None:
     runs = discovery.find_runs([write_sweep(tmp_path)])
     keys = swept_keys.find(runs)
@@ -93,8 +78,3 @@ def test_where_a_run_is_computed_is_no_cause_of_its_objective(tmp_path: Path) ->
     assert swept({"optimizer.lr": 0.5}, {**place, **processes}) == ["optimizer.lr"]
     assert swept({"seed": 1}, place) == []
     assert swept({"seed": 1}, {**place, **processes}) == [*processes]
-
-
-def test_the_objective_is_the_first_curve() -> None:
-    found = [{name: curve(1) for name in ("train/loss", "test/loss", "validation/f1")}]
-    assert curves.metric_names(found, "f1") == ["validation/f1", "train/loss"]

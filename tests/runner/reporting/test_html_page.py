@@ -162,17 +162,3 @@ def test_objectives_of_different_metrics_are_not_compared(tmp_path: Path) -> Non
     assert [run.path.name for run in found.runs] == ["2", "1", "0"]
     assert [run.path.name for run in found.judged] == ["2", "1"]
     assert "accuracy 0.5000" in page(tmp_path)[0]
-
-
-@pytest.mark.parametrize(
-    ("mode", "metric", "expected"),
-    [("min", "validation/loss", True), ("max", "validation/score", False)],
-)
-def test_the_mode_of_a_run_says_whether_a_falling_metric_improves(
-    mode: str, metric: str, expected: bool
-) -> None:
-    judge = (metric.partition("/")[2], mode)
-    found = html_page.Report([], [], [], {}, [], judge)
-    assert found.lower_is_better(metric) is expected
-    assert found.lower_is_better("train/loss")
-    assert not found.lower_is_better("validation/accuracy")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -47,28 +46,6 @@ def test_learning_curves_name_the_best_groups_and_draw_the_others_thin() -> None
 
 
 @pytest.mark.parametrize(
-    ("label", "kept"),
-    [
-        ("optimizer=adamw optimizer.lr=0.09{n} optimizer.weight_decay=0.05 data=moons", "lr=0.097"),
-        ("a.long.key=" + "x{n}" * 60 + "end b.c=[0.9, 0.999, 0.9999] " + "d=0.1 " * 40, "…"),
-        ("W" * 25 + ".WWWW=WWWWWWWWWW" * 5, "W"),
-        ("lr=0.{n}", "lr=0.7 (2 seeds)"),
-    ],
-)
-def test_a_legend_lies_within_the_picture(label: str, kept: str) -> None:
-    from matplotlib.image import imread
-
-    bands = {label.replace("{n}", str(n)): band(1 + n % 2, 60) for n in range(16)}
-    picture = plots.learning_curves("validation/loss", bands, lower_is_better=True)
-    check(picture, kept)
-    pixels = imread(io.BytesIO(picture.png))[..., :3]
-    for edge in (pixels[:, :3], pixels[:, -3:], pixels[:3], pixels[-3:]):
-        assert (edge == 1.0).all()  # nothing is cut off
-    if len(bands) > plots.MOST_COLOURED:
-        check(picture, f"… and {len(bands) - plots.MOST_COLOURED} more")
-
-
-@pytest.mark.parametrize(
     ("key", "values", "text"),
     [
         ("optimizer.lr", (1e-4, 1e-2), "10"),
@@ -94,26 +71,6 @@ def test_runs_that_lack_a_key_have_a_place_of_their_own(tmp_path: Path) -> None:
     check(plots.objective_by_key("optimizer.momentum", runs), plots.NO_VALUE, "0.2")
 
 
-@pytest.mark.parametrize("lower_is_better", [True, False])
-def test_a_score_has_a_linear_axis_and_a_falling_loss_a_logarithmic_one(
-    lower_is_better: bool,
-) -> None:
-    """A score from 0.01 to 0.99 has no ticks at powers of ten (L1)."""
-    steps = np.arange(1, 61, dtype=float)
-    values = np.linspace(0.01, 0.99, 60)
-    bands = {"a": Band(steps, values, values, values, 1)}
-    picture = plots.learning_curves("validation/x", bands, lower_is_better=lower_is_better)
-    words = "".join(ElementTree.fromstring(picture.svg).itertext())
-    assert ("0.8" in words) is not lower_is_better
-
-
-def test_the_same_figure_is_drawn_each_time() -> None:
-    first, second = (
-        plots.learning_curves("train/loss", {"a": band()}, lower_is_better=True) for _ in range(2)
-    )
-    assert first.svg == second.svg
-
-
 def test_a_page_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = builtins.__import__
 
@@ -125,8 +82,3 @@ def test_a_page_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(MissingPackageError, match=r"accel-runner\[report\]"):
         plots.require_matplotlib()
-
-
-def test_names_of_files() -> None:
-    assert plots.file_name("validation/f1 (macro)") == "validation-f1-macro"
-    assert plots.file_name("/") == "figure"

@@ -57,27 +57,3 @@ def test_what_a_sweep_has_not_set_and_does_not_explain_is_a_key(tmp_path: Path) 
     (sweep / "journal.jsonl").write_text("")
     found = swept_keys.find(discovery.find_runs([sweep]))
     assert sorted(found) == ["model.width", "optimizer.lr"]
-
-
-def test_runs_of_several_sweeps_that_name_the_group(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        write_search(tmp_path, name)
-    assert swept_keys.find(discovery.find_runs([tmp_path])) == KEYS
-
-
-def test_a_run_that_does_not_name_the_group_keeps_its_keys(tmp_path: Path) -> None:
-    runs = [
-        run(tmp_path / "a", {"optimizer": ADAMW}),
-        run(tmp_path / "b", {"optimizer": SGD}, "optimizer=sgd"),
-    ]
-    assert set(swept_keys.find(runs)) == {
-        *("optimizer.name", "optimizer.betas", "optimizer._target_", "optimizer.momentum"),
-    }
-
-
-def test_a_key_beside_the_group_and_one_set_in_it_stay(tmp_path: Path) -> None:
-    runs = [
-        run(tmp_path / "a", {"optimizer": ADAMW, "model.width": 16}, "optimizer=adamw"),
-        run(tmp_path / "b", {"optimizer": SGD}, "optimizer=sgd", "optimizer.momentum=0.9"),
-    ]
-    assert swept_keys.find(runs) == ["model.width", "optimizer", "optimizer.momentum"]

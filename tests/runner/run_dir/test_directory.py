@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -52,14 +51,6 @@ def test_a_directory_is_claimed_by_one_run(tmp_path: Path) -> None:
         assert path.is_dir()
 
 
-def test_a_taken_name_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = iter(["0000", "0000", "0000", "1111"])
-    monkeypatch.setattr(directory.secrets, "token_hex", lambda size: next(tokens))
-    monkeypatch.setattr(directory, "stamp", lambda: "20260101-000000")
-    names = [directory.claim(tmp_path, "digits").name for _ in range(2)]
-    assert names == ["20260101-000000-0000", "20260101-000000-1111"]
-
-
 def test_what_is_no_directory_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "none")
@@ -102,13 +93,6 @@ def test_the_newest_run_of_a_name(tmp_path: Path) -> None:
     assert directory.claimed(tmp_path, "digits")[1:] == [newest, cut_off]
     assert directory.is_run(newest)
     assert not directory.is_run(cut_off)
-
-
-def test_two_runs_of_one_second_are_told_apart_by_their_recipes(tmp_path: Path) -> None:
-    later, earlier = (new_run(tmp_path, stamp=f"20260101-000000-{i}000") for i in range(2))
-    for age, path in enumerate((earlier, later)):
-        os.utime(path / "config.yaml", (1e9 + age, 1e9 + age))
-    assert directory.claimed(tmp_path, "digits") == [earlier, later]
 
 
 def test_checkpoints_lie_where_the_recipe_says(tmp_path: Path) -> None:
@@ -165,11 +149,6 @@ def test_files_are_moved_and_logs_stay(tmp_path: Path) -> None:
         assert kept.read_text() == f"{attempt}"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "logs"]
     assert (tmp_path / "logs" / "rank_1.log").read_text() == "said"
-
-
-def test_where_nothing_is_left_nothing_is_made(tmp_path: Path) -> None:
-    directory.set_aside(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_job_that_was_frozen_and_never_started_stays(tmp_path: Path) -> None:

@@ -71,10 +71,6 @@ def test_a_deterministic_run_keeps_its_number(
     assert numerics.read(tmp_path).num_threads == 8
 
 
-def test_nothing_recorded(tmp_path: Path) -> None:
-    assert numerics.read(tmp_path) == Numerics()
-
-
 @pytest.mark.usefixtures("torch_settings")
 def test_apply() -> None:
     Numerics(1, deterministic=True).apply()

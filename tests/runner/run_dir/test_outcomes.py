@@ -33,15 +33,3 @@ def test_how_a_process_ended_is_told_without_room_in_the_run(
     Outcome(0, 1.0, 1, "no room").write(tmp_path, "launch_x")
     assert [found.message for found in outcomes.read_outcomes(tmp_path, "launch_x")] == ["no room"]
     assert list(elsewhere.iterdir()) == []
-
-
-def test_the_budget_is_of_the_whole_run(tmp_path: Path) -> None:
-    assert outcomes.read_failed(tmp_path) == []
-    assert outcomes.restarts_used(tmp_path) == 0
-    cause = Outcome(1, 5.0, 1, "its process was ended by SIGKILL")
-    assert outcomes.note_failed(tmp_path, cause, 4, restarted=True).attempt == 1
-    assert outcomes.note_failed(tmp_path, cause, 2, restarted=False).attempt == 2
-    assert outcomes.restarts_used(tmp_path) == 1
-    first, second = outcomes.read_failed(tmp_path)
-    assert (first.rank, first.message, first.num_processes) == (1, cause.message, 4)
-    assert (second.num_processes, second.restarted) == (2, False)

@@ -157,18 +157,6 @@ def test_packages_are_told_apart_by_their_sources(
     assert "ownpackage_p" not in sys.modules
 
 
-def test_equal_code_has_one_short_name() -> None:
-    state = {"sha": "a" * 40, "branch": "main", "dirty": True, "diff_sha256": "d" * 64}
-    recorded = {"git": state, "code": {"wine": "1"}}
-    name = provenance.code_id(recorded)
-    assert name.startswith("aaaaaaaa-")
-    assert provenance.code_id({**recorded, "git": {**state, "branch": "side"}}) == name
-    assert provenance.code_id({**recorded, "git": {**state, "diff_sha256": "e"}}) != name
-    assert provenance.code_id({**recorded, "code": {"wine": "2"}}) != name
-    assert len(provenance.code_id({"git": {"reason": "no git"}, "code": {"wine": "1"}})) == 8
-    assert provenance.code_id({"git": None}) == ""
-
-
 # -- environment ---------------------------------------------------------------------------
 
 
@@ -254,12 +242,6 @@ def test_the_code_of_each_session_is_kept_under_a_name(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_was_never_trained_has_no_session_to_keep(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", summary=False, metrics=0, git=CLEAN)
-    session(run_dir, packages={"torch": "2.14"})
-    assert atomic_update.kept_environments(run_dir) == []
-
-
 # -- a run and this process ----------------------------------------------------------------
 
 
@@ -293,8 +275,3 @@ def test_changes_are_named_before_a_resume(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text(json.dumps(then))
     (said,) = reproduction.changed_since(tmp_path, [])
     assert said == f"torch was 2.0.0, and is {environment.versions()['torch']}"
-
-
-def test_without_checkpoints_weights_are_not_compared(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name) for name in "ab"]
-    assert reproduction.weights_verdict(*runs) == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.run_dir import json_files, lock, record
+from runner.run_dir import lock, record
 from runner.run_dir.record import MISSING, RunRecord
 from tests.runner.written_runs import STARTED, write, write_failure, write_run
 
@@ -163,11 +163,3 @@ def test_a_line_that_is_cut_off_is_not_the_last(tmp_path: Path) -> None:
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "spl')
     assert RunRecord(path).step == 20
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(1, 1.0), ("Infinity", float("inf")), (True, None), ("x", None)]
-)
-def test_numbers_are_read_as_they_are_written(value: object, expected: float | None) -> None:
-    read = json_files.loads(json.dumps({"value": value}).encode())
-    assert json_files.number(read["value"]) == expected

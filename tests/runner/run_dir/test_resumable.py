@@ -1,4 +1,4 @@
-"""Which run `resume` means, and whether anything is left to do in it."""
+"""R2, R10: which run `resume` means, and whether anything is left to do in it."""
 
 from __future__ import annotations
 

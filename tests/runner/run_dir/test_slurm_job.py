@@ -30,12 +30,6 @@ def test_the_own_job_as_squeue_shows_it() -> None:
         assert slurm_job.own_id() == "4_1"
 
 
-def test_without_slurm_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(StateError, match="there is no squeue"):
-        slurm_job.queue()
-
-
 @pytest.mark.slurm
 def test_jobs_in_the_queue(slurm_cluster: Cluster, tmp_path: Path) -> None:
     submit = ["sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 60"]

@@ -22,12 +22,6 @@ def test_a_job_finds_the_study_and_its_number(tmp_path: Path) -> None:
     assert (found[0].mode, found[0].pruner) == ("max", {"name": "median"})
 
 
-def test_any_other_run_belongs_to_none(tmp_path: Path) -> None:
-    assert study.of_run(tmp_path / "0001") is None
-    StudyFile(study.JOURNAL, "sweep").write(tmp_path)
-    assert study.of_run(tmp_path / "20260101-000000-abcd") is None
-
-
 @pytest.mark.parametrize("content", ["{", '{"no": 1}'])
 def test_a_damaged_file_is_told(tmp_path: Path, content: str) -> None:
     (tmp_path / study.FILE).write_text(content)
@@ -47,16 +41,6 @@ SUMMARY = {
 )
 def test_objectives_are_read_from_the_summary(metric: str, value: float) -> None:
     assert study.value_of(SUMMARY, metric) == value
-
-
-def test_what_was_not_measured_is_no_number() -> None:
-    assert math.isnan(study.value_of({"best": None}, "best"))
-    assert math.isnan(study.value_of(SUMMARY, "validation/accuracy"))
-
-
-def test_a_metric_that_a_run_does_not_measure_is_told() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'validation/loss'"):
-        study.value_of(SUMMARY, "validation/los")
 
 
 BOTH = ("test/accuracy", "validation/loss")

@@ -1,4 +1,4 @@
-"""A loop changes its run directory from the first step on, and survives a damaged best state."""
+"""R4, R7: a loop changes its run directory from its first step on, and survives a damaged best."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from runner.launch import launcher
 from runner.recipe.schema import Recipe, Trainer
 from runner.run_dir import lock
 from runner.run_dir.job import Job
-from runner.run_dir.study import StudyFile
 from runner.sweep import attempt
 from runner.sweep.journal import Journal
 from tests.runner.run_dir.test_directory import add_checkpoint
@@ -134,18 +133,6 @@ def test_a_run_of_another_recipe_is_left_alone(
     assert len(trains) == 1
 
 
-def test_a_finished_run_of_another_recipe_is_no_result(
-    trains: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ENDS.append(die)
-    assert run(tmp_path) == 1
-    Journal(tmp_path).path.unlink()
-    assert run(tmp_path, replace(RECIPE, seed=3)) == 2
-    assert "seed=3: the run in" in capsys.readouterr().err
-    assert Journal(tmp_path).state(0).status == "failed"
-    assert len(trains) == 1
-
-
 def test_a_job_that_another_command_trains_is_busy(trains: list[Job], tmp_path: Path) -> None:
     (tmp_path / "0000").mkdir()
     with lock.held(tmp_path / "0000"):
@@ -181,70 +168,3 @@ def test_the_death_of_a_process_is_recorded_by_another(
     attempt.recorded_death(tmp_path, 0, ["seed=0"], 1)  # once is enough
     assert Journal(tmp_path).state(0).status == status
     assert len(Journal(tmp_path).records()) == 2
-
-
-def test_the_objective_is_the_best_value_else_the_last() -> None:
-    assert attempt.objective(SUMMARY) == 0.25
-    assert attempt.objective({**SUMMARY, "best": None}) == 0.5
-    assert attempt.objective({"best": None, "metrics": {}, "monitor": "loss"}) is None
-
-
-def test_a_damaged_summary_is_none(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text("{")
-    assert attempt.summary_of(tmp_path) == {}
-
-
-@pytest.mark.parametrize(
-    ("metrics", "best", "status", "reason"),
-    [
-        (["best"], {"value": 0.25}, "finished", None),
-        (["best"], {"value": "NaN"}, "failed", "an objective is no finite number"),
-        (["validation/loss"], None, "finished", None),
-        (["validation/los"], None, "failed", "the run measures validation/loss"),
-    ],
-)
-def test_a_run_without_the_objective_of_its_search_has_failed(
-    trains: list[Job],
-    tmp_path: Path,
-    metrics: list[str],
-    best: dict[str, object] | None,
-    status: str,
-    reason: str | None,
-) -> None:
-    StudyFile("j", "s", mode="min", metrics=metrics, modes=["min"]).write(tmp_path)
-
-    def end(run_dir: Path) -> int:
-        (run_dir / "summary.json").write_text(json.dumps({**SUMMARY, "best": best}))
-        return 0
-
-    ENDS.append(end)
-    assert [run(tmp_path), run(tmp_path)] == [0, 0]
-    assert len(trains) == 1  # the search says what becomes of it
-    state = Journal(tmp_path).state(0)
-    assert state.status == status
-    assert state.ended["metric"] == ("loss" if metrics == ["best"] else metrics[0])
-    assert (reason or "") in str(state.ended.get("reason", ""))
-
-
-def test_the_journal_has_the_step_of_the_weights_that_a_search_judges(
-    trains: list[Job], tmp_path: Path
-) -> None:
-    metrics = ["test/loss", "validation/loss"]
-    file = StudyFile("j", "s", metrics=metrics, modes=["min", "min"])
-    file.write(tmp_path)
-
-    def end(run_dir: Path) -> int:
-        lines = [{"split": "validation", "step": step, "loss": 1 / step} for step in (2, 5)]
-        lines.append({"split": "test", "step": 5, "weights_step": 2, "loss": 0.75})
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (run_dir / "metrics.jsonl").write_text(text)
-        measured = {"validation": {"loss": 0.2}, "test": {"loss": 0.75}}
-        summary = {**SUMMARY, "metrics": measured, "weights_step": 2}
-        (run_dir / "summary.json").write_text(json.dumps(summary))
-        return 0
-
-    ENDS.append(end)
-    assert run(tmp_path) == 0
-    state = Journal(tmp_path).state(0)
-    assert state.objective == [0.75, 0.5]
-    assert [state.ended[name] for name in ("objective_step", "best_step", "step")] == [2, 2, 5]

@@ -74,24 +74,6 @@ def test_an_objective_that_is_no_number_is_no_success(
 
 
 @pytest.mark.slow
-def test_what_is_not_written_yet_is_written_by_the_same_command_again(
-    server: StandIn,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with monkeypatch.context() as patched:
-        without_room(patched)
-        assert cli.main(LINE) == 1
-        assert cli.main(LINE) == 1  # nothing is left to do but this
-    assert "Nothing is left to do" in capsys.readouterr().out
-    (sweep,) = tmp_path.glob("runs/digits/sweep-*")
-    assert not (sweep / "results.csv").exists()
-    assert cli.main(LINE) == 0
-    assert (sweep / "results.csv").exists()
-
-
-@pytest.mark.slow
 def test_where_nothing_has_changed_nothing_needs_to_be_written(
     server: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

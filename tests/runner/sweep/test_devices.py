@@ -28,12 +28,6 @@ def test_jobs_share_the_cores() -> None:
     assert machine.take(Need()) is not None
 
 
-def test_one_job_at_a_time_has_the_machine() -> None:
-    share = Machine(1, cores=8).take(Need())
-    assert share is not None
-    assert share.environment == {}
-
-
 def test_as_many_jobs_as_cores_and_always_one() -> None:
     machine = Machine("auto", cores=5)
     taken = [machine.take(Need(threads=2)) for _ in range(3)]

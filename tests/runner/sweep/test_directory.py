@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,18 +130,6 @@ def test_an_edited_list_of_jobs_is_refused_with_the_difference(
     assert "Undo the change, or begin a new sweep" in text
 
 
-def test_a_job_that_lacks_an_override_or_has_another_order_is_told(made: directory.Sweep) -> None:
-    def listed(*overrides: tuple[str, ...]) -> directory.Description:
-        jobs = [directory.known_job(n, one, {}, {}) for n, one in enumerate(overrides)]
-        return replace(made.description, jobs=jobs)
-
-    there = directory.Sweep(made.path, listed(("seed=1", "a=2"), ("seed=1", "seed=2")))
-    with pytest.raises(ConfigError) as raised:
-        directory.require_unchanged(there, listed(("seed=1",), ("seed=2",)))
-    assert f"no a in job 0: a=2 in {made.path}" in str(raised.value)
-    assert f"seed=2 in job 1: seed=1 seed=2 in {made.path}" in str(raised.value)
-
-
 def test_changed_settings_of_a_search_are_refused_with_the_difference(
     made: directory.Sweep,
 ) -> None:
@@ -154,22 +141,6 @@ def test_changed_settings_of_a_search_are_refused_with_the_difference(
     directory.require_unchanged(sampled, there)
     older = directory.Sweep(made.path, replace(there, search={}))
     directory.require_unchanged(older, here)
-
-
-def test_recipes_that_json_cannot_hold_are_composed_again() -> None:
-    job = directory.known_job(0, (), {"model": {1: 2}}, {})
-    assert job.changes is None
-    assert job.digest != directory.known_job(0, (), {"model": {1: 3}}, {}).digest
-
-
-def test_differences_of_recipes_are_all_kept() -> None:
-    base = {"a": {"b": 1, "c": 2}, "d": None, "e": True}
-    other = {"a": {"b": 1.0, "x": [1]}, "d": {"k": 1}, "e": 1}
-    changes = directory.known_job(1, (), other, base).changes
-    assert changes is not None
-    assert json.dumps(directory._applied(base, changes)) == json.dumps(
-        {"a": {"b": 1.0, "x": [1]}, "d": {"k": 1}, "e": 1}
-    )
 
 
 def test_a_damaged_or_missing_description(made: directory.Sweep, tmp_path: Path) -> None:

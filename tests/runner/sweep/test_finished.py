@@ -10,7 +10,6 @@ import pytest
 
 from runner import cli
 from runner.recipe import hydra_setup
-from runner.run_dir.directory import SWEEP
 from runner.sweep import directory, finished, settings
 from tests.runner.sweep.large import make_large
 
@@ -90,24 +89,7 @@ def test_other_settings_are_composed_and_checked(line: list[str], tmp_path: Path
     assert found(*line, "sweep.list=[[seed=1]]") is None
 
 
-def test_a_sweep_in_a_directory_that_was_chosen(line: list[str], tmp_path: Path) -> None:
-    sweep = directory.read(the_sweep(tmp_path))
-    mine = tmp_path / "mine"
-    shutil.copytree(sweep.path, mine)
-    text = (mine / SWEEP).read_text()
-    given = '"sweep.dir=mine", "optimizer.lr=0.1"'
-    (mine / SWEEP).write_text(text.replace('"optimizer.lr=0.1"', given, 1))
-    there = directory.read(mine).description.overrides
-    assert sorted(there) == sorted([*line, "sweep.dir=mine"])
-    assert found(*there) == mine
-    assert found(*line, "sweep.dir=yours") is None
-    assert found("seed=1,2", "sweep.dir=mine") is None
-
-
 # -- what recipes are composed from ------------------------------------------------------
-
-
-pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def fingerprint(*overrides: str) -> str | None:
@@ -141,26 +123,6 @@ def test_a_folder_of_the_command_line_is_one_of_them(tmp_path: Path) -> None:
     assert None is not first != fingerprint()
     (folder / "own.yaml").write_text("seed: 5\n")
     assert None is not fingerprint(searched) != first
-
-
-def test_linked_folders_are_read_as_hydra_reads_them(tmp_path: Path) -> None:
-    real = tmp_path / "elsewhere"
-    real.mkdir()
-    (real / "own.yaml").write_text("seed: 4\n")
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "experiment").symlink_to(real)
-    first = fingerprint()
-    (real / "own.yaml").write_text("seed: 5\n")
-    assert None is not fingerprint() != first
-
-
-def test_recipes_of_a_package_have_no_fingerprint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "recipes_of_sources").mkdir()
-    (tmp_path / "recipes_of_sources" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert fingerprint("hydra.searchpath=[pkg://recipes_of_sources]") is None
 
 
 @pytest.mark.parametrize("value", ["${oc.env:WIDTH}", "${oc.decode:${oc.env:WIDTH}}"])

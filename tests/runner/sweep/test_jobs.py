@@ -267,28 +267,6 @@ def test_a_file_that_resumes_is_refused(
     assert "resume: in a file, with --multirun: a sweep starts new runs" in capsys.readouterr().err
 
 
-def test_what_a_sweeper_will_sample_is_checked_as_far_as_it_is_known() -> None:
-    with hydra_setup.session():
-        found = hydra_setup.probes(
-            ["seed=1,2", "trainer.epochs=interval(1,5)", "model.width=range(8,10)", "name=a"]
-        )
-    first = ["seed=1", "trainer.epochs=1", "model.width=8", "name=a"]
-    assert found[0] == first
-    assert found[1:] == [
-        ["seed=2", *first[1:]],
-        [*first[:2], "model.width=9", "name=a"],
-    ]
-
-
-def test_overrides_come_back_as_a_person_writes_them() -> None:
-    lines = ["scheduler=null", "callbacks=null", "model.width=3", "seed=1"]
-    with hydra_setup.session():
-        opened = hydra_setup.opened(lines)
-    assert opened == ["~scheduler", "callbacks=[]", "++model.width=3", "seed=1"]
-    closed = [hydra_setup.closed(one) for one in (*opened, "~scheduler=null")]
-    assert closed == [*lines, "scheduler=null"]
-
-
 def test_a_list_of_jobs_is_combined_with_listed_values() -> None:
     chosen = settings.take(["sweep.list=[[optimizer.lr=0.1,seed=5],[model.width=4]]"])[0]
     with hydra_setup.session():
@@ -299,15 +277,6 @@ def test_a_list_of_jobs_is_combined_with_listed_values() -> None:
         ["seed=1", "model.width=4"],
         ["seed=2", "model.width=4"],
     ]
-
-
-def test_the_launcher_is_no_part_of_a_job() -> None:
-    chosen = settings.Settings()
-    given = ["seed=1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optimizer.lr=0.1"]
-    with hydra_setup.session():
-        choice = jobs.choose(given, "config", chosen)
-        assert (choice.launcher, choice.is_local) == ("joblib", False)
-        assert jobs.lists(given, choice, chosen) == [["seed=1", "optimizer.lr=0.1"]]
 
 
 def test_the_number_of_a_job_can_stand_in_its_recipe(tmp_path: Path) -> None:

@@ -84,11 +84,3 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "write", lambda file, line: 3)
     with pytest.raises(ConfigError, match="the disk is full"):
         Journal(tmp_path).started(0, [])
-
-
-def test_the_lines_of_one_job_are_found_without_the_others(tmp_path: Path) -> None:
-    found = Journal(tmp_path)
-    for job in (1, 11, 1):
-        found.started(job, ["note='\"job\": 1,'"])
-    assert [one["job"] for one in found.records(11)] == [11]
-    assert found.state(1).attempts == 2

@@ -46,13 +46,6 @@ def test_a_job_that_a_search_judges_as_failed(tmp_path: Path) -> None:
     assert "job 0000 failed" in text.getvalue()
 
 
-def test_one_job_at_a_time_prints_for_itself(tmp_path: Path) -> None:
-    live, text = shown(tmp_path, terminal=True, alone=True)
-    live.started(0, ["seed=1"], Recipe())
-    live.ended(0, 0, 0)
-    assert text.getvalue().splitlines() == ["job 0000 of 3 starts  seed=1"]
-
-
 def test_the_death_of_a_process_is_told_in_any_case(tmp_path: Path) -> None:
     live, text = shown(tmp_path, alone=True)
     live.started(0, ["seed=1"], Recipe())
@@ -116,9 +109,3 @@ def test_a_narrow_table_cuts_overrides_only(tmp_path: Path, width: int) -> None:
     assert ("…" in first) is (width > 34)
     assert {"job", "status", "step", "time"} <= set(heads.split())
     assert max(map(len, (heads, first, second))) <= width
-
-
-def test_a_job_elsewhere_is_named(tmp_path: Path) -> None:
-    live, text = shown(tmp_path)
-    live.elsewhere(1, "process 7 on b")
-    assert "another command trains it (process 7 on b)" in text.getvalue()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from rich.console import Console
 from accel.machine.errors import ConfigError
 from runner.recipe import hydra_setup, sweepers
 from runner.run_dir import study as study_files
-from runner.run_dir.json_files import METRICS, SUMMARY
+from runner.run_dir.json_files import SUMMARY
 from runner.sweep import optuna_sweeper
 from runner.sweep.journal import Journal
 from runner.sweep.optuna_sweeper import STUDY, Search
@@ -30,8 +27,7 @@ from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
 from runner.sweep.task import JobFailed, JobStopped
 from runner.training import optuna_study
-from tests.helpers import python
-from tests.runner.sweep.kills import ROOT, START_SECONDS, descendants, killed_sweep, require_ended
+from tests.runner.sweep.kills import killed_sweep
 
 SPACE = ("optimizer.lr=tag(log, interval(1e-4,1e-1))", "seed=1,2")
 Objective = Callable[[int, dict[str, str]], Any]
@@ -106,14 +102,6 @@ def test_jobs_go_to_the_launcher_in_batches(
     assert f"best trial {study_of(tmp_path).best_trial.number}: best" in shown
 
 
-@pytest.mark.parametrize(("sampler", "told"), [("cmaes", True), ("tpe", False)])
-def test_keys_that_a_sampler_cannot_search_are_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampler: str, told: bool
-) -> None:
-    search(tmp_path, distance, sampler=sampler)
-    assert capsys.readouterr().out.count("cmaes samples seed at random") == told
-
-
 def test_more_trials_go_on_with_the_study(tmp_path: Path) -> None:
     search(tmp_path, distance, n_trials=2)
     assert search(tmp_path, distance, n_trials=3).batches == [[2]]
@@ -152,16 +140,6 @@ def test_a_stopped_job_keeps_its_trial(tmp_path: Path) -> None:
     assert search(tmp_path, distance).batches == [[n] for n in range(1, 6)]
     assert study_of(tmp_path).trials[1].params == before.params
     assert len(study_of(tmp_path).trials) == 6
-
-
-def test_jobs_that_do_not_follow_each_other_are_launched_apart(tmp_path: Path) -> None:
-    def failing(number: int, given: dict[str, str]) -> float:
-        if number in (1, 2, 4):
-            raise JobFailed("it broke")
-        return distance(number, given)
-
-    search(tmp_path, failing)
-    assert search(tmp_path, distance, n_jobs=6).batches == [[1, 2], [4]]
 
 
 def test_too_many_failures_end_the_search(tmp_path: Path) -> None:
@@ -213,13 +191,6 @@ def test_a_metric_that_is_not_measured_is_told_after_one_job(tmp_path: Path) -> 
 LOSS = {"metrics": ["validation/loss"], "directions": ["minimize"]}
 
 
-def test_a_misspelt_metric_is_told_once_the_batch_is_recorded(tmp_path: Path) -> None:
-    judged = {"metrics": ["validation/los"], "directions": ["minimize"]}
-    with pytest.raises(ConfigError, match="Did you mean 'validation/loss'"):
-        search(tmp_path, measured(tmp_path), n_jobs=2, **judged)
-    assert states(tmp_path) == ["FAIL", "FAIL"]
-
-
 def test_a_job_without_the_objective_stops_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,34 +201,6 @@ def test_a_job_without_the_objective_stops_no_other(
         capsys.readouterr().out
     )
     assert search(tmp_path, lacking, **LOSS).batches == [[2]]
-
-
-def test_a_search_whose_first_job_lacks_the_objective_goes_on_when_it_is_repeated(
-    tmp_path: Path,
-) -> None:
-    lacking = measured(tmp_path, lacking=[0])
-    with pytest.raises(ConfigError, match="Did you mean"):
-        search(tmp_path, lacking, **LOSS)
-    assert search(tmp_path, lacking, **LOSS).batches == [[n] for n in range(6)]
-    assert states(tmp_path) == ["FAIL", *["COMPLETE"] * 5]
-
-
-def test_a_metric_that_only_earlier_evaluations_have_is_their_last_value(tmp_path: Path) -> None:
-    lines = [{"split": "validation", "step": n, "loss": 1 / n, "accuracy": 1.0} for n in (1, 2)]
-
-    def objective(number: int, given: dict[str, str]) -> None:
-        measured(tmp_path, lacking=[0])(number, given)
-        text = "".join(f"{json.dumps(one)}\n" for one in lines)
-        (study_files.job_folder(tmp_path, number) / METRICS).write_text(text)
-
-    search(tmp_path, objective, n_trials=1, **LOSS)
-    assert study_of(tmp_path).best_value == 0.5
-
-
-def test_the_direction_of_best_is_checked_wherever_it_stands(tmp_path: Path) -> None:
-    both = {"metrics": ["seconds", "best"], "directions": ["minimize", "maximize"]}
-    with pytest.raises(ConfigError, match="monitored metric is the minimum"):
-        search(tmp_path, distance, **both)
 
 
 def journaled(folder: Path) -> Objective:
@@ -368,11 +311,6 @@ def test_the_front_of_several_objectives() -> None:
     assert shown_of(study, "validation/loss", "seconds").count("Pareto-optimal") == len(best)
 
 
-def test_equal_trials_are_both_in_the_front() -> None:
-    study = study_with((1.0, 1.0), (1.0, 1.0), directions=("minimize", "minimize"))
-    assert list(optuna_sweeper.best_trials(optuna_study.trials_of(study), study)) == [0, 1]
-
-
 def test_a_study_without_results_is_counted() -> None:
     study = optuna.create_study()
     assert shown_of(study, "best") == "0 trials: none\n"
@@ -405,34 +343,3 @@ def test_a_sweep_directory_that_was_moved_goes_on(
     there.rename(here)
     assert search(here, journaled(here)).batches == []
     assert len(study_of(here).trials) == 6
-
-
-@pytest.mark.slow
-def test_a_run_of_a_sweep_that_was_moved_reports_to_its_trial(tmp_path: Path) -> None:
-    kept = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = (
-        *("hydra/sweeper=random", "optimizer.lr=tag(log,interval(1e-6,1e-1))", *QUICK),
-        *("hydra.sweeper.pruner=median", "hydra.sweeper.n_trials=2", "trainer.max_steps=400"),
-    )
-
-    def command(folder: str) -> list[str]:
-        return python("-m", "runner", "-m", *line, f"sweep.dir={folder}")
-
-    started = subprocess.Popen(command("here"), cwd=tmp_path, env=kept)
-    journal, deadline = tmp_path / "here" / study_files.JOURNAL, time.monotonic() + START_SECONDS
-    while not journal.exists() or "intermediate_value" not in journal.read_text():
-        assert started.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    below = descendants(started.pid)
-    started.kill()
-    started.wait(60)
-    require_ended(below)
-    before = study_of(tmp_path / "here").trials
-    (tmp_path / "here").rename(tmp_path / "there")
-    subprocess.check_output(command("there"), cwd=tmp_path, env=kept, text=True, timeout=240)
-    trials = study_of(tmp_path / "there").trials
-    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 2
-    assert trials[0].params == before[0].params
-    assert len(trials[0].intermediate_values) == 80
-    assert before[0].intermediate_values.items() <= trials[0].intermediate_values.items()

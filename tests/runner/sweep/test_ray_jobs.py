@@ -177,21 +177,6 @@ def test_a_job_gets_what_its_recipe_needs(
     assert share.environment["RAY_ADDRESS"] == "here:1"
 
 
-def test_a_job_that_fits_no_node_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = made(Ray(CPU=2), num_cpus=4, resources={"tpu": 1})
-    for _ in range(2):
-        assert jobs.share_of(Recipe()) is not None
-    assert capsys.readouterr().err.count("wants CPU 4, tpu 1, and no node") == 1
-
-
-def test_only_some_jobs_wait_in_the_cluster() -> None:
-    jobs = made(Ray(CPU=2))
-    jobs._jobs = {number: ray_jobs._Job(object()) for number in range(ray_jobs.MOST_WAITING)}
-    assert jobs.share_of(Recipe()) is None
-    jobs._jobs[0].pid = 17
-    assert jobs.share_of(Recipe()) is not None
-
-
 def test_a_stop_ends_a_job_that_waits_for_room() -> None:
     ray, actor = Ray(), object()
     jobs = made(ray)

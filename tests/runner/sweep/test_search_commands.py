@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from accel.machine.errors import ConfigError
 from runner import cli
 from runner.exit_codes import FAILED, REFUSED
 from runner.run_dir import study as study_files
-from runner.sweep import command
 from tests.runner.sweep import databases, stand_ins
 from tests.runner.sweep.stand_ins import StandIn
 
@@ -108,15 +106,6 @@ def test_a_refused_search_leaves_nothing(
     assert len(numbers(server)) == (not known)
 
 
-def test_a_misspelt_key_gets_the_nearest_name(tmp_path: Path) -> None:
-    write(tmp_path)
-    request = command.Request.of(["experiment=search", "hydra.sweeper.ntrials=4"], "config")
-    with pytest.raises(ConfigError, match="Did you mean 'n_trials'"):
-        command.examine(request, lambda _: None)
-    request = command.Request.of(["experiment=search", "trainer.epochz=4"], "config")
-    assert any("epochs" in str(one) for one in command.examine(request, lambda _: None)[0].problems)
-
-
 @pytest.mark.slow
 def test_the_password_of_a_database_is_not_shown(
     server: StandIn,
@@ -141,14 +130,6 @@ def test_the_password_of_a_database_is_not_shown(
     assert databases.PASSWORD not in shown.out + shown.err
     assert shown.err.count("standin://user:***@host/") == len(wrong) + 1
     assert "Connection refused" in shown.err
-
-
-def test_a_search_says_that_it_chooses_its_jobs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path)
-    assert cli.main([*LINE, "--cfg", "job"]) == 0
-    assert capsys.readouterr().out.startswith("# optuna chooses the jobs")
 
 
 @pytest.mark.slow
@@ -177,16 +158,3 @@ def test_a_job_whose_objective_is_no_number_has_failed_each_time(
     assert numbers(server) == [0, 1]
     (folder,) = sweeps(tmp_path)
     assert study_files.of_sweep(folder) is not None
-
-
-def test_names_are_known_before_a_search_asks_for_its_direction(tmp_path: Path) -> None:
-    write(tmp_path, direction="maximize")
-    request = command.Request.of(LINE[1:], "config")
-    with pytest.raises(ConfigError, match="the best of the monitored metric"):
-        command.examine(request, lambda _: None)
-
-    def check(_: object) -> None:
-        raise ConfigError.of("objective.name=mine", "nobody has registered it", "Import it.")
-
-    with pytest.raises(ConfigError, match="nobody has registered it"):
-        command.examine(request, check)

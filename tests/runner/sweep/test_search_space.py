@@ -19,7 +19,6 @@ from runner.sweep.search_space import (
     Condition,
     Space,
     distribution_of,
-    hold,
     in_order,
     parsed_override,
     read_conditions,
@@ -137,12 +136,8 @@ def test_a_pattern_names_files_of_a_group() -> None:
     ("value", "rule"),
     [
         ("interval(5,1)", "begins below its end"),
-        ("interval(1,1)", "begins below its end"),
         ("tag(log, interval(0,1))", "begins above 0"),
-        ("tag(lin, interval(0,1))", "there is no tag 'lin'"),
-        ("tag(log, choice(1,2))", "has no scale"),
         ("range(5,1)", "it has no values"),
-        ("tag(log, range(1,9,2))", "has the step 1"),
         ("tag(log, range(0.1,1,0.1))", "Write tag\\(log, interval"),
         ("choice(1,1)", "stands there twice"),
     ],
@@ -193,14 +188,6 @@ def test_a_condition_on_a_fixed_key_holds_always_or_never() -> None:
     assert set(never) == {"optimizer", "optimizer.nesterov"}
 
 
-def test_conditions_hold_for_what_was_chosen() -> None:
-    own = (Condition("optimizer", ("sgd",)),)
-    assert hold(own, {"optimizer": "sgd"})
-    assert not hold(own, {"optimizer": "adamw"})
-    assert not hold(own, {})
-    assert hold((), {})
-
-
 def test_a_key_comes_after_those_it_depends_on() -> None:
     of = read({"optimizer.momentum": "optimizer.nesterov=true", "optimizer.nesterov": "layers=1"})
     order = in_order(of)
@@ -212,10 +199,7 @@ def test_a_key_comes_after_those_it_depends_on() -> None:
     ("when", "message"),
     [
         ({"optimizer.momentun": "optimizer=sgd"}, "Did you mean 'optimizer.momentum'"),
-        ({"layers": "optimizr=sgd"}, "Did you mean 'optimizer'"),
         ({"layers": "optimizer=sdg"}, "Did you mean 'sgd'"),
-        ({"layers": "optimizer"}, "a condition is other_key=value"),
-        ({"layers": "layers=1"}, "does not depend on itself"),
         ({"layers": "optimizer.momentum=0.5"}, "has no single values"),
         ("optimizer=sgd", "maps swept keys"),
     ],

@@ -55,25 +55,15 @@ def test_one_validation_metric_is_reported() -> None:
     [
         ({"sampler": "tpee"}, "Did you mean 'tpe'"),
         ({"sampler": "grid"}, "a grid needs no sampler"),
-        ({"sampler": None}, "a sampler chooses the jobs"),
-        ({"sampler": {"name": "tpe", "n_startup": 3}}, "Did you mean 'n_startup_trials'"),
         ({"sampler": {"name": "tpe", "seed": 3}}, "Write hydra.sweeper.seed=3"),
         ({"pruner": "medain"}, "Did you mean 'median'"),
-        ({"pruner": {"patience": 3}}, "Give hydra.sweeper.pruner.name"),
         ({"pruner": {"name": "percentile", "percentile": 300.0}}, "Optuna refuses it"),
-        ({"pruner": "percentile"}, "Optuna refuses it"),
-        ({"direction": "minimise"}, "Did you mean 'minimize'"),
         ({"direction": "minimize", "directions": ["minimize"]}, "one of both"),
         ({"directions": ["minimize", "maximize"]}, "one for each of the 1 metrics"),
         ({"metrics": ["validation/loss", "seconds"]}, "less or more of it is better"),
         ({"metrics": "secods", "direction": "minimize"}, "Did you mean 'seconds'"),
         ({"metrics": ["best", "best"], "directions": ["min", "min"]}, "names each objective once"),
         ({"n_trials": 0}, "a whole number of at least 1"),
-        ({"n_jobs": "two"}, "a whole number of at least 1"),
-        ({"seed": -1}, "a whole number of at least 0"),
-        ({"max_failure_rate": 2}, "between 0 and 1"),
-        ({"timeout": "1h"}, "HH:MM:SS"),
-        ({"storage": 3}, "it is a text"),
         (
             {"metrics": ["best", "seconds"], "directions": ["max", "min"], "pruner": "median"},
             "by one objective only",
@@ -129,11 +119,9 @@ def test_ranges_stand_in_params_as_well() -> None:
     ("overrides", "message"),
     [
         ((LR, "hydra.sweeper.n_trial=3"), "Did you mean 'n_trials'"),
-        ((LR, "hydra.sweeper.sampler=tpee"), "Did you mean 'tpe'"),
         (("seed=1,2", "hydra.sweeper.sampler=bruteforce"), "a grid needs no sampler"),
         (("seed=3",), "searches no key"),
         ((LR, "hydra.sweeper.when={optimizer.momentun: 'optimizer=sgd'}"), "swept key"),
-        (("optimizer.lr=interval(1,0)", "hydra.sweeper.n_trials=0"), "at least 1"),
     ],
 )
 def test_a_mistake_is_told_of_plan(overrides: tuple[str, ...], message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -76,14 +75,6 @@ def test_the_best_job_is_shown_with_its_command(sweep: Sweep) -> None:
     console.file.close()
 
 
-def test_many_rows_are_cut(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MOST_ROWS", 2)
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    table.show(results(sweep), "config", console)
-    assert "and 3 more in" in console.export_text()
-    console.file.close()
-
-
 def test_the_command_has_no_keys_of_launchers_and_is_quoted(sweep: Sweep) -> None:
     row = results(sweep).rows[0]
     overrides = ("seed=1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "tags=[a, b]")
@@ -111,10 +102,6 @@ def test_a_value_has_one_form_in_grids_and_in_lists() -> None:
     ]
 
 
-def test_a_list_of_jobs_is_shown_like_a_grid() -> None:
-    assert table._values(["optimizer.lr=1e-3"]) == table._values(["optimizer.lr=0.001"])
-
-
 def test_values_of_different_metrics_are_not_compared(sweep: Sweep) -> None:
     attempt = sweep.journal.started(4, ["seed=5"])
     values = {"metric": "loss", "mode": "min", "objective": 0.01}
@@ -128,26 +115,3 @@ def test_values_of_different_metrics_are_not_compared(sweep: Sweep) -> None:
     assert "best: job" not in text
     assert "judged by different metrics, accuracy (max), loss (min)." in text
     assert "loss 0.01" in text
-
-
-@pytest.mark.parametrize("width", [120, 80, 60, 34])
-def test_a_narrow_table_keeps_status_objective_and_time(sweep: Sweep, width: int) -> None:
-    from dataclasses import replace
-
-    keys = ("optimizer.learning_rate", "trainer.global_batch_size", "model.hidden_size")
-    found = results(sweep)
-    rows = [
-        replace(row, values=dict.fromkeys(keys, str(128 + row.job)), state=state)
-        for row in found.rows
-        for state in (replace(row.state, status="interrupted"),)
-    ]
-    console = Console(width=width, record=True, file=StringIO())
-    table.show(replace(found, rows=rows, swept=list(keys)), "config", console)
-    lines = console.export_text().splitlines()
-    shown = "\n".join(lines)
-    assert shown.count("interrupted") == len(rows)
-    assert all(text in shown for text in ("0000", "accuracy", "(max)", "0.5000", "1:01", "time"))
-    assert all(part in shown for key in keys for part in key.split(".")), shown
-    whole = [line for line in lines if "=" not in line]  # others are wrapped by the terminal
-    assert max(len(line.rstrip()) for line in whole) <= width
-    assert ("optimizer.learning_rate=128" in shown) is (width < 120)

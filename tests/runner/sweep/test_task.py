@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import platform
 import signal
 from dataclasses import replace
@@ -37,14 +36,6 @@ def called(sweep: directory.Sweep, tmp_path: Path) -> Task:
 def with_server(called: Task, server: StandIn) -> Task:
     live = Live(Path(called.folder), 3)
     return replace(called, local=Local(server, live, 1))  # type: ignore[arg-type]
-
-
-def test_the_task_is_a_plain_value(called: Task) -> None:
-    assert pickle.loads(pickle.dumps(with_server(called, StandIn()))) == called
-
-
-def test_only_pending_jobs_are_given_to_the_launcher(called: Task) -> None:
-    assert called.pending_overrides() == [["seed=5"], ["seed=7"]]
 
 
 def test_known_jobs_run_with_the_recipe_of_the_description(called: Task) -> None:
