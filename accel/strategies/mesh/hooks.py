@@ -38,6 +38,7 @@ from accel.precision.fp8 import import_torchao, linear_config
 from accel.strategies.mesh.torch_internals import (
     Models,
     forget_scale,
+    keep_requires_grad,
     make_root,
     outside_graphs,
     reduce_gradients_after,
@@ -53,7 +54,8 @@ def fsdp_units(model: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free the gathered parameters of `model`; shards take their places."""
+    """Free the gathered parameters of `model`; shards take their places, and stay frozen or not."""
+    keep_requires_grad(model)
     for unit in fsdp_units(model):
         unit.reshard()
 
@@ -66,6 +68,17 @@ def reshard_after_evaluation(model: torch.nn.Module) -> None:
             reshard(module)
 
     model.register_forward_hook(after)
+
+
+def train_what_requires_gradients(model: torch.nn.Module) -> None:
+    """Let each forward pass of `model` or of a unit inside train what requires gradients then."""
+
+    def before(unit: torch.nn.Module, *_: object) -> None:
+        keep_requires_grad(unit)
+
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.register_forward_pre_hook(before, prepend=True)
 
 
 def train_after_inference(model: torch.nn.Module) -> None:
@@ -128,6 +141,7 @@ class SubmoduleCalls:
         if isinstance(model, FSDPModule):
             make_root(model)
             allocate_outside_inference(model)
+            keep_requires_grad(model)
             model.unshard()
         self._depth += 1
 

@@ -37,6 +37,7 @@ from accel.strategies.mesh.hooks import (
     SubmoduleCalls,
     reshard_after_evaluation,
     train_after_inference,
+    train_what_requires_gradients,
 )
 from accel.strategies.mesh.parameters import InitialWeights
 from accel.strategies.mesh.spec import FSDP, TENSOR_PARALLEL
@@ -232,9 +233,10 @@ def prefetch_forward(units: Modules) -> None:
 
 
 def install_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
-    """Install the hooks that FSDP2 lacks: resharding, and calls of submodules."""
+    """Install the hooks that FSDP2 lacks: resharding, freezing, and calls of submodules."""
     reshard_after_evaluation(model)
     train_after_inference(model)
+    train_what_requires_gradients(model)
     dynamo = settings.dynamo
     if not is_on(dynamo) or dynamo.use_regional_compilation is not False:
         SubmoduleCalls(model)  # hooks of its modules would break the one graph of the model

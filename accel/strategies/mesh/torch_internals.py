@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, _collective_utils, _redistribute, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from accel.machine.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -93,6 +95,44 @@ def unreduced_gradients(models: Models) -> Iterator[torch.Tensor]:
             unsharded = getattr(parameter, "_unsharded_param", None)
             held = (parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None))
             yield from (gradient for gradient in held if gradient is not None)
+
+
+@outside_graphs
+def keep_requires_grad(model: torch.nn.Module) -> None:
+    """Let FSDP2 follow parameters of `model` that were frozen or unfrozen since its last pass.
+
+    It gives the gathered parameter the flag of the shard, and not the other way round; within a
+    window of micro-batches, `module.requires_grad_()` finds gathered parameters. It infers the
+    dtype of gradient reduction once, from the parameters trained then: a frozen unit has none.
+    Raise `ConfigError` for what torch cannot reduce.
+    """
+    for group in param_groups([model]):
+        if group.is_unsharded:
+            for parameter in group.fsdp_params:
+                trains = parameter._unsharded_param.requires_grad
+                if parameter.sharded_param.requires_grad is not trains:
+                    if trains and parameter.unsharded_accumulated_grad is None:
+                        _check_none_summed(group)
+                    parameter.sharded_param.requires_grad_(trains)
+        # The first pass infers it; until then, there is no attribute.
+        infers = hasattr(group, "_orig_dtype") and group._orig_dtype is None
+        if infers and any(p.sharded_param.requires_grad for p in group.fsdp_params):
+            group._init_mp_dtypes()
+
+
+def _check_none_summed(group: FSDPParamGroup) -> None:
+    """Refuse to unfreeze a parameter of `group` where others have a sum of another dtype."""
+    summed = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
+    dtypes = {gradient.dtype for gradient in summed if gradient is not None}
+    if dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ConfigError.of(
+            f"requires_grad_(True) within a window of micro-batches, gradients summed in {names}",
+            "torch reduces the gradients of an FSDP unit in one dtype, and those of the unfrozen "
+            "parameters are not summed yet",
+            "Unfreeze them between two optimizer steps, or make their layer a unit of its own: "
+            "transformer_cls_names_to_wrap.",
+        )
 
 
 Resharding = list[tuple["FSDPParamGroup", "FSDPMeshInfo | None"]]

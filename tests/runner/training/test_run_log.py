@@ -130,6 +130,21 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 # Ends where torch would be loaded, which takes seconds.
+# Ends where torch would be loaded, which takes seconds.
+WITHOUT_TORCH = """
+import sys
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise SystemExit(3)
+
+sys.meta_path.insert(0, Guard())
+from runner import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def start(arguments: tuple[str, ...], folder: Path, **streams: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         python(*arguments),
@@ -139,6 +154,26 @@ def start(arguments: tuple[str, ...], folder: Path, **streams: int) -> subproces
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         **streams,
     )
+
+
+@pytest.mark.parametrize(
+    "wrong", ["model=cnm", "model.name=cnm", "optimzer.lr=1", "precision=nope"]
+)
+def test_names_are_refused_before_torch_is_loaded(wrong: str, tmp_path: Path) -> None:
+    """C1: names of files, factories and keys."""
+    with start(("-c", WITHOUT_TORCH, wrong), tmp_path) as command:
+        _, err = command.communicate(timeout=SECONDS)
+    assert (command.returncode, "loading PyTorch" in err) == (2, False)
+
+
+@pytest.mark.parametrize("wrong", ["model.widht=3", "optimizer.lr='0.1'", "step=gan"])
+def test_arguments_of_factories_are_refused_before_a_run_is_there(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C1: they are checked once the factory is imported."""
+    monkeypatch.chdir(tmp_path)
+    assert program.run([wrong]) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 class Terminal(io.StringIO):
