@@ -14,7 +14,7 @@ from tests.runner.written_runs import write_run
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("command", ["list", "show", "compare", "report --terminal"])
+@pytest.mark.parametrize("command", ["list", "show", "compare"])
 def test_a_reader_that_is_gone_gets_no_error(command: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / name, {"name": name}, metrics=2)
