@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel.machine.errors import ConfigError
-from runner.builtin.optimizers import adamw, check_ranges, constant, cosine, linear
+from runner.builtin.optimizers import adamw, check_ranges, cosine, linear
 from tests.accel.precision.float8 import needs_torchao
 
 
@@ -65,11 +65,6 @@ def test_cosine() -> None:
 def test_linear() -> None:
     assert rates(linear, 4) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
     assert rates(linear, 4, warmup=0.5, final=0.5) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
-
-
-def test_constant() -> None:
-    assert rates(constant, 5, warmup=2) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
-    assert rates(constant, 3) == [1.0] * 4
 
 
 @pytest.mark.parametrize("schedule", [cosine, linear])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from accel.machine.errors import ConfigError
 from runner.builtin.bytes_gpt import NextByte, byte_gpt, stdlib_bytes
 from runner.builtin.text_callbacks import TextBaselines, TextSample, printable
 from runner.data.datasets import Data
@@ -63,18 +62,3 @@ def test_a_sample_is_written_at_the_end(tmp_path: Path, text: Data) -> None:
 
 def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
     assert printable(b"a\tb\r\n\x1b[2J\xff\xc3\xa9") == "a\tb\n\ufffd[2J\ufffd\u00e9"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prompt": ""}, "prompt=''"),
-        ({"num_bytes": 0}, "num_bytes=0"),
-        ({"temperature": 0.0}, "temperature=0.0"),
-    ],
-)
-def test_a_sample_that_cannot_be_written_is_refused(
-    arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TextSample(**arguments)

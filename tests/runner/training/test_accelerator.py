@@ -7,22 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel.accelerator import Accelerator
-from accel.config.handlers import (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-)
-from accel.config.training import GradientAccumulationPlugin, ProjectConfiguration
+from accel.config.training import ProjectConfiguration
 from runner.recipe.schema import (
     Checkpoint,
-    DataLoader,
     Distributed,
-    Precision,
     Recipe,
     Tracker,
-    Trainer,
 )
 from runner.training.build import make_accelerator, running
 from tests.helpers import run_distributed
@@ -37,31 +27,6 @@ class Plan:
     global_batch: int = 6
 
 
-def recipe() -> Recipe:
-    return Recipe(
-        distributed=Distributed(
-            device="cpu",
-            ddp=DistributedDataParallelKwargs(bucket_cap_mb=7, static_graph=True),
-            init=InitProcessGroupKwargs(timeout=90),
-        ),
-        precision=Precision(
-            mode="fp16",
-            autocast=AutocastKwargs(cache_enabled=False),
-            scaler=GradScalerKwargs(init_scale=128.0, growth_interval=7),
-            tf32=True,
-        ),
-        dataloader=DataLoader(even_batches=False, non_blocking=True),
-        trainer=Trainer(
-            accumulation=GradientAccumulationPlugin(sync_each_batch=True),
-            rng_types=["torch"],
-            device_placement=False,
-        ),
-        checkpoint=Checkpoint(project=ProjectConfiguration(total_limit=2, iteration=4)),
-        tracker=Tracker(log_with=[]),
-        profile=ProfileKwargs(with_flops=True),
-    )
-
-
 def test_a_project_folder_of_its_own_is_kept(tmp_path: Path) -> None:
     asked = Recipe(
         distributed=Distributed(device="cpu"),
@@ -70,6 +35,9 @@ def test_a_project_folder_of_its_own_is_kept(tmp_path: Path) -> None:
     )
     accelerator = make_accelerator(asked, tmp_path, Plan())  # type: ignore[arg-type]
     assert accelerator.project_dir == str(tmp_path / "states")
+
+
+ALONE = Recipe(distributed=Distributed(device="cpu"), tracker=Tracker(log_with=[]))
 
 
 class Tape:
@@ -85,7 +53,7 @@ def fail(folder: Path, tape: Tape) -> Accelerator:
     """Return the engine after an error in its context."""
     accelerator = None
     with contextlib.suppress(ValueError):
-        with running(recipe(), folder, Plan()) as accelerator:  # type: ignore[arg-type]
+        with running(ALONE, folder, Plan()) as accelerator:  # type: ignore[arg-type]
             accelerator.tracker_group.trackers = [tape]  # type: ignore[list-item]
             raise ValueError
     assert accelerator is not None
@@ -103,10 +71,3 @@ def fail_in_group(folder: str) -> tuple[bool, bool]:
 
 def test_after_an_error_trackers_are_closed_and_nobody_is_waited_for(tmp_path: Path) -> None:
     assert run_distributed(fail_in_group, 2, str(tmp_path)) == [(True, True)] * 2
-
-
-def test_one_process_is_ended_after_an_error(tmp_path: Path) -> None:
-    tape = Tape()
-    accelerator = fail(tmp_path, tape)
-    assert (tape.finished, tape.failed) == (True, True)
-    assert accelerator.trackers == []

@@ -60,21 +60,6 @@ def test_the_parts_of_a_recipe() -> None:
     assert schedule.optimizer is optimizer
 
 
-def test_targets_get_parameters_and_the_optimizer() -> None:
-    built = build.build_parts(
-        recipe(
-            optimizer={"_target_": "torch.optim.SGD", "lr": 0.5, "momentum": 0.9},
-            scheduler={"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 3},
-        )
-    )
-    optimizer = built.step.optimizers["optimizer"]
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    schedule = built.step.make_schedulers(10)["optimizer"]
-    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
-    assert schedule.step_size == 3
-
-
 def test_a_step_refuses_parts_it_would_not_use() -> None:
     found = problems(step={"name": "gan"})
     assert len(found) == 4

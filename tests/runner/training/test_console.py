@@ -82,19 +82,3 @@ def test_other_ranks_show_nothing(terminal: bool) -> None:
     shown, out = display(terminal, enabled=False)
     run(shown)
     assert out.getvalue() == ""
-
-
-def test_the_remaining_time_knows_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("runner.training.console.time.monotonic", lambda: now[0])
-    for total, seconds, expected in (
-        (1000, 60.0, "0:50"),
-        (20, 60.0, "0:10"),
-        (None, 60.0, "0:50"),
-    ):
-        now[0] = 100.0
-        shown, _ = display(terminal=False)
-        shown.start(0, total, None, seconds)
-        now[0] = 110.0
-        shown.step(10, 1)
-        assert f"ETA {expected}" in shown.status()

@@ -49,15 +49,11 @@ def test_right_results_pass(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("model", None, "place returned None: a torch.nn.Module is required"),
         ("model", torch.nn.Linear, r"returned the class Linear: .* Return Linear\(…\)"),
         ("data", [1], "returned a list: a runner.Data is required"),
-        ("data", Data(None), "Data with train None"),  # type: ignore[arg-type]
         ("data", Data(DataLoader(DATASET)), "a data set is required: the runner makes the loaders"),  # type: ignore[arg-type]
         ("data", Data(iter([1])), "or an IterableDataset, is required"),  # type: ignore[arg-type]
-        ("data", Data(DATASET, collate_fn=3), "collate_fn an int"),  # type: ignore[arg-type]
         ("optimizer", LINEAR, "returned a Linear: a torch.optim.Optimizer is required"),
-        ("scheduler", 0.1, "a torch.optim.lr_scheduler.LRScheduler is required"),
         ("callbacks.mine", Misspelt(), "on_evaluated: .* Did you mean 'on_evaluate'"),
     ],
 )

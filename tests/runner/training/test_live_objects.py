@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,38 +15,18 @@ import pytest
 from accel.config import handlers, training
 from tests.helpers import run_distributed
 
-# Key of the recipe, value on the command line, what to look at among the live objects (by name),
-# and what must be seen there.
-Row = tuple[str, str, Callable[[dict[str, Any]], Any], Any]
+# Key of the recipe, value on the command line, what to look at among the live objects (a dotted
+# name, or a function of them), and what must be seen there.
+Row = tuple[str, str, str | Callable[[dict[str, Any]], Any], Any]
 
 DDP: list[Row] = [
-    ("distributed.ddp.dim", "0", lambda live: live["ddp"].dim, 0),
-    (
-        "distributed.ddp.broadcast_buffers",
-        "false",
-        lambda live: live["ddp"].broadcast_buffers,
-        False,
-    ),
-    ("distributed.ddp.bucket_cap_mb", "3", lambda live: live["ddp"].bucket_bytes_cap, 3 * 2**20),
-    (
-        "distributed.ddp.find_unused_parameters",
-        "true",
-        lambda live: live["ddp"].find_unused_parameters,
-        True,
-    ),
-    (
-        "distributed.ddp.check_reduction",
-        "true",
-        lambda live: live["plan"].ddp.check_reduction,
-        True,
-    ),
-    (
-        "distributed.ddp.gradient_as_bucket_view",
-        "true",
-        lambda live: live["ddp"].gradient_as_bucket_view,
-        True,
-    ),
-    ("distributed.ddp.static_graph", "true", lambda live: live["ddp"].static_graph, True),
+    ("distributed.ddp.dim", "0", "ddp.dim", 0),
+    ("distributed.ddp.broadcast_buffers", "false", "ddp.broadcast_buffers", False),
+    ("distributed.ddp.bucket_cap_mb", "3", "ddp.bucket_bytes_cap", 3 * 2**20),
+    ("distributed.ddp.find_unused_parameters", "true", "ddp.find_unused_parameters", True),
+    ("distributed.ddp.check_reduction", "true", "plan.ddp.check_reduction", True),
+    ("distributed.ddp.gradient_as_bucket_view", "true", "ddp.gradient_as_bucket_view", True),
+    ("distributed.ddp.static_graph", "true", "ddp.static_graph", True),
     (
         "distributed.ddp.comm_hook",
         "power_sgd",
@@ -56,7 +37,7 @@ DDP: list[Row] = [
     ),
     (
         "distributed.ddp.comm_wrapper",
-        "fp16",  # bf16 is for nccl alone
+        "fp16",
         lambda live: live["ddp"]._comm_hooks[0][0].__name__,
         "fp16_compress_wrapper_hook",
     ),
@@ -78,38 +59,28 @@ INIT: list[Row] = [
     ),
 ]
 AUTOCAST: list[Row] = [
-    ("precision.autocast.enabled", "false", lambda live: live["autocast"]._enabled, False),
-    (
-        "precision.autocast.cache_enabled",
-        "false",
-        lambda live: live["autocast"]._cache_enabled,
-        False,
-    ),
+    ("precision.autocast.enabled", "false", "autocast._enabled", False),
+    ("precision.autocast.cache_enabled", "false", "autocast._cache_enabled", False),
 ]
 SCALER: list[Row] = [
-    ("precision.scaler.init_scale", "1024.0", lambda live: live["scaler"].get_scale(), 1024.0),
-    ("precision.scaler.growth_factor", "3.0", lambda live: live["scaler"].get_growth_factor(), 3.0),
-    (
-        "precision.scaler.backoff_factor",
-        "0.25",
-        lambda live: live["scaler"].get_backoff_factor(),
-        0.25,
-    ),
-    ("precision.scaler.growth_interval", "7", lambda live: live["scaler"].get_growth_interval(), 7),
+    ("precision.scaler.init_scale", "1024.0", "scaler.get_scale", 1024.0),
+    ("precision.scaler.growth_factor", "3.0", "scaler.get_growth_factor", 3.0),
+    ("precision.scaler.backoff_factor", "0.25", "scaler.get_backoff_factor", 0.25),
+    ("precision.scaler.growth_interval", "7", "scaler.get_growth_interval", 7),
 ]
 SCALER_OFF: list[Row] = [
-    ("precision.scaler.enabled", "false", lambda live: live["scaler"].is_enabled(), False),
+    ("precision.scaler.enabled", "false", "scaler.is_enabled", False),
 ]
 LOADER: list[Row] = [
-    ("dataloader.even_batches", "false", lambda live: live["batch_shard"].even_batches, False),
-    ("dataloader.split_batches", "true", lambda live: live["batch_shard"].split_batches, True),
+    ("dataloader.even_batches", "false", "batch_shard.even_batches", False),
+    ("dataloader.split_batches", "true", "batch_shard.split_batches", True),
     ("dataloader.data_seed", "5", lambda live: live["first_ids"] != live["first_ids_seed_0"], True),
-    ("dataloader.num_workers", "1", lambda live: live["loader"].num_workers, 1),
-    ("dataloader.pin_memory", "false", lambda live: live["loader"].pin_memory, False),
-    ("dataloader.prefetch_factor", "3", lambda live: live["loader"].prefetch_factor, 3),
-    ("dataloader.persistent_workers", "true", lambda live: live["loader"].persistent_workers, True),
-    ("dataloader.seed_samples", "false", lambda live: live["loader"].dataset.seed_samples, False),
-    ("dataloader.non_blocking", "true", lambda live: live["loader"]._non_blocking, True),
+    ("dataloader.num_workers", "1", "loader.num_workers", 1),
+    ("dataloader.pin_memory", "false", "loader.pin_memory", False),
+    ("dataloader.prefetch_factor", "3", "loader.prefetch_factor", 3),
+    ("dataloader.persistent_workers", "true", "loader.persistent_workers", True),
+    ("dataloader.seed_samples", "false", "loader.dataset.seed_samples", False),
+    ("dataloader.non_blocking", "true", "loader._non_blocking", True),
 ]
 DISPATCH: list[Row] = [
     (
@@ -126,48 +97,23 @@ DISPATCH: list[Row] = [
     ),
 ]
 ACCUMULATION: list[Row] = [
-    ("trainer.accumulation.num_steps", "2", lambda live: live["gradient"].num_steps, 2),
-    (
-        "trainer.accumulation.adjust_scheduler",
-        "false",
-        lambda live: live["gradient"].adjust_scheduler,
-        False,
-    ),
-    (
-        "trainer.accumulation.sync_with_dataloader",
-        "true",
-        lambda live: live["gradient"].sync_with_dataloader,
-        True,
-    ),
-    (
-        "trainer.accumulation.sync_each_batch",
-        "true",
-        lambda live: live["gradient"].sync_each_batch,
-        True,
-    ),
+    ("trainer.accumulation.num_steps", "2", "gradient.num_steps", 2),
+    ("trainer.accumulation.adjust_scheduler", "false", "gradient.adjust_scheduler", False),
+    ("trainer.accumulation.sync_with_dataloader", "true", "gradient.sync_with_dataloader", True),
+    ("trainer.accumulation.sync_each_batch", "true", "gradient.sync_each_batch", True),
 ]
 PROJECT: list[Row] = [
-    (
-        "checkpoint.project.project_dir",
-        "elsewhere",
-        lambda live: live["project"].project_dir,
-        "elsewhere",
-    ),
-    ("checkpoint.project.logging_dir", "logs", lambda live: live["project"].logging_dir, "logs"),
+    ("checkpoint.project.project_dir", "elsewhere", "project.project_dir", "elsewhere"),
+    ("checkpoint.project.logging_dir", "logs", "project.logging_dir", "logs"),
     (
         "checkpoint.project.automatic_checkpoint_naming",
         "false",
-        lambda live: live["project"].automatic_checkpoint_naming,
+        "project.automatic_checkpoint_naming",
         False,
     ),
-    ("checkpoint.project.total_limit", "9", lambda live: live["project"].total_limit, 9),
-    ("checkpoint.project.iteration", "4", lambda live: live["project"].iteration, 4),
-    (
-        "checkpoint.project.save_on_each_node",
-        "true",
-        lambda live: live["project"].save_on_each_node,
-        True,
-    ),
+    ("checkpoint.project.total_limit", "9", "project.total_limit", 9),
+    ("checkpoint.project.iteration", "4", "project.iteration", 4),
+    ("checkpoint.project.save_on_each_node", "true", "project.save_on_each_node", True),
 ]
 PROFILE: list[Row] = [
     (
@@ -176,11 +122,11 @@ PROFILE: list[Row] = [
         lambda live: [a.name for a in live["profiler"].activities],
         ["CPU"],
     ),
-    ("profile.record_shapes", "true", lambda live: live["profiler"].record_shapes, True),
-    ("profile.profile_memory", "true", lambda live: live["profiler"].profile_memory, True),
-    ("profile.with_stack", "true", lambda live: live["profiler"].with_stack, True),
-    ("profile.with_flops", "true", lambda live: live["profiler"].with_flops, True),
-    ("profile.with_modules", "true", lambda live: live["profiler"].with_modules, True),
+    ("profile.record_shapes", "true", "profiler.record_shapes", True),
+    ("profile.profile_memory", "true", "profiler.profile_memory", True),
+    ("profile.with_stack", "true", "profiler.with_stack", True),
+    ("profile.with_flops", "true", "profiler.with_flops", True),
+    ("profile.with_modules", "true", "profiler.with_modules", True),
     (
         "profile.schedule_option",
         "{wait: 1, warmup: 1, active: 1}",
@@ -190,17 +136,12 @@ PROFILE: list[Row] = [
     (
         "profile.on_trace_ready",
         "torch.nn.utils.parameters_to_vector",
-        lambda live: live["profiler"].on_trace_ready.__name__,
+        "profiler.on_trace_ready.__name__",
         "parameters_to_vector",
     ),
 ]
 TRACES: list[Row] = [
-    (
-        "profile.output_trace_dir",
-        "traces",
-        lambda live: live["profiler"].on_trace_ready.folder.name,
-        "traces",
-    ),
+    ("profile.output_trace_dir", "traces", "profiler.on_trace_ready.folder.name", "traces"),
 ]
 
 # Rows that hold together in one run, and what else that run needs.
@@ -295,6 +236,15 @@ def _first_ids_of_seed_0(dataset: Any, recipe: Any) -> list[int]:
     return list(make_order(dataset, 0, config))[:8]
 
 
+def seen_at(live: dict[str, Any], look: str | Callable[[dict[str, Any]], Any]) -> Any:
+    """Return what `look` names, or the result of the method that it names."""
+    if not isinstance(look, str):
+        return look(live)
+    name, *attributes = look.split(".")
+    value = functools.reduce(getattr, attributes, live[name])
+    return value() if inspect.ismethod(value) else value
+
+
 def observe(name: str, folder: str) -> dict[str, Any]:
     """Return what each row of a run sees."""
     _, rows, more = RUNS[name]
@@ -303,7 +253,7 @@ def observe(name: str, folder: str) -> dict[str, Any]:
         values["distributed.init.init_method"] = f"'file://{folder}/meeting'"
     overrides = [f"{key}={value}" for key, value in values.items()]
     live = live_objects([*more, *overrides], folder)
-    seen = {key: look(live) for key, _, look, _ in rows}
+    seen = {key: seen_at(live, look) for key, _, look, _ in rows}
     live.clear()
     return seen
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Mapping
@@ -10,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from accel.checkpoint.directory import checkpoints, read_manifest
 from accel.config.training import ProjectConfiguration
 from runner.data.datasets import Data
 from runner.recipe.schema import Checkpoint
-from runner.training.console import Display
 from runner.training.loop import Loop
 from runner.training.metrics import NonFiniteError
 from runner.training.run import Callback
@@ -217,24 +214,3 @@ def test_a_resumed_run_knows_the_best_state(tmp_path: Path) -> None:
 
 
 # -- what else it writes -------------------------------------------------------------------
-
-
-def test_the_header_and_the_table_say_what_runs_and_where(tmp_path: Path) -> None:
-    out = io.StringIO()
-    shown = Display(console=Console(file=out, width=200))
-    recipe = recipe_of(trainer__epochs=2, trainer__micro_batch_size=4, tags=["a", "b"])
-    run(tmp_path, recipe, display=shown)
-    text = out.getvalue()
-    for part in (
-        "cpu · 1 process · fp32",
-        "Sequential · 49 parameters, all trainable",
-        "train 40 · validation 13 · test 9",
-        "global batch 8 = 1 process × 4 × 2 accumulated",
-        "2 epochs × 5 steps = 10 steps",
-        "tags",
-        str(tmp_path),
-        "trainer.epochs=2 completed (step 10, epoch 2)",
-        "samples/s",
-        "checkpoints/checkpoint_",
-    ):
-        assert part in text, part

@@ -16,7 +16,6 @@ import torch
 from accel.checkpoint.directory import checkpoints
 from accel.trackers.table import TRACKERS
 from runner.data.datasets import Data
-from runner.training.run import Stopwatch
 from tests import commands
 from tests.accel.trackers.offline import needs
 from tests.accel.trackers.test_wandb import records as wandb_records
@@ -31,19 +30,6 @@ from tests.runner.loops import (
     records,
     run,
 )
-
-
-def test_pauses_are_left_out_of_a_lap(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("runner.training.run.time.perf_counter", lambda: now[0])
-    watch = Stopwatch()
-    now[0] = 3.0
-    with watch.paused():
-        now[0] = 10.0
-    now[0] = 11.0
-    assert (watch.lap(), watch.training, watch.elapsed) == (4.0, 4.0, 11.0)
-    now[0] = 12.0
-    assert (watch.lap(), watch.training) == (1.0, 5.0)
 
 
 def test_a_logged_rate_is_that_of_the_step(tmp_path: Path) -> None:

@@ -83,21 +83,6 @@ def test_a_database_that_is_away_is_told_without_its_password(
     assert databases.PASSWORD not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("nodriver://u:s3cret@h/d", "failed .*nodriver"),
-        ("mysql://u:s3cret@h/d", "No module named 'MySQLdb'.*Install the Python package"),
-        ("sqlite://u:s3cret@h:port/d", "invalid literal.*'port'"),
-        ("://u:s3cret@h", "Could not parse"),
-    ],
-)
-def test_a_url_of_no_database_is_an_error(tmp_path: Path, url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        optuna_study.storage_of(url, tmp_path)
-    assert databases.PASSWORD not in str(caught.value)
-
-
 def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
     found = opened(tmp_path)
     path = str(tmp_path / "study.journal")

@@ -13,7 +13,6 @@ from tests.runner.loops import (
     NUM_VALIDATION,
     Points,
     Stream,
-    build,
     recipe_of,
     records,
     run,
@@ -28,14 +27,6 @@ def test_a_stream_of_unknown_length_is_trained_on_epoch_by_epoch(tmp_path: Path)
     assert [record["step"] for record in records(tmp_path, "validation")] == [3, 6]
     with pytest.raises(ConfigError, match="schedule needs the number of steps"):
         run(tmp_path / "planned", recipe, data=data)
-
-
-def test_models_are_trained_in_training_mode(tmp_path: Path) -> None:
-    loop = build(tmp_path, recipe_of(trainer__max_steps=1))
-    model = loop.step.models["model"].eval()
-    loop.run()
-    assert loop.step.models["model"].training
-    assert model.training
 
 
 @pytest.mark.parametrize("folder", [None, "traces"])

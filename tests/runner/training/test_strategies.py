@@ -120,13 +120,6 @@ def test_deepspeeds_file_and_the_recipe_agree(tmp_path: Path) -> None:
     run_distributed(runs_with_files, 2, str(tmp_path))
 
 
-def test_processes_of_one_replica_divide_those_of_the_run() -> None:
-    recipe = Recipe(tensor_parallel=TorchTensorParallelPlugin(tp_size=2))
-    assert processes.dp_size(recipe, 4) == 2
-    with pytest.raises(ConfigError, match="tp_size=2 with 3 processes"):
-        processes.dp_size(recipe, 3)
-
-
 def test_fp16_under_deepspeed_wants_a_gpu() -> None:
     recipe = Recipe(
         deepspeed=DeepSpeedPlugin(),
