@@ -93,10 +93,7 @@ def logged(run_dir: Path) -> list[int]:
 
 
 def unreadable(run_dir: Path) -> str:
-    """Return why a run's job or recipe cannot be read as it was written; empty: it can.
-
-    `Job.read` heals a config.yaml that is cut off: here that is damage all the same.
-    """
+    """Return why a run's job or recipe cannot be read as it was written; empty: it can."""
     try:
         Job.read(run_dir)
         text = (run_dir / "config.yaml").read_text()

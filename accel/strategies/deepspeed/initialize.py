@@ -12,13 +12,14 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from accel.config.deepspeed_json import Config
 from accel.machine import env, tree
@@ -196,16 +197,49 @@ def cast_forward(module: torch.nn.Module, dtype: torch.dtype, make_context: Make
 def partitioned_init(package: ModuleType, settings: Settings, plan: Plan) -> Iterator[None]:
     """Context in which each layer of a model is partitioned as soon as it is built.
 
-    A model that initializes a layer after building it does so inside of
-    `deepspeed.zero.GatheredParameters`: other values are lost.
+    Raises `ConfigError` inside, where a model initializes a layer that is partitioned already.
 
     Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#constructing-massive-models
     """
     config = settings.finish()
     join_group(package, plan)
     # The dtype follows from the configuration: see `_swap_in_own_dtype`.
-    with package.zero.Init(config_dict_or_path=config):
+    with package.zero.Init(config_dict_or_path=config), ForbidLostValues():
         yield
+
+
+@final
+class ForbidLostValues(TorchFunctionMode):
+    """Raise `ConfigError` where a parameter that is partitioned already is written in place.
+
+    DeepSpeed partitions the parameters of each layer at the end of its ``__init__``. The tensors
+    are empty from then on, so the values would be lost without an error.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, unless it writes to a partitioned parameter."""
+        target: Any = args[0] if args else (kwargs or {}).get("tensor")  # `torch.nn.init` names it
+        name = getattr(func, "__name__", "")
+        writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        if (writes or name == "__setitem__") and _is_partitioned(target):
+            raise ConfigError.of(
+                f"{name} on a parameter of shape {tuple(target.ds_shape)} under ZeRO-3",
+                "its layer is partitioned already, so that the values would be lost",
+                "Initialize inside of `with deepspeed.zero.GatheredParameters(parameter, "
+                "modifier_rank=0):`, or remove zero3_init_flag.",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_partitioned(tensor: Any) -> bool:
+    is_parameter = isinstance(tensor, torch.Tensor) and hasattr(tensor, "ds_numel")
+    return is_parameter and tensor.numel() < tensor.ds_numel
 
 
 # -- compiled ops --------------------------------------------------------------------------

@@ -392,12 +392,12 @@ def test_the_environment_is_the_default_of_what_is_not_given(
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=False)
     kept = resolve(Arguments(cpu=True, dynamo_plugin=plugin), environment).dynamo
     assert (kept.backend, kept.use_regional_compilation) == ("aot_eager", False)
-    assert (kept.fullgraph, kept.dynamic) == (False, False)
+    assert (kept.fullgraph, kept.dynamic) == (True, False)
 
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "indctor")
-    with pytest.raises(ConfigError, match=r"environment: ACCELERATE_DYNAMO_BACKEND.*'inductor'"):
+    with pytest.raises(ConfigError, match=r"backend='indctor'.*'inductor'"):
         resolve(Arguments(cpu=True), Environment.read())
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "maybe")
     with pytest.raises(ConfigError, match="ACCELERATE_DYNAMO_USE_DYNAMIC='maybe'"):

@@ -9,7 +9,7 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from runner import cli
-from runner.inference import session
+from runner.inference import predict, session
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -212,7 +212,7 @@ def test_a_sweep_resumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_output_that_cannot_be_written(output: str, rule: str, tmp_path: Path) -> None:
     request = session.Request(tmp_path / "run", output=tmp_path / output)
     with pytest.raises(ConfigError, match=rf"^--output .*: {rule}"):
-        session.write_predictions(request)
+        predict.write_predictions(request)
     assert list(tmp_path.iterdir()) == []
 
 
