@@ -1,4 +1,4 @@
-"""The FSDP plugin: older spellings, YAML, environment variables, and what it refuses."""
+"""The FSDP plugin: older spellings, YAML, environment variables, and what it refuses (E1, E5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on gloo: the same training as in one process, on 2 and 3."""
+"""DistributedDataParallel on gloo: the same training as in one process, on 2 and 3 (R1, E3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objects of a run are prepared."""
+"""The objects of a run as they are prepared (R1, E5)."""
 
 from __future__ import annotations
 

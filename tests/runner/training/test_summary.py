@@ -1,4 +1,4 @@
-"""What a run says of itself: epochs that exist, checkpoints with their steps, what is slow."""
+"""What a run says of itself: epochs that exist, checkpoints with their steps, what is slow (R8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts under DeepSpeed: full tensors by parameter name, for any stage and world size."""
+"""State dicts under DeepSpeed: full tensors by name, for any stage and world size (R5, E1)."""
 
 from __future__ import annotations
 

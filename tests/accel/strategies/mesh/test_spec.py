@@ -1,4 +1,4 @@
-"""The dimensions of a mesh, the precision of FSDP's policy, and numbers that do not divide."""
+"""A mesh: its dimensions, its precision, and numbers that do not divide (E3, E5)."""
 
 from __future__ import annotations
 
