@@ -10,7 +10,6 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -178,15 +177,6 @@ def test_memory_is_counted_once_and_without_the_compilers_stand_ins() -> None:
     assert len(stand_ins) == 3
 
 
-@pytest.mark.slow  # walks all objects of the process
-def test_a_message_that_a_thread_lets_go_of_late_is_not_counted() -> None:
-    walk = Walk(step=0)
-    real, message = torch.ones(300), [torch.ones(500)]
-    with patch("tests.parity.memory.time.sleep", side_effect=lambda seconds: message.clear()):
-        assert walk.count(0, "before") == real.nbytes
-    assert not message
-
-
 def test_what_a_process_may_hold_and_why_some_hold_more() -> None:
     cells = [Cell(backend, "no", 4, task=TASK) for backend in ("zero3", "zero3_offload", "zero2")]
     assert [allowed_share(cell) for cell in cells] == [0.3, pytest.approx(0.375), None]
@@ -195,18 +185,6 @@ def test_what_a_process_may_hold_and_why_some_hold_more() -> None:
     outcomes = list(map(str, table.columns[-1].cells))
     assert outcomes == ["green", "green (gradients twice)", "green"]
     assert "gradients twice:" in str(table.caption)
-
-
-@pytest.mark.slow  # the matrix has them, too
-def test_fp16_and_one_process_alone() -> None:
-    cells = [
-        Cell("single", "no", task=TASK),
-        Cell("single", "fp16", task=TASK),
-        Cell("fsdp_full_shard", "fp16", 2, task=TASK),
-    ]
-    for cell in cells:
-        verdict = run(cell)
-        assert verdict.green, verdict.failures
 
 
 @pytest.mark.parametrize(

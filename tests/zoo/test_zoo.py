@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from accel.machine.imports import is_available
-from tests.zoo import gates
 from tests.zoo.cells import STRATEGIES, Cell, matrix, reason_not_to_run
-from tests.zoo.gates import Difference, Verdict, judge
+from tests.zoo.gates import judge
 from tests.zoo.models import MODELS
 from tests.zoo.reference import plain
-from tests.zoo.report import line, table
+from tests.zoo.report import line
 from tests.zoo.running import run
 
 pytestmark = pytest.mark.skipif(
@@ -88,18 +85,3 @@ def test_a_loss_that_is_rounded_to_bf16_is_told() -> None:
     losses = torch.tensor(plain("vit").losses).bfloat16().float().tolist()
     verdict = judge(cell, [{**answered(cell), "losses": losses}] * 2, 0.0)
     assert "losses are rounded to bf16" in verdict.failures
-
-
-def test_gates_are_those_of_the_format() -> None:
-    exact, low = (gates.gate_of(Cell("vit", "fsdp", precision)) for precision in ("no", "bf16"))
-    assert exact.loss <= gates.MOST
-    assert low.loss > 100 * exact.loss
-    assert gates.gate_of(Cell("vit", "ddp", "bf16")).loss == pytest.approx(low.loss / 2)
-    cell = Cell("vit", "ddp")
-    shown = [
-        Verdict(cell, difference=Difference(0.0, 0.0), gate=exact),
-        Verdict(replace(cell, strategy="tp"), reason="because"),
-        Verdict(cell, failures=["RuntimeError: no"]),
-    ]
-    assert table(shown).row_count == 3
-    assert "not run: because" in line(shown[1])

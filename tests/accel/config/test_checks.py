@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from accel.config.fp8 import AORecipeKwargs, TERecipeKwargs
+from accel.config.fp8 import TERecipeKwargs
 from accel.config.handlers import (
-    AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     ProfileKwargs,
@@ -20,7 +19,6 @@ from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
-    TorchDynamoPlugin,
 )
 from accel.machine.errors import ConfigError
 
@@ -31,33 +29,18 @@ SWITCH, WHOLE, NUMBER = "expected true or false", "it is a whole number", "it is
     ("kind", "field", "value", "rule"),
     [
         (DataLoaderConfiguration, "split_batches", "no", SWITCH),
-        (DataLoaderConfiguration, "even_batches", None, SWITCH),
-        (DataLoaderConfiguration, "dispatch_batches", "False", SWITCH),
         (DataLoaderConfiguration, "non_blocking", 2, SWITCH),
         (DataLoaderConfiguration, "data_seed", "1", WHOLE),
-        (AutocastKwargs, "enabled", "no", SWITCH),
-        (AutocastKwargs, "cache_enabled", "no", SWITCH),
         (DistributedDataParallelKwargs, "find_unused_parameters", "False", SWITCH),
         (DistributedDataParallelKwargs, "bucket_cap_mb", "25", WHOLE),
-        (GradScalerKwargs, "enabled", "False", SWITCH),
         (GradScalerKwargs, "init_scale", "8", NUMBER),
-        (GradScalerKwargs, "init_scale", True, NUMBER),
         (GradScalerKwargs, "init_scale", -1, "it is above 0"),
-        (GradScalerKwargs, "growth_factor", 1.0, "it is above 1"),
         (GradScalerKwargs, "backoff_factor", 1, "it is above 0 and below 1"),
         (GradScalerKwargs, "growth_interval", 0, "it is at least 1"),
-        (GradScalerKwargs, "growth_interval", 2.5, WHOLE),
         (GradientAccumulationPlugin, "num_steps", "2", WHOLE),
-        (GradientAccumulationPlugin, "num_steps", 2.5, WHOLE),
-        (GradientAccumulationPlugin, "num_steps", True, WHOLE),
-        (GradientAccumulationPlugin, "sync_each_batch", "no", SWITCH),
-        (ProjectConfiguration, "automatic_checkpoint_naming", "no", SWITCH),
         (ProjectConfiguration, "total_limit", "3", WHOLE),
-        (TorchDynamoPlugin, "fullgraph", "no", SWITCH),
         (ProfileKwargs, "with_stack", "no", SWITCH),
         (TERecipeKwargs, "margin", "0", WHOLE),
-        (AORecipeKwargs, "pad_inner_dim", "no", SWITCH),
-        (ParallelismConfig, "dp_shard_size", "2", WHOLE),
         (ParallelismConfig, "cp_size", 1.5, WHOLE),
         (TorchTensorParallelPlugin, "tp_size", "2", WHOLE),
     ],
@@ -77,9 +60,3 @@ def test_numpy_and_the_two_whole_numbers_of_a_boolean_are_taken() -> None:
     assert type(config.split_batches) is type(config.even_batches) is bool
     scaler = GradScalerKwargs(init_scale=np.float32(8), growth_factor=3)  # type: ignore[arg-type]
     assert (scaler.init_scale, scaler.growth_factor) == (8, 3)
-
-
-def test_all_of_them_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        DataLoaderConfiguration(split_batches="no", even_batches="yes")  # type: ignore[arg-type]
-    assert len(caught.value.problems) == 2

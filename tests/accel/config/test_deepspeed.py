@@ -19,8 +19,6 @@ from omegaconf import OmegaConf
 from accel.config.deepspeed import (
     DeepSpeedPlugin,
     active,
-    get_active_deepspeed_plugin,
-    share_selection,
 )
 from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.config.training import GradientAccumulationPlugin
@@ -28,7 +26,6 @@ from accel.machine.env import Environment, patched
 from accel.machine.errors import ConfigError, NotBuiltError
 from accel.plan.arguments import Arguments
 from accel.plan.plan import resolve
-from accel.state import AcceleratorState
 from tests.accel.strategies.deepspeed.helpers import completed, plan_of
 
 
@@ -63,9 +60,6 @@ def test_the_environment_fills_what_the_plugin_leaves_out(tmp_path: Path) -> Non
         assert active(plan.plugin("deepspeed")) is not None
         assert active(plan.plugin("deepspeed")).stage == 1
         assert plan.accumulation.num_steps == 5
-    with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_DEEPSPEED_ZERO_STAGE="many"):
-        with pytest.raises(ConfigError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE='many'"):
-            resolve(Arguments(cpu=True), Environment.read())
     with patched(ACCELERATE_USE_DEEPSPEED="1", ACCELERATE_GRADIENT_CLIPPING="auto"):
         plan = resolve(Arguments(cpu=True), Environment.read())
         assert active(plan.plugin("deepspeed")) is not None
@@ -132,11 +126,6 @@ def test_one_of_several_plugins_is_selected() -> None:
     assert (first.selected, second.selected) == (False, True)
 
 
-def test_the_active_plugin_is_asked_for_where_deepspeed_is_off() -> None:
-    with pytest.raises(ConfigError, match="DeepSpeed is off"):
-        get_active_deepspeed_plugin(AcceleratorState(cpu=True))
-
-
 def test_init_at_stage_three_is_switched_inside_a_context() -> None:
     plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
     with plugin.zero3_init_context_manager(enable=False):
@@ -178,20 +167,6 @@ def test_changes_of_a_plugins_configuration_hold(tmp_path: Path) -> None:
     config["bf16"] = True
     with pytest.raises(ConfigError, match="bf16=True: expected a section"):
         plugin.get_value("bf16.enabled")
-
-
-def test_the_field_reports_the_stage_of_the_configuration() -> None:
-    for config, stage in (({"zero_optimization": {"stage": 3}}, 3), ({}, 2), (None, 2)):
-        plugin = DeepSpeedPlugin(config)
-        assert plugin.zero_stage == stage
-        plugin.deepspeed_config["zero_optimization"]["stage"] = 1
-        assert (plugin.stage, plugin.zero_stage) == (1, 1)
-        assert completed(plugin)["zero_optimization"]["stage"] == 1
-    plugin = DeepSpeedPlugin(zero_stage=0)
-    assert (plugin.stage, plugin.zero_stage) == (0, 0)
-    plugin = DeepSpeedPlugin()
-    plugin.zero_stage = 3
-    assert completed(plugin)["zero_optimization"]["stage"] == 3
 
 
 SHOWN = {
@@ -321,34 +296,6 @@ def test_a_configuration_can_be_replaced() -> None:
     plugin.hf_ds_config = {"zero_optimization": {"stage": 3}, "train_batch_size": 2}
     assert plugin.deepspeed_config["train_batch_size"] == 2
     assert plugin.hf_ds_config.config is plugin.deepspeed_config
-
-
-def test_resolved_values_are_shown_and_do_not_bind_another_run() -> None:
-    for config in (None, {"train_batch_size": "auto", "bf16": {"enabled": "auto"}}):
-        plugin = DeepSpeedPlugin(config)
-        before = plugin.stated_config()
-        plugin.resolve({"train_batch_size": 8, "bf16": {"enabled": True}, "other": 1})
-        assert plugin.get_value("train_batch_size") == 8
-        assert "other" not in plugin.deepspeed_config
-        assert plugin.stated_config() == before
-        plugin.deepspeed_config["train_batch_size"] = 4
-        assert plugin.stated_config()["train_batch_size"] == 4
-
-
-def test_a_frozen_configuration_has_no_values_of_fields() -> None:
-    plugin = DeepSpeedPlugin({"gradient_clipping": 0.5}, zero_stage=3)
-    assert plugin.stage == 3
-    assert plugin.given_config() == {"gradient_clipping": 0.5, "zero_optimization": {}}
-
-
-def test_plugins_that_share_a_selection_have_one_active() -> None:
-    first, second = DeepSpeedPlugin(), DeepSpeedPlugin()
-    second.select()
-    share_selection([first, second])
-    assert (first.selected, second.selected) == (False, True)
-    share_selection([first, second])  # of a second Accelerator
-    first.select()
-    assert (first.selected, second.selected) == (True, False)
 
 
 def test_transformers_reads_a_configuration_without_open_values(

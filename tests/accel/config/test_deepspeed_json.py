@@ -18,36 +18,16 @@ from tests.accel.strategies.deepspeed.helpers import completed, plan_of
     [
         ({"zero_optimisation": {"stage": 3}}, "Did you mean 'zero_optimization'"),
         ({"zero_optimization": {"stage": 7}}, r"stage=7: it is one of 0, 1, 2, 3"),
-        ({"zero_optimization": 3}, "zero_optimization=3: expected a section"),
-        (
-            {"zero_optimization": {"offload_param": "cpu"}},
-            "offload_param='cpu': expected a section",
-        ),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "one of none, cpu, nvme"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "needs a folder on a disk"),
         ({"zero_optimization": {"stage": "3"}}, "expected a number. Write 3 without quotes"),
-        ({"zero_optimization": {"stage": True}}, "stage=True: it is one of 0, 1, 2, 3"),
         ({"bf16": True}, 'bf16=True: expected a section. Write {"enabled": true}'),
-        (
-            {"optimizer": {"type": "SGD", "params": [1]}},
-            r"optimizer.params=\[1\]: expected a section",
-        ),
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled='yes': expected true, false or"),
         ({"gradient_accumulation_steps": "4"}, "steps='4': expected an integer"),
         ({"train_batch_size": 0}, "train_batch_size=0: expected an integer, at least 1"),
-        ({"gradient_clipping": True}, "gradient_clipping=True: expected the maximum norm"),
         ({"bfloat16": {"enabled": True}}, "Write bf16 in its place"),
         ({"zero_optimization": {"cpu_offload": True}}, "Write offload_optimizer in its place"),
-        ({"zero_optimization": {"cpu_offload_param": True}}, "Write offload_param in its place"),
-        (
-            {"sequence_parallel_size": 2},
-            "sequence_parallel_size=2: this version supports ZeRO only",
-        ),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2: this version supports ZeRO only"),
-        (
-            {"expert_parallel": {"enabled": True}},
-            "expert_parallel.enabled=True: this version supports",
-        ),
     ],
 )
 def test_values_that_a_configuration_cannot_have_are_named(
@@ -61,12 +41,6 @@ def test_values_that_a_configuration_cannot_have_are_named(
     ("key", "known"),
     [
         ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
-        ("gradient_accumulation", "gradient_accumulation_steps"),
-        ("zero_opt", "zero_optimization"),
-        ("gradient_clipping_value", "gradient_clipping"),
-        ("zero_optimization_stage", "zero_optimization"),
-        ("batch_size", "train_batch_size"),
-        ("zero_optimisation", "zero_optimization"),
         ("FP16", "fp16"),
     ],
 )
@@ -75,13 +49,7 @@ def test_a_mistyped_key_is_named(key: str, known: str) -> None:
         HfDeepSpeedConfig({key: 1})
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("gradient_allreduce_op", "disable_allgather", "weight_quantization", "hybrid_engine"),
-        *("seq_parallel_communication_data_type", "train", "model", "data", "checkpoint_folder"),
-    ],
-)
+@pytest.mark.parametrize("key", ["hybrid_engine", "checkpoint_folder"])
 def test_further_keys_of_deepspeed_and_of_users_are_left_alone(key: str) -> None:
     assert HfDeepSpeedConfig({key: 1}).config == {key: 1}
 

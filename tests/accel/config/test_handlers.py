@@ -37,11 +37,6 @@ HANDLERS = (
 # -- what differs ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", HANDLERS)
-def test_a_handler_as_it_is_made_differs_in_nothing(kind: type[KwargsHandler]) -> None:
-    assert kind().to_kwargs() == {}
-
-
 def test_only_what_differs_is_handed_on() -> None:
     assert AutocastKwargs(enabled=True, cache_enabled=False).to_kwargs() == {"cache_enabled": False}
     assert GradScalerKwargs(8.0, growth_interval=2000).to_kwargs() == {"init_scale": 8.0}
@@ -151,12 +146,6 @@ def test_the_live_group_is_as_the_handler_says(world_size: int, tmp_path: Path) 
         assert ours == ("cpu:gloo", "FileStore", timedelta(seconds=77), size)
         assert ours[0] != default[0]
         assert found["seconds"][2] == timedelta(seconds=78)
-
-
-@pytest.mark.parametrize("timeout", ["soon", True])
-def test_a_duration_is_one(timeout: Any) -> None:
-    with pytest.raises(ConfigError, match="number of seconds"):
-        InitProcessGroupKwargs(timeout=timeout)
 
 
 # -- DistributedDataParallel -------------------------------------------------------------------

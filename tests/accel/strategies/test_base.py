@@ -5,18 +5,16 @@ Holds E5, X1.
 
 from __future__ import annotations
 
-import copy
 import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from accel import Accelerator, load_checkpoint_in_model
-from accel.machine.errors import CheckpointError, ConfigError
+from accel.machine.errors import ConfigError
 from accel.precision.wrapping import register_wrapper
 from accel.strategies import table
 from accel.strategies.base import StateIO, strategy_class
@@ -82,13 +80,6 @@ def test_a_window_is_that_of_a_plain_loop(world_size: int) -> None:
             torch.testing.assert_close(ours, theirs.grad)
 
 
-def test_a_window_may_be_any_iterable() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(model_of())
-    losses = accelerator.forward_backward(model, iter(batches()), loss_of)
-    assert losses == [loss_of(model, batch) for batch in batches()]
-
-
 @pytest.mark.parametrize("count", [0, 1])
 def test_the_window_ends_whatever_the_strategy_does(
     count: int, monkeypatch: pytest.MonkeyPatch
@@ -101,38 +92,6 @@ def test_the_window_ends_whatever_the_strategy_does(
         assert not accelerator.sync_gradients
     accelerator.forward_backward(model, batches()[:count], loss_of)
     assert (accelerator.sync_gradients, accelerator.step) == (True, 0)
-
-
-@pytest.mark.parametrize("assigned", [True, False])
-@pytest.mark.parametrize("placed", [True, False])
-def test_micro_batches_move_to_the_device_one_at_a_time(placed: bool, assigned: bool) -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=NUM_MICRO_BATCHES,
-        device_placement=placed is not assigned,
-    )
-    accelerator.device_placement = placed
-    model = accelerator.prepare(model_of())
-    events: list[str] = []
-    micro_batches = [Recorded(batch, events, i) for i, batch in enumerate(batches())]
-
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        events.append("loss")
-        return loss_of(model, batch if placed else batch.batch)
-
-    accelerator.forward_backward(model, micro_batches, loss)
-    moved = ["move 0", "loss", "move 1", "loss", "move 2", "loss"]
-    assert events == [event for event in moved if placed or event == "loss"]
-
-
-def test_a_copy_of_the_state_dict_loads() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(model_of())
-    state = copy.deepcopy(accelerator.strategy.state.model_state(model))
-    torch.nn.init.zeros_(model.weight)
-    accelerator.strategy.state.load_model_state(model, state)
-    assert torch.equal(model.weight, state["weight"])
-    assert accelerator.strategy.state.sharded == ()
 
 
 @register_wrapper
@@ -180,10 +139,3 @@ def test_a_place_without_a_strategy_is_named(
     assert f"strategy 'mine' ({__name__}): StrategySpec.place={place!r}: {rule}" in str(
         caught.value
     )
-
-
-def test_a_strategy_without_a_format_of_its_own_says_so() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(model_of())
-    with pytest.raises(CheckpointError, match=r"save_native under single.*Call save_state"):
-        accelerator.save_native(model, "nowhere")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -16,7 +15,6 @@ from accel import (
     Accelerator,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
-    DistributedType,
 )
 from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import ConfigError, StateError
@@ -95,76 +93,20 @@ def test_a_static_graph_accumulates(steps: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def wrapped() -> dict[str, Any]:
-    handler = DistributedDataParallelKwargs(
-        broadcast_buffers=False,
-        bucket_cap_mb=7,
-        find_unused_parameters=True,
-        gradient_as_bucket_view=True,
-        static_graph=True,
-    )
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-    model = accelerator.prepare(make_model())
-    frozen = make_model().requires_grad_(False)
-    same = accelerator.prepare(DistributedDataParallel(make_model()))
-    return {
-        "distributed_type": accelerator.distributed_type,
-        "broadcast_buffers": model.forward_sync_buffers
-        if hasattr(model, "forward_sync_buffers")
-        else model.broadcast_buffers,
-        "bucket": model.bucket_bytes_cap,
-        "unused": model.find_unused_parameters,
-        "view": model.gradient_as_bucket_view,
-        "static": model.static_graph,
-        "evaluation": type(accelerator.prepare_model(make_model(), evaluation_mode=True)).__name__,
-        "frozen": type(accelerator.prepare(frozen)).__name__,
-        "twice": type(same.module).__name__,
-        "unwrapped": type(accelerator.unwrap_model(model)).__name__,
-    }
-
-
-def left_in_place() -> tuple[bool, bool]:
-    """End training in a group that the user built, of a model that the user wrapped."""
-    dist.init_process_group("gloo")
-    own = DistributedDataParallel(make_model())
-    accelerator = Accelerator(cpu=True)
-    model, same = accelerator.prepare(make_model(), own)
-    accelerator.end_training()
-    return "reducer" in model.__dict__, "reducer" in same.__dict__
-
-
-def test_a_model_that_the_user_wrapped_is_the_users_after_training() -> None:
-    assert run_distributed(left_in_place, 2) == [(False, True)] * 2
-
-
-def test_models_are_wrapped_as_the_handler_says() -> None:
-    found = run_distributed(wrapped, 2)[1]
-    assert found == {
-        "distributed_type": DistributedType.MULTI_CPU,
-        "broadcast_buffers": False,
-        "bucket": 7 * 2**20,
-        "unused": True,
-        "view": True,
-        "static": True,
-        "evaluation": "Sequential",
-        "frozen": "Sequential",
-        "twice": "Sequential",
-        "unwrapped": "Sequential",
-    }
-
-
-def only_evaluated() -> tuple[str, str]:
+def only_evaluated() -> tuple[str, ...]:
     accelerator = Accelerator(cpu=True)
     prepared = (
         accelerator.prepare_model(make_model(), evaluation_mode=True),
         accelerator.prepare_model(make_model()),
+        accelerator.prepare(make_model().requires_grad_(False)),
+        accelerator.prepare(DistributedDataParallel(make_model())).module,
     )
-    return type(prepared[0]).__name__, type(prepared[1]).__name__
+    return tuple(type(model).__name__ for model in prepared)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_model_that_is_only_evaluated_needs_no_wrapper(world_size: int) -> None:
-    kinds = ("Sequential", "DistributedDataParallel")
+    kinds = ("Sequential", "DistributedDataParallel", "Sequential", "Sequential")
     assert run_distributed(only_evaluated, world_size) == [kinds] * world_size
 
 
@@ -398,17 +340,3 @@ def test_nothing_of_the_group_outlives_the_training() -> None:
     assert max(first[0], second[0]) <= 0
     assert first[1] == second[1]
     assert "end_training" in first[2]
-
-
-def begun_again() -> list[int]:
-    found = []
-    for value in (1, 2):
-        accelerator = Accelerator(cpu=True)
-        found.append(int(accelerator.reduce(torch.tensor(value)).item()))
-        accelerator.end_training()
-        AcceleratorState._reset_state(reset_partial_state=True)
-    return found
-
-
-def test_a_process_can_train_again_after_the_end() -> None:
-    assert run_distributed(begun_again, 2) == [[2, 4], [2, 4]]

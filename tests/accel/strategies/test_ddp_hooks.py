@@ -138,35 +138,6 @@ def test_options_that_a_hook_does_not_have_are_refused() -> None:
     assert "start_powerSGD_iter" in answers[0]
 
 
-def alone() -> dict[str, list[torch.Tensor]]:
-    return {hook: gradients(hook, "no", options_of(hook)) for hook in HOOKS}
-
-
-def test_each_hook_by_its_name() -> None:
-    found = run_distributed(alone, 2)[0]
-    lowered = {
-        hook: [name for name in DTYPES if fits(found[hook][0], DTYPES[name])] for hook in HOOKS
-    }
-    assert lowered["no"] == lowered["power_sgd"] == lowered["batched_power_sgd"] == []
-    assert lowered["fp16"] == ["fp16"]
-    assert "bf16" in lowered["bf16"]
-    whole = found["no"][COMPRESSED_FROM]
-    for hook in ("power_sgd", "batched_power_sgd"):
-        assert is_projection(found[hook][COMPRESSED_FROM], whole, 1e-5)
-
-
-def wrapped() -> dict[str, torch.Tensor]:
-    return {wrapper: gradients("no", wrapper, {}, steps=1)[0] for wrapper in WRAPPERS}
-
-
-def test_each_wrapper_by_its_name() -> None:
-    found = run_distributed(wrapped, 2)[0]
-    assert not fits(found["no"], torch.float16)
-    assert fits(found["fp16"], torch.float16)
-    assert not fits(found["fp16"], torch.bfloat16)
-    assert fits(found["bf16"], torch.bfloat16)
-
-
 def compressed() -> int:
     options = options_of("power_sgd", matrix_approximation_rank=2)
     gradient = gradients("power_sgd", "no", options, size=14)[COMPRESSED_FROM]

@@ -12,17 +12,10 @@ from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.machine.errors import ConfigError
 from accel.precision.fp8 import import_torchao
-from accel.strategies.optimizers import (
-    is_elementwise,
-    quantized_kind,
-    whole_tensor_kind,
-)
 from accel.utils import DummyOptim, FullyShardedDataParallelPlugin
 from tests.accel.precision.float8 import needs_torchao
 from tests.accel.strategies.training import (
     BATCH,
-    VOCABULARY,
-    WIDTH,
     Model,
     build,
     data,
@@ -174,15 +167,6 @@ def test_muon_steps_whole_matrices_under_fsdp() -> None:
     run_distributed(muon_on_shards, 2)
 
 
-def test_what_is_known_of_optimizers() -> None:
-    model = torch.nn.Linear(WIDTH, VOCABULARY)
-    for kind in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta"):
-        known = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-        assert is_elementwise(known)
-        assert whole_tensor_kind(known) is None
-    assert not is_elementwise(Own(model.parameters(), lr=0.1))
-
-
 def empty_group(stage: int, scheduled_later: bool) -> list[float]:
     accelerator = zero(stage)
     model = Model(frozen=False)
@@ -225,15 +209,6 @@ def low_bit(model: torch.nn.Module) -> torch.optim.Optimizer:
     make: Any = import_torchao("torchao.optim").AdamW8bit
     made: torch.optim.Optimizer = make(model.parameters())
     return made
-
-
-@needs_torchao
-def test_kinds_that_quantize_their_state() -> None:
-    model = torch.nn.Linear(2, 2)
-    assert quantized_kind(low_bit(model)) == "torchao's AdamW8bit"
-    whole: Any = import_torchao("torchao.optim")._AdamW
-    assert quantized_kind(whole(model.parameters())) is None
-    assert quantized_kind(torch.optim.AdamW(model.parameters())) is None
 
 
 def prepare_low_bit(engine: str) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from accel.machine.env import Environment
-from accel.machine.errors import ConfigError, NotBuiltError
-from accel.strategies.spec import PluginSpec, StrategySpec, replicated, sharded
+from accel.machine.errors import ConfigError
+from accel.strategies.spec import PluginSpec
 
 
 @dataclass
@@ -32,27 +32,8 @@ def test_a_plugin_is_as_given_or_has_its_defaults() -> None:
         PluginSpec("rings", Rings, argument="rings_plugin").resolved(3, Environment())
 
 
-def test_a_plugin_without_a_class_is_not_built() -> None:
-    with pytest.raises(NotBuiltError, match="later_plugin"):
-        PluginSpec("later", None, argument="later_plugin").resolved(None, Environment())
-
-
 def test_a_reader_gets_the_variables_of_its_prefixes() -> None:
     variables = {"RINGS_SIZE": "4", "RINGS_EMPTY": " ", "OTHER": "1", "RING": "2"}
     spec = PluginSpec("rings", Rings, prefixes=("RINGS_",), read=lambda given, found: found)
     assert spec.resolved(None, Environment(variables=variables)) == {"RINGS_SIZE": "4"}
     assert PluginSpec("rings", Rings).variables(Environment(variables=variables)) == {}
-
-
-def test_a_strategy_is_named_by_its_first_plugin_that_is_on() -> None:
-    first, second = PluginSpec("one", int, label="first"), PluginSpec("two", int)
-    spec = StrategySpec("both", "", plugins=(first, second))
-    assert spec.label({"one": 1, "two": 2}) == "first"
-    assert spec.label({"two": 2}) == "two"
-    assert spec.label({}) == "both"
-
-
-def test_dimensions_replicate_or_shard_over_all_processes() -> None:
-    three = Environment(world_size=3)
-    assert (replicated({}, three).dp_replicate, replicated({}, three).dp_shard) == (3, 1)
-    assert (sharded({}, three).dp_replicate, sharded({}, three).dp_shard) == (1, 3)

@@ -22,8 +22,8 @@ IN_FP8 = "test_a_forward_computes_in_fp8_while_it_trains[recent]"
 LEVELS = "test_the_levels_of_a_recipe"
 FIRST = "test_an_activity_that_is_there_is_recorded"
 SCHEDULE = "test_a_schedule_says_which_steps_are_recorded"
-EACH_HOOK = "test_each_hook_by_its_name"
-EACH_WRAPPER = "test_each_wrapper_by_its_name"
+EACH_HOOK = "test_a_hook_and_its_wrapper_show_in_the_numbers"
+EACH_WRAPPER = EACH_HOOK
 
 
 def recipe(*names: str) -> dict[str, P]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -150,56 +149,7 @@ def test_norms_are_those_of_the_whole_gradient() -> None:
     run_distributed(norms, 2)
 
 
-def norms_and_windows() -> None:
-    """The norm before clipping is that of the whole gradient, and a window may be held open."""
-    for stage in range(4):
-        plugin = DeepSpeedPlugin(zero_stage=stage)
-        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-        model = build()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        inputs, targets = next(iter(data(GLOBAL_BATCH)))
-        own = slice(accelerator.process_index, None, accelerator.num_processes)
-        reference = build()
-        inner = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for _ in range(2):
-            (2 * error_of(reference(inputs), targets)).backward()
-            norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.4)
-            inner.step()
-            inner.zero_grad()
-            with accelerator.no_sync(model):
-                accelerator.backward(error_of(model(inputs[own]), targets[own]))
-            accelerator.backward(error_of(model(inputs[own]), targets[own]))
-            found = accelerator.clip_grad_norm_(model.parameters(), 0.4)
-            assert found.item() == pytest.approx(norm.item(), rel=1e-5), stage
-            optimizer.step()
-            optimizer.zero_grad()
-        assert largest(accelerator.get_state_dict(model), reference.state_dict()) < 1e-5
-        accelerator.end_training()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_windows_and_norms(world_size: int) -> None:
-    run_distributed(norms_and_windows, world_size)
-
-
 # -- the cost of a step ----------------------------------------------------------------------
-
-
-def starts_no_program() -> None:
-    """DeepSpeed by itself counts the CPU's nodes, by a program, at every reduction of ZeRO-3."""
-    accelerator, model, optimizer = started(zero_stage=3)
-    inputs, targets = next(iter(data(GLOBAL_BATCH, steps=1)))
-    with patch("subprocess.Popen", side_effect=AssertionError("a program is started")):
-        accelerator.backward(error_of(model(inputs), targets))
-        optimizer.step()
-    from deepspeed.accelerator import get_accelerator
-
-    assert get_accelerator().device_count() == accelerator.num_processes  # all on one node
-    accelerator.end_training()
-
-
-def test_a_step_starts_no_program() -> None:
-    run_distributed(starts_no_program, 2)
 
 
 def divides_what_is_not_divided() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from unittest.mock import patch
-
 import torch
 
 from accel import Accelerator
@@ -17,7 +14,7 @@ from tests.accel.strategies.deepspeed.helpers import (
     plain,
     train,
 )
-from tests.helpers import reset_accel, run_distributed
+from tests.helpers import run_distributed
 
 
 def builds_partitioned() -> None:
@@ -39,27 +36,6 @@ def builds_partitioned() -> None:
 
 def test_a_model_is_sharded_while_it_is_built() -> None:
     run_distributed(builds_partitioned, 2)
-
-
-def built_on_any_cpu() -> None:
-    """DeepSpeed asks what the CPU can compute; what a model is built in is the run's choice."""
-    kind = type(importlib.import_module("deepspeed.accelerator").get_accelerator())
-    for fp16_is_supported in (True, False):
-        for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
-            plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
-            accelerator = Accelerator(cpu=True, mixed_precision=precision, deepspeed_plugin=plugin)
-            answer = patch.object(
-                kind, "is_fp16_supported", lambda self, yes=fp16_is_supported: yes
-            )
-            with answer, accelerator.strategy.init_context():
-                model = torch.nn.Linear(2, 1)
-            assert {p.dtype for p in model.parameters()} == {dtype}
-            accelerator.end_training()
-            reset_accel()
-
-
-def test_the_format_of_sharded_parameters_does_not_depend_on_the_cpu() -> None:
-    run_distributed(built_on_any_cpu, 2)
 
 
 def check_that_later_models_compute_with_torch() -> None:

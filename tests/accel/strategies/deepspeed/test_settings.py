@@ -6,7 +6,6 @@ Holds E5.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.handlers import (
-    DistributedDataParallelKwargs,
-)
 from accel.config.training import GradientAccumulationPlugin
 from accel.machine.errors import ConfigError
 from accel.plan.dims import data_parallel
-from accel.state import AcceleratorState
-from accel.strategies.deepspeed.settings import Settings, hidden_size
+from accel.strategies.deepspeed.settings import Settings
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from tests.accel.strategies.deepspeed.helpers import completed, plan_of
 from tests.helpers import run_distributed
@@ -150,13 +145,6 @@ def test_an_auto_that_nothing_tells_is_refused() -> None:
         completed(DeepSpeedPlugin({"flops_profiler": {"profile_step": "auto"}}))
 
 
-def test_the_width_is_the_models_own_or_that_of_most_weights() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 9), torch.nn.Linear(9, 9), torch.nn.Linear(9, 2))
-    assert hidden_size(model) == 9
-    model.config = type("Config", (), {"hidden_size": 64})()  # type: ignore[assignment]
-    assert hidden_size(model) == 64
-
-
 def test_optimizer_and_scheduler_have_one_owner() -> None:
     model = torch.nn.Linear(6, 5)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -211,16 +199,6 @@ def test_a_keyword_that_the_optimizer_does_not_have_is_refused(kind: str) -> Non
     assert " lr," in first
     assert "DummyOptim(wieght_decay=0.1)" in second
     assert "Did you mean 'weight_decay'?" in second
-
-
-@pytest.mark.parametrize("name", ["torch_adam", "fused", "amsgrad", "adam_w_mode"])
-def test_a_keyword_of_torch_or_of_deepspeed_is_taken(name: str) -> None:
-    model = torch.nn.Linear(6, 5)
-    dummy = DummyOptim(model.parameters(), **{name: False})
-    found = completed(DeepSpeedPlugin({"optimizer": {"type": "AdamW"}}), None, model, dummy)
-    assert found["optimizer"]["params"][name] is False
-    native = DummyOptim(model.parameters(), max_coeff=2.0)
-    assert completed(DeepSpeedPlugin({"optimizer": {"type": "Lamb"}}), None, model, native)
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
@@ -319,29 +297,6 @@ def test_autocast_of_the_configuration_is_that_of_the_run(
     assert (expected or "") in "".join(problem.value for problem in settings.problems)
 
 
-def test_buckets_are_as_large_as_the_model_or_under_stage_three_as_a_layer() -> None:
-    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(5)])
-    for stage, size in ((2, 360), (3, 64)):
-        zero = completed(DeepSpeedPlugin(zero_stage=stage), model=model)["zero_optimization"]
-        assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == size
-    odd = completed(DeepSpeedPlugin(zero_stage=2), model=torch.nn.Linear(8, 1))
-    assert odd["zero_optimization"]["allgather_bucket_size"] == 10
-    small = completed(DeepSpeedPlugin(zero_stage=3), model=torch.nn.Linear(9, 1))
-    assert small["zero_optimization"]["reduce_bucket_size"] == 10
-
-
-def test_parameters_on_disk_do_rest_there_in_buffers_of_their_size(tmp_path: Path) -> None:
-    plugin = DeepSpeedPlugin(
-        zero_stage=3, offload_param_device="nvme", offload_param_nvme_path=str(tmp_path)
-    )
-    section = completed(plugin, model=torch.nn.Linear(6, 5))["zero_optimization"]["offload_param"]
-    assert (section["max_in_cpu"], section["buffer_size"], section["buffer_count"]) == (0, 15, 5)
-    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config = {"zero_optimization": {"stage": 3, "offload_param": offload}}
-    section = completed(DeepSpeedPlugin(config))["zero_optimization"]["offload_param"]
-    assert "buffer_size" not in section  # what a file leaves out is DeepSpeed's to decide
-
-
 # -- with an engine ------------------------------------------------------------------------
 
 
@@ -364,13 +319,6 @@ def loaders_come_after_the_model() -> None:
         accelerator.prepare(loader(2))  # for evaluation
         assert engine.train_micro_batch_size_per_gpu() == first
         accelerator.end_training()
-    handler = DistributedDataParallelKwargs(static_graph=True)  # libraries pass it to any strategy
-    accelerator = Accelerator(
-        cpu=True, deepspeed_plugin=DeepSpeedPlugin(), kwargs_handlers=[handler]
-    )
-    (note,) = accelerator.plan.notes
-    assert note.startswith("DistributedDataParallelKwargs(static_graph=True) with deepspeed")
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_an_engine_takes_the_batch_size_of_loaders_that_come_after_it() -> None:

@@ -28,22 +28,6 @@ def request(given: dict[str, Any], mixed_precision: str = "no", backend: str = "
     return Request(given, ONE, "cpu", mixed_precision, TorchDynamoPlugin(backend=backend))
 
 
-def test_its_configuration_implies_precision_and_accumulation() -> None:
-    config = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
-    given = plugins(hf_ds_config=config)
-    assert SPEC.precision(given, None) == "bf16"
-    assert SPEC.precision(given, "no") == "no"
-    assert SPEC.accumulation_steps(given) == 4
-    assert SPEC.precision(plugins(), None) is None
-    assert SPEC.accumulation_steps(plugins()) is None
-
-
-def test_it_does_not_compute_in_fp16_on_a_cpu() -> None:
-    (problem,) = SPEC.problems(request(plugins(), "fp16"))
-    assert "fp16' under DeepSpeed on a CPU" in problem.value
-    assert SPEC.problems(request(plugins(), "bf16")) == []
-
-
 def test_it_does_not_compute_in_fp8() -> None:
     (problem,) = SPEC.problems(request(plugins(), "fp8"))
     assert "fp8' under DeepSpeed" in problem.value
@@ -68,12 +52,6 @@ def test_a_file_is_recorded_by_its_content() -> None:
     found = PLUGIN.frozen_fields(DeepSpeedPlugin(hf_ds_config=config))
     assert found["hf_ds_config"]["train_batch_size"] == 3
     assert PLUGIN.frozen_fields(DeepSpeedPlugin()) == {}
-
-
-def test_stage_3_is_compiled_slowly_on_a_cpu() -> None:
-    assert len(SPEC.notes(request(plugins(zero_stage=3), backend="eager"))) == 1
-    assert SPEC.notes(request(plugins(zero_stage=3))) == []
-    assert SPEC.notes(request(plugins(zero_stage=2), backend="eager")) == []
 
 
 def test_plugins_of_other_classes_are_refused() -> None:

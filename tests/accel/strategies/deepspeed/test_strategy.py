@@ -21,9 +21,6 @@ from tests.accel.strategies.deepspeed.helpers import (
     error_of,
     largest,
     plain,
-    plain_with_schedule,
-    started_with_schedule,
-    train,
 )
 from tests.helpers import ROOT, python, run_distributed
 
@@ -103,11 +100,6 @@ def test_accumulation_clipping_and_offload_train_as_a_plain_loop() -> None:
 def test_bf16_of_the_engine_is_near_a_plain_loop() -> None:
     cases: list[dict[str, Any]] = [{"zero_stage": stage, "precision": "bf16"} for stage in range(4)]
     run_distributed(trains_equally, 2, cases)
-
-
-@pytest.mark.slow  # two do above
-def test_four_processes_train_as_a_plain_loop() -> None:
-    run_distributed(trains_equally, 4, [{"zero_stage": 3, "accumulation": 2}])
 
 
 # -- several models --------------------------------------------------------------------------
@@ -193,23 +185,6 @@ def test_several_models_have_a_plugin_each() -> None:
 
 
 # -- compilation -----------------------------------------------------------------------------
-
-
-def compiles() -> None:
-    for stage in (1, 3):
-        plugin = DeepSpeedPlugin(zero_stage=stage)
-        accelerator, model, optimizer, scheduler, loader = started_with_schedule(
-            plugin, dynamo_backend="eager"
-        )
-        assert accelerator.unwrap_model(model)._compiled_call_impl is not None
-        losses = train(accelerator, model, optimizer, scheduler, loader)
-        assert max(abs(a - b) for a, b in zip(losses, plain_with_schedule()[0], strict=True)) < 1e-5
-        accelerator.end_training()
-
-
-@pytest.mark.slow  # the parity matrix has them, too
-def test_compiled_models_train_as_a_plain_loop() -> None:
-    run_distributed(compiles, 2)
 
 
 def as_documented() -> None:

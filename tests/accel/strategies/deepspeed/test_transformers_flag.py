@@ -107,18 +107,6 @@ def follows_the_selected_plugin() -> None:
     integration.unset_hf_deepspeed_config()
 
 
-def is_told_by_several_accelerators() -> None:
-    """One of them ends the training for all."""
-    from transformers.integrations import deepspeed as integration
-
-    first = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
-    second = Accelerator(cpu=True)
-    assert integration.is_deepspeed_zero3_enabled()
-    first.end_training()
-    assert second.comm.closed
-    assert not integration.is_deepspeed_zero3_enabled()
-
-
 def loads_in_shards(folder: str, precision: str) -> None:
     """`from_pretrained` under stage 3, with tied weights, and an export that it reads again."""
     from transformers import AutoModelForCausalLM
@@ -152,10 +140,6 @@ def loads_in_shards(folder: str, precision: str) -> None:
     rounded = {name: value.to(again.dtype) for name, value in state.items()}
     assert largest(again.state_dict(), rounded) == 0.0
     accelerator.end_training()
-
-
-def test_one_of_several_accelerators_ends_it_for_all() -> None:
-    run_distributed(is_told_by_several_accelerators, 1)
 
 
 @pytest.mark.slow  # the step and the export are those of any model

@@ -194,26 +194,9 @@ def takes_the_optimizer_from_the_configuration_and_a_schedule_of_torch() -> None
     accelerator.end_training()
 
 
-def takes_a_schedule_that_is_built_from_the_optimizer() -> None:
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def halving(inner: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.5**step)
-
-    scheduler = DummyScheduler(optimizer, lr_scheduler_callable=halving)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    batch = next(iter(data(4)))
-    train(accelerator, model, optimizer, scheduler, [batch, batch])
-    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
-    accelerator.end_training()
-
-
 def configurations() -> None:
     takes_both_from_the_configuration()
     takes_the_optimizer_from_the_configuration_and_a_schedule_of_torch()
-    takes_a_schedule_that_is_built_from_the_optimizer()
 
 
 def test_optimizer_and_schedule_come_from_either_side() -> None:

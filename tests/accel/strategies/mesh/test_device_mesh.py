@@ -82,22 +82,6 @@ def test_groups_of_the_script_stay() -> None:
     assert max(run_distributed(borrowed, 2)) <= 0
 
 
-def left_before() -> int:
-    """The group is gone when the training ends, and a second one is there."""
-    before = gloo_threads()
-    first, kept = trained({"tp": {"tp_size": 1}})
-    first.state.destroy_process_group()
-    second, _ = trained({"fsdp": {}})
-    first.end_training()
-    second.end_training()
-    assert kept
-    return gloo_threads_left(before) - before
-
-
-def test_a_group_that_was_left_before_is_let_go_of_too() -> None:
-    assert max(run_distributed(left_before, 2)) <= 0  # an earlier test's may end meanwhile
-
-
 def refused() -> tuple[str, dict[str, tuple[int, ...]]]:
     accelerator, (model, *_) = trained({"fsdp": {}})
     accelerator.end_training()
@@ -110,17 +94,3 @@ def test_a_sharded_model_refuses_to_compute_after_the_end() -> None:
     for words, sizes in run_distributed(refused, 2):
         assert "destroyed by end_training()" in words
         assert sizes["embed.weight"] == (6, 8)  # what this process holds can still be read
-
-
-def computed_after_the_end() -> bool:
-    accelerator, (model, *_) = trained({"fsdp": {}})
-    inputs = torch.zeros(1, 4, dtype=torch.long)
-    with torch.no_grad():
-        before = model(inputs).clone()
-    accelerator.end_training()
-    with torch.no_grad():
-        return torch.equal(model(inputs), before)
-
-
-def test_a_model_of_one_process_computes_on() -> None:
-    assert run_distributed(computed_after_the_end, 1) == [True]

@@ -174,46 +174,6 @@ def test_a_state_goes_from_fp8_to_fp32_and_back(tmp_path: Any, kind: str) -> Non
     torch.testing.assert_close(exact["answer"], again["answer"], rtol=0.1, atol=0.1)
 
 
-def evaluated() -> str:
-    """Return the kind of a layer of a model that is only evaluated."""
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp8",
-        kwargs_handlers=[AORecipeKwargs(**GATHERED)],
-        fsdp_plugin=FullyShardedDataParallelPlugin(),
-    )
-    model = accelerator.prepare_model(network(), evaluation_mode=True)
-    model(batches(0, 1)[0])
-    kind = type(model.inside[0].weight).__name__ + " of " + type(model.inside[0]).__name__
-    accelerator.end_training()
-    return kind
-
-
-def test_a_model_that_is_only_evaluated_is_not_gathered() -> None:
-    assert run_distributed(evaluated, 2) == 2 * ["Parameter of Float8Linear"]
-
-
-def ignored() -> list[str]:
-    """Return the kinds of layers inside an ignored module and beside it."""
-    model = network()
-    plugin = FullyShardedDataParallelPlugin(ignored_modules=[model.inside[0]])
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp8",
-        kwargs_handlers=[AORecipeKwargs(**GATHERED)],
-        fsdp_plugin=plugin,
-    )
-    model = accelerator.prepare(model)
-    model(batches(0, 1)[0])
-    found = [type(model.inside[index]).__name__ for index in (0, 2)]
-    accelerator.end_training()
-    return found
-
-
-def test_modules_that_are_not_sharded_stay() -> None:
-    assert run_distributed(ignored, 2) == 2 * [["Linear", "Float8Linear"]]
-
-
 def tied() -> str:
     """Return why a layer whose weight has another use cannot be gathered in fp8."""
     model = network()

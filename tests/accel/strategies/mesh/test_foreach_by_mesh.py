@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.accel.strategies.training import Model, adamw, build, difference, largest, plain, train
+from tests.accel.strategies.training import Model, build, difference, largest, plain, train
 from tests.helpers import run_distributed
 
 CLOSE = 1e-5
@@ -43,17 +43,3 @@ def test_the_default_optimizer_steps_parameters_of_all_kinds(
     engines: dict[str, Any],
 ) -> None:
     run_distributed(check_default_kernels, 2, engines)
-
-
-def check_prepared_twice() -> None:
-    accelerator = build(tp={"tp_size": 2})
-    model = accelerator.prepare(Model())
-    optimizer = adamw(model)
-    for _ in range(2):
-        prepared = accelerator.prepare(optimizer)
-        prepared.step()
-        assert len(optimizer.param_groups) == 1
-
-
-def test_an_optimizer_may_be_prepared_again() -> None:
-    run_distributed(check_prepared_twice, 2)

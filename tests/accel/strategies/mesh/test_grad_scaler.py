@@ -28,7 +28,6 @@ from tests.accel.strategies.training import (
     difference,
     largest,
     loss_of,
-    plain,
 )
 from tests.helpers import run_distributed
 
@@ -112,20 +111,6 @@ def check_like_ddp(world_size: int) -> None:
 )
 def test_losses_norms_skips_and_scales_are_those_of_ddp(world_size: int) -> None:
     run_distributed(check_like_ddp, world_size, world_size)
-
-
-def check_like_fp32() -> None:
-    losses, norms, _ = plain(Model())
-    losses, norms = losses[:STEPS], norms[:STEPS]
-    for engines in ({"fsdp": {}}, {"tp": {"tp_size": 2}}):
-        found, _ = trained(engines, poisoned=())
-        assert 0.0 < largest(found["losses"], losses) < CLOSE
-        assert largest(found["norms"], norms) < CLOSE
-        assert found["skipped"] == [False] * len(losses)
-
-
-def test_without_overflows_training_is_that_of_fp32() -> None:
-    run_distributed(check_like_fp32, 2)
 
 
 # -- an overflow in one shard --------------------------------------------------------------

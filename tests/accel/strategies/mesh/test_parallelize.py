@@ -68,25 +68,6 @@ def test_collectives_of_a_step_are_those_of_its_units() -> None:
     run_distributed(check_collectives, 2)
 
 
-def check_collectives_with_tensor_parallelism() -> None:
-    accelerator = build(fsdp={}, tp={"tp_size": 2})
-    model = accelerator.prepare(Model())
-    tokens = torch.zeros(2, 4, dtype=torch.long)
-    with CommDebugMode() as mode:
-        accelerator.backward(loss_of(model, tokens, tokens))
-    counts = {str(name): count for name, count in mode.get_comm_counts().items()}
-    assert counts == {
-        "c10d._allgather_base_": 5,  # three units forward, and the two blocks backward
-        "c10d._reduce_scatter_base_": 3,
-        "c10d_functional.all_reduce": 4,  # of each block, the sum forward and the one backward
-    }
-    accelerator.end_training()
-
-
-def test_collectives_of_a_step_with_tensor_parallelism() -> None:
-    run_distributed(check_collectives_with_tensor_parallelism, 4)
-
-
 def recomputed(plugin: dict[str, Any]) -> int:
     """Return how many activations a backward pass recomputes."""
     accelerator = build(fsdp=plugin)

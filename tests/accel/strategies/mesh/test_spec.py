@@ -70,13 +70,6 @@ def test_the_policy_implies_the_precision_where_none_is_requested() -> None:
     assert [SPEC.precision(full, given) for given in (None, "no", "bf16")] == [None, "no", "bf16"]
 
 
-def test_only_a_plugin_that_requests_it_initializes_on_rank_0() -> None:
-    lean = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
-    assert SPEC.rank0_init({"fsdp": lean}).endswith("cpu_ram_efficient_loading=True")
-    assert SPEC.rank0_init({"fsdp": FullyShardedDataParallelPlugin()}) == ""
-    assert SPEC.rank0_init({}) == ""
-
-
 @pytest.mark.parametrize(
     ("policy", "precision", "wrong"),
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader
 
-from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.machine.enums import DistributedType
 from accel.machine.errors import ConfigError
 from tests.accel.strategies.training import (
@@ -131,27 +130,6 @@ def check_objects() -> None:
 
 def test_weights_are_sharded_and_a_replica_reads_the_same_batches() -> None:
     run_distributed(check_objects, 4)
-
-
-def check_collectives() -> None:
-    accelerator = build(tp={"tp_size": 2})
-    model = accelerator.prepare(Model())
-    assert not isinstance(model, FSDPModule)  # one replica: nothing is averaged
-    assert isinstance(model.blocks[0].up.weight, DTensor)
-    assert model.blocks[0].down.weight.placements == (Shard(1),)
-    assert not isinstance(model.embed.weight, DTensor)
-    tokens = torch.zeros(2, 4, dtype=torch.long)
-    with CommDebugMode() as forward:
-        loss = loss_of(model, tokens, tokens)
-    with CommDebugMode() as backward:
-        accelerator.backward(loss)
-    # One sum per block: of the outputs of `down`, and of the gradients of the inputs of `up`.
-    assert forward.get_total_counts() == 2
-    assert backward.get_total_counts() == 2
-
-
-def test_each_block_has_one_all_reduce_in_each_direction() -> None:
-    run_distributed(check_collectives, 2)
 
 
 def counts_of(accelerator: Any, model: Any) -> list[tuple[int, int, int]]:
@@ -274,19 +252,6 @@ def test_replicas_of_a_model_of_two_dtypes(tp_size: int, world_size: int) -> Non
     run_distributed(check_dtypes, world_size, tp_size)
 
 
-def check_prepared_again() -> None:
-    accelerator = build(tp={"tp_size": 2})
-    model = accelerator.prepare(Model())
-    accelerator.free_memory()
-    assert accelerator.prepare(model) is model
-    losses, _, _ = train(accelerator, model)
-    assert largest(losses, plain(Model())[0]) < CLOSE
-
-
-def test_a_model_may_be_prepared_again() -> None:
-    run_distributed(check_prepared_again, 2)
-
-
 def check_bf16() -> None:
     accelerator = build(tp={"tp_size": 2}, mixed_precision="bf16")
     losses, _, _ = train(accelerator, Model())
@@ -331,19 +296,6 @@ def test_foreach_kernels_step_replicated_and_sharded_parameters(
     run_distributed(check_foreach_steps, world_size, switch, switch == "fused", merged)
 
 
-class Spoiled(torch.optim.SGD):
-    """Fails in its second step."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.count += 1
-        if self.count == 2:
-            assert len(self.param_groups) == 2
-            raise RuntimeError("spoiled")
-        return super().step(closure)
-
-
 class Counting(torch.optim.SGD):
     """Keeps what it counts in its groups."""
 
@@ -375,22 +327,6 @@ def test_values_that_an_optimizer_writes_into_its_groups_stay() -> None:
     run_distributed(check_written_values, 2)
 
 
-def check_a_failed_step() -> None:
-    accelerator = build(tp={"tp_size": 2})
-    model = accelerator.prepare(Model())
-    optimizer = accelerator.prepare(Spoiled(model.parameters(), lr=0.1, foreach=True))
-    accelerator.backward(loss_of(model, *data(1).tensors))
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="spoiled"):
-        optimizer.step()
-    optimizer.step()
-    assert len(optimizer.param_groups) == 1
-
-
-def test_groups_are_restored_after_a_step_that_failed() -> None:
-    run_distributed(check_a_failed_step, 2)
-
-
 def check_refusals() -> None:
     def refuse(match: str, model: torch.nn.Module, **plugin: Any) -> None:
         with pytest.raises(ConfigError, match=match):
@@ -401,12 +337,6 @@ def check_refusals() -> None:
     refuse("up.weight of .5, 4. sharded along dim 0", Planless(), tp_plan={"up": "colwise"})
     refuse("tied weights are sharded alike", Model(), tp_plan={"head": "colwise_rep"})
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    plugin = TorchTensorParallelPlugin(torch_device_mesh=mesh, tp_plan={"up": ColwiseParallel()})
-    assert plugin.tp_size == 2
-    with pytest.raises(ConfigError, match="of torch_device_mesh has 2"):
-        TorchTensorParallelPlugin(3, torch_device_mesh=mesh)
-    with pytest.raises(ConfigError, match="named 'tp'"):
-        TorchTensorParallelPlugin(2, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     model = build(tp={"torch_device_mesh": mesh}).prepare(Model())
     assert local_sizes(model)["blocks.0.up.weight"] == (10, 8)
 
@@ -425,17 +355,3 @@ def check_layout() -> None:
 
 def test_a_mesh_of_another_layout_is_refused() -> None:
     run_distributed(check_layout, 4)
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ({"up": "colwis"}, "Did you mean 'colwise'"),
-        ({"norm": "sequence_parallel"}, "colwise_rep.*or a ParallelStyle of torch"),
-        ({}, "maps names of modules to styles"),
-        ("up", "maps names of modules to styles"),
-    ],
-)
-def test_the_form_of_a_plan_is_checked(plan: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        TorchTensorParallelPlugin(2, tp_plan=plan)

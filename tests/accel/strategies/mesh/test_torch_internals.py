@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from accel.strategies.mesh import torch_internals
 
 BY_NAME = ("getattr", "setattr", "hasattr")
@@ -42,18 +40,3 @@ def test_other_files_of_the_room_use_no_private_names() -> None:
         if found and path.name != "torch_internals.py":
             wrong[path.name] = found
     assert wrong == {}
-
-
-@pytest.mark.parametrize(
-    ("snippet", "found"),
-    [
-        ("from torch.distributed._composable import replicate", ["_composable"]),
-        ("from torch.distributed.tensor import _redistribute", ["_redistribute"]),
-        ("import torch._dynamo", ["_dynamo"]),
-        ("module._get_fsdp_state()._lazy_init()", ["_lazy_init", "_get_fsdp_state"]),
-        ("getattr(group, '_pg_registry', None)", ["_pg_registry"]),
-        ("self._models.clear() or super()._gradients([]) or model.__dict__", []),
-    ],
-)
-def test_a_private_name_is_found(snippet: str, found: list[str]) -> None:
-    assert private_names(ast.parse(snippet)) == found
