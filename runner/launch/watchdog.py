@@ -123,7 +123,9 @@ class Watchdog:
         """
         # A run without a parent, which shows the end of the log, tells it on the terminal.
         place = self._log if self._launch or self._world_size > 1 else sys.stderr
-        faulthandler.dump_traceback_later(self._limit + self._patience, exit=True, file=place)
+        # Twice the patience, as the other ranks have it: a store on a busy machine takes seconds.
+        seconds_left = self._limit + 2 * self._patience
+        faulthandler.dump_traceback_later(seconds_left, exit=True, file=place)
         return self._closing.wait(seconds)
 
     def _check(self) -> None:

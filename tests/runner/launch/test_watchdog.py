@@ -112,7 +112,7 @@ def test_a_process_that_is_alone_is_ended_where_it_hangs(tmp_path: Path) -> None
 def test_native_code_that_keeps_the_interpreter_ends_with_its_stack(tmp_path: Path) -> None:
     ended = told(tmp_path, "native")
     assert ended.returncode == 1
-    assert "Timeout (0:00:05.650000)!" in ended.stderr
+    assert "Timeout (0:00:10.800000)!" in ended.stderr
     assert 'File "<string>", line 1' in ended.stderr
 
 
