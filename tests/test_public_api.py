@@ -261,7 +261,7 @@ CHECKED = """
 import accel
 from accel.hooks import ModelHook
 from accel.utils.dataclasses import ProjectConfiguration
-ModelHook().detach_hook(3, 4)
+ModelHook().detach_hook()
 accel.utils.set_seed(0)
 accel.utils.is_torch_tensor(0)
 accel.utils.dataclasses.ProjectConfiguration(nothing=1)
@@ -279,7 +279,7 @@ def test_a_type_checker_knows_the_documented_modules(tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=500, cwd=tmp_path, env=environment
     )
     first, second, count = answer.stdout.splitlines()
-    assert 'Too many arguments for "detach_hook"' in first
+    assert 'Missing positional argument "module" in call to "detach_hook"' in first
     assert 'Unexpected keyword argument "nothing" for "ProjectConfiguration"' in second
     assert "Found 2 errors" in count
 

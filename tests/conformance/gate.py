@@ -89,7 +89,7 @@ def run_test(test: str, prepare: Callable[[], None], limit: float) -> int:
     except Exception:
         traceback.print_exc()
         return BROKEN
-    arguments = ["-x", "-p", "no:cacheprovider", "-p", "no:warnings", f"--timeout={limit}"]
+    arguments = ["-x", "-p", "no:cacheprovider", "-W", "ignore", f"--timeout={limit}"]
     arguments += ["-m", "", "--timeout-method=signal"]  # a test marked slow runs here, too
     return int(pytest.main([*arguments, test]))
 
