@@ -22,9 +22,12 @@ def test_a_page_and_its_pictures_are_written(
     assert "report.html" in out
     assert "12 runs: 12 finished" in out
     assert (sweep / "report.html").read_text().startswith("<!doctype html>")
-    pictures = sorted(path.name for path in sweep.glob("report-*.png"))
-    assert len(pictures) == 8
-    assert "report-curve-validation-loss.png" in pictures
+    assert sorted(path.name for path in sweep.glob("report-*.png")) == [
+        "report-curve-train-loss.png",
+        "report-curve-validation-loss.png",
+        "report-objective-model.width.png",
+        "report-objective-optimizer.lr.png",
+    ]
     # A report lies beside runs, and is none.
     assert cli.main(["list", str(sweep)]) == 0
     assert "12 runs" in capsys.readouterr().out
