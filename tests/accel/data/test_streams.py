@@ -414,7 +414,8 @@ def of_shards(files: list[int]) -> Iterator[dict[str, int]]:
 
 
 def own_shards(num_shards: int, even: bool) -> list[list[int]]:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     data = datasets.IterableDataset.from_generator(
         of_shards, gen_kwargs={"files": list(range(num_shards))}
     )
@@ -431,7 +432,9 @@ def own_shards(num_shards: int, even: bool) -> list[list[int]]:
     return passes
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_own_shards() -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed (extra: libraries)")
     first, second = run_distributed(own_shards, 2, 4, False)
     assert {number // 10 for number in first[0]}.isdisjoint(number // 10 for number in second[0])
     whole = sorted(first[0] + second[0])
@@ -440,6 +443,8 @@ def test_each_process_reads_its_own_shards() -> None:
     assert second[1] == whole
 
 
+@pytest.mark.slow
 def test_fewer_shards_than_processes_are_read_by_all() -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed (extra: libraries)")
     first, second = run_distributed(own_shards, 2, 1, True)
     assert sorted(first[0] + second[0]) == first[1] == [0, 1, 2, 3]
