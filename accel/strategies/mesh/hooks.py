@@ -41,6 +41,8 @@ from accel.strategies.mesh.torch_internals import (
     keep_requires_grad,
     make_root,
     outside_graphs,
+    own_groups,
+    param_groups,
     reduce_gradients_after,
     unsharded_and_sharded,
 )
@@ -55,7 +57,7 @@ def fsdp_units(model: torch.nn.Module) -> Iterator[FSDPModule]:
 
 def reshard(model: torch.nn.Module) -> None:
     """Free the gathered parameters of `model`; shards take their places, and stay frozen or not."""
-    keep_requires_grad(model)
+    keep_requires_grad(param_groups([model]))
     for unit in fsdp_units(model):
         unit.reshard()
 
@@ -71,14 +73,14 @@ def reshard_after_evaluation(model: torch.nn.Module) -> None:
 
 
 def train_what_requires_gradients(model: torch.nn.Module) -> None:
-    """Let each forward pass of `model` or of a unit inside train what requires gradients then."""
+    """Let each forward pass of a unit of `model` train what requires gradients then."""
 
     def before(unit: torch.nn.Module, *_: object) -> None:
-        keep_requires_grad(unit)
-
-    for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            unit.register_forward_pre_hook(before, prepend=True)
+            keep_requires_grad(own_groups(unit))
+
+    for unit in fsdp_units(model):
+        unit.register_forward_pre_hook(before, prepend=True)  # type: ignore[attr-defined]
 
 
 def train_after_inference(model: torch.nn.Module) -> None:
@@ -141,7 +143,7 @@ class SubmoduleCalls:
         if isinstance(model, FSDPModule):
             make_root(model)
             allocate_outside_inference(model)
-            keep_requires_grad(model)
+            keep_requires_grad(own_groups(model))
             model.unshard()
         self._depth += 1
 

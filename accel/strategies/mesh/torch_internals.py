@@ -18,10 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, _collective_utils, _redistribute, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from accel.machine.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp.wrap import _Policy
 
@@ -49,10 +48,15 @@ def param_groups(models: Models) -> Iterator[FSDPParamGroup]:
     for model in models:
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
-                state = unit._get_fsdp_state()
-                groups = getattr(state, "_fsdp_param_groups", None)
-                found = [state._fsdp_param_group] if groups is None else groups
-                yield from (group for group in found if group is not None)
+                yield from own_groups(unit)
+
+
+def own_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    """Return the parameter groups of an FSDP unit, without those of units inside."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    found = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
 
 
 def make_root(model: FSDPModule) -> None:
@@ -98,41 +102,51 @@ def unreduced_gradients(models: Models) -> Iterator[torch.Tensor]:
 
 
 @outside_graphs
-def keep_requires_grad(model: torch.nn.Module) -> None:
-    """Let FSDP2 follow parameters of `model` that were frozen or unfrozen since its last pass.
+def keep_requires_grad(groups: Iterable[FSDPParamGroup]) -> None:
+    """Let FSDP2 follow parameters of `groups` that were frozen or unfrozen since their last pass.
 
     It gives the gathered parameter the flag of the shard, and not the other way round; within a
     window of micro-batches, `module.requires_grad_()` finds gathered parameters. It infers the
     dtype of gradient reduction once, from the parameters trained then: a frozen unit has none.
-    Raise `ConfigError` for what torch cannot reduce.
     """
-    for group in param_groups([model]):
+    for group in groups:
         if group.is_unsharded:
             for parameter in group.fsdp_params:
-                trains = parameter._unsharded_param.requires_grad
-                if parameter.sharded_param.requires_grad is not trains:
-                    if trains and parameter.unsharded_accumulated_grad is None:
-                        _check_none_summed(group)
-                    parameter.sharded_param.requires_grad_(trains)
+                parameter.sharded_param.requires_grad_(parameter._unsharded_param.requires_grad)
         # The first pass infers it; until then, there is no attribute.
         infers = hasattr(group, "_orig_dtype") and group._orig_dtype is None
         if infers and any(p.sharded_param.requires_grad for p in group.fsdp_params):
             group._init_mp_dtypes()
+        if _has_sums(group):
+            sum_late_gradients(group)
 
 
-def _check_none_summed(group: FSDPParamGroup) -> None:
-    """Refuse to unfreeze a parameter of `group` where others have a sum of another dtype."""
-    summed = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
-    dtypes = {gradient.dtype for gradient in summed if gradient is not None}
-    if dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ConfigError.of(
-            f"requires_grad_(True) within a window of micro-batches, gradients summed in {names}",
-            "torch reduces the gradients of an FSDP unit in one dtype, and those of the unfrozen "
-            "parameters are not summed yet",
-            "Unfreeze them between two optimizer steps, or make their layer a unit of its own: "
-            "transformer_cls_names_to_wrap.",
-        )
+def _has_sums(group: FSDPParamGroup) -> bool:
+    """Return whether micro-batches have left gradients in the dtype of reduction."""
+    return any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params)
+
+
+def sum_late_gradients(group: FSDPParamGroup) -> None:
+    """Let the first gradient of a parameter join the sums that others of `group` have.
+
+    torch reduces the gradients of a unit in one dtype, and converts one only where a micro-batch
+    ends that reduces nothing.
+    """
+    for parameter in group.fsdp_params:
+        gathered = parameter._unsharded_param
+        trains = parameter.sharded_param.requires_grad
+        if trains and parameter.unsharded_accumulated_grad is None and not _has_hooks(gathered):
+            gathered.requires_grad_(True)  # as the next all-gather does
+
+            def convert(_: torch.Tensor, late: FSDPParam = parameter) -> None:
+                if late.unsharded_accumulated_grad is None and _has_sums(group):
+                    late.to_accumulated_grad_if_needed()
+
+            gathered.register_post_accumulate_grad_hook(convert)
+
+
+def _has_hooks(parameter: torch.nn.Parameter) -> bool:
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 Resharding = list[tuple["FSDPParamGroup", "FSDPMeshInfo | None"]]

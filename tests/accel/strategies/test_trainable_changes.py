@@ -595,7 +595,7 @@ def shards_change(precision: str, plugin: dict[str, Any], shift: int) -> None:
     accelerator.end_training()
 
 
-WITHIN_A_WINDOW = [("no", {}, 1), ("no", UNITS, 1), ("bf16", UNITS, 1)]
+WITHIN_A_WINDOW = [("no", {}, 1), ("no", UNITS, 1), ("bf16", {}, 1), ("bf16", UNITS, 1)]
 
 
 @pytest.mark.parametrize(
@@ -609,16 +609,46 @@ def test_shards_train_what_is_unfrozen_between_steps_and_within_a_window(
     run_distributed(shards_change, 2, precision, plugin, shift)
 
 
-def unfrozen_beside_sums() -> None:
+class Gated(torch.nn.Module):
+    """One unit, of whose two layers a micro-batch may use the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden = self.always(inputs)
+        return self.sometimes(hidden) if both else hidden
+
+
+def used_late(evaluates: bool) -> None:
+    """Use a layer for the first time in the last micro-batch of a window, then in none."""
     accelerator = build(fsdp={}, mixed_precision="bf16", gradient_accumulation_steps=2)
-    model = accelerator.prepare(Net())
-    with accelerator.accumulate(model):
-        accelerator.backward(loss_of(model(inputs_of(0))))
-    model.encoder.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"summed in float32: .* between two optimizer steps"):
-        model(inputs_of(1))
+    plain, model = Gated(), Gated()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    rank, size = accelerator.process_index, accelerator.num_processes
+    for index in range(8):
+        both = index in (1, 5)
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model(inputs_of(index)[rank::size], both)))
+            optimizer.step()
+            optimizer.zero_grad()
+        if evaluates:
+            with torch.no_grad():
+                model(inputs_of(index), True)
+        (loss_of(plain(inputs_of(index), both)) / 2).backward()
+        if index % 2:
+            reference.step()
+            reference.zero_grad()
+    found = accelerator.get_state_dict(model)
+    for name, value in plain.state_dict().items():
+        assert (found[name] - value).abs().max() < 0.02, name
     accelerator.end_training()
 
 
-def test_a_layer_that_torch_cannot_reduce_with_its_unit_is_refused() -> None:
-    run_distributed(unfrozen_beside_sums, 2)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_layer_that_is_used_late_in_a_window_trains(evaluates: bool) -> None:
+    """E3: in bf16, beside a layer whose gradients are summed in fp32 already."""
+    run_distributed(used_late, 2, evaluates)
