@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -19,9 +18,6 @@ from accel.machine.errors import StateError
 from accel.precision.base import COMPUTE_DTYPES, Precision
 from accel.precision.wrapping import wrap_forward
 from accel.state import AcceleratorState
-
-if TYPE_CHECKING:
-    pass
 
 
 class StepScaler(torch.amp.GradScaler):
@@ -290,10 +286,11 @@ class AmpPrecision(Precision):
         self.dtype = COMPUTE_DTYPES[name]
         self.device_type = device_type
         self.handler = autocast
+        if device_type != CHECKED:
+            mha.set_fastpath_enabled(False)
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
-        chosen = handler or self.handler
-        return autocast(self.device_type, self.dtype, chosen.enabled, chosen.cache_enabled)
+        return autocast(self.device_type, self.dtype, handler or self.handler)
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
         wrap_forward(model, self.autocast, outputs_in_fp32)
@@ -314,80 +311,23 @@ def get_mixed_precision_context_manager(
     check_handler(autocast_kwargs, AutocastKwargs, "get_mixed_precision_context_manager")
     if not native_amp:
         return contextlib.nullcontext()
-    state, chosen = AcceleratorState(), autocast_kwargs or AutocastKwargs()
+    state = AcceleratorState()
     dtype = COMPUTE_DTYPES.get(state.mixed_precision)
-    return autocast(state.device.type, dtype, chosen.enabled, chosen.cache_enabled)
+    return autocast(state.device.type, dtype, autocast_kwargs or AutocastKwargs())
 
 
-# -- autocast that attention layers keep to when they evaluate, on devices  -------------------
-
-
-CHECKED = "cuda"  # whose autocast torch's modules look at
+# The kind of device whose autocast torch's modules look at. Under that of another one, attention
+# layers would take their fast path when they evaluate, which computes in the format of the weights.
+CHECKED = "cuda"
 
 
 def autocast(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None
+    device_type: str, dtype: torch.dtype | None, handler: AutocastKwargs
 ) -> AbstractContextManager[object]:
-    """Return `torch.autocast` of these arguments, in which no fast path of attention is taken."""
-    if device_type == CHECKED or not enabled:
-        return torch.autocast(
-            device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
-        )
-    return _without_fast_path(device_type, dtype, cache_enabled)
-
-
-@contextlib.contextmanager
-def _without_fast_path(
-    device_type: str, dtype: torch.dtype | None, cache_enabled: bool | None
-) -> Iterator[None]:
-    own = torch.autocast(device_type, dtype=dtype, cache_enabled=cache_enabled)
-    with WithoutFastPath(), own:
-        yield
-
-
-class _Users:
-    """Contexts of all threads that want the fast path off; the last that ends restores it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.number = 0
-        self.before = True
-
-    def enter(self) -> None:
-        with self.lock:
-            if self.number == 0:
-                self.before = mha.get_fastpath_enabled()
-                mha.set_fastpath_enabled(False)
-            self.number += 1
-
-    def leave(self) -> None:
-        with self.lock:
-            self.number -= 1
-            if self.number == 0:
-                mha.set_fastpath_enabled(self.before)
-
-
-_USERS = _Users()
-
-
-class WithoutFastPath:
-    """A context inside which attention takes no fast path; in code that is compiled, too."""
-
-    def __init__(self) -> None:
-        self._compiled_before: bool | None = None  # None: not entered in code that is compiled
-
-    def __enter__(self) -> None:
-        if torch.compiler.is_compiling():  # dynamo traces neither locks nor torch's setter
-            self._compiled_before = mha._is_fastpath_enabled
-            mha._is_fastpath_enabled = False
-        else:
-            _USERS.enter()
-
-    def __exit__(self, *_: object) -> None:
-        if self._compiled_before is None:
-            _USERS.leave()
-        else:
-            mha._is_fastpath_enabled = self._compiled_before
+    """Return `torch.autocast` for a device, as a handler wants it."""
+    return torch.autocast(
+        device_type, dtype=dtype, enabled=handler.enabled, cache_enabled=handler.cache_enabled
+    )
 
 
 # -- tf32: fp32 matrix products and convolutions with 10 bits of mantissa,  -------------------

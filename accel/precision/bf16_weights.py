@@ -10,11 +10,9 @@ Source: https://arxiv.org/abs/2010.06192
 
 from __future__ import annotations
 
-import functools
-import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -22,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from accel.comm import rng
 from accel.logging import get_logger
-from accel.machine.errors import CheckpointError, Problem
+from accel.machine.errors import CheckpointError, ConfigError, Problem
 from accel.precision.amp import parameters_of
 
 if TYPE_CHECKING:
@@ -33,8 +31,6 @@ logger = get_logger(__name__)
 # The attribute by which torchao's optimizers say that they round so; others may have it, too.
 ATTRIBUTE = "bf16_stochastic_round"
 STATE = "stochastic_rounding"  # key in an optimizer's state dict
-# The least decay that a moment in bf16 can follow: half a unit in its last place, at the least.
-DECAY = 2.0**-9
 _SHARED: weakref.WeakKeyDictionary[torch.optim.Optimizer, SharedDraws] = weakref.WeakKeyDictionary()
 
 
@@ -63,7 +59,6 @@ class SharedDraws:
     def __init__(self, seed: int) -> None:
         self.seed, self.steps = seed, 0
         self._before: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self._has_stepped = False  # in this process
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Wrap each step of `optimizer`, and its state dict."""
@@ -73,40 +68,27 @@ class SharedDraws:
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def _seed(
-        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        """Seed torch's generators for the update; a closure computes with the run's own states."""
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        """Seed torch's generators for the update."""
         if not holds_bf16(optimizer):
-            return None
+            return
+        if any(map(callable, (*args[1:], kwargs.get("closure")))):
+            raise ConfigError.of(
+                f"{type(optimizer).__name__}.step(closure) with weights in bf16",
+                "replicas share the random numbers of a step, which a closure would draw from, too",
+                "Compute the loss before: accelerator.backward(loss), optimizer.step().",
+            )
         if self._before is None:  # else a step raised: what was before that one is restored
             self._before = rng.torch_states()
         place = common_coordinates(optimizer)
         numbers = [self.seed, self.steps, *([digest(place)] if place else [])]
         torch.manual_seed(rng.mix_seeds(*numbers))
-        calls = itertools.count(1)
-
-        def computed(closure: Callable[[], object]) -> Callable[[], object]:
-            @functools.wraps(closure)
-            def call() -> object:
-                if self._before is not None:
-                    rng.set_torch_states(self._before)
-                try:
-                    return closure()
-                finally:  # ranks may have drawn differently: what follows is seeded again
-                    self._before = rng.torch_states()
-                    torch.manual_seed(rng.mix_seeds(*numbers, next(calls)))
-
-            return call
-
-        return _with_closure(args, kwargs, computed)
 
     def _restore(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._before is None:  # no weight was in bf16
             return
         self.steps += 1
-        if not self._has_stepped:
-            warn_of_moments(optimizer)
-        self._has_stepped = True
         rng.set_torch_states(self._before)
         self._before = None
 
@@ -126,20 +108,6 @@ class SharedDraws:
                     Problem(f"optimizer: {STATE}={saved!r}", rule, "Use another checkpoint.")
                 ) from error
         return own
-
-
-def _with_closure(
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    change: Callable[[Callable[[], object]], Callable[[], object]],
-) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    """Return the arguments of a step (the optimizer first) with a changed closure, if any."""
-    named = kwargs.get("closure")
-    if callable(named):
-        return args, {**kwargs, "closure": change(named)}
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], change(args[1]), *args[2:]), kwargs
-    return None
 
 
 def shard_coordinates(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
@@ -175,38 +143,6 @@ def digest(place: tuple[tuple[str, int], ...]) -> int:
     return zlib.crc32(repr(place).encode())
 
 
-def _slow_moments(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the decay rates of second moments that change by less than a step of bf16."""
-    betas: Iterable[Any] = (group.get("betas") for group in optimizer.param_groups)
-    second = (b[1] for b in betas if isinstance(b, list | tuple) and len(b) > 1)
-    return sorted({float(beta) for beta in second if float(beta) > 1 - DECAY})
-
-
-def warn_of_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of second moments in bf16 that cannot fall."""
-    in_bf16 = any(
-        isinstance(value, torch.Tensor)
-        and type(value).__module__.partition(".")[0] == "torch"  # not in blocks
-        and value.dtype == torch.bfloat16
-        and value.dim() > 0
-        for state in optimizer.state.values()
-        for value in state.values()
-    )
-    slow = _slow_moments(optimizer) if in_bf16 else []
-    if slow:
-        logger.warning_once(
-            "%s keeps moments in bf16: %s", type(optimizer).__name__, _fate_of_moments(slow[-1])
-        )
-
-
-def _fate_of_moments(beta: float) -> str:
-    return (
-        f"with a decay rate of {beta:g} a step changes a second moment by less than a unit in its "
-        "last place, so that it rises but never falls, and updates stay too small. Keep moments in "
-        "fp32 (accel.precision.rounding_adamw.RoundingAdamW), or set the rate to 0.99."
-    )
-
-
 def prepare_optimizer(
     optimizer: torch.optim.Optimizer, comm: Communicator, number: int = 0
 ) -> None:
@@ -233,21 +169,16 @@ def prepare_optimizer(
 
 
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
-    slow = _slow_moments(optimizer)
     logger.warning_once(
         "%s updates weights in bf16, rounded to the nearest: updates of less than 2**-9 of a "
         "weight are lost. Keep the weights in fp32 (mixed_precision='bf16' computes in bf16), "
         "or round stochastically: accel.precision.rounding_adamw.RoundingAdamW, or "
-        "torchao.optim.AdamW8bit(…, bf16_stochastic_round=True).%s",
+        "torchao.optim.AdamW8bit(…, bf16_stochastic_round=True).",
         type(optimizer).__name__,
-        f" Its moments are in bf16, too: {_fate_of_moments(slow[-1])}" if slow else "",
     )
 
 
-# -- gradients of bf16 weights, summed in fp32 over a window of micro-batch -------------------
-
-
-_BF16 = torch.bfloat16
+# -- gradients of bf16 weights, summed in fp32 over a window of micro-batches ------------------
 
 
 @final
@@ -256,195 +187,81 @@ class Fp32Sum:
 
     A gradient that autograd is about to add to ``.grad`` is added to the sum; then ``.grad`` is
     zero, and what autograd adds is the sum, rounded. So ``.grad`` stays the same tensor, as a view
-    of DDP's bucket, and all hooks of a parameter find what they find without the sum. Where
-    ``.grad`` is not what the sum rounds to, somebody has written to it, as clipping does: there,
-    what is in ``.grad`` counts.
-
-    Two kinds of passes are left to autograd, which adds in bf16, and the sum goes on after them:
-    those that make a graph of gradients (``create_graph=True``), and the first one with another
-    hook of the node after this one, which may change the gradient, or fail while ``.grad`` is zero.
+    of DDP's bucket. Where ``.grad`` differs from the rounded sum, somebody has written to it, as
+    clipping does: there, ``.grad`` counts.
 
     Attributes:
         parameter: [...] in bf16. No weak reference: torch swaps no tensor that has one.
     """
 
-    def __init__(self, parameter: torch.Tensor, node: Node) -> None:
+    def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter = parameter
         self._sum: torch.Tensor | None = None  # [...] in fp32
-        self._shown: torch.Tensor | None = None  # [...] in `.grad`; None: the sum, rounded
-        self._handle = node.register_prehook(self._add)
 
     def release(self) -> None:
         """Free the memory of the sum; ``.grad`` stays."""
-        self._sum = self._shown = None
+        self._sum = None
 
-    def remove(self) -> None:
-        """Sum no longer."""
-        self._handle.remove()
-        self.release()
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
+        """Return what autograd adds to ``.grad``; None: the gradient itself.
 
-    def _add(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
-        """Return what autograd adds to ``.grad``; None: the gradient itself."""
+        A gradient with a graph of its own (``create_graph=True``) is left to autograd.
+        """
         former, (gradient,) = self.parameter.grad, gradients
         if gradient is None:
             return None
-        is_left = torch.is_grad_enabled() or self._is_followed()
-        if former is None or not (_is_summable(former) and _is_summable(gradient)):
+        if former is None or torch.is_grad_enabled() or not _are_dense(former, gradient):
             self.release()
             return None
-        if is_left:
-            former, gradient = former.detach(), gradient.detach()
-        held = self._sum
-        if held is None:
-            held = former.float()
-        else:
-            shown = held.bfloat16() if self._shown is None else self._shown
-            held = torch.where(shown == former, held, former)
-        self._sum = held.add_(gradient)
-        if is_left:
-            self._shown = former + gradient
-            return None
-        self._shown = None
-        rounded = held.bfloat16()
+        held = former if self._sum is None else self._sum
+        self._sum = torch.where(held.bfloat16() == former, held, former).float().add_(gradient)
         former.zero_()
-        return (rounded,)
-
-    def _is_followed(self) -> bool:
-        """Return whether another hook comes after this one, which is the last from now on."""
-        hooks, own = self._handle.hooks_dict_ref() or {}, self._handle.id
-        for number in reversed(hooks):
-            if number == own:
-                break
-            if not isinstance(getattr(hooks[number], "__self__", None), Fp32Sum):
-                hooks[own] = hooks.pop(own)
-                return True
-        return False
+        return (self._sum.bfloat16(),)
 
 
-@final
-class OptimizerSums:
-    """The sums of the weights of one optimizer, by the node of autograd that adds to ``.grad``.
-
-    Attributes:
-        sums: those of its weights in bf16 that have been trainable within the window, or before.
-        is_open: whether a window is open: from its first micro-batch to the step.
-    """
-
-    def __init__(self) -> None:
-        self.sums: dict[Node, Fp32Sum] = {}
-        self.is_open = False
-        self._seen: dict[int, torch.Tensor] = {}  # by id: looked at since the window was opened
-        self._sample: tuple[torch.Tensor, Node] | None = None
-
-    def open(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at all weights again: torch gives those that it converts other nodes."""
-        former, self.sums = self.sums, {}
-        self.is_open, self._seen, self._sample = True, {}, None
-        for parameter in self._unseen(optimizer):
-            self._follow(parameter, former)
-        if former:
-            frozen = {
-                id(p)
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p.dtype is _BF16 and not p.requires_grad
-            }
-            for node, held in former.items():
-                if id(held.parameter) in frozen:
-                    self.sums[node] = held
-                else:
-                    held.remove()
-
-    def extend(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at weights that were added, unfrozen or converted since the window was opened.
-
-        A model that was converted and back shows by the node of one of its weights.
-        """
-        if self._sample is not None:
-            parameter, node = self._sample
-            if parameter.requires_grad and _node(parameter) is not node:
-                self.open(optimizer)
-                return
-        for parameter in self._unseen(optimizer):
-            self._follow(parameter, {})
-
-    def close(self) -> None:
-        """Free the memory of the sums: the optimizer steps."""
-        self.is_open = False
-        for held in self.sums.values():
-            held.release()
-
-    def remove(self) -> None:
-        """Sum no longer: the optimizer is gone."""
-        for held in self.sums.values():
-            held.remove()
-
-    def _unseen(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        seen = self._seen
-        return [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.dtype is _BF16 and id(p) not in seen and p.requires_grad
-        ]
-
-    def _follow(self, parameter: torch.Tensor, former: dict[Node, Fp32Sum]) -> None:
-        self._seen[id(parameter)] = parameter  # which keeps its id
-        if not parameter.is_leaf or hasattr(parameter, "device_mesh"):  # of a DTensor
-            return
-        node = _node(parameter)
-        held = former.pop(node, None) or self.sums.get(node)
-        self.sums[node] = held or Fp32Sum(parameter, node)
-        if self._sample is None:
-            self._sample = parameter, node
-
-
-# An optimizer has its parameters, and so have the nodes and sums: all are freed with it.
-_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerSums] = (
+# By optimizer: the sum of each weight by its id, with the node of autograd that calls it, which
+# lives no longer than somebody holds it.
+_SUMS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, tuple[Node, Fp32Sum]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def sum_in_fp32(optimizers: Iterable[torch.optim.Optimizer], is_new: bool) -> None:
-    """Have the gradients of all trainable bf16 weights of `optimizers` summed in fp32.
+def sum_in_fp32(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Sum the gradients of all trainable bf16 weights in fp32 from the next backward pass on.
 
-    From the next backward pass on. A step frees the sums. Sharded weights (DTensor) are left to
-    their strategy: FSDP2 reduces gradients, and sums them, in its own dtype.
+    A step frees the sums. Sharded weights (DTensor) are left to their strategy: FSDP2 reduces
+    gradients, and sums them, in its own dtype.
 
     Args:
         optimizers: those that `prepare` was given.
-        is_new: whether a window begins; else it goes on, or begins after a step of the optimizer.
     """
     for optimizer in optimizers:
-        sums = _OPTIMIZERS.get(optimizer)
-        if sums is None:
-            sums = _OPTIMIZERS[optimizer] = OptimizerSums()
-            # DDP's reducer keeps the nodes, and with them the sums, of a model that stays.
-            weakref.finalize(optimizer, sums.remove).atexit = False
+        if optimizer not in _SUMS:
+            _SUMS[optimizer] = {}
             # A wrapper that does not call Optimizer.__init__ has no hooks: it keeps its memory.
             if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-                optimizer.register_step_pre_hook(_close)
-        if is_new or not sums.is_open:
-            sums.open(optimizer)
-        else:
-            sums.extend(optimizer)
+                optimizer.register_step_pre_hook(_release)
+        sums = _SUMS[optimizer]
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in sums or not _is_summed(parameter):
+                continue
+            node, held = get_gradient_edge(parameter).node, Fp32Sum(parameter)
+            node.register_prehook(held.add)
+            sums[id(parameter)] = node, held
 
 
-def sum_unfrozen_in_fp32(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Have weights take part that were added or unfrozen within the windows that are open.
-
-    Args:
-        optimizers: those that `prepare` was given.
-    """
-    for optimizer in optimizers:
-        sums = _OPTIMIZERS.get(optimizer)
-        if sums is not None and sums.is_open:
-            sums.extend(optimizer)
+def _is_summed(parameter: torch.Tensor) -> bool:
+    trains_bf16 = parameter.dtype is torch.bfloat16 and parameter.requires_grad
+    return trains_bf16 and parameter.is_leaf and not hasattr(parameter, "device_mesh")
 
 
-def _close(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if optimizer in _OPTIMIZERS:
-        _OPTIMIZERS[optimizer].close()
+def _are_dense(*gradients: torch.Tensor) -> bool:
+    return all(g.dtype is torch.bfloat16 and g.layout is torch.strided for g in gradients)
+
+
+def _release(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for _node, held in _SUMS.get(optimizer, {}).values():
+        held.release()
 
 
 def clip_norm(
@@ -475,12 +292,3 @@ def clip_norm(
     total = torch.nn.utils.get_total_norm(norms, norm_type)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
-
-
-def _is_summable(gradient: torch.Tensor) -> bool:
-    return gradient.dtype is _BF16 and gradient.layout is torch.strided
-
-
-def _node(parameter: torch.Tensor) -> Node:
-    """Return what adds to the gradient of a parameter: another one after a change of its dtype."""
-    return get_gradient_edge(parameter).node

@@ -14,7 +14,7 @@ import torch
 from accel.machine.errors import ConfigError, StateError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import StepScaler, has_gradients, parameters_of
-from accel.precision.bf16_weights import sum_in_fp32, sum_unfrozen_in_fp32
+from accel.precision.bf16_weights import sum_in_fp32
 from accel.state import GradientState
 from accel.strategies.base import Objects
 
@@ -146,17 +146,17 @@ class Accumulation:
         Args:
             model: the model; None: every prepared one.
         """
-        self._sum_in_fp32(is_new=False)
+        self._sum_in_fp32()
         with ExitStack() as stack:
             for entry in self._objects.models if model is None else [model]:
                 stack.enter_context(self.strategy.sync.no_sync(entry))
             yield
 
-    def _sum_in_fp32(self, is_new: bool) -> None:
-        """Have gradients of bf16 weights summed in fp32 in a window that begins, or goes on."""
+    def _sum_in_fp32(self) -> None:
+        """Sum gradients of bf16 weights in fp32 over windows of several micro-batches."""
         if self._divides_loss:  # else the engine accumulates
             self._has_windows = True
-            sum_in_fp32(map(unwrap_optimizer, self._objects.optimizers), is_new)
+            sum_in_fp32(map(unwrap_optimizer, self._objects.optimizers))
 
     def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context whose backward exchanges gradients after forwards under `no_sync`.
@@ -226,7 +226,7 @@ class Accumulation:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         if self._has_windows:
-            sum_unfrozen_in_fp32(map(unwrap_optimizer, self._objects.optimizers))
+            sum_in_fp32(map(unwrap_optimizer, self._objects.optimizers))
         self.strategy.backward(loss, **kwargs)
 
     def forward_backward(
@@ -261,7 +261,7 @@ class Accumulation:
         """
         window = list(micro_batches)
         if len(window) > 1:
-            self._sum_in_fp32(is_new=True)
+            self._sum_in_fp32()
         losses = self.strategy.forward_backward(model, window, loss_fn, self)
         self.step, self.sync_gradients = 0, True  # whatever the strategy did, the window ends here
         return losses
@@ -423,9 +423,8 @@ class _MicroBatchContext:
 
     def __enter__(self) -> None:
         state, sync = self._windows.state, self._ends_window()
-        is_new = state.sync_gradients
-        if not (is_new and sync):
-            self._owner._sum_in_fp32(is_new)
+        if not (state.sync_gradients and sync):
+            self._owner._sum_in_fp32()
         state.sync_gradients = sync
         if not sync and self._models and not state.sync_each_batch:
             self._exits = ExitStack()

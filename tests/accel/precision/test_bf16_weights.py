@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from accel import Accelerator
+from accel.machine.errors import ConfigError
 from accel.precision.fp8 import import_torchao
 from accel.precision.rounding_adamw import RoundingAdamW
 from accel.utils import set_seed
@@ -144,7 +145,7 @@ def test_replicas_stay_equal_and_resume(tmp_path: Path) -> None:
     assert torch.equal(first[1], first[2])
 
 
-# -- weights in bf16 after `prepare`, and closures -----------------------------------------------
+# -- weights in bf16 after `prepare` -------------------------------------------------------------
 
 
 def late(how: str) -> torch.Tensor:
@@ -164,28 +165,15 @@ def late(how: str) -> torch.Tensor:
         model.to(torch.bfloat16).requires_grad_(False)
         optimizer = accelerator.prepare(RoundingAdamW(model.parameters(), lr=1e-3))
         model = accelerator.prepare(model.requires_grad_(True))
-    elif how == "converted":
+    else:
         optimizer = accelerator.prepare(RoundingAdamW(model.parameters(), lr=1e-3))
         model = accelerator.prepare(model.to(torch.bfloat16))
-    else:
-        model.to(torch.bfloat16)
-        optimizer = RoundingAdamW(model.parameters(), lr=1e-3)
-        model, optimizer = accelerator.prepare(model, optimizer)
     torch.manual_seed(100 + accelerator.process_index)  # each rank's own dropout
     first = next(model.parameters())
     for _ in range(5):
         inputs = torch.randn(8 + accelerator.process_index, 8, dtype=first.dtype)
-
-        def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
-            loss: torch.Tensor = model(inputs).float().square().mean()
-            accelerator.backward(loss)
-            return loss
-
-        if how == "closure":
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
+        accelerator.backward(model(inputs).float().square().mean())
+        optimizer.step()
         optimizer.zero_grad()
     found = weights(model)
     accelerator.end_training()
@@ -197,7 +185,15 @@ class _Cast(torch.nn.Module):
         return inputs.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("how", ["added", "unfrozen", "converted", "closure"])
+@pytest.mark.parametrize("how", ["added", "unfrozen", "converted"])
 def test_replicas_stay_equal_whenever_weights_come_to_be_in_bf16(how: str) -> None:
     first, second = run_distributed(late, 2, how)
     assert torch.equal(first, second)
+
+
+def test_a_closure_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    _, optimizer = accelerator.prepare(model, RoundingAdamW(model.parameters()))
+    with pytest.raises(ConfigError, match="Compute the loss before"):
+        optimizer.step(lambda: 0.0)
