@@ -22,7 +22,7 @@ from accel.config.training import (
 from accel.logging import get_logger
 from accel.machine.enums import DynamoBackend, PrecisionType, RNGType
 from accel.optimizer import AcceleratedOptimizer
-from accel.plan.arguments import ONE_BY_DEFAULT, Arguments, misspelt_notes
+from accel.plan.arguments import ONE_BY_DEFAULT, Arguments
 from accel.plan.plan import resolve
 from accel.precision.build import build_precision
 from accel.run import profiling
@@ -186,15 +186,8 @@ class Accelerator(
         self._start_collectives()
         self.tracker_group = TrackerGroup(chosen, self.logging_dir, self.is_main_process)
         self._start_checkpoints(self.tracker_group)
-        self._tell_notes()
-
-    def _tell_notes(self) -> None:
-        for note in self.plan.notes:
+        for note in plan.notes:
             logger.warning(note)
-        variables = self.plan.environment.variables
-        if any(name.startswith("ACCELERATE_") for name in variables):
-            for note in misspelt_notes(variables):
-                logger.warning_once("%s", note)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None

@@ -38,7 +38,7 @@ def _fill(owner: object, defaults: Mapping[str, object]) -> None:
             setattr(owner, name, default)
 
 
-def _check_delayed_scaling(owner: TERecipeKwargs | FP8RecipeKwargs, problems: Problems) -> None:
+def _check_delayed_scaling(owner: TERecipeKwargs, problems: Problems) -> None:
     check_types(owner, problems)
     check_choice(owner, "fp8_format", ("HYBRID", "E4M3", "E5M2"), problems)
     check_choice(owner, "amax_compute_algo", ("max", "most_recent"), problems)
@@ -175,7 +175,7 @@ class AORecipeKwargs(KwargsHandler):
 
 
 @dataclass
-class FP8RecipeKwargs(KwargsHandler):
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """The recipe of fp8 training with TransformerEngine or MS-AMP; older than a class for each.
 
     Args:
@@ -193,31 +193,16 @@ class FP8RecipeKwargs(KwargsHandler):
         backend: the engine, TE or MSAMP (also in small letters). None: TE.
     """
 
-    opt_level: Any = None
-    use_autocast_during_eval: bool | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: Any = None
-    amax_history_len: int | None = None
-    amax_compute_algo: Any = None
-    override_linear_precision: Any = None
-    use_mxfp8_block_scaling: bool | None = None
     backend: Any = None
 
     def __post_init__(self) -> None:
         if self.backend is not None:
             self.backend = str(self.backend).upper()
-        _fill(self, {**DELAYED_SCALING, **MXFP8_OFF, "opt_level": OPT_LEVEL})
         problems = Problems()
         check_choice(self, "backend", ("TE", "MSAMP"), problems)
-        check_choice(self, "opt_level", OPT_LEVELS, problems)
-        _check_delayed_scaling(self, problems)
         problems.raise_if()
+        TERecipeKwargs.__post_init__(self)
+        MSAMPRecipeKwargs.__post_init__(self)
 
 
-RECIPES: tuple[type[KwargsHandler], ...] = (
-    TERecipeKwargs,
-    MSAMPRecipeKwargs,
-    AORecipeKwargs,
-    FP8RecipeKwargs,
-)
+RECIPES: tuple[type[KwargsHandler], ...] = (TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs)

@@ -223,21 +223,6 @@ def join_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
     return [mesh[axes]._flatten(joined) for joined, axes in parts.items() if axes]
 
 
-def from_variables(variables: Mapping[str, str]) -> ParallelismConfig:
-    """Return the configuration that environment variables give.
-
-    Args:
-        variables: all variables; those of ours begin with ``PARALLELISM_CONFIG_``.
-
-    Raises:
-        ConfigError: naming each one whose text makes no sense.
-    """
-    problems = Problems()
-    fields = fields_of(variables, problems)
-    problems.raise_if()
-    return ParallelismConfig(**fields)  # type: ignore[arg-type]
-
-
 def fields_of(variables: Mapping[str, str], problems: Problems) -> dict[str, int | str]:
     """Return the fields that environment variables give; add a problem for each invalid one."""
     fields: dict[str, int | str] = {}

@@ -21,14 +21,6 @@ from accel.machine.errors import ConfigError, Problem
 FunctionOrClass = TypeVar("FunctionOrClass", bound=Callable[..., object])
 
 LAUNCHER = "ACCELERATE_LAUNCHER_PID"  # set by `accel launch` for its processes
-# What is read of ``ACCELERATE_*`` beside the variables of strategies.
-NAMES = (
-    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", LAUNCHER),
-    *("ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY"),
-    *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH"),
-    *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
-    *("ACCELERATE_LOG_LEVEL", "ACCELERATE_INIT_INCLUDE_BUFFERS", "ACCELERATE_TORCH_DEVICE"),
-)
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "y", "on", "t"), True),
     **dict.fromkeys(("0", "false", "no", "n", "off", "f"), False),
@@ -277,11 +269,6 @@ class Environment:
         debug: whether operations check shapes over ranks first.
         launcher: process id of `accel launch`, if it is the parent of this process.
         cpu_affinity: whether each process runs on the CPUs of one NUMA node (`accel.machine.numa`).
-        dynamo_backend: default of `Accelerator(dynamo_backend=…)`.
-        dynamo_mode: default of `TorchDynamoPlugin(mode=…)`; likewise the next three.
-        dynamo_fullgraph: whether a graph break is an error.
-        dynamo_dynamic: whether shapes are symbolic.
-        dynamo_regional: whether repeated blocks are compiled instead of the full model.
         variables: all variables, of which strategies read those of their plugins; they may hold
             secrets, so a pickle has none of them.
 
@@ -306,11 +293,6 @@ class Environment:
     debug: bool = False
     launcher: int | None = None
     cpu_affinity: bool = False
-    dynamo_backend: str | None = None
-    dynamo_mode: str | None = None
-    dynamo_fullgraph: bool | None = None
-    dynamo_dynamic: bool | None = None
-    dynamo_regional: bool | None = None
     variables: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, object]:
@@ -337,11 +319,6 @@ class Environment:
             debug=flag("ACCELERATE_DEBUG_MODE"),
             cpu_affinity=flag("ACCELERATE_CPU_AFFINITY"),
             launcher=os.getppid() if read(LAUNCHER) == str(os.getppid()) else None,
-            dynamo_backend=read("ACCELERATE_DYNAMO_BACKEND") or None,
-            dynamo_mode=read("ACCELERATE_DYNAMO_MODE") or None,
-            dynamo_fullgraph=optional_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH"),
-            dynamo_dynamic=optional_flag("ACCELERATE_DYNAMO_USE_DYNAMIC"),
-            dynamo_regional=optional_flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),
             variables=copy(),
         )
 

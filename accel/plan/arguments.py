@@ -11,19 +11,17 @@ from typing import Any
 
 from accel.config.checks import check_types
 from accel.config.handlers import KwargsHandler
-from accel.config.parallelism import SWITCH, ParallelismConfig, from_variables
+from accel.config.parallelism import SWITCH, ParallelismConfig
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel.machine import env
 from accel.machine.enums import DynamoBackend, PrecisionType, RNGType
 from accel.machine.env import Environment
-from accel.machine.errors import ConfigError, Problem, Problems, closest, did_you_mean, nearest
+from accel.machine.errors import ConfigError, Problems, nearest
 from accel.plan.dims import AXES, ParallelDims
-from accel.plan.fp8 import LAUNCHED
 from accel.strategies.spec import Plugins, PluginSpec, StrategySpec
 from accel.strategies.table import plugins, specs
 
@@ -190,7 +188,7 @@ def parallelism(
     if arguments.parallelism_config is not None or not environment.flag(SWITCH):
         return arguments.parallelism_config
     try:
-        return from_variables(environment.variables)
+        return ParallelismConfig()
     except ConfigError as error:
         found.take(error)
         return None
@@ -283,46 +281,3 @@ def _given(arguments: Arguments, found: Problems) -> Mapping[str, object]:
         else:
             put(owner, value, "strategy_plugins")
     return given
-
-
-# -- variables ``accelerate_*`` whose names are misspelt: nothing reads the -------------------
-
-
-PREFIX = "ACCELERATE_"
-# Read by other programs, and near to ours.
-OTHERS = tuple(
-    PREFIX + name
-    for name in (
-        *("USE_XPU", "USE_TPU", "USE_SAGEMAKER", "USE_IPEX", "USE_MPS_DEVICE"),
-        *("DOWNCAST_BF16", "DISABLE_RICH", "BYPASS_DEVICE_MAP", "CONFIG_DS_FIELDS"),
-    )
-)
-SIMILARITY = 0.8  # other programs may use the prefix: only what is near is told of
-
-
-def known_variables() -> set[str]:
-    """Return the variables that the engine and the plugins of strategies read."""
-    names = {*env.NAMES, SWITCH, *LAUNCHED.values()}
-    for plugin in plugins():
-        names |= {plugin.switch, *plugin.launch_variables.values()}
-    return {name for name in names if name.startswith(PREFIX)}
-
-
-def misspelt_notes(variables: Mapping[str, str]) -> list[str]:
-    """Return a note for each variable whose name is nearly that of one that is read.
-
-    Args:
-        variables: of the environment.
-    """
-    given = [name for name in variables if name.startswith(PREFIX)]
-    if not given:
-        return []
-    known = known_variables()
-    short = [name.removeprefix(PREFIX) for name in known]
-    found = []
-    for name in sorted({*given} - known - {*OTHERS}):
-        near = closest(name.removeprefix(PREFIX), short, cutoff=SIMILARITY)
-        if near is not None:
-            value = f"{name}={variables[name]!r} (environment)"
-            found.append(str(Problem(value, "nothing reads it", did_you_mean(PREFIX + near))))
-    return found

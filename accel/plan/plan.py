@@ -137,7 +137,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     dataloader = _dataloader(arguments, found)
     accumulation = _accumulation(arguments, environment, choice, found)
     project = _project(arguments, found)
-    dynamo = _dynamo(arguments, environment, found)
+    dynamo = _dynamo(arguments, found)
     request = Request(choice.plugins, environment, device.type, mixed_precision, dynamo)
     _check_strategy(choice, request, found)
     rng_types = usable_rng_types(arguments.rng_types, device.type, found)
@@ -386,7 +386,7 @@ def _project(arguments: Arguments, found: Problems) -> ProjectConfiguration:
     return dataclasses.replace(config, **lacking) if lacking else config
 
 
-def _dynamo(arguments: Arguments, environment: Environment, found: Problems) -> TorchDynamoPlugin:
+def _dynamo(arguments: Arguments, found: Problems) -> TorchDynamoPlugin:
     plugin, backend = arguments.dynamo_plugin, arguments.dynamo_backend
     if plugin is not None and backend is not None:
         found.add(
@@ -394,34 +394,7 @@ def _dynamo(arguments: Arguments, environment: Environment, found: Problems) -> 
             "given in two places with different values",
             "Give the backend in TorchDynamoPlugin alone.",
         )
-    told = {
-        "backend": ("ACCELERATE_DYNAMO_BACKEND", environment.dynamo_backend),
-        "mode": ("ACCELERATE_DYNAMO_MODE", environment.dynamo_mode),
-        "fullgraph": ("ACCELERATE_DYNAMO_USE_FULLGRAPH", environment.dynamo_fullgraph),
-        "dynamic": ("ACCELERATE_DYNAMO_USE_DYNAMIC", environment.dynamo_dynamic),
-        "use_regional_compilation": (
-            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-            environment.dynamo_regional,
-        ),
-    }
-    given: dict[str, Any] = {"backend": backend} if plugin is None else plugin.to_dict()
-    lacking = {
-        name: (variable, value)
-        for name, (variable, value) in told.items()
-        if value is not None and given.get(name) is None
-    }
-    if plugin is not None and not lacking:
-        return plugin
-    values = {name: value for name, (_, value) in lacking.items()}
-    try:
-        return TorchDynamoPlugin(**{**given, **values})
-    except ConfigError as error:
-        named = ", ".join(variable for variable, _ in lacking.values())
-        source = f" (environment: {named})" if named else ""
-        found += [
-            dataclasses.replace(problem, value=problem.value + source) for problem in error.problems
-        ]
-        return TorchDynamoPlugin()
+    return plugin or TorchDynamoPlugin(backend=backend)
 
 
 def usable_rng_types(

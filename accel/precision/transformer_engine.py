@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from accel.config.fp8 import DELAYED_SCALING, FP8RecipeKwargs, TERecipeKwargs
+from accel.config.fp8 import DELAYED_SCALING, TERecipeKwargs
 from accel.config.handlers import AutocastKwargs
 from accel.logging import get_logger
 from accel.machine.errors import CheckpointError, ConfigError, Problem, Problems
@@ -30,10 +30,7 @@ from accel.precision.wrapping import wrap_forward
 
 logger = get_logger(__name__)
 
-Recipe = TERecipeKwargs | FP8RecipeKwargs
 EXTRA_STATE = "_extra_state"
-# Fields of a recipe that are not TransformerEngine's.
-OWN = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "opt_level", "backend")
 
 
 def import_engine(module: str = "transformer_engine.pytorch") -> Any:
@@ -41,8 +38,16 @@ def import_engine(module: str = "transformer_engine.pytorch") -> Any:
 
     Raises:
         MissingPackageError: if it is not installed.
+        ConfigError: if it is too old.
     """
-    return require(module, "fp8 with TransformerEngine", "transformer-engine[pytorch]")
+    found: Any = require(module, "fp8 with TransformerEngine", "transformer-engine[pytorch]")
+    if module == "transformer_engine.pytorch" and not hasattr(found, "autocast"):
+        raise ConfigError.of(
+            "the installed TransformerEngine",
+            "fp8 needs release 2.9 or later",
+            "Run pip install -U transformer-engine[pytorch].",
+        )
+    return found
 
 
 # -- layers --------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ def has_transformer_engine_layers(model: torch.nn.Module) -> bool:
 # -- autocast ------------------------------------------------------------------------------
 
 
-def engine_recipe(handler: Recipe | None = None) -> Any:
+def engine_recipe(handler: TERecipeKwargs | None = None) -> Any:
     """Return TransformerEngine's recipe object of a handler; None: delayed scaling.
 
     Raises:
@@ -189,19 +194,13 @@ def engine_recipe(handler: Recipe | None = None) -> Any:
     handler = handler or TERecipeKwargs()
     recipes = import_engine("transformer_engine.common.recipe")
     chosen = "MXFP8BlockScaling" if handler.use_mxfp8_block_scaling else "DelayedScaling"
-    kind = getattr(recipes, chosen, None)
+    kind = getattr(recipes, chosen)
     owner = type(handler).__name__
-    if kind is None:
-        raise ConfigError.of(
-            f"{owner}.use_mxfp8_block_scaling=True",
-            "the installed TransformerEngine has no such recipe",
-            "Install TransformerEngine 2.0 or later, or leave it out.",
-        )
     known = inspect.signature(kind).parameters
     found, fields = Problems(), {}
     for name, default in DELAYED_SCALING.items():
         value = getattr(handler, name)
-        if name in OWN:
+        if name == "use_autocast_during_eval":  # a field of ours
             continue
         if name == "fp8_format" and handler.use_mxfp8_block_scaling and value == default:
             continue  # blocks are E4M3 by default
@@ -216,11 +215,11 @@ def engine_recipe(handler: Recipe | None = None) -> Any:
 
 
 def fp8_autocast(enabled: bool, recipe: Any) -> AbstractContextManager[object]:
-    """Return TransformerEngine's context, by the name that the installed release has for it."""
-    engine = import_engine()
-    if hasattr(engine, "autocast"):
-        return engine.autocast(enabled=enabled, recipe=recipe)
-    return engine.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+    """Return TransformerEngine's context."""
+    context: AbstractContextManager[object] = import_engine().autocast(
+        enabled=enabled, recipe=recipe
+    )
+    return context
 
 
 def contextual_fp8_autocast(
@@ -268,7 +267,7 @@ class ModelContext:
 
 
 def apply_fp8_autowrap(
-    model: torch.nn.Module, fp8_recipe_handler: Recipe | None = None
+    model: torch.nn.Module, fp8_recipe_handler: TERecipeKwargs | None = None
 ) -> torch.nn.Module:
     """Run the forward passes of a model under TransformerEngine's autocast.
 
@@ -297,7 +296,7 @@ class TransformerEnginePrecision(AmpPrecision):
 
     def __init__(self, handler: Any, device_type: str, autocast: AutocastKwargs) -> None:
         super().__init__("fp8", device_type, autocast)
-        self.recipe_handler: Recipe = handler
+        self.recipe_handler: TERecipeKwargs = handler
         self.recipe = engine_recipe(handler)
 
     def wrap_forward(self, model: torch.nn.Module, outputs_in_fp32: bool = True) -> None:
@@ -344,13 +343,6 @@ def read_scales(model: torch.nn.Module) -> dict[str, dict[str, object]]:
             # Of the layer in this process, not of a file.
             entries = pickle.loads(state.cpu().numpy().tobytes())
             found[name] = {k: v for k, v in entries.items() if k != RECIPE and isinstance(v, PLAIN)}
-        elif state is not None and not isinstance(state, torch.Tensor):
-            logger.warning_once(
-                "The scales of %s are not saved: this release of TransformerEngine gives them as "
-                "%s. They start anew in a run that is resumed.",
-                type(layer).__name__,
-                type(state).__name__,
-            )
     return found
 
 

@@ -160,11 +160,10 @@ def _deciding(recipe: Recipe, environment: Environment) -> Iterator[tuple[str, s
         if plugin.switch and environment.flag(plugin.switch) and plugin.name not in recipe.plugins:
             instead = f"{plugin.name}=…" if plugin.kind is not None else "another strategy"
             yield plugin.switch, f"Unset it, and choose {instead}."
-    if environment.dynamo_backend not in (None, "no", "NO"):
-        yield (
-            f"ACCELERATE_DYNAMO_BACKEND={environment.dynamo_backend}",
-            ("Unset it, and choose compile=default."),
-        )
+    backend = environment.variables.get("ACCELERATE_DYNAMO_BACKEND", "")
+    if backend.lower() not in ("", "no"):
+        remedy = "Unset it, and choose compile=default."
+        yield f"ACCELERATE_DYNAMO_BACKEND={backend}", remedy
     if environment.mixed_precision not in (None, recipe.precision.mode):
         yield (
             f"ACCELERATE_MIXED_PRECISION={environment.mixed_precision}",

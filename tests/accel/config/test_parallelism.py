@@ -8,7 +8,7 @@ import pytest
 
 from accel import Accelerator
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.parallelism import ParallelismConfig, from_variables
+from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, NotBuiltError
@@ -165,19 +165,13 @@ def test_sizes_that_do_not_fit(
         plan_of(plugins.pop("size", 1), config, **plugins)
 
 
-def test_the_environment_gives_sizes() -> None:
-    variables = {
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-        "PARALLELISM_CONFIG_TP_SIZE": "2",
-        "PARALLELISM_CONFIG_CP_BACKEND": "torch",
-    }
-    plan = resolve(Arguments(), world(4, **variables))
-    assert sizes(plan) == {"dp_shard": 2, "tp": 2}
-    variables["PARALLELISM_CONFIG_TP_SIZE"] = "two"
+def test_the_environment_gives_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"DP_SHARD_SIZE": "2", "TP_SIZE": "2", "CP_BACKEND": "torch"}.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}", text)
+    switched_on = world(4, ACCELERATE_USE_PARALLELISM_CONFIG="true")
+    assert sizes(resolve(Arguments(), switched_on)) == {"dp_shard": 2, "tp": 2}
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "two")
     with pytest.raises(ConfigError, match="PARALLELISM_CONFIG_TP_SIZE='two'"):
-        resolve(Arguments(), world(4, **variables))
-    variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
-    assert resolve(Arguments(), world(4, **variables)).strategy == "ddp"
-    with pytest.raises(ConfigError, match="TP_SIZE"):
-        from_variables(variables)
+        resolve(Arguments(), switched_on)
+    switched_off = world(4, ACCELERATE_USE_PARALLELISM_CONFIG="false")
+    assert resolve(Arguments(), switched_off).strategy == "ddp"

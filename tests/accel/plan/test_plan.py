@@ -164,8 +164,6 @@ def test_dynamo() -> None:
     assert "Did you mean 'inductor'?" in problems(Arguments(dynamo_backend="indctor"))
     both = Arguments(dynamo_backend="no", dynamo_plugin=TorchDynamoPlugin())
     assert "given in two places with different values" in problems(both)
-    told = dataclasses.replace(ONE, dynamo_backend="eager")
-    assert resolve(Arguments(), told).dynamo == TorchDynamoPlugin(backend="eager")
 
 
 def test_everything_wrong_is_said_at_once() -> None:

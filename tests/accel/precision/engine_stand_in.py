@@ -135,23 +135,6 @@ class Recipe:
 
 
 class DelayedScaling(Recipe):
-    """As of release 1.x."""
-
-    def __init__(
-        self,
-        margin: int = 0,
-        interval: int = 1,
-        fp8_format: Format = Format.HYBRID,
-        amax_history_len: int = 1024,
-        amax_compute_algo: str = "max",
-        override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
-    ) -> None:
-        super().__init__(**{k: v for k, v in locals().items() if k not in ("self", "__class__")})
-
-
-class RecentDelayedScaling(Recipe):
-    """As of release 2.x."""
-
     def __init__(
         self,
         margin: int = 0,
@@ -163,43 +146,29 @@ class RecentDelayedScaling(Recipe):
 
 
 class MXFP8BlockScaling(Recipe):
-    """As of release 2.x."""
-
     def __init__(self, margin: int = 0, fp8_format: Format = Format.E4M3) -> None:
         super().__init__(margin=margin, fp8_format=fp8_format)
 
 
 @contextlib.contextmanager
-def fp8_autocast(enabled: bool = True, fp8_recipe: Any = None) -> Iterator[None]:
-    """As of releases before 2.9."""
-    OPEN.append((enabled, fp8_recipe))
+def autocast(enabled: bool = True, recipe: Any = None) -> Iterator[None]:
+    OPEN.append((enabled, recipe))
     try:
         yield
     finally:
         OPEN.pop()
 
 
-@contextlib.contextmanager
-def autocast(enabled: bool = True, recipe: Any = None) -> Iterator[None]:
-    """As of release 2.9."""
-    with fp8_autocast(enabled, recipe):
-        yield
-
-
-def install(monkeypatch: pytest.MonkeyPatch, recent: bool = True) -> None:
-    """Put the stand-in, as of release 2.9 or 1.x, where the package would be, in this test."""
-    delayed = RecentDelayedScaling if recent else DelayedScaling
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the stand-in, as of release 2.9, where the package would be, in this test."""
+    recipes = {kind.__name__: kind for kind in (Format, DelayedScaling, MXFP8BlockScaling)}
+    layers = {"Linear": Linear, "LayerNorm": LayerNorm, "autocast": autocast}
     inside: dict[str, dict[str, Any]] = {
         "transformer_engine": {},
         "transformer_engine.common": {},
-        "transformer_engine.common.recipe": {"Format": Format, "DelayedScaling": delayed},
-        "transformer_engine.pytorch": {"Linear": Linear, "LayerNorm": LayerNorm},
+        "transformer_engine.common.recipe": recipes,
+        "transformer_engine.pytorch": layers,
     }
-    if recent:
-        inside["transformer_engine.common.recipe"]["MXFP8BlockScaling"] = MXFP8BlockScaling
-        inside["transformer_engine.pytorch"]["autocast"] = autocast
-    else:
-        inside["transformer_engine.pytorch"]["fp8_autocast"] = fp8_autocast
     for name, content in inside.items():
         package = types.ModuleType(name)
         vars(package).update(content)

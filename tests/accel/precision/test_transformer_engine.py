@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import types
 from collections import OrderedDict
 from pathlib import Path
@@ -41,11 +42,10 @@ from tests.accel.precision import engine_stand_in as engine
 from tests.accel.precision.float8 import batches, network
 
 
-@pytest.fixture(params=[True, False], ids=["recent", "older"])
-def recent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the stand-in is that of a recent release."""
-    engine.install(monkeypatch, request.param)
-    return bool(request.param)
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerEngine seems to be installed."""
+    engine.install(monkeypatch)
 
 
 def kinds(model: torch.nn.Module) -> list[type]:
@@ -62,7 +62,7 @@ def te_plan(handler: Any = None) -> Plan:
 # -- layers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("recent")
+@pytest.mark.usefixtures("installed")
 def test_layers_are_swapped_in_and_out_with_their_parameters() -> None:
     model = network().eval()
     parameters, expected = dict(model.named_parameters()), model(batches(0, 1)[0])
@@ -84,7 +84,7 @@ def test_layers_are_swapped_in_and_out_with_their_parameters() -> None:
     assert torch.equal(model(batches(0, 1)[0]), expected)
 
 
-@pytest.mark.usefixtures("recent")
+@pytest.mark.usefixtures("installed")
 def test_kinds_of_layers_are_left_on_request() -> None:
     model = network()
     convert_model(model, _convert_linear=False)
@@ -103,10 +103,18 @@ def test_without_the_package_they_say_what_to_install() -> None:
             function(network())
 
 
+@pytest.mark.usefixtures("installed")
+def test_an_older_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["transformer_engine.pytorch"], "autocast")
+    with pytest.raises(ConfigError, match=r"release 2\.9"):
+        convert_model(network())
+
+
 # -- recipes -----------------------------------------------------------------------------------
 
 
-def test_delayed_scaling_is_mapped(recent: bool) -> None:
+@pytest.mark.usefixtures("installed")
+def test_delayed_scaling_is_mapped() -> None:
     handler = TERecipeKwargs(
         margin=1, fp8_format="E4M3", amax_history_len=16, amax_compute_algo="max"
     )
@@ -116,19 +124,15 @@ def test_delayed_scaling_is_mapped(recent: bool) -> None:
         "amax_history_len": 16,
         "amax_compute_algo": "max",
     }
-    older = {"interval": 1, "override_linear_precision": (False, False, False)}
-    assert engine_recipe(handler).fields == (expected if recent else expected | older)
+    assert engine_recipe(handler).fields == expected
     assert engine_recipe().fields["amax_compute_algo"] == "most_recent"
     fields = engine_recipe(FP8RecipeKwargs(backend="te", margin=2)).fields
     assert (fields["margin"], fields["fp8_format"]) == (2, engine.Format.HYBRID)
 
 
-def test_block_scaling(recent: bool) -> None:
+@pytest.mark.usefixtures("installed")
+def test_block_scaling() -> None:
     handler = TERecipeKwargs(use_mxfp8_block_scaling=True)
-    if not recent:
-        with pytest.raises(ConfigError, match="no such recipe"):
-            engine_recipe(handler)
-        return
     assert isinstance(engine_recipe(handler), engine.MXFP8BlockScaling)
     assert engine_recipe(handler).fields["fp8_format"] is engine.Format.E4M3
     other = FP8RecipeKwargs(use_mxfp8_block_scaling=True, margin=1, fp8_format="E5M2")
@@ -140,7 +144,7 @@ def test_block_scaling(recent: bool) -> None:
 # -- autocast ----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("recent")
+@pytest.mark.usefixtures("installed")
 def test_a_forward_computes_in_fp8_while_it_trains() -> None:
     model, recipe = network(), engine_recipe()
     convert_model(model)
@@ -154,7 +158,7 @@ def test_a_forward_computes_in_fp8_while_it_trains() -> None:
             assert 5 * [(training or use_during_eval, recipe)] == engine.SEEN
 
 
-@pytest.mark.usefixtures("recent")
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("handler", "evaluates"),
     [(None, False), (TERecipeKwargs(use_autocast_during_eval=True, margin=3), True)],
@@ -172,7 +176,7 @@ def test_a_model_is_wrapped(handler: TERecipeKwargs | None, evaluates: bool) -> 
     assert {enabled for enabled, _ in engine.SEEN} == {evaluates}
 
 
-@pytest.mark.usefixtures("recent")
+@pytest.mark.usefixtures("installed")
 def test_a_prepared_model_computes_under_both_contexts() -> None:
     precision = build_precision(te_plan(TERecipeKwargs(margin=2)))
     assert isinstance(precision, TransformerEnginePrecision)
@@ -216,7 +220,7 @@ def te_train(accelerator: Accelerator, model: Any, optimizer: Any) -> list[float
     return losses
 
 
-@pytest.mark.usefixtures("recent")
+@pytest.mark.usefixtures("installed")
 def test_a_resumed_run_has_the_scales_of_the_saved_one(tmp_path: Path) -> None:
     own = te_run()
     te_train(*own)
@@ -233,7 +237,7 @@ def test_a_resumed_run_has_the_scales_of_the_saved_one(tmp_path: Path) -> None:
     assert te_train(*lacking) != expected
 
 
-@pytest.mark.usefixtures("recent")
+@pytest.mark.usefixtures("installed")
 def test_scales_in_a_checkpoint_are_no_pickle(tmp_path: Path) -> None:
     model = network()
     convert_model(model)
@@ -255,7 +259,7 @@ def test_scales_in_a_checkpoint_are_no_pickle(tmp_path: Path) -> None:
     model.load_state_dict({**state, f"{name}._extra_state": hostile})
 
 
-@pytest.mark.usefixtures("recent")
+@pytest.mark.usefixtures("installed")
 def test_it_computes_on_gpus_alone() -> None:
     with pytest.raises(ConfigError, match=r"on cpu.*CUDA devices alone.*AORecipeKwargs"):
         Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])

@@ -401,7 +401,7 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve(Arguments(cpu=True), Environment.read())
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "maybe")
     with pytest.raises(ConfigError, match="ACCELERATE_DYNAMO_USE_DYNAMIC='maybe'"):
-        Environment.read()
+        resolve(Arguments(cpu=True), Environment.read())
 
 
 @pytest.mark.parametrize(

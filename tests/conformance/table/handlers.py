@@ -16,9 +16,9 @@ GROUP = "test_the_live_group_is_as_the_handler_says"
 RECIPE = "test_each_field_of_a_recipe"
 ENGINES = "test_both_engines_have_the_older_recipe"
 FORMATS = "test_the_formats_and_histories_of_a_recipe"
-SWAPPED = "test_layers_are_swapped_in_and_out_with_their_parameters[recent]"
-KINDS = "test_kinds_of_layers_are_left_on_request[recent]"
-IN_FP8 = "test_a_forward_computes_in_fp8_while_it_trains[recent]"
+SWAPPED = "test_layers_are_swapped_in_and_out_with_their_parameters"
+KINDS = "test_kinds_of_layers_are_left_on_request"
+IN_FP8 = "test_a_forward_computes_in_fp8_while_it_trains"
 LEVELS = "test_the_levels_of_a_recipe"
 FIRST = "test_an_activity_that_is_there_is_recorded"
 SCHEDULE = "test_a_schedule_says_which_steps_are_recorded"
@@ -105,9 +105,9 @@ ENTRIES = [
     ),
     documented(
         "accel.utils:apply_fp8_autowrap",
-        "test_a_model_is_wrapped[recent-handler1-True]",
+        "test_a_model_is_wrapped[handler1-True]",
         NoOp.FIRST,
-        model=P(REQUIRED, "test_a_model_is_wrapped[recent-None-False]"),
+        model=P(REQUIRED, "test_a_model_is_wrapped[None-False]"),
         fp8_recipe_handler=None,
     ),
     Entry(

@@ -38,10 +38,9 @@ def test_the_environment_does_not_decide_what_a_recipe_does(
 def test_variables_that_agree_with_the_recipe_are_no_problem() -> None:
     recipe = Recipe(precision=Precision(mode="bf16"))
     assert environment_conflicts(recipe, Environment()) == []
-    assert (
-        environment_conflicts(recipe, Environment(mixed_precision="bf16", dynamo_backend="no"))
-        == []
-    )
+    variables = {"ACCELERATE_DYNAMO_BACKEND": "no"}
+    agreeing = Environment(mixed_precision="bf16", variables=variables)
+    assert environment_conflicts(recipe, agreeing) == []
     (only,) = environment_conflicts(recipe, Environment(mixed_precision="fp16"))
     assert only.value == "ACCELERATE_MIXED_PRECISION=fp16 (environment)"
 
