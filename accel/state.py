@@ -331,9 +331,6 @@ class GradientState:
             -1: not known, or not at the last batch.
         abandoned_remainder: (`remainder`, samples with repetitions) of the last batch, if a pass
             was abandoned on it, as in ``batch = next(iter(loader))``; (0, 0) from the next pass on.
-        passed: (samples that the latest pass gave over all processes, how many of them were
-            repetitions), after a complete pass that had some, and whose last batch was not
-            gathered; (0, 0) from the next pass on.
     """
 
     _shared_state: ClassVar[dict[str, object]] = {}
@@ -347,7 +344,6 @@ class GradientState:
     end_of_dataloader: bool
     remainder: int
     abandoned_remainder: tuple[int, int]
-    passed: tuple[int, int]
     _loaders: list[weakref.ref[Any]]
     _num_passes: int  # that began, over any loader
 
@@ -358,7 +354,7 @@ class GradientState:
         if not self.initialized:
             self.sync_gradients = True
             self.is_xla_gradients_synced = False
-            self.abandoned_remainder = self.passed = 0, 0
+            self.abandoned_remainder = 0, 0
             self._loaders = []
             self._num_passes = 0
             self._follow_dataloader()
@@ -427,7 +423,7 @@ class GradientState:
     def _start_over(self) -> None:
         """Close the window of accumulation that an earlier training left open."""
         self.sync_gradients = True
-        self.abandoned_remainder = self.passed = 0, 0
+        self.abandoned_remainder = 0, 0
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
@@ -444,7 +440,7 @@ class GradientState:
     def _add_dataloader(self, dataloader: object) -> list[tuple[Any, int]]:
         """Make `dataloader` the active one; return the others, with the batches that they gave."""
         others = [(one, one.batches_given) for one in self._being_read() if one is not dataloader]
-        self.abandoned_remainder = self.passed = 0, 0
+        self.abandoned_remainder = 0, 0
         self._loaders.append(weakref.ref(dataloader, self._forget))
         self._num_passes += 1
         self._follow_dataloader()

@@ -76,12 +76,6 @@ class Start:
         self.drawn, self.draws = self.so_far(), None
 
 
-class Reading:
-    """Identifies a pass; `is_gathered`: whether metrics of its last batch in hand were gathered."""
-
-    is_gathered = False
-
-
 @dataclass(eq=False)
 class Pass:
     """A pass under way; other fields are values of the pass around it, restored when it ends.
@@ -91,7 +85,6 @@ class Pass:
         given: how many batches it gave.
         in_hand: real samples, and all, of the batch in hand over all processes, where the main
             process read it; None elsewhere.
-        total: samples of all its batches, and how many were repetitions, where that is known so.
         num_begun: how many passes had begun over any loader when the batch was given, likewise.
         is_complete: whether it gave all its batches.
         others: the loaders that were read when it began, with the batches that they had given.
@@ -100,12 +93,11 @@ class Pass:
     epoch: int
     end_of_dataloader: bool
     remainder: int
-    reading: Reading | None
+    reading: object
     started: Start | None
     at_end: int | None
     given: int = 0
     in_hand: tuple[int, int] | None = None
-    total: tuple[int, int] = (0, 0)
     num_begun: int = 0
     is_complete: bool = False
     others: list[tuple[Any, int]] = field(default_factory=list)
@@ -114,7 +106,6 @@ class Pass:
         """Note that a batch is given, `real` of whose `size` samples are no repetitions."""
         self.given += 1
         self.in_hand, self.num_begun = (real, size), num_begun
-        self.total = self.total[0] + size, self.total[1] + size - real
 
 
 def begun_after(current: Pass, passes: Sequence[Pass]) -> Pass | None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from accel.comm import rng
-from accel.data.order import Pass, Reading, begun_after
+from accel.data.order import Pass, begun_after
 from accel.data.resumable_loader import OrderedLoader
 from accel.data.samplers import (
     SkipBatchSampler,
@@ -34,7 +34,7 @@ class PreparedLoader(OrderedLoader):
         end_of_dataloader: whether the batch in hand is the last of the pass.
         remainder: on the last batch, how many of its samples over all processes are real, 0 if all;
             -1 if that is not known.
-        reading: the pass under way, None where there is none.
+        reading: an object that identifies the pass under way, None where there is none.
         use_stateful_dataloader: whether it is a loader of torchdata that has a state.
     """
 
@@ -55,7 +55,7 @@ class PreparedLoader(OrderedLoader):
         self.skip_batches = skip_batches
         self.end_of_dataloader = False
         self.remainder = -1
-        self.reading: Reading | None = None
+        self.reading: object = None
         self._passes: list[Pass] = []  # that are under way
         self._last_size = 0
         self._rests: list[Rest] = []  # that workers handed over in the pass that began last
@@ -205,7 +205,7 @@ class PreparedLoader(OrderedLoader):
         found = Pass(
             epoch, self.end_of_dataloader, self.remainder, self.reading, around, order.at_end
         )
-        self.end_of_dataloader, self.remainder, self.reading = False, -1, Reading()
+        self.end_of_dataloader, self.remainder, self.reading = False, -1, object()
         found.others = GradientState()._add_dataloader(self)
         self._passes.append(found)
         order.live.append(found)
@@ -266,8 +266,6 @@ class PreparedLoader(OrderedLoader):
         order = self._order
         current.is_complete = True
         shown, _ = self._showing(current)
-        if shown is self:
-            self._note_repetitions(current)
         shown.end_of_dataloader = False
         GradientState()._follow_dataloader()
         if self._resumes and order.ended and not current.given and order.started is not None:
@@ -277,17 +275,6 @@ class PreparedLoader(OrderedLoader):
                 rng.restore_host(order.started.agreed)
             return
         self._finish(current)
-
-    def _note_repetitions(self, current: Pass) -> None:
-        """Keep, for metrics gathered after a complete pass, how many samples it repeated.
-
-        Not where the last batch was gathered while it was in hand.
-        """
-        real, size = self.in_hand
-        passed = (current.given - 1) * self.total_batch_size + size, size - real
-        total, repeated = passed if current.in_hand is None else current.total
-        if repeated and not (self.reading is not None and self.reading.is_gathered):
-            GradientState().passed = total, repeated
 
     def _abandoned(self) -> tuple[int, int]:
         """Return real samples, and all, of the last batch; (0, 0) if processes had other shares."""

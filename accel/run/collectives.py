@@ -64,7 +64,7 @@ class Collectives:
     def _start_collectives(self) -> None:
         self._trigger = False
         self._warned: set[str] = set()
-        # In a single process: the `Reading` of the pass under way, and how many rows were gathered
+        # In a single process: the `reading` of the pass under way, and how many rows were gathered
         # of full batches.
         self._full_rows: tuple[object, set[int]] = None, set()
 
@@ -81,23 +81,17 @@ class Collectives:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the data of all processes, without what only completes the last batch.
 
-        Of processes that compute the same samples (tensor parallelism), the first one's are kept.
-        Samples are dropped while the last batch of a loader is in hand, or any that was completed
-        (``dispatch_batches=True``, of batches that vary; not after another pass within it). After a
-        pass that was left with it, as in ``batch = next(iter(loader))``, this holds for data of as
-        many samples, until the next pass over a loader begins. Data may have any number of rows per
-        sample (flattened predictions), the same for all samples; or one row per process (the loss
-        of its batch), of which no more stay than the last batch has samples, with one warning where
-        repeated ones count in them; of other data everything is kept, with one warning. Where whole
-        batches complete the last round (of batches that vary, without dispatch), all rows of the
-        processes that have real samples stay, padding included, and none of the others.
-        So it is where loaders are read side by side, as by ``zip``, and the rows fit the samples in
-        hand of several, of which other numbers are real; and where the rows of a whole pass are
-        gathered after it. A single process completes no batch, and keeps everything but repetitions
-        of a loss: of as many equal numbers for its short last batch as for full ones, as of
-        ``loss.repeat(batch_size)``, one stays for each sample.
-        Rows must be those of a prepared loader: what a loader outside of `prepare` gave, gathered
-        on several processes with a prepared one's last batch in hand, is taken for that one's.
+        Ranks that compute the same samples (tensor parallelism) count once. Rows are dropped while
+        the last batch of a loader is in hand (with ``dispatch_batches=True``, any completed one),
+        and after a pass that was left with it, as in ``batch = next(iter(loader))``, until another
+        pass begins. Each sample has the same number of rows, or each process has one row (the loss
+        of its batch): then as many rows stay as the last batch has samples, at most. Other data is
+        kept, with one warning. Where whole batches complete the last round (batches that vary),
+        all rows of the processes with real samples stay. Where loaders are read side by side (with
+        ``zip``) and rows fit several of them, all stay. A single process completes no batch; of a
+        repeated loss, as ``loss.repeat(batch_size)``, one number stays for each sample.
+        Rows must come from a prepared loader: others that are gathered while the last batch of a
+        prepared one is in hand are taken for its rows.
 
         Args:
             input_data: nested tensors [n, ...], or any objects.
@@ -142,9 +136,6 @@ class Collectives:
                 "gather_for_metrics: loader workers cannot hand over samples of this data set, so "
                 "repeated ones that complete a batch cannot be told apart and stay."
             )
-        for one in read:
-            if one.end_of_dataloader and one.reading is not None:
-                one.reading.is_gathered = True
         found = [_batch_of(one) for one in read]
         return found if any(last.real < last.size for last in found) else []
 
@@ -154,7 +145,6 @@ class Collectives:
         `even`: whether each process gave as many rows.
         """
         if not ended:
-            self._tell_late(len(rows))
             return rows
         if even and len(rows) == len(self.plan.parallel_dims.dp_leaders) and ended[0].in_hand:
             return self._without_repeating_processes(rows, ended)
@@ -218,18 +208,6 @@ class Collectives:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, *values)
-
-    def _tell_late(self, num_rows: int) -> None:
-        size, repeated = self.gradient_state.passed
-        if repeated and num_rows % size == 0:
-            self._warn_once(
-                "gather_for_metrics: %d rows after a pass that gave %d samples, %d of them "
-                "repeated to complete the last batch: they can be dropped while that batch is in "
-                "hand only, so they stay. Call gather_for_metrics within the loop, for each batch.",
-                num_rows,
-                size,
-                repeated,
-            )
 
     def _tell_ambiguous(self, num_rows: int, ended: Sequence[_Batch]) -> None:
         self._warn_once(

@@ -361,16 +361,15 @@ def _refuse_offloaded(optimizer: torch.optim.Optimizer) -> None:
     if not any(parameter.is_meta for parameter in given):
         return
     from accel.weights.offloaded_tensors import OffloadedWeight
-    from accel.weights.ties import trains_in
 
-    offloaded = [one for one in given if isinstance(one, OffloadedWeight)]
-    tensors = {id(parameter) for parameter in given}
-    count = sum(not trains_in(one, tensors) for one in offloaded)
-    if not count:
-        return
-    if count < len(given):
-        logger.warning("prepare: %d offloaded weights of an optimizer do not train.", count)
-    else:
+    count = sum(isinstance(one, OffloadedWeight) for one in given)
+    if 0 < count < len(given):
+        logger.warning(
+            "prepare: %d offloaded weights of an optimizer do not train, but for those that are "
+            "tied to one that does.",
+            count,
+        )
+    elif count:
         raise ConfigError.of(
             f"prepare: an optimizer of {count} offloaded weights that are to train",
             "a gradient of an offloaded weight has no memory to be kept in",

@@ -21,7 +21,7 @@ from accel.weights.tensors import (
     named_module_tensors,
     owner_of,
 )
-from accel.weights.ties import LoadLock, TiedPlace, Ties, refuse_tied_elsewhere
+from accel.weights.ties import LoadLock, TiedPlace, Ties
 
 Keys = str | Iterable[str] | None
 Places = list[TiedPlace]  # of one weight
@@ -279,9 +279,6 @@ class _Attacher:
             else frozenset(),
         )
         names = hook.offloaded(module) if offload else []
-        for one in names:
-            held, key = held_in(module, one)
-            refuse_tied_elsewhere(owner_of(module, one), held[key], self.ties)
         hook.lock = self.lock
         places = self.tied_places
         hook.tied = {n: places[prefix + n] for n in names if prefix + n in places}

@@ -37,10 +37,8 @@ from accel.weights.hooks import (
     hooks_of,
     remove_hook_from_module,
 )
-from accel.weights.missing_values import check_left
 from accel.weights.offload import AlignDevicesHook
-from accel.weights.offloaded_tensors import CANNOT_MOVE, mark_left
-from accel.weights.state import align_hooks
+from accel.weights.offloaded_tensors import CANNOT_MOVE
 from accel.weights.tensors import (
     Device,
     TiedParams,
@@ -56,7 +54,6 @@ from accel.weights.tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel.weights.ties import forget_removed
 
 logger = get_logger(__name__)
 
@@ -86,7 +83,6 @@ def undo(model: nn.Module) -> None:
         if isinstance(model.__dict__.get(name), _Guarded):
             delattr(model, name)
     model.__dict__.pop("hf_device_map", None)
-    forget_removed()
 
 
 @contextlib.contextmanager
@@ -101,42 +97,6 @@ def undone_if_refused(model: nn.Module) -> Iterator[None]:
     except ConfigError:
         undo(model)
         raise
-
-
-def undo_for_loading(model: nn.Module, names: Collection[str]) -> None:
-    """Undo an earlier dispatch of a model, some of whose weights are to be loaded.
-
-    Those that are offloaded stay without values, and tied: the old ones are neither read, as their
-    files may be gone, nor overwritten, as they may be others'.
-
-    Args:
-        model: dispatched or not.
-        names: full names of the weights to be loaded, with those that are tied to them.
-    """
-    left: list[tuple[nn.Module, str, AlignDevicesHook]] = []
-    for path, module in model.named_modules():
-        for hook in align_hooks(module):
-            found = [
-                name
-                for name in hook.offloaded(module)
-                if (f"{path}.{name}" if path else name) in names and _is_away(hook, name)
-            ]
-            hook.kept |= frozenset(found)  # not to be restored
-            left += [(module, name, hook) for name in found]
-    undo(model)
-    for module, name, hook in left:
-        held, key = held_in(module, name)
-        for owner, other in hook.tied.get(name, ())[:1]:
-            held[key] = owner._parameters[other]
-        mark_left(held[key])
-        for alias in hook.aliases.get(name, ()):
-            owners, other = held_in(module, alias)
-            owners[other] = held[key]
-
-
-def _is_away(hook: AlignDevicesHook, name: str) -> bool:
-    """Return whether no module has an offloaded weight in memory that is tied to others."""
-    return next(hook.ties.present(hook.tied.get(name, ())), None) is None
 
 
 class _Guarded:
@@ -237,7 +197,6 @@ def disk_offload(
         ConfigError: for weights or non-persistent buffers without a value.
     """
     undo(model)
-    check_left(model, offload_dir)
     weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
     _check_values(model, weights, offload_dir)
     _load_buffers(model, weights, offload_buffers)
@@ -420,8 +379,6 @@ def dispatch_model(
     """
     check_device_map(model, device_map)
     undo(model)
-    if offload_dir is not None and offload_index is None:
-        check_left(model, offload_dir, state_dict or ())
     placed = set(device_map.values())
     if len(placed) == 1 and placed != {"disk"} and not force_hooks:
         _load_missing(model, [*model.state_dict()], offload_dir, offload_index)

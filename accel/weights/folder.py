@@ -328,17 +328,6 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return (self.save_folder or self._began_in) / f"{key}.dat"
         return self._began_in / str(found)
 
-    def source(self, key: str) -> tuple[str, str, Stamp] | None:
-        """Return what tells the values of a weight on disk from others: a file, its state, a name.
-
-        Args:
-            key: name of the weight; None is returned where none on disk has it.
-        """
-        if key not in self.index:
-            return None
-        path = self._file(key)
-        return str(path), str(self.index[key].get("weight_name", key)), self._stamps.get(path)
-
     def _check_unchanged(self, path: Path) -> Stamp:
         stamp = _stamp(path)
         if stamp != self._stamps.get(path):
@@ -455,15 +444,10 @@ class DiskWeights:
         else:
             offload_weight(value.to(dtype), name, self.folder, self.index)
 
-    def save(self, wanted: Iterable[str]) -> OffloadedWeightsLoader:
-        """Write the index; of the names `wanted` on disk it has only those of this checkpoint.
-
-        Returns:
-            The weights of this checkpoint on disk, by name.
-        """
+    def save(self, wanted: Iterable[str]) -> None:
+        """Write the index; of the names `wanted` on disk it has only those of this checkpoint."""
         drop_from_index(set(wanted) - self.index.keys(), self.folder)
         save_offload_index(self.index, self.folder)
-        return OffloadedWeightsLoader(save_folder=self.folder, index=self.index)
 
 
 Weights = Mapping[str, torch.Tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -34,7 +34,8 @@ def outside_graphs(method: Method) -> Method:
 class ModelHook:
     """Callbacks before and after the forward pass of a module; a subclass overrides some.
 
-    `no_grad` says whether the forward pass computes no gradients.
+    `no_grad` says whether the forward pass computes no gradients. A hook that keeps tensors of its
+    module has more methods: see `accel.weights.offload.AlignDevicesHook`.
     """
 
     no_grad = False
@@ -57,13 +58,6 @@ class ModelHook:
         """
         return args, kwargs
 
-    def began_forward(self, module: nn.Module) -> None:
-        """Note that it was the forward pass that called `pre_forward`, not a caller by hand.
-
-        Args:
-            module: what the hook is attached to.
-        """
-
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Return the output of the forward pass.
 
@@ -72,39 +66,6 @@ class ModelHook:
             output: what `forward` returned.
         """
         return output
-
-    def abort_forward(self, module: nn.Module) -> None:
-        """Undo `pre_forward` where the forward pass raised an error.
-
-        Args:
-            module: what the hook is attached to.
-        """
-
-    def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
-        """Return whether the hook keeps a tensor of a module, and now has it with this value.
-
-        Args:
-            module: what the hook is attached to.
-            name: of the tensor, in the module.
-            value: of the tensor, on any device.
-        """
-        return False
-
-    def has_value(self, module: nn.Module, name: str) -> bool:
-        """Return whether the hook may give a tensor on the meta device its value to compute with.
-
-        Args:
-            module: what the hook is attached to.
-            name: of the tensor, in the module.
-        """
-        return not name.count(".")
-
-    def before_detach(self, module: nn.Module) -> None:
-        """Raise an error if the hook cannot be removed: it has changed nothing yet.
-
-        Args:
-            module: what the hook is attached to.
-        """
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module when the hook is removed.
@@ -152,18 +113,9 @@ class SequentialHook(ModelHook):
             try:
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
             except BaseException:
-                SequentialHook(*self.hooks[:position]).abort_forward(module)
+                _call(self.hooks[:position], "abort_forward", module)
                 raise
         return args, kwargs
-
-    def began_forward(self, module: nn.Module) -> None:
-        """Have each hook note that it was the forward pass that called `pre_forward`.
-
-        Args:
-            module: what the hook is attached to.
-        """
-        for hook in self.hooks:
-            _call(hook, "began_forward", module)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Return the output after each hook saw it.
@@ -176,43 +128,6 @@ class SequentialHook(ModelHook):
             output = hook.post_forward(module, output)
         return output
 
-    def abort_forward(self, module: nn.Module) -> None:
-        """Undo `pre_forward` of each hook.
-
-        Args:
-            module: what the hook is attached to.
-        """
-        for hook in self.hooks:
-            _call(hook, "abort_forward", module)
-
-    def write(self, module: nn.Module, name: str, value: torch.Tensor) -> bool:
-        """Return whether one of the hooks keeps a tensor, and now has it with this value.
-
-        Args:
-            module: what the hook is attached to.
-            name: of the tensor, in the module.
-            value: of the tensor, on any device.
-        """
-        return any(write_to(hook, module, name, value) for hook in self.hooks)
-
-    def has_value(self, module: nn.Module, name: str) -> bool:
-        """Return whether one of the hooks may give a tensor on the meta device its value.
-
-        Args:
-            module: what the hook is attached to.
-            name: of the tensor, in the module.
-        """
-        return any(may_have_value(hook, module, name) for hook in self.hooks)
-
-    def before_detach(self, module: nn.Module) -> None:
-        """Raise an error if one of the hooks cannot be removed.
-
-        Args:
-            module: what the hook is attached to.
-        """
-        for hook in self.hooks:
-            _call(hook, "before_detach", module)
-
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Restore a module for each hook.
 
@@ -224,22 +139,12 @@ class SequentialHook(ModelHook):
         return module
 
 
-def _call(hook: object, name: str, module: nn.Module) -> None:
-    """Call a method of a hook, which one that is no `ModelHook` may lack."""
-    method = getattr(hook, name, None)
-    if method is not None:
-        method(module)
-
-
-def write_to(hook: object, module: nn.Module, name: str, value: torch.Tensor) -> bool:
-    """Do what `write` of a hook does; one that is no `ModelHook` keeps no tensors."""
-    write = getattr(hook, "write", None)
-    return write is not None and bool(write(module, name, value))
-
-
-def may_have_value(hook: object, module: nn.Module, name: str) -> bool:
-    """Do what `has_value` of a hook does; one that is no `ModelHook` may have any."""
-    return not isinstance(hook, ModelHook) or hook.has_value(module, name)
+def _call(hooks: Iterable[object], name: str, module: nn.Module) -> None:
+    """Call a method of those hooks that have it."""
+    for hook in hooks:
+        method = getattr(hook, name, None)
+        if method is not None:
+            method(module)
 
 
 class ExportError(StateError, AttributeError):
@@ -274,12 +179,11 @@ class HookedForward:
         if hook is None:  # removed, within this call or under a patch that keeps this `forward`
             return forward(*args, **kwargs)
         args, kwargs = hook.pre_forward(module, *args, **kwargs)
-        _call(hook, "began_forward", module)
         try:
             with torch.no_grad() if hook.no_grad else nullcontext():
                 output = forward(*args, **kwargs)
         except BaseException:
-            _call(hook, "abort_forward", module)
+            _call(hooks_in(hook), "abort_forward", module)
             raise
         return hook.post_forward(module, output)
 
@@ -317,15 +221,15 @@ def hooks_of(module: nn.Module) -> tuple[ModelHook, ...]:
 
 def hooks_in(hook: ModelHook) -> tuple[ModelHook, ...]:
     """Return the hooks that a hook runs in turn."""
-    return hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    if not isinstance(hook, SequentialHook):
+        return (hook,)
+    return tuple(inner for one in hook.hooks for inner in hooks_in(one))
 
 
 def check_removable(model: nn.Module) -> None:
     """Raise what a hook of a model's modules raises if it cannot be removed."""
     for module in model.modules():
-        hook = getattr(module, "_hf_hook", None)
-        if hook is not None:
-            _call(hook, "before_detach", module)
+        _call(hooks_of(module), "before_detach", module)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:

@@ -36,13 +36,14 @@ from accel.weights.device_map import (
     get_balanced_memory,
     infer_auto_device_map,
 )
-from accel.weights.dispatch import PathLike, dispatch_model
+from accel.weights.dispatch import PathLike, dispatch_model, undo
 from accel.weights.files import Shapes
+from accel.weights.offloaded_tensors import HELD
 from accel.weights.sizes import Dtype
 from accel.weights.tensors import as_device, as_dtype, device_of, name_of
 
 if TYPE_CHECKING:
-    from accel.weights.folder import DiskWeights, OffloadedWeightsLoader
+    from accel.weights.folder import DiskWeights
 
 
 logger = get_logger(__name__)
@@ -115,9 +116,7 @@ def load_checkpoint_in_model(
     plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     _compare(fspath(checkpoint), plan, shapes, strict)
     if device_map is not None and _is_hooked(target):
-        from accel.weights.dispatch import undo_for_loading
-
-        undo_for_loading(target, plan.with_ties(shapes))
+        undo(target)
         plan = _Plan(target, device_map, dtype, keep_in_fp32_modules or (), offload_buffers)
     if offload_folder is not None and plan.on_disk():
         from accel.weights.folder import DiskWeights
@@ -186,6 +185,7 @@ class _Plan:
         self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._stay = set() if offload_buffers else self._buffers
         self.state: dict[str, Any] = model.state_dict(keep_vars=True)
+        self.is_hooked = _is_hooked(model)
         self.ties = list(ties(model))
         self.quantized = QuantizedParts(model)
         problems = Problems()
@@ -195,7 +195,6 @@ class _Plan:
         }
         self._kept = set(keep_in_fp32)
         self._superseded: set[str] = set()
-        self._renamed: dict[str, str] = {}
         problems += self._unknown_names()
         problems += self._without_device(device_map is None)
         problems.raise_if()
@@ -258,17 +257,11 @@ class _Plan:
     def choose(self, names: Collection[str]) -> None:
         """Have a tied weight that a checkpoint has by several names be the last of them.
 
-        So it is in `torch.nn.Module.load_state_dict`, where their values may differ. Of a weight
-        that a dispatched model has in memory and offloaded, that in memory is loaded.
+        So it is in `torch.nn.Module.load_state_dict`, where their values may differ.
         """
-        from accel.weights.offloaded_tensors import is_loaded_by_hook
-
         for group in self.ties:
             stored = [name for name in group if name in names]
             self._superseded.update(stored[:-1])
-            present = [name for name in group if not is_loaded_by_hook(self.state.get(name))]
-            if stored and stored[-1] not in present:
-                self._renamed.update((stored[-1], name) for name in present[:1])
 
     def move(self, names: Iterable[str]) -> None:
         """Bring the weights that the model has in memory to their device and dtype."""
@@ -316,11 +309,7 @@ class _Plan:
 
     def load(self, part: Mapping[str, Any]) -> None:
         """Load some of the weights."""
-        part = {
-            self._renamed.get(name, name): value
-            for name, value in part.items()
-            if name not in self._superseded
-        }
+        part = {name: value for name, value in part.items() if name not in self._superseded}
         part = self.quantized.load(part)
         self._check_codes(part)
         part = self._offload(part)
@@ -328,13 +317,21 @@ class _Plan:
             # A copy: what was read may be a view of the file.
             name: value.to(*self._place(name), copy=True)
             for name, value in part.items()
-            if isinstance(value, torch.Tensor) and getattr(self.state.get(name), "is_meta", False)
+            if isinstance(value, torch.Tensor) and self._is_empty(name)
         }
         rest = {name: value for name, value in part.items() if name not in fresh}
         if fresh:
             self.model.load_state_dict(self._versioned(fresh), strict=False, assign=True)
         if rest:
             self.model.load_state_dict(self._versioned(rest), strict=False)
+
+    def _is_empty(self, name: str) -> bool:
+        """Return whether the model has no value of a weight, nor a hook that takes one."""
+        present = self.state.get(name)
+        return getattr(present, "is_meta", False) and not self._is_offloaded(present)
+
+    def _is_offloaded(self, present: object) -> bool:
+        return self.is_hooked and isinstance(present, HELD)
 
     def _check_codes(self, part: Mapping[str, Any]) -> None:
         """Refuse integers for floating weights: they are codes of quantized ones."""
@@ -386,7 +383,6 @@ class _Plan:
         Of one that is to be on disk and in memory, the tensor in memory is the weight: dispatch
         offloads it where it is to be on disk. Where a model is dispatched already, its hooks know.
         """
-        from accel.weights.offloaded_tensors import is_loaded_by_hook
         from accel.weights.tensors import held_in
 
         self.quantized.finish()
@@ -395,19 +391,10 @@ class _Plan:
             places = [held_in(self.model, name) for name in group]
             loaded = next((held[key] for held, key in places if not held[key].is_meta), None)
             for held, key in places if loaded is not None else ():
-                if not is_loaded_by_hook(held[key]):
+                if not self._is_offloaded(held[key]):
                     held[key] = loaded
         if self.disk is not None:
-            self._remember(self.disk.save(on_disk))
-
-    def _remember(self, weights: OffloadedWeightsLoader) -> None:
-        from accel.weights.missing_values import remember
-        from accel.weights.tensors import held_in
-
-        for name in weights.keys() & self.on_disk():
-            held, key = held_in(self.model, name)
-            if held[key].is_meta:  # else it is tied to one in memory
-                remember(held[key], weights, name)
+            self.disk.save(on_disk)
 
 
 def ties(model: torch.nn.Module) -> Iterator[list[str]]:

@@ -18,12 +18,9 @@ from accel.weights.hooks import Arguments, ModelHook, outside_graphs
 from accel.weights.missing_values import check_hooked, refuse_assigned
 from accel.weights.offloaded_tensors import (
     are_alike,
-    is_of,
-    mark_in_state_dict,
-    mark_left,
     marked_offloaded,
     refuse_gradient,
-    token_of,
+    shares_storage,
 )
 from accel.weights.read_ahead import ReadAhead
 from accel.weights.tensors import (
@@ -43,34 +40,14 @@ from accel.weights.ties import (
     TiedPlace,
     Ties,
     content_of,
-    left_of,
-    tokens_of,
 )
-
-
-class MarkStateDict:
-    """Has offloaded tensors in a module's state dict refuse to be saved without their values.
-
-    An object: torch notes in a hook of a state dict how it was registered.
-    """
-
-    def __init__(self, hook: AlignDevicesHook) -> None:
-        self._offloading = hook
-
-    def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
-    ) -> None:
-        hook = self._offloading
-        names = [one for name in hook.offloaded(module) for one in hook.all_names(name)]
-        mark_in_state_dict(state_dict, [f"{prefix}{name}" for name in names])
 
 
 class LoadStateDict:
     """Takes a state dict's values of offloaded tensors, or reports those that have no place.
 
     Values that are offloaded already are compared; buffers, and what lies in memory, are written.
-    Of a state dict of the model itself, which has no values, the weights stay as they are. torch
-    then finds the tensors themselves, and leaves them as they are, also of those that are
+    torch then finds the tensors themselves, and leaves them as they are, also of those that are
     refused: it would assign values of ``assign=True``, or propose that.
     """
 
@@ -90,8 +67,7 @@ class LoadStateDict:
                     continue
                 state_dict[full] = held[key]
                 if value.is_meta:
-                    own = tokens_of(self._offloading.tied.get(name, ())) or [token_of(held[key])]
-                    if token_of(value) is None or token_of(value) not in own:
+                    if not shares_storage(value, held[key]):  # as in the model's own state dict
                         empty.append(full)
                 elif not self._takes(module, name, value.to(held[key].dtype), assigns):
                     refused.append(full)
@@ -173,25 +149,23 @@ class AlignDevicesHook(ModelHook):
         self.kept = kept
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._on_state_dicts: list[RemovableHandle] = []
+        self._on_load: RemovableHandle | None = None
         # Of tied weights, by name: the modules that have them and their names there, this one too.
         self.tied: Mapping[str, Sequence[tuple[nn.Module, str]]] = {}
         self.ties = Ties()  # of the whole model
-        self.is_attached = False
         self.restored: dict[str, Any] = {}  # what the module was given back, by name
         # Other names of an offloaded weight in the module, by the one that is loaded.
         self.aliases: Mapping[str, list[str]] = {}
         self.read_ahead: tuple[ReadAhead, int] | None = None  # and the number of this block
         self.lock = LoadLock()  # hooks of one model have one
         self._users = 0  # forward passes that use the loaded weights
-        self._by_hand = 0  # of the calls of `pre_forward` since: those that no forward pass made
+        self._by_hand = False  # whether one of them is no forward pass, but a caller's own code
         self._loaded: dict[str, LoadedWeight] = {}
         self._left: dict[str, torch.Tensor] = {}  # without data, in the place of each weight
-        self._tokens: dict[str, object] = {}  # of them: their contents may be swapped
 
     def __getstate__(self) -> dict[str, object]:
         # Nobody uses the weights of a copy yet.
-        return {**self.__dict__, "_users": 0, "_by_hand": 0, "_loaded": {}}
+        return {**self.__dict__, "_users": 0, "_by_hand": False, "_loaded": {}}
 
     def __repr__(self) -> str:
         return (
@@ -295,7 +269,6 @@ class AlignDevicesHook(ModelHook):
         """
         self.original_devices = {name: tensor.device for name, tensor in self._all(module)}
         self.restored = {}
-        self.is_attached = True
         device = self.execution_device
         leaving = self.offloaded(module) if self.offload else []
         self.aliases = other_names(module, leaving, self.place_submodules)
@@ -307,10 +280,7 @@ class AlignDevicesHook(ModelHook):
                 self._place(module, name, device)
         self._to_meta(module, leaving)
         if self.offload:
-            self._on_state_dicts = [
-                module.register_load_state_dict_pre_hook(LoadStateDict(self)),
-                module.register_state_dict_post_hook(MarkStateDict(self)),
-            ]
+            self._on_load = module.register_load_state_dict_pre_hook(LoadStateDict(self))
         return module
 
     @torch.inference_mode(False)
@@ -323,7 +293,6 @@ class AlignDevicesHook(ModelHook):
             else:
                 place_tensor(module, name, "meta", clear_cache=False)
                 self._left[name] = held[key] = marked_offloaded(held[key])
-                self._tokens[name] = token_of(held[key])
             if left is not None and left.requires_grad != trains:
                 torch.Tensor.requires_grad_(held[key], trains)
         self._tie(module)
@@ -354,6 +323,9 @@ class AlignDevicesHook(ModelHook):
             kwargs = send_to_device(kwargs, target, skip_keys=self.skip_keys)
         if self.offload:
             self._load(module)
+            # Who calls this by hand, as peft does to merge adapters, may write to the `data` of a
+            # weight, of which its contents alone tell.
+            self._by_hand = self._by_hand or not (args or kwargs)
         return args, kwargs
 
     def _check(self, module: nn.Module, inputs: object) -> None:
@@ -373,19 +345,6 @@ class AlignDevicesHook(ModelHook):
                     self._to_meta(module, names)
                     raise
             self._users += 1
-            self._by_hand += 1
-
-    def began_forward(self, module: nn.Module) -> None:
-        """Have the versions of the weights tell of changes: their module runs, and counts them.
-
-        Who calls `pre_forward` by hand, as peft does to merge adapters, may write to the `data` of
-        a weight, of which its contents alone tell.
-
-        Args:
-            module: what the hook is attached to.
-        """
-        if self.offload:
-            self._by_hand -= 1  # no lock: a graph that is compiled has no place for it
 
     def assigned(self, module: nn.Module, names: Iterable[str]) -> Iterator[str]:
         """Yield the names of offloaded tensors that something else was put in the place of.
@@ -396,18 +355,14 @@ class AlignDevicesHook(ModelHook):
         """
         for name in names:
             held, key = held_in(module, name)
-            tensor, own = held[key], self._tokens.get(name)
-            is_left = tensor is self._left.get(name) and token_of(tensor) is own
-            if is_left and not self.aliases.get(name):
-                continue
-            places = self.tied.get(name, ())
-            tied = tokens_of(one for one in places if one[0]._parameters is not held)
-            if not is_left and not is_of(tensor, [own, *tied]):
-                yield name
-            for alias in self.aliases.get(name, ()):
-                other = get_tensor(module, alias)
-                if other is not None and other is not tensor and not is_of(other, [own, *tied]):
-                    yield alias
+            tied = [owner._parameters[other] for owner, other in self.tied.get(name, ())]
+            own = [self._left.get(name), *(one for one in tied if one is not held[key])]
+            for one in self.all_names(name):
+                tensor = get_tensor(module, one)
+                if tensor is None or any(tensor is known for known in own):
+                    continue
+                if isinstance(tensor, nn.Parameter) or not tensor.is_meta:  # else of another dtype
+                    yield one
 
     def _load_values(self, module: nn.Module, names: Iterable[str]) -> None:
         ready = self._read_ahead()
@@ -469,7 +424,7 @@ class AlignDevicesHook(ModelHook):
             try:
                 self._keep_changes(module, self._loaded.keys())
             finally:
-                self._loaded, self._by_hand = {}, 0
+                self._loaded, self._by_hand = {}, False
                 self._forget_copies(module, names)
                 self._to_meta(module, names)
 
@@ -479,7 +434,7 @@ class AlignDevicesHook(ModelHook):
             return
         for name in names:
             loaded, (held, key) = self._loaded[name], held_in(module, name)
-            if loaded.changed(held[key], weights, name, by_contents=self._by_hand > 0):
+            if loaded.changed(held[key], weights, name, by_contents=self._by_hand):
                 self._write(name, held[key])
 
     def _forget_copies(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -515,14 +470,12 @@ class AlignDevicesHook(ModelHook):
         names = self.offloaded(module) if self.offload else []
         given = self.values_assigned(module, names)  # refused before anything changes
         self._keep_loaded(module)
-        for handle in self._on_state_dicts:
-            handle.remove()
-        self._on_state_dicts = []
+        if self._on_load is not None:
+            self._on_load.remove()
         if self.weights_map is not None:
             for name in names:
                 self._restore_all(module, name, given)
-        self._users, self._by_hand, self._loaded = 0, 0, {}
-        self.is_attached = False
+        self._users, self._by_hand, self._loaded = 0, False, {}
         return module
 
     def _restore_all(self, module: nn.Module, name: str, given: Collection[str]) -> None:
@@ -569,14 +522,10 @@ class AlignDevicesHook(ModelHook):
             held[key] = present
             return
         try:
-            value = self.ties.stored(tied, weights, source)
+            value = weights[source]
             value = value.clone() if value.is_inference() else value
             self._place(module, name, "cpu" if device.type == "meta" else device, value)
         except CheckpointError as error:
-            left = left_of(tied)
-            if left is not None:
-                held[key] = left
-            mark_left(held[key])
             logger.warning(
                 "%s of %s is left without values: %s", name, type(module).__name__, error
             )

@@ -161,8 +161,6 @@ def get_state_dict_from_offload(
     start = f"{path}." if path else ""
     hooks = align_hooks(module)
     with _loaded(module, hooks, device_to_put_offload):
-        for hook in hooks:
-            hook.began_forward(module)  # nothing is written: no need to compare contents
         for name, tensor in named_module_tensors(module, remove_non_persistent=True):
             state_dict[f"{start}{name}"] = tensor.detach()
     return state_dict

@@ -15,11 +15,9 @@ from accel.machine.device import default_device_type
 from accel.machine.errors import ConfigError, StateError, nearest
 from accel.machine.memory import clear_device_cache
 from accel.precision.wrapping import compiled_from, is_compiled_module
-from accel.weights.hooks import write_to
+from accel.weights.hooks import hooks_of
 from accel.weights.offloaded_tensors import (
-    ORIGIN,
-    TOKEN,
-    OffloadedBuffer,
+    HELD,
     OffloadedValue,
     OffloadedWeight,
     plain,
@@ -157,8 +155,7 @@ def like(old: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         fresh: torch.Tensor = nn.Parameter(data.detach(), requires_grad=trains)
     else:
         fresh = torch.Tensor._make_subclass(type(old), data.detach(), trains)
-    others = old.__dict__.keys() - {ORIGIN, TOKEN}
-    fresh.__dict__.update({name: old.__dict__[name] for name in old.__dict__ if name in others})
+    fresh.__dict__.update(old.__dict__)
     return fresh
 
 
@@ -202,7 +199,7 @@ def set_module_tensor_to_device(
         kept = as_dtype(dtype or old.dtype) if value.is_floating_point() else value.dtype
         if _write(module, tensor_name, value.to(kept)):
             return
-        if type(old) in (OffloadedWeight, OffloadedBuffer):
+        if isinstance(old, HELD):
             raise StateError(
                 f"{tensor_name!r} is offloaded by a hook of a module around this one. Pass the "
                 "whole model and the full name of the tensor."
@@ -232,9 +229,10 @@ def _write(module: nn.Module, name: str, value: torch.Tensor) -> bool:
     path = name.split(".")
     for depth in range(len(path)):
         owner = module.get_submodule(".".join(path[:depth]))
-        hook = owner.__dict__.get("_hf_hook")
-        if hook is not None and write_to(hook, owner, ".".join(path[depth:]), value):
-            return True
+        for hook in hooks_of(owner):
+            write = getattr(hook, "write", None)
+            if write is not None and write(owner, ".".join(path[depth:]), value):
+                return True
     return False
 
 
