@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from accel.comm.ops import reduce
-from accel.machine.errors import ConfigError, Problems
+from accel.machine.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -54,7 +54,9 @@ class LocalSGD:
         local_sgd_steps: int,
         enabled: bool = True,
     ) -> None:
-        _check_types(accelerator, model, local_sgd_steps)
+        if not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+            rule, remedy = "it is a whole number, at least 1", "Give local_sgd_steps=8, say."
+            raise ConfigError.of(f"local_sgd_steps={local_sgd_steps!r}", rule, remedy)
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
@@ -106,17 +108,3 @@ class LocalSGD:
         own = [p for p in self.model.parameters() if p.requires_grad]
         for parameter, mean in zip(own, reduce([p.data for p in own], "mean"), strict=True):
             parameter.copy_(mean)
-
-
-def _check_types(accelerator: object, model: object, num_steps: object) -> None:
-    problems = Problems()
-    if not callable(getattr(accelerator, "no_sync", None)):
-        value = f"LocalSGD(accelerator={accelerator!r})"
-        problems.add(value, "an Accelerator is required", "Give the Accelerator of the run.")
-    if not isinstance(model, torch.nn.Module):
-        value, rule = f"LocalSGD(model={model!r})", "a torch.nn.Module is required"
-        problems.add(value, rule, "Give the model that accelerator.prepare(model) returned.")
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-        rule, remedy = "it is a whole number, at least 1", "Give local_sgd_steps=8, for instance."
-        problems.add(f"local_sgd_steps={num_steps!r}", rule, remedy)
-    problems.raise_if()

@@ -19,31 +19,19 @@ import yaml  # type: ignore[import-untyped]
 from torch import nn
 
 from accel.commands import CommandParser
-from accel.config.quantization import BnbQuantizationConfig
-from accel.logging import get_logger, silenced
-from accel.machine.errors import ConfigError, Problem, nearest, text_of, unknown_choice
+from accel.logging import silenced
+from accel.machine.errors import ConfigError, nearest, text_of, unknown_choice
 from accel.machine.imports import load_attribute, require
 from accel.machine.memory import Footprint, state_bytes
 from accel.precision.fp8 import CHATTY
 from accel.strategies.spec import MemoryLayout
 from accel.strategies.table import specs
-from accel.weights.quantize import to_quantize
 from accel.weights.sizes import get_max_layer_size, own_parts
 from accel.weights.tensors import init_empty_weights
 
-# Formats that all weights train in, and those of frozen linear layers beside weights in 16 bits.
-TRAINED = ("fp32", "bf16", "pure_bf16")
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "int8": {"load_in_8bit": True},
-    "int4": {"load_in_4bit": True},
-}
-FORMATS = (*TRAINED, *QUANTIZED)
+FORMATS = ("fp32", "bf16", "pure_bf16")
 CONFIG = "config.json"
 COLUMNS = ("format", "strategy", "weights", "gradients", "optimizer", "total", "largest")
-logger = get_logger(__name__)
-
-_MIXED = "bf16"
-_BLOCK, _LEVELS = 64, 16  # weights a scale of 4-bit weights has, and values that they may take
 Shape = tuple[int, ...]
 
 
@@ -54,8 +42,7 @@ class Estimate:
     Attributes:
         format: of its weights: "fp32"; "bf16" (mixed precision); "pure_bf16", with gradients and
             optimizer state in bf16, as torch.optim keeps it (`precision=bf16_weights` of a recipe
-            has moments in fp32: 4 bytes a weight more); "int8" and "int4", whose linear layers are
-            frozen.
+            has moments in fp32: 4 bytes a weight more).
         strategy: how it is distributed.
         num_processes: over which it is.
         footprint: bytes of parameters and buffers, gradients, and optimizer state.
@@ -102,72 +89,30 @@ def estimates(
         optimizer: name of a class of `torch.optim`, called with its defaults.
 
     Raises:
-        ConfigError: for a format, strategy or optimizer that does not exist, or where there is no
-            estimate at all.
-
-    Returns:
-        Those that there are: quantized layers are replicated, and need linear layers. There is a
-        warning of each format of `formats` that the model or none of the strategies has.
+        ConfigError: for a format, strategy or optimizer that does not exist, or a format that none
+            of the strategies trains in.
     """
     known = {layout.name: layout for layout in layouts()}
     chosen = list(known) if strategies is None else strategies
     wanted = FORMATS if formats is None else formats
     for where, given, names in (("format", wanted, FORMATS), ("strategy", chosen, known)):
         for value in given:
-            if value == "fp8" and where == "format":
-                rule = "products alone are in 8 bits: weights, gradients and moments stay in fp32"
-                raise ConfigError.of("format='fp8'", rule, "Choose format='fp32'.")
             if value not in names:
                 raise ConfigError(unknown_choice(where, value, names))
     if num_processes < 1:
         raise ConfigError.of(f"num_processes={num_processes}", "it is at least 1", "Give 8, say.")
     kind = _optimizer(optimizer)
-    found: list[Estimate] = []
-    absent: list[Problem] = []
-    for format in wanted:
-        rows = [_one(model, format, known[name], num_processes, kind) for name in chosen]
-        there = [row for row in rows if row is not None]
-        absent += [] if there else [_absent(format, chosen)]
-        found += there
-    if not found:
-        raise ConfigError(*absent)
-    for problem in absent if formats is not None else ():
-        logger.warning("There is no estimate: %s", problem)
-    return found
-
-
-def _one(
-    model: nn.Module,
-    format: str,
-    layout: MemoryLayout,
-    num_processes: int,
-    kind: type[torch.optim.Optimizer],
-) -> Estimate | None:
-    """Return the estimate of a format and a strategy; None where nothing trains so."""
-    if format in QUANTIZED:
-        return None if layout.sharded else _quantized(model, format, layout, num_processes)
-    if _never(format, layout):
-        return None
-    return _trained(model, format, layout, num_processes, kind)
-
-
-def _absent(format: str, strategies: Sequence[str]) -> Problem:
-    """Return why there is no estimate of a format for some strategies."""
-    value = f"format={format!r} with strategy={', '.join(strategies)}"
-    replicated = [layout.name for layout in layouts() if not layout.sharded]
-    if format not in QUANTIZED:
+    found = [
+        _trained(model, format, known[name], num_processes, kind)
+        for format in wanted
+        for name in chosen
+        if format != "pure_bf16" or not known[name].casts_weights
+    ]
+    if formats is not None and {one.format for one in found} != set(formats):
+        value = f"format='pure_bf16' with strategy={', '.join(chosen)}"
         rule = "weights in bf16 have fp32 master weights there"
-        return Problem(value, rule, f"Choose format={_MIXED!r}, or a strategy without them.")
-    if not set(strategies) & set(replicated):
-        remedy = f"Choose strategy={' or '.join(replicated)}."
-        return Problem(value, "quantized layers are replicated", remedy)
-    rule = "linear layers (torch.nn.Linear) but the last are quantized, and the model has none"
-    return Problem(value, rule, f"Choose one of {', '.join(TRAINED)}.")
-
-
-def _never(format: str, layout: MemoryLayout) -> bool:
-    """Return whether nothing trains so: weights in bf16 have master weights there."""
-    return format == "pure_bf16" and layout.casts_weights
+        raise ConfigError.of(value, rule, "Choose format='bf16', or a strategy without them.")
+    return found
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:
@@ -193,7 +138,7 @@ def _trained(
     kind: type[torch.optim.Optimizer],
 ) -> Estimate:
     trained = torch.bfloat16 if format == "pure_bf16" else torch.float32
-    casts = format == _MIXED and layout.casts_weights
+    casts = format == "bf16" and layout.casts_weights
     weights = torch.bfloat16 if casts else trained
     parameters = list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -210,7 +155,10 @@ def _trained(
     footprint = Footprint(
         bytes_of("parameters", parameters) + buffers, bytes_of("gradients", trainable), state
     )
-    sizes = {name: tensor.numel() * weights.itemsize for name, tensor in _tensors(model)}
+    sizes = {
+        name: tensor.numel() * weights.itemsize
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+    }
     return Estimate(format, layout.name, num_processes, footprint, _largest(model, sizes))
 
 
@@ -244,35 +192,6 @@ def _buffer_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
         * (dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype).itemsize
         for buffer in model.buffers()
     )
-
-
-def _quantized(
-    model: nn.Module, format: str, layout: MemoryLayout, num_processes: int
-) -> Estimate | None:
-    config = BnbQuantizationConfig(**QUANTIZED[format])
-    bits = {f"{name}.weight" for name in to_quantize(model, config)}
-    if not bits:
-        return None
-    other = config.torch_dtype.itemsize
-    sizes = {
-        name: _quantized_bytes(tensor, format) if name in bits else tensor.numel() * other
-        for name, tensor in _tensors(model)
-    }
-    kept = {name for name, _ in model.named_parameters()}  # a tied weight under its first name
-    held = sum(size for name, size in sizes.items() if name in kept)
-    footprint = Footprint(held + _buffer_bytes(model, config.torch_dtype), 0, 0)
-    return Estimate(format, layout.name, num_processes, footprint, _largest(model, sizes))
-
-
-def _quantized_bytes(weight: torch.Tensor, format: str) -> int:
-    """Return the bytes of a weight [out, in] of a linear layer, with its scales."""
-    if format == "int8":
-        return weight.numel() + 4 * len(weight)
-    return -(-weight.numel() // 2) + 4 * -(-weight.numel() // _BLOCK) + 4 * _LEVELS
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
 
 
 def _largest(model: nn.Module, sizes: dict[str, int]) -> int:
@@ -309,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add("arguments", metavar="KEY=VALUE", nargs="*", help="arguments of the factory")
     add("--num_processes", "--num-processes", type=int, default=1, metavar="N")
-    add("--format", action="append", help="fp32, bf16, pure_bf16, int8, int4 (may be repeated)")
+    add("--format", action="append", help="fp32, bf16, pure_bf16 (may be repeated)")
     add("--strategy", action="append", help="how it is distributed (may be repeated)")
     add("--optimizer", default="AdamW", help="class of torch.optim (default: AdamW)")
     add("--json", action="store_true", help="print JSON, with bytes")

@@ -167,40 +167,25 @@ def check_launched(settings: Mapping[str, object], flags: Collection[str]) -> li
             file has those of all backends.
     """
     found = Problems()
-    given = [name for name in flags if name in LAUNCHED]
-    backend = str(settings.get("fp8_backend") or "").strip().upper()
-    precision = str(settings.get("mixed_precision") or "").strip().lower()
-    if precision not in ("", "fp8"):
-        for name in given:
+    texts = {LAUNCHED[n]: _text(v) for n, v in settings.items() if n in LAUNCHED and v is not None}
+    precision = str(settings.get("mixed_precision") or "fp8").strip().lower()
+    try:
+        recipe = from_variables(texts)
+    except ConfigError as error:
+        return list(error.problems)
+    for name in (name for name in flags if name in LAUNCHED):
+        if precision != "fp8":
             rule = "a recipe of fp8 training needs fp8"
             remedy = "Give --mixed_precision=fp8, or leave it out."
             found.add(f"--{name} with mixed_precision={precision}", rule, remedy)
-        return found
-    if not backend:
-        for name in given:
-            rule = "the script ignores settings of fp8 without a backend"
-            found.add(
-                f"--{name} without --fp8_backend", rule, "Give --fp8_backend=AO, TE or MSAMP."
-            )
-        return found
-    if backend not in BACKENDS:
-        return [unknown_choice("--fp8_backend", backend, BACKENDS)]
-    kind = KINDS[FP8BackendType(backend)]
-    fields = {variable: name for name, variable in LAUNCHED.items()}
-    for name in given:
-        if name != "fp8_backend" and not hasattr(kind(), _field_of(name)):
-            rule = f"{kind.__name__} has no such field"
-            found.add(f"--{name} with --fp8_backend={backend}", rule, "Leave it out.")
-    if backend == MSAMP:
-        _check_backend(FP8BackendType(backend), "--fp8_backend=MSAMP", "cuda", found)
-    texts = {LAUNCHED[n]: _text(v) for n, v in settings.items() if n in LAUNCHED and v is not None}
-    try:
-        from_variables(texts)
-    except ConfigError as error:
-        for problem in error.problems:  # in the words of the command line
-            variable, _, value = problem.value.partition("=")
-            told = f"--{fields[variable]}={value}" if variable in fields else problem.value
-            found.add(told, problem.rule, problem.remedy)
+        elif recipe is None:
+            rule, remedy = "no backend would read it", "Give --fp8_backend=AO, TE or MSAMP."
+            found.add(f"--{name} without --fp8_backend", rule, remedy)
+        elif name != "fp8_backend" and not hasattr(recipe, _field_of(name)):
+            rule = f"{type(recipe).__name__} has no such field"
+            found.add(f"--{name}", rule, "Leave it out.")
+    if isinstance(recipe, MSAMPRecipeKwargs):
+        _check_backend(MSAMP, "--fp8_backend=MSAMP", "cuda", found)
     return found
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ import torch
 from accel.config.fp8 import AORecipeKwargs
 from accel.config.handlers import AutocastKwargs
 from accel.logging import get_logger, silenced
-from accel.machine.errors import ConfigError
+from accel.machine.errors import ConfigError, listed
 from accel.machine.imports import require
 from accel.precision.amp import AmpPrecision
 from accel.precision.wrapping import is_dispatched
@@ -97,9 +95,7 @@ class TorchaoPrecision(AmpPrecision):
         if config.enable_fsdp_float8_all_gather and not gathers:
             config = self._without_gathering(config, evaluation)
         done = import_torchao("torchao.float8.float8_linear").Float8Linear
-        chosen = choose_layers(
-            model, self.recipe.module_filter_func, keep, evaluation, done
-        ).converted
+        chosen = choose_layers(model, self.recipe.module_filter_func, keep, evaluation, done)
         if "" in chosen:
             raise ConfigError.of(
                 f"prepare: {type(model).__name__} with mixed_precision='fp8'",
@@ -190,26 +186,12 @@ def _refuse_tied(model: torch.nn.Module, chosen: dict[str, torch.nn.Linear]) -> 
         )
 
 
-# -- which linear layers compute in fp8: not the first, the last and the he -------------------
+# -- which linear layers compute in fp8: not the first, the last and the head -------------------
 
 
 MULTIPLE = 16  # of which the matrix products of fp8 want both sizes of a weight
 HEADS = ("lm_head",)
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # in a dotted name
 FilterFunction = Callable[[torch.nn.Module, str], bool]
-
-
-@dataclass
-class Choice:
-    """The linear layers of a model that are converted, and why others are not, by name.
-
-    Attributes:
-        converted: layers to convert.
-        odd_sizes: weights whose sizes are no multiples of 16, as (out, in).
-    """
-
-    converted: dict[str, torch.nn.Linear] = field(default_factory=dict)
-    odd_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def choose_layers(
@@ -218,8 +200,8 @@ def choose_layers(
     keep: Collection[torch.nn.Module] = (),
     evaluation: bool = False,
     done: type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] = (),
-) -> Choice:
-    """Return the layers of `model` to convert; log which ones keep their format for their sizes.
+) -> dict[str, torch.nn.Linear]:
+    """Return the layers of `model` to convert by name; log which ones keep their format.
 
     Args:
         model: the user's own module.
@@ -239,30 +221,51 @@ def choose_layers(
             "Load it without a device map, or use bf16.",
         )
     kept = {id(module) for part in keep for module in part.modules()}
-    named = {n: m for n, m in model.named_modules(remove_duplicate=False) if id(m) not in kept}
-    choice = Choice()
+    linear = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.nn.Linear) and id(module) not in kept
+    }
     if filter_function is None:
-        _choose(model, named, choice)
+        chosen = _default_choice(model, linear)
     else:
-        for name, module in named.items():
-            if isinstance(module, torch.nn.Linear) and filter_function(module, name):
-                choice.converted[name] = module
-    _check(model, choice, filter_function is None, evaluation, done)
-    return choice
+        chosen = {name: layer for name, layer in linear.items() if filter_function(layer, name)}
+    if chosen or any(isinstance(module, done) for module in model.modules()):
+        return chosen
+    kind = type(model).__name__
+    if filter_function is None and not evaluation:
+        raise ConfigError.of(
+            f"prepare: {kind} with mixed_precision='fp8'",
+            "no layer would compute in fp8: the first and the last linear layer, the head, and "
+            f"sizes that are no multiples of {MULTIPLE} keep their format",
+            "Use bf16, or choose layers by a function of a module and its name, in a recipe by its "
+            "dotted name: precision.fp8_torchao.module_filter_func=my_module.wanted, in a script "
+            "AORecipeKwargs(module_filter_func=wanted).",
+        )
+    logger.warning("fp8: no layer of %s is converted; all of it computes in bf16.", kind)
+    return chosen
 
 
-def _choose(model: torch.nn.Module, named: dict[str, torch.nn.Module], choice: Choice) -> None:
-    linear = {n: m for n, m in named.items() if isinstance(m, torch.nn.Linear)}
-    left = {id(module) for module in heads(model)}
-    left |= {id(module) for module in (*list(linear.values())[:1], *list(linear.values())[-1:])}
-    for name, module in linear.items():
-        if id(module) in left or not is_plain(module):
-            continue
-        sizes = (module.out_features, module.in_features)
-        if any(size % MULTIPLE for size in sizes):
-            choice.odd_sizes[name] = sizes
-        else:
-            choice.converted[name] = module
+def _default_choice(
+    model: torch.nn.Module, linear: dict[str, torch.nn.Linear]
+) -> dict[str, torch.nn.Linear]:
+    layers = list(linear.values())
+    left = {id(module) for module in (*heads(model), *layers[:1], *layers[-1:])}
+    plain = {n: layer for n, layer in linear.items() if id(layer) not in left and is_plain(layer)}
+    odd = {
+        name: f"{name} ({layer.out_features} × {layer.in_features})"
+        for name, layer in plain.items()
+        if layer.out_features % MULTIPLE or layer.in_features % MULTIPLE
+    }
+    if odd:
+        logger.warning(
+            "fp8: these layers of %s compute in bf16, as their sizes (out × in) are no multiples "
+            "of %d: %s.",
+            type(model).__name__,
+            MULTIPLE,
+            listed(list(odd.values())),
+        )
+    return {name: layer for name, layer in plain.items() if name not in odd}
 
 
 def is_plain(module: torch.nn.Linear) -> bool:
@@ -292,46 +295,3 @@ def heads(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         found = output() if callable(output) else None
         if isinstance(found, torch.nn.Module):
             yield found
-
-
-def _grouped(sizes: dict[str, tuple[int, int]]) -> Iterator[str]:
-    """Yield a text for each layer, or for all of one size whose names differ in numbers only."""
-    groups: dict[tuple[str, tuple[int, int]], list[str]] = {}
-    for name, size in sizes.items():
-        groups.setdefault((NUMBER.sub("*", name), size), []).append(name)
-    for (pattern, (out, into)), names in groups.items():
-        if len(names) == 1:
-            yield f"{names[0]} ({out} × {into})"
-        else:
-            yield f"{pattern} ({out} × {into}, {len(names)} layers)"
-
-
-def _check(
-    model: torch.nn.Module,
-    choice: Choice,
-    by_default: bool,
-    evaluation: bool,
-    done: type[torch.nn.Module] | tuple[type[torch.nn.Module], ...],
-) -> None:
-    """Name what keeps its format; refuse a model that is trained with nothing converted."""
-    if choice.odd_sizes:
-        logger.warning(
-            "fp8: these layers of %s compute in bf16, as their sizes (out × in) are no multiples "
-            "of %d: %s.",
-            type(model).__name__,
-            MULTIPLE,
-            ", ".join(_grouped(choice.odd_sizes)),
-        )
-    if choice.converted or any(isinstance(module, done) for module in model.modules()):
-        return
-    kind = type(model).__name__
-    if by_default and not evaluation:
-        raise ConfigError.of(
-            f"prepare: {kind} with mixed_precision='fp8'",
-            "no layer would compute in fp8: the first and the last linear layer, the head, and "
-            f"sizes that are no multiples of {MULTIPLE} keep their format",
-            "Use bf16, or choose layers by a function of a module and its name, in a recipe by its "
-            "dotted name: precision.fp8_torchao.module_filter_func=my_module.wanted, in a script "
-            "AORecipeKwargs(module_filter_func=wanted).",
-        )
-    logger.warning("fp8: no layer of %s is converted; all of it computes in bf16.", kind)

@@ -315,7 +315,7 @@ class TransformerEnginePrecision(AmpPrecision):
             for layer in scaled_layers(model).values():
                 _keep_extra_state_out(layer)
             return
-        layers = choose_layers(model, None, keep, evaluation).converted.values()
+        layers = choose_layers(model, None, keep, evaluation).values()
         chosen = {id(layer) for layer in layers}
         _convert(model, True, True, False, lambda layer: id(layer) in chosen)
         logger.info("fp8: %d linear layers of %s converted.", len(chosen), type(model).__name__)

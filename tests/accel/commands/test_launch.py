@@ -86,11 +86,11 @@ def test_a_recipe_of_fp8_is_handed_to_the_script() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--fp8_backend=foo"], "--fp8_backend='FOO': it is one of AO, TE, MSAMP"),
+        (["--fp8_backend=foo"], "FP8_BACKEND='FOO': it is one of AO, TE, MSAMP"),
         (["--fp8_format=E4M3"], "--fp8_format without --fp8_backend"),
         (["--mixed_precision=bf16", "--fp8_backend=te"], "--fp8_backend with mixed_precision=bf16"),
         (["--fp8_backend=ao", "--fp8_margin=1"], "AORecipeKwargs has no such field"),
-        (["--fp8_backend=te", "--fp8_margin=x"], "--fp8_margin='x'"),
+        (["--fp8_backend=te", "--fp8_margin=x"], "FP8_MARGIN='x'"),
         (["--fp8_backend=te", "--fp8_interval=0"], "TERecipeKwargs.interval=0"),
         (["--fp8_backend=msamp"], "--fp8_backend=MSAMP"),
     ],

@@ -32,24 +32,23 @@ def test_first_last_and_tied_head_stay() -> None:
     model = Tied()
     assert list(heads(model)) == [model.to_logits]
     # The head is the first of all: no other layer is left out for being that.
-    assert list(choose_layers(model).converted) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(choose_layers(model)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_heads_by_name_and_by_the_models_word() -> None:
     model = stack(16, 16, 16, 16, 16)
     model.lm_head = torch.nn.Linear(16, 16)
     model.tail = torch.nn.Linear(16, 16)
-    assert list(choose_layers(model).converted) == ["1", "2", "3"]
+    assert list(choose_layers(model)) == ["1", "2", "3"]
     model.get_output_embeddings = lambda: model[2]  # type: ignore[assignment]
-    assert list(choose_layers(model).converted) == ["1", "3"]
+    assert list(choose_layers(model)) == ["1", "3"]
 
 
 def test_sizes_that_are_no_multiples_of_16_stay_and_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = choose_layers(stack(16, 32, 40, 32, 48, 16))
-    assert list(found.converted) == ["3"]
-    assert found.odd_sizes == {"1": (40, 32), "2": (32, 40)}
+    assert list(found) == ["3"]
     assert "no multiples of 16: 1 (40 × 32), 2 (32 × 40)." in caplog.text
 
 
@@ -67,14 +66,14 @@ def test_layers_of_other_kinds_stay() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(16, 16), *others, *stack(16, 16, 16), torch.nn.Linear(16, 16)
     )
-    assert list(choose_layers(model).converted) == ["5", "6"]
+    assert list(choose_layers(model)) == ["5", "6"]
 
 
 def test_a_layer_in_two_places_is_converted_in_both() -> None:
     model = stack(16, 16, 16, 16, 16)
     model.append(model[1])
     model.append(torch.nn.Linear(16, 16))
-    assert list(choose_layers(model).converted) == ["1", "2", "3", "4"]
+    assert list(choose_layers(model)) == ["1", "2", "3", "4"]
 
 
 def test_a_model_without_a_layer_for_fp8_is_refused_unless_it_is_only_evaluated(
@@ -86,7 +85,7 @@ def test_a_model_without_a_layer_for_fp8_is_refused_unless_it_is_only_evaluated(
     choose_layers(stack(16, 16, 16), evaluation=True)
     assert "no layer of Sequential is converted" in caplog.text
     caplog.clear()
-    assert not choose_layers(stack(16, 16, 16), done=torch.nn.Linear).converted  # it is already
+    assert not choose_layers(stack(16, 16, 16), done=torch.nn.Linear)  # it is already
     assert not caplog.text
 
 
