@@ -6,7 +6,7 @@ process that trains again and again collects them, and one that ends with any of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -52,37 +52,22 @@ def check_given(given: DeviceMesh, own: DeviceMesh) -> None:
         )
 
 
-class DestroyedGroup:
-    """Replaces a destroyed process group in a model: keeps its size and rank, refuses the rest."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._size, self._rank = group.size(), group.rank()
-
-    def size(self) -> int:
-        """Return the number of ranks that the group had."""
-        return self._size
-
-    def rank(self) -> int:
-        """Return the rank that this process had in the group."""
-        return self._rank
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # copying and pickling ask for such names
-            raise AttributeError(name)
-        raise StateError(
-            "The process group was destroyed by end_training(), so that sharded parameters can no "
-            "longer be gathered. Train, evaluate and save before it, or build a new Accelerator() "
-            "on every process."
-        )
+def _refuse_forward(*_: object) -> NoReturn:
+    raise StateError(
+        "The process group was destroyed by end_training(), so that sharded parameters can no "
+        "longer be gathered. Train, evaluate and save before it, or build a new Accelerator() "
+        "on every process."
+    )
 
 
 def destroy_mesh(
-    built: Iterable[DeviceMesh], models: Iterable[torch.nn.Module], groups_exist: bool = True
+    built: Iterable[DeviceMesh], models: Sequence[torch.nn.Module], groups_exist: bool = True
 ) -> None:
     """Destroy the process groups of meshes, but for the default one, and drop references to them.
 
-    Every rank calls this, with no collective under way. `models` are distributed over a mesh;
-    `groups_exist` is false if the groups were destroyed with the default group.
+    Every rank calls this, with no collective under way. `models` are distributed over a mesh, and
+    refuse further forward passes; `groups_exist` is false if the groups were destroyed with the
+    default group.
     """
     infos = list(mesh_infos(models))
     meshes = {id(known): known for known in (*built, *(info.mesh for info in infos))}
@@ -92,7 +77,10 @@ def destroy_mesh(
     for info in infos:
         for name, value in vars(info).items():
             if isinstance(value, dist.ProcessGroup):
-                setattr(info, name, DestroyedGroup(value))
+                setattr(info, name, None)
+    for model in models:
+        if any(True for _ in mesh_infos([model])):
+            model.register_forward_pre_hook(_refuse_forward, prepend=True)
     for group in groups.values():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -13,8 +13,8 @@ Weights that FSDP2 all-gathers in fp8 have one scale each, and each rank holds a
 all-reduce computes the scales of all weights as a forward pass begins (torchao: one a weight).
 
 torch's kernels for several tensors (``foreach``, ``fused``) take tensors of one mesh in a call. So
-parameter groups are split by mesh during a step. Values that an optimizer writes into the split
-groups (a count of steps, say) are written into the original group afterwards.
+parameter groups are split by mesh during a step. Values that an optimizer writes into the first
+part of a group are written into the group afterwards.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -32,7 +32,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.machine.enums import FP8BackendType
-from accel.machine.errors import ConfigError
 from accel.plan.plan import Plan
 from accel.precision.fp8 import import_torchao, linear_config
 from accel.strategies.mesh.torch_internals import (
@@ -205,7 +204,6 @@ def forget_after_steps(optimizer: torch.optim.Optimizer, models: Models) -> None
     optimizer.register_step_post_hook(after)
 
 
-MISSING = object()
 Group = dict[str, Any]
 # Optimizers with these hooks already: one may be prepared again.
 _split_by_mesh: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -222,7 +220,7 @@ def step_by_mesh(optimizer: torch.optim.Optimizer) -> None:
         if saved:  # hooks are called twice where a subclass calls its parent's step
             own.param_groups, splits = saved.pop()
             for group, parts in zip(own.param_groups, splits, strict=True):
-                _merge(group, parts)
+                group.update({**parts[0], "params": group["params"]})
 
     def split(own: torch.optim.Optimizer, *_: object) -> None:
         restore(own)  # a parent's step, or one after a step that failed
@@ -238,27 +236,6 @@ def _is_foreach(group: Group) -> bool:
     """Return whether torch updates a group by kernels for several tensors, or may choose to."""
     foreach, fused = group.get("foreach", False), group.get("fused")
     return bool(foreach or fused or (foreach is None and fused is None))
-
-
-def _merge(group: Group, parts: list[Group]) -> None:
-    """Write into a group the values that a step wrote into its parts."""
-    for key in dict.fromkeys(key for part in parts for key in part if key != "params"):
-        first, *others = (part.get(key, MISSING) for part in parts)
-        if any(not _same(first, other) for other in others):
-            raise ConfigError.of(
-                f"an optimizer that wrote {key}={first!r} and other values into one group",
-                "its step updates the parameters of each mesh in a separate call (the last one "
-                "may have failed between them), and a group has one value",
-                "Build the optimizer with foreach=False and fused=False, or give sharded and "
-                "replicated parameters separate groups.",
-            )
-        group[key] = first
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one is other or torch.equal(one, other)
-    return one is other or bool(one == other)
 
 
 def _by_mesh(group: Group) -> Iterator[Group]:

@@ -30,7 +30,6 @@ from accel.logging import get_logger
 from accel.machine.errors import ConfigError
 from accel.plan.dims import TP, ParallelDims
 from accel.precision.base import COMPUTE_DTYPES
-from accel.strategies.base import WHOLE_AVERAGE, refuse_copies
 from accel.strategies.compile import compile_model, is_on
 from accel.strategies.mesh.device_mesh import gradient_mesh
 from accel.strategies.mesh.hooks import (
@@ -51,7 +50,6 @@ from accel.strategies.mesh.units import (
     find_units,
     ignored_modules,
     parameters_of,
-    split_by_dtype,
 )
 
 if TYPE_CHECKING:
@@ -62,18 +60,12 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-SHARDED_AVERAGE = (
-    f"{WHOLE_AVERAGE} Or keep it in shards: prepare the copy beside the model, prepare(model, copy,"
-    " optimizer), and update its parameters from the model's, one by one."
-)
-
 
 @dataclass(frozen=True)
 class MeshSettings:
     """Settings that models are parallelized by.
 
     Attributes:
-        name: of the strategy, for messages.
         precision: autocast of forward passes.
         formats: mixed precision of FSDP2.
         fsdp: units, offloading and resharding.
@@ -81,7 +73,6 @@ class MeshSettings:
         tensor_parallel: tensor-parallel plan, where that was requested.
     """
 
-    name: str
     mesh: DeviceMesh
     device: torch.device
     comm: Communicator
@@ -132,7 +123,6 @@ def read_settings(
         auto_wrap_policy="no_wrap", reshard_after_forward=False
     )
     return MeshSettings(
-        name=plan.strategy,
         mesh=mesh,
         device=device,
         comm=comm,
@@ -207,7 +197,7 @@ def shard_or_replicate(
     """
     mesh, formats = gradient_mesh(settings.mesh), settings.formats
     reshard = settings.fsdp.given("reshard_after_forward")
-    for unit in [*split_by_dtype(model, units, set(parameters_of(ignored))), model]:
+    for unit in [*units, model]:
         weights.materialize(unit)
         cast_buffers(unit, formats.buffers)
         fully_shard(
@@ -240,8 +230,6 @@ def install_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
     dynamo = settings.dynamo
     if not is_on(dynamo) or dynamo.use_regional_compilation is not False:
         SubmoduleCalls(model)  # hooks of its modules would break the one graph of the model
-    units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    refuse_copies(units, settings.name, SHARDED_AVERAGE)
 
 
 def compile_between_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:

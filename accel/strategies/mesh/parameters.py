@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.comm.base import exchange_flat
-from accel.machine.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from accel.strategies.mesh.state import shard_like
 from accel.strategies.mesh.torch_internals import buffer_table, parameter_table
@@ -37,15 +37,10 @@ class ParameterRemap:
         self._new: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def record(self, before: Named, after: Named) -> None:
-        """Record the parameters, by name, that replaced those of a model as the user built it.
-
-        Raise `ConfigError` if tied parameters are not tied any more.
-        """
+        """Record the parameters, by name, that replaced those of a model as the user built it."""
         for name, old in before.items():
             if old is not after[name]:
-                known = self._new.setdefault(old, after[name])
-                if known is not after[name]:
-                    raise ConfigError(_untied(before, old))
+                self._new[old] = after[name]
 
     def record_unsharded(
         self, pairs: Iterable[tuple[torch.nn.Parameter, torch.nn.Parameter]]
@@ -71,15 +66,6 @@ class ParameterRemap:
                 if old in own.state:
                     state = own.state.pop(old)
                     own.state[new] = {key: shard_like(v, new) for key, v in state.items()}
-
-
-def _untied(before: Named, shared: torch.nn.Parameter) -> Problem:
-    names = [name for name, parameter in before.items() if parameter is shared]
-    return Problem(
-        f"prepare: the parameter shared by {', '.join(names)}",
-        "tied weights are sharded alike and gathered together",
-        "Give all of them the same style in the plan, or none.",
-    )
 
 
 Init = Callable[[torch.nn.Module], object]

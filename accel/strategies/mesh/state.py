@@ -106,7 +106,7 @@ class MeshState(StateIO):
     ) -> None:
         own = self.unwrap(model)
         targets = own.state_dict()
-        shards = {name: shard_weight(value, targets.get(name)) for name, value in state.items()}
+        shards = {name: shard_like(value, targets.get(name)) for name, value in state.items()}
         own.load_state_dict(shards, strict=strict)
         if self._gathers_fp8:
             forget_scales(own)
@@ -159,19 +159,18 @@ def full_tensors(value: object) -> object:
     return full_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
-def shard(value: torch.Tensor, target: DTensor, device: torch.device | None = None) -> DTensor:
+def shard(value: torch.Tensor, target: DTensor) -> DTensor:
     """Return this rank's shard of a full tensor, placed as `target`; no communication.
 
     Args:
         value: [...] of the shape of `target`; its dtype is kept.
-        target: gives mesh and placements.
-        device: of the shard; None: that of `target`.
+        target: gives mesh, placements and device.
     """
     mesh, placements = target.device_mesh, target.placements
     own = value.detach()
     for dim, (size, offset) in enumerate(local_sizes_and_offsets(target.shape, mesh, placements)):
         own = own.narrow(dim, min(offset, own.shape[dim]), size)
-    own = own.to(device or target.to_local().device).clone(memory_format=torch.contiguous_format)
+    own = own.to(target.to_local().device).clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         own, mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
     )
@@ -189,15 +188,11 @@ def empty_shard(target: DTensor, dtype: torch.dtype) -> DTensor:
     )
 
 
-def shard_weight(value: torch.Tensor, target: object) -> torch.Tensor:
-    """Return the shard of a full weight; of another shape it stays, for torch to name it."""
-    if isinstance(value, DTensor) or not isinstance(target, DTensor):
-        return value
-    return shard(value, target) if value.shape == target.shape else value
+def shard_like(value: Any, target: torch.Tensor | None) -> Any:
+    """Return `value` sharded like `target` where it is a full tensor of the same shape.
 
-
-def shard_like(value: object, target: torch.Tensor | None) -> object:
-    """Return `value` sharded like `target` where it is a full tensor of the same shape."""
+    Of another shape it stays: torch names a weight that does not fit.
+    """
     if not isinstance(target, DTensor) or not isinstance(value, torch.Tensor):
         return value
     is_full = not isinstance(value, DTensor) and value.shape == target.shape and value.dim() > 0

@@ -53,44 +53,31 @@ if TYPE_CHECKING:
     from accel.precision.base import Precision
 
 
-class LiveModels:
-    """Models that are still referenced elsewhere."""
-
-    def __init__(self) -> None:
-        self._references: list[weakref.ref[torch.nn.Module]] = []
-
-    def __iter__(self) -> Iterator[torch.nn.Module]:
-        found = (reference() for reference in self._references)
-        return (model for model in found if model is not None)
-
-    def add(self, model: torch.nn.Module) -> None:
-        """Add a model, which is not kept alive."""
-        self._references.append(weakref.ref(model))
-
-    def clear(self) -> None:
-        """Remove all models."""
-        self._references.clear()
-
-
-class MeshModels(LiveModels):
+class MeshModels:
     """Models distributed over a mesh, which is destroyed at `close` or when the process ends.
 
-    Optimizers hold this object: it outlives a strategy that nobody references any more.
+    Optimizers hold this object: it outlives a strategy that nobody references any more. Models are
+    not kept alive.
     """
 
     def __init__(self, mesh: DeviceMesh, comm: Communicator) -> None:
-        super().__init__()
         self._meshes = [mesh, *join_axes(mesh)]
         self.is_destroyed = False
         self._comm = comm
+        # Each with its parameters that FSDP2 ignores.
+        self.ignored: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]]
+        self.ignored = weakref.WeakKeyDictionary()
         comm.before_exit(self.destroy)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter(list(self.ignored))
 
     def destroy(self) -> None:
         """Destroy the mesh and its process groups, without any collective."""
         if not self.is_destroyed:
             self.is_destroyed = True
             destroy_mesh(self._meshes, list(self), self.in_group())
-            self.clear()
+            self.ignored.clear()
 
     def in_group(self) -> bool:
         """Return whether the process group that the mesh was made from is there."""
@@ -114,11 +101,9 @@ class MeshStrategy(Strategy):
         name, dims = plan.strategy, plan.parallel_dims
         self._mesh = build_mesh(dims, plan.device_type)
         self._settings = read_settings(plan, self._mesh, comm, device, precision)
-        self._models, self._evaluated = MeshModels(self._mesh, comm), LiveModels()
+        self._models = MeshModels(self._mesh, comm)
+        self._evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._remap = ParameterRemap()
-        # Parameters that FSDP2 ignores, by model.
-        self._ignored: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Parameter]]
-        self._ignored = weakref.WeakKeyDictionary()
         self.sync: MeshSync = MeshSync(name)
         self.gradients: MeshGradients = MeshGradients(
             name, plan, comm, device, self._models, self._remap
@@ -176,7 +161,7 @@ class MeshStrategy(Strategy):
         For evaluation only, every rank holds the full model, with the weights of rank 0. Otherwise
         raise `ConfigError` if it is not to be moved to the device.
         """
-        if isinstance(model, FSDPModule) or any(known is model for known in self._models):
+        if isinstance(model, FSDPModule) or model in self._models.ignored:
             return model  # as after free_memory()
         if evaluation:
             return self._wrap_evaluated(model, place)
@@ -188,9 +173,7 @@ class MeshStrategy(Strategy):
             )
         before = parameters_by_name(model)
         ignored = parallelize(model, self.plan.parallel_dims, self._settings)
-        if ignored:
-            self._ignored[model] = ignored
-        self._models.add(model)
+        self._models.ignored[model] = ignored
         if self._gathers_fp8:
             scale_before_forwards(model)
         self._remap.record(before, parameters_by_name(model))
@@ -243,8 +226,8 @@ class MeshStrategy(Strategy):
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Compute gradients; average those of ignored modules where a model's are reduced."""
         loss.backward(**kwargs)
-        for model, parameters in self._ignored.items():
-            if self.sync.reduces(model):
+        for model, parameters in self._models.ignored.items():
+            if parameters and self.sync.reduces(model):
                 trained = [parameter for parameter in parameters if parameter.requires_grad]
                 average_gradients(trained, self._mesh)
 

@@ -68,19 +68,8 @@ def apply_tensor_parallel(
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     _tie_weights(model, before)
     for name in resolved.summed:
-        _sum(model, name, mesh)
-
-
-def _sum(model: torch.nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Sum the gradient of a replicated parameter over the tensor-parallel ranks."""
-    if isinstance(model.get_parameter(name), DTensor):
-        raise ConfigError.of(
-            f"tp_plan: {plain_name(name)} is sharded, and {SUMMED}",
-            "a parameter is sharded or replicated",
-            "Remove one of the two patterns, or name single parameters.",
-        )
-    owner, _, attribute = name.rpartition(".")
-    sum_gradients(model.get_submodule(owner), attribute, mesh)
+        owner, _, attribute = name.rpartition(".")
+        sum_gradients(model.get_submodule(owner), attribute, mesh)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -129,84 +129,7 @@ def _by_callable(
     return units
 
 
-# -- dtypes and tied weights ---------------------------------------------------------------
-
-
-def split_by_dtype(
-    model: torch.nn.Module, units: Modules, ignored: set[torch.nn.Parameter]
-) -> Modules:
-    """Return `units`, and before each the modules inside of other dtypes, as units of their own.
-
-    FSDP2 requires one dtype of the trainable parameters of a unit. It is that of the parameters
-    that the module itself registers, else the most common one. `model` is the unit around all;
-    `units` has inner ones first.
-
-    Raises:
-        ConfigError: if one module registers parameters of several dtypes, or one that must be a
-            unit has tied weights.
-    """
-    dtypes = {id(module): _dtype(module, ignored) for module in model.modules()}
-    tied = tied_parameters(model)
-    taken: set[int] = set()
-
-    def other_dtypes(
-        owner: torch.nn.Module, around: torch.dtype | None
-    ) -> Iterator[torch.nn.Module]:
-        """Yield modules within `owner` of other dtypes than `around`, inner ones first."""
-        for child in owner.children():
-            if id(child) in taken:
-                continue
-            taken.add(id(child))
-            own = dtypes[id(child)]
-            yield from other_dtypes(child, own or around)
-            if own not in (None, around):
-                if not holds_all_uses(child, tied):
-                    raise ConfigError(_tied(child, own, around))
-                yield child
-
-    ordered: Modules = []
-    for unit in (*units, model):
-        taken.add(id(unit))
-        ordered += other_dtypes(unit, dtypes[id(unit)] or _most_common(unit, taken, ignored))
-        ordered.append(unit)
-    return ordered[:-1]
-
-
-def _dtype(owner: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> torch.dtype | None:
-    """Return the dtype of the trainable parameters that `owner` itself registers, if any."""
-    dtypes = {parameter.dtype for parameter in _trained(owner, ignored)}
-    if len(dtypes) > 1:
-        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise ConfigError.of(
-            f"prepare: {type(owner).__name__} with parameters of {names}",
-            "the trainable parameters of an FSDP unit have one dtype",
-            "Give each dtype a module of its own.",
-        )
-    return dtypes.pop() if dtypes else None
-
-
-def _most_common(
-    unit: torch.nn.Module, taken: set[int], ignored: set[torch.nn.Parameter]
-) -> torch.dtype | None:
-    sizes: Counter[torch.dtype] = Counter()
-    for owner in unit.modules():
-        if id(owner) not in taken:
-            for parameter in _trained(owner, ignored):
-                sizes[parameter.dtype] += parameter.numel()
-    return sizes.most_common(1)[0][0] if sizes else None
-
-
-def _tied(owner: torch.nn.Module, own: torch.dtype | None, around: torch.dtype | None) -> Problem:
-    return Problem(
-        f"prepare: {type(owner).__name__} of {own} in a unit of {around}",
-        "each dtype is a unit of its own, and tied weights belong to one unit",
-        "Give it the dtype of the modules around it, or weights of its own.",
-    )
-
-
-def _trained(owner: torch.nn.Module, ignored: set[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    direct = owner.parameters(recurse=False)
-    return [p for p in direct if p.requires_grad and p not in ignored]
+# -- tied weights --------------------------------------------------------------------------
 
 
 def tied_parameters(model: torch.nn.Module) -> dict[int, int]:

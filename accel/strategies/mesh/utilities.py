@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from accel.checkpoint import directory, sharded
 from accel.checkpoint.optimizer_state import ParameterNames
@@ -23,7 +23,7 @@ from accel.machine import env
 from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from accel.precision.wrapping import is_peft_model, own_module
-from accel.strategies.mesh.state import shard, shard_like, shard_weight
+from accel.strategies.mesh.state import shard_like
 from accel.strategies.mesh.units import ignored_modules, parameters_of
 
 if TYPE_CHECKING:
@@ -81,23 +81,11 @@ def fsdp2_switch_optimizer_parameters(
         mapping: from the `data_ptr` of each of its parameters to the one that replaces it.
 
     Raises:
-        KeyError: naming every parameter that is not in `mapping`: it would not be trained any more.
-            Nothing is changed then.
+        KeyError: if a parameter is not in `mapping`: it would not be trained any more. Nothing is
+            changed then.
     """
     own = unwrap_optimizer(optimizer)
-    held = [
-        (f"parameter {index} of group {number}, {list(parameter.shape)}", parameter)
-        for number, group in enumerate(own.param_groups)
-        for index, parameter in enumerate(group["params"])
-    ]
-    missing = [name for name, parameter in held if parameter.data_ptr() not in mapping]
-    if missing:
-        raise KeyError(
-            f"mapping lacks {'; '.join(missing)}: each parameter of the optimizer is replaced, or "
-            "is not trained any more. Map its data_ptr(), taken before the model was sharded, to "
-            "its shard."
-        )
-    new = {parameter: mapping[parameter.data_ptr()] for _, parameter in held}
+    new = {p: mapping[p.data_ptr()] for group in own.param_groups for p in group["params"]}
     for group in own.param_groups:
         group["params"] = [new[parameter] for parameter in group["params"]]
     for old, parameter in new.items():
@@ -150,32 +138,10 @@ def fsdp2_load_full_state_dict(
     Raises:
         RuntimeError: of torch, for names and shapes that differ from the model's.
     """
-    comm, own = accelerator.comm, own_module(model)
-    target = own.state_dict()
-    device = torch.device("cpu") if cpu_offload else accelerator.device
-    shards: dict[str, torch.Tensor] = {}
-    for name, value in _received(comm, full_sd, accelerator.device):
-        held = target.get(name)
-        if not isinstance(held, torch.Tensor) or not held.is_meta:
-            shards[name] = shard_weight(value, held)
-        elif isinstance(held, DTensor) and held.shape == value.shape:
-            shards[name] = shard(value, held, device)
-        else:
-            shards[name] = value.to(device)
-    assign = any(isinstance(held, torch.Tensor) and held.is_meta for held in target.values())
-    own.load_state_dict(shards, assign=assign)
-
-
-def _received(
-    comm: Communicator, full: Mapping[str, torch.Tensor], device: torch.device
-) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor on `device`) of rank 0's state dict, one after the other."""
-    first = comm.rank == 0
-    own = [(name, value.shape, value.dtype) for name, value in full.items()] if first else None
-    (described,) = comm.broadcast_objects([own])
-    for name, shape, dtype in described:
-        value = full[name].to(device) if first else torch.empty(shape, dtype=dtype, device=device)
-        yield name, comm.broadcast(value.detach())
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload
+    )
+    set_model_state_dict(own_module(model), dict(full_sd), options=options)
 
 
 def _adapter(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,12 +157,6 @@ def _file(folder: Folder, name: str, index: int) -> Path:
     return Path(folder) / directory.numbered(name, ".bin", index)
 
 
-def _kept(shards: Path, file: Path, plugin: FullyShardedDataParallelPlugin) -> Path:
-    """Return which of the two kinds is there; of both or none, that of the plugin."""
-    wanted, other = (shards, file) if plugin.saves_shards else (file, shards)
-    return other if other.exists() and not wanted.exists() else wanted
-
-
 def _save(comm: Communicator, state: object, path: Path, what: str) -> None:
     """Write on rank 0; every rank calls this, and waits until it is written."""
     with together(comm, f"saving {path.name}"):
@@ -206,18 +166,12 @@ def _save(comm: Communicator, state: object, path: Path, what: str) -> None:
 
 
 def _save_shards(comm: Communicator, state: dict[str, Any], folder: Path) -> None:
-    """Write on every rank; what the folder held before goes when all of it is written."""
-    part = folder.with_name(f"{folder.name}.part")
+    """Write on every rank, in place of what the folder held before."""
     with together(comm, f"saving {folder.name}"):
-        if comm.rank == 0 and part.is_dir():  # of a save that was killed
-            shutil.rmtree(part)
+        if comm.rank == 0 and folder.is_dir():
+            shutil.rmtree(folder)
     with together(comm, f"saving {folder.name}"):
-        sharded.write(state, part)
-    with together(comm, f"saving {folder.name}"):
-        if comm.rank == 0:
-            if folder.is_dir():
-                shutil.rmtree(folder)
-            part.rename(folder)
+        sharded.write(state, folder)
 
 
 def save_fsdp_model(
@@ -262,7 +216,7 @@ def load_fsdp_model(
     """Load what `save_fsdp_model` wrote, without running code. Every rank calls this.
 
     Args:
-        fsdp_plugin: of the run; of a full and a sharded state, its kind is loaded.
+        fsdp_plugin: of the run; its `state_dict_type` says whether they are full or sharded.
         accelerator: of the run.
         model: prepared.
         input_dir: folder of the file, or of the folder of shards.
@@ -274,12 +228,11 @@ def load_fsdp_model(
         CheckpointError: if the file is missing or broken.
     """
     io = accelerator.strategy.state
-    shards = Path(input_dir) / directory.sharded_model_name(model_index)
-    path = _kept(shards, _file(input_dir, FSDP_MODEL_NAME, model_index), fsdp_plugin)
-    if path == shards:
+    if fsdp_plugin.saves_shards:
+        shards = Path(input_dir) / directory.sharded_model_name(model_index)
         state = sharded.read_model_folder(shards, io.allocate_weights(model) or sharded.empty)
     else:
-        state = load_plain(path)
+        state = load_plain(_file(input_dir, FSDP_MODEL_NAME, model_index))
     if adapter_only and is_peft_model(own_module(model)):
         state = {**io.sharded_model_state(model), **state}
     io.load_model_state(model, state)
@@ -328,7 +281,7 @@ def load_fsdp_optimizer(
     """Load what `save_fsdp_optimizer` wrote, without running code. Every rank calls this.
 
     Args:
-        fsdp_plugin: of the run; of a full and a sharded state, its kind is loaded.
+        fsdp_plugin: of the run; its `state_dict_type` says whether it is full or sharded.
         accelerator: of the run.
         optimizer: prepared.
         model: whose parameters it steps.
@@ -341,11 +294,10 @@ def load_fsdp_optimizer(
         CheckpointError: if the file is missing or broken.
     """
     io, names = accelerator.strategy.state, ParameterNames([own_module(model)])
-    shards = Path(input_dir) / directory.sharded_optimizer_name(optimizer_index)
-    path = _kept(shards, _file(input_dir, OPTIMIZER_NAME, optimizer_index), fsdp_plugin)
-    if path == shards:
+    if fsdp_plugin.saves_shards:
+        shards = Path(input_dir) / directory.sharded_optimizer_name(optimizer_index)
         allocate = io.allocate_state(optimizer, names) or sharded.empty
         state = sharded.read_optimizer_folder(shards, 0, allocate)
     else:
-        state = load_plain(path)
+        state = load_plain(_file(input_dir, OPTIMIZER_NAME, optimizer_index))
     io.load_optimizer_state(optimizer, state, names)

@@ -27,7 +27,6 @@ from accel.machine.errors import ConfigError
 from tests.accel.strategies.training import (
     BATCH,
     PLAN,
-    WIDTH,
     Model,
     adamw,
     build,
@@ -220,38 +219,6 @@ def test_styles_of_torch_train_like_a_plain_loop(engines: dict[str, Any]) -> Non
     run_distributed(check_sequence_parallel, 2, engines)
 
 
-class Doubled(torch.nn.Module):
-    """A layer in fp64 among others in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.inner(hidden.double()).float()
-
-
-def check_dtypes(tp_size: int) -> None:
-    def mixed() -> Model:
-        model = Model()
-        model.blocks.append(Doubled())
-        return model
-
-    accelerator = build(tp={"tp_size": tp_size})
-    losses, norms, weights = train(accelerator, mixed())
-    expected = plain(mixed())
-    assert largest(losses, expected[0]) < CLOSE
-    assert largest(norms, expected[1]) < CLOSE
-    assert difference(weights, expected[2]) < CLOSE
-
-
-@pytest.mark.parametrize(
-    ("tp_size", "world_size"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)]
-)
-def test_replicas_of_a_model_of_two_dtypes(tp_size: int, world_size: int) -> None:
-    run_distributed(check_dtypes, world_size, tp_size)
-
-
 def check_bf16() -> None:
     accelerator = build(tp={"tp_size": 2}, mixed_precision="bf16")
     losses, _, _ = train(accelerator, Model())
@@ -297,15 +264,11 @@ def test_foreach_kernels_step_replicated_and_sharded_parameters(
 
 
 class Counting(torch.optim.SGD):
-    """Keeps what it counts in its groups."""
-
-    per_parameter = False
+    """Counts its steps in its groups."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + (
-                sum(p.numel() for p in group["params"]) if self.per_parameter else 1
-            )
+            group["steps"] = group.get("steps", 0) + 1
         return super().step(closure)
 
 
@@ -316,11 +279,6 @@ def check_written_values() -> None:
     for _ in range(3):
         optimizer.step()
     assert [group["steps"] for group in optimizer.param_groups] == [3]
-    Counting.per_parameter = True
-    with pytest.raises(ConfigError, match=r"wrote steps=\d+ and other values.*foreach=False"):
-        optimizer.step()
-    Counting.per_parameter = False
-    assert len(optimizer.param_groups) == 1
 
 
 def test_values_that_an_optimizer_writes_into_its_groups_stay() -> None:

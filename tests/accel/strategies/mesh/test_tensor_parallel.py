@@ -172,13 +172,3 @@ def check_unequal(engines: dict[str, Any]) -> None:
 @pytest.mark.parametrize("engines", [{}, {"fsdp": {}}])
 def test_replicated_parameters_with_unequal_gradients_are_named(engines: dict[str, Any]) -> None:
     run_distributed(check_unequal, 2, engines)
-
-
-def check_sharded_and_summed() -> None:
-    accelerator = build(tp={"tp_size": 2, "tp_plan": {**PLAN, "blocks.*": SUMMED}})
-    with pytest.raises(ConfigError, match=r"blocks.0.up.weight is sharded, and replicated_with"):
-        accelerator.prepare(HeadModel())
-
-
-def test_a_parameter_is_sharded_or_replicated() -> None:
-    run_distributed(check_sharded_and_summed, 2)

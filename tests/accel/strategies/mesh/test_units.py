@@ -1,4 +1,4 @@
-"""FSDP units of a model, their dtypes, and ignored modules (E3)."""
+"""FSDP units of a model, and ignored modules (E3)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.machine.errors import ConfigError
-from accel.strategies.mesh.units import find_units, split_by_dtype
+from accel.strategies.mesh.units import find_units
 from tests.accel.strategies.training import (
     WIDTH,
     Block,
@@ -31,7 +30,7 @@ def names_of(model: torch.nn.Module, plugin: dict[str, Any]) -> list[str]:
     """Return the names of what would be gathered as one, in the order of sharding."""
     names = {id(module): name for name, module in model.named_modules()}
     chosen = find_units(model, FullyShardedDataParallelPlugin(**plugin), set())
-    return [names[id(unit)] for unit in split_by_dtype(model, chosen, set())]
+    return [names[id(unit)] for unit in chosen]
 
 
 def wrap_linear(module: torch.nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -62,93 +61,6 @@ BLOCKS = ["blocks.1", "blocks.0"]
 )
 def test_units_are_those_that_the_plugin_names(plugin: Any, expected: list[str]) -> None:
     assert names_of(Model(), plugin) == expected
-
-
-class Scaled(torch.nn.Module):
-    """A parameter in fp64 beside a layer in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(6, 6)
-        self.gamma = torch.nn.Parameter(torch.full((6,), 0.5, dtype=torch.float64))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs + (self.inner(inputs) * self.gamma).float()
-
-
-class Mixed(torch.nn.Module):
-    """A layer and a parameter in fp64 among others in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = torch.nn.Linear(3, 6)
-        self.scaled = Scaled()
-        self.second = torch.nn.Linear(6, 4).double()
-        self.beside = torch.nn.Linear(3, 4)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.scaled(self.first(inputs))
-        return self.second(hidden.double()) + self.beside(inputs)
-
-
-def check_dtypes_and_ignored() -> None:
-    # The rarer dtype above the common one, within a unit; and as the unit's own.
-    for plugin in ({}, {"transformer_cls_names_to_wrap": ["Scaled"]}):
-        accelerator = build(fsdp={"ignored_modules": "bes.*", **plugin})
-        model, expected = Mixed(), Mixed()
-        for module in (model, expected):
-            module.beside.requires_grad_(False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        assert not isinstance(model.beside.weight, DTensor)
-        assert isinstance(model.second.weight, DTensor)
-        assert model.second.weight.dtype == torch.float64
-        check_steps(accelerator, model, optimizer, expected)
-        state = accelerator.get_state_dict(model)
-        assert difference(state, expected.state_dict()) < CLOSE
-        assert state["second.weight"].dtype == torch.float64
-        accelerator.end_training()
-
-
-def check_steps(accelerator: Any, model: Any, optimizer: Any, expected: Mixed) -> None:
-    other = torch.optim.AdamW(expected.parameters(), lr=0.1)
-    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(5))
-    for _ in range(3):
-        accelerator.backward(model(inputs).square().mean())
-        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected(inputs).square().mean().backward()
-        plain_norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
-        other.step()
-        other.zero_grad()
-        assert abs(norm.item() - plain_norm.item()) < CLOSE
-
-
-def test_several_dtypes_and_ignored_modules() -> None:
-    run_distributed(check_dtypes_and_ignored, 2)
-
-
-def test_each_dtype_of_a_unit_is_a_unit() -> None:
-    model = Mixed()
-    assert names_of(model, {}) == ["scaled.inner", "scaled", "second"]
-    by_class = {"transformer_cls_names_to_wrap": ["Mixed", "Scaled"]}
-    assert names_of(torch.nn.Sequential(model), by_class) == [
-        *("0.scaled.inner", "0.scaled", "0.second", "0")
-    ]
-    model.gain = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))  # all others are apart
-    assert names_of(model, {}) == ["first", "scaled.inner", "scaled", "second", "beside"]
-    model.first.weight = torch.nn.Parameter(model.first.weight.double())
-    with pytest.raises(ConfigError, match=r"Linear with parameters of torch.float32, "):
-        names_of(model, {})
-
-
-def test_what_is_tied_is_no_unit_of_its_own() -> None:
-    model = Model(frozen=False)
-    model.shift.data = model.shift.data.double()
-    with pytest.raises(ConfigError, match=r"Embedding of torch.float32 in a unit of torch.float64"):
-        names_of(model, {})
 
 
 class Beside(torch.nn.Module):

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.checkpoint import sharded
 from accel.checkpoint.serialization import load_plain
 from accel.machine import env
 from accel.machine.errors import CheckpointError, ConfigError
@@ -69,37 +69,6 @@ def test_a_sharded_model_and_its_optimizer_are_saved_and_loaded(index: int, tmp_
         folder = str(tmp_path / kind)
         found = run_distributed(saved_and_loaded, 2, folder, index, adapter, kind)
         assert found == [(True, files)] * 2
-
-
-def saved_again_without_success(folder: str) -> tuple[bool, list[str]]:
-    """Return whether the weights of a save before one that failed are loaded, and the files."""
-    accelerator, model, optimizer, loader = started(seed=0)
-    plugin = accelerator.state.fsdp_plugin
-    assert plugin is not None
-    plugin.set_state_dict_type("SHARDED_STATE_DICT")
-    utilities.save_fsdp_model(plugin, accelerator, model, folder)
-    utilities.save_fsdp_model(plugin, accelerator, model, folder)  # in the place of the first
-    before = accelerator.get_state_dict(model)
-    steps_of(accelerator, model, optimizer, loader)
-
-    def write(state: object, path: Path) -> None:
-        path.mkdir(exist_ok=True)
-        raise OSError("no room")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "write", write)
-        with pytest.raises(CheckpointError, match="no room"):
-            utilities.save_fsdp_model(plugin, accelerator, model, folder)
-    utilities.load_fsdp_model(plugin, accelerator, model, folder)
-    after = accelerator.get_state_dict(model)
-    utilities.save_fsdp_model(plugin, accelerator, model, folder)  # over what the failed one left
-    accelerator.end_training()
-    return equal(before, after), sorted(os.listdir(folder))
-
-
-def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
-    found = run_distributed(saved_again_without_success, 2, str(tmp_path))
-    assert found == [(True, ["pytorch_model_fsdp_0"])] * 2
 
 
 def adapter_saved_and_loaded(folder: str) -> tuple[set[str], bool, bool]:
@@ -196,16 +165,20 @@ def test_a_model_on_the_meta_device_gets_memory() -> None:
     assert run_distributed(loaded_without_memory, 2) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize(("cpu_offload", "kind"), [(True, "cpu"), (False, "meta")])
+@pytest.mark.parametrize("cpu_offload", [True, False])
 def test_weights_rest_on_the_host_or_the_device(
-    cpu_offload: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+    cpu_offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the meta device as that of the run: it is the one other than the host everywhere."""
-    model, weights = torch.nn.Linear(1, 1, device="meta"), torch.nn.Linear(1, 1).state_dict()
-    monkeypatch.setattr(utilities, "_received", lambda comm, full, device: full.items())
-    run: Any = SimpleNamespace(comm=None, device=torch.device("meta"))
-    utilities.fsdp2_load_full_state_dict(run, model, weights, cpu_offload)
-    assert {parameter.device.type for parameter in model.parameters()} == {kind}
+    """E1: on a machine without a GPU both are the host, so that the options of torch tell."""
+    asked: list[bool] = []
+
+    def record(model: torch.nn.Module, state: object, options: StateDictOptions) -> None:
+        asked.append(options.cpu_offload)
+
+    monkeypatch.setattr(utilities, "set_model_state_dict", record)
+    run: Any = SimpleNamespace()
+    utilities.fsdp2_load_full_state_dict(run, torch.nn.Linear(1, 1), {}, cpu_offload)
+    assert asked == [cpu_offload]
 
 
 def test_the_state_of_rank_0_is_loaded_into_the_shards() -> None:
@@ -226,7 +199,7 @@ def switched() -> bool:
     mapping = {pointer: after[name] for name, (pointer, _) in before.items()}
     # The module was sharded in place: hand the optimizer its former parameters again.
     first = next(iter(mapping))
-    with pytest.raises(KeyError, match=r"lacks parameter 0 of group 0, \[.*Map its data_ptr"):
+    with pytest.raises(KeyError, match=str(first)):
         utilities.fsdp2_switch_optimizer_parameters(
             optimizer, {key: value for key, value in mapping.items() if key != first}
         )
