@@ -15,35 +15,57 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 
+# Names that several documented modules have.
+FP8_RECIPES = (
+    "AORecipeKwargs",
+    "FP8RecipeKwargs",
+    "MSAMPRecipeKwargs",
+    "TERecipeKwargs",
+)
+HANDLERS = (
+    "AutocastKwargs",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+)
+TRAINING = (
+    "DataLoaderConfiguration",
+    "GradientAccumulationPlugin",
+    "ProjectConfiguration",
+    "TorchDynamoPlugin",
+)
+DISPATCH = (
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+)
+DEVICE_MAP = (
+    "check_device_map",
+    "get_balanced_memory",
+    "get_max_memory",
+    "infer_auto_device_map",
+)
+TIES = (
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "find_tied_parameters",
+    "retie_parameters",
+)
 # Documented module → module that does the work → names; "x as y" is called y in the former.
 EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "accel": {
         "accel.accelerator": ("Accelerator",),
         "accel.comm.rng": ("synchronize_rng_states",),
         "accel.config.deepspeed": ("DeepSpeedPlugin",),
-        "accel.config.fp8": (
-            "AORecipeKwargs",
-            "FP8RecipeKwargs",
-            "MSAMPRecipeKwargs",
-            "TERecipeKwargs",
-        ),
+        "accel.config.fp8": FP8_RECIPES,
         "accel.config.fsdp": ("FullyShardedDataParallelPlugin",),
-        "accel.config.handlers": (
-            "AutocastKwargs",
-            "DistributedDataParallelKwargs",
-            "GradScalerKwargs",
-            "InitProcessGroupKwargs",
-            "KwargsHandler",
-            "ProfileKwargs",
-        ),
+        "accel.config.handlers": HANDLERS,
         "accel.config.parallelism": ("ParallelismConfig",),
         "accel.config.tensor_parallel": ("TorchTensorParallelPlugin",),
-        "accel.config.training": (
-            "DataLoaderConfiguration",
-            "GradientAccumulationPlugin",
-            "ProjectConfiguration",
-            "TorchDynamoPlugin",
-        ),
+        "accel.config.training": TRAINING,
         "accel.data.prepare": ("prepare_data_loader", "skip_first_batches"),
         "accel.inference": ("prepare_pippy",),
         "accel.launchers": ("debug_launcher", "notebook_launcher"),
@@ -55,29 +77,14 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "accel.scheduler": ("AcceleratedScheduler",),
         "accel.state": ("AcceleratorState", "GradientState", "PartialState"),
         "accel.weights.device_map": ("infer_auto_device_map",),
-        "accel.weights.dispatch": (
-            "cpu_offload",
-            "cpu_offload_with_hook",
-            "disk_offload",
-            "dispatch_model",
-        ),
+        "accel.weights.dispatch": DISPATCH,
         "accel.weights.load": ("load_checkpoint_and_dispatch", "load_checkpoint_in_model"),
         "accel.weights.tensors": ("init_empty_weights", "init_on_device"),
     },
     "accel.big_modeling": {
         "accel.weights.device_hooks": ("attach_layerwise_casting_hooks",),
-        "accel.weights.device_map": (
-            "check_device_map",
-            "get_balanced_memory",
-            "get_max_memory",
-            "infer_auto_device_map",
-        ),
-        "accel.weights.dispatch": (
-            "cpu_offload",
-            "cpu_offload_with_hook",
-            "disk_offload",
-            "dispatch_model",
-        ),
+        "accel.weights.device_map": DEVICE_MAP,
+        "accel.weights.dispatch": DISPATCH,
         "accel.weights.folder": (
             "OffloadedWeightsLoader",
             "extract_submodules_state_dict",
@@ -88,14 +95,7 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "load_checkpoint_in_model",
             "load_state_dict",
         ),
-        "accel.weights.tensors": (
-            "check_tied_parameters_in_config",
-            "check_tied_parameters_on_same_device",
-            "find_tied_parameters",
-            "init_empty_weights",
-            "init_on_device",
-            "retie_parameters",
-        ),
+        "accel.weights.tensors": ("init_empty_weights", "init_on_device", *TIES),
     },
     "accel.checkpointing": {
         "accel.checkpoint.directory": (
@@ -188,29 +188,12 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "accel.utils.dataclasses": {
         "accel.config.deepspeed": ("DeepSpeedPlugin", "get_active_deepspeed_plugin"),
-        "accel.config.fp8": (
-            "AORecipeKwargs",
-            "FP8RecipeKwargs",
-            "MSAMPRecipeKwargs",
-            "TERecipeKwargs",
-        ),
+        "accel.config.fp8": FP8_RECIPES,
         "accel.config.fsdp": ("FullyShardedDataParallelPlugin", "get_module_class_from_name"),
-        "accel.config.handlers": (
-            "AutocastKwargs",
-            "DistributedDataParallelKwargs",
-            "GradScalerKwargs",
-            "InitProcessGroupKwargs",
-            "KwargsHandler",
-            "ProfileKwargs",
-        ),
+        "accel.config.handlers": HANDLERS,
         "accel.config.quantization": ("BnbQuantizationConfig",),
         "accel.config.tensor_parallel": ("TorchTensorParallelPlugin",),
-        "accel.config.training": (
-            "DataLoaderConfiguration",
-            "GradientAccumulationPlugin",
-            "ProjectConfiguration",
-            "TorchDynamoPlugin",
-        ),
+        "accel.config.training": TRAINING,
         "accel.machine.enums": (
             "BaseEnum",
             "ComputeEnvironment",
@@ -338,13 +321,7 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "accel.precision.amp": ("get_mixed_precision_context_manager",),
         "accel.precision.wrapping": ("is_peft_model",),
         "accel.strategies.mesh.gradients": ("get_grad_scaler",),
-        "accel.weights.device_map": (
-            "check_device_map",
-            "clean_device_map",
-            "get_balanced_memory",
-            "get_max_memory",
-            "infer_auto_device_map",
-        ),
+        "accel.weights.device_map": ("clean_device_map", *DEVICE_MAP),
         "accel.weights.load": ("load_checkpoint_in_model", "load_state_dict"),
         "accel.weights.sizes": (
             "calculate_maximum_sizes",
@@ -364,14 +341,11 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "accel.weights.tensors": (
             "check_device_same",
-            "check_tied_parameters_in_config",
-            "check_tied_parameters_on_same_device",
-            "find_tied_parameters",
             "get_non_persistent_buffers",
             "id_tensor_storage",
             "named_module_tensors",
-            "retie_parameters",
             "set_module_tensor_to_device",
+            *TIES,
         ),
     },
     "accel.utils.offload": {

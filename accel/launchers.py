@@ -16,10 +16,9 @@ import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,23 +43,6 @@ OF_WORKERS = (
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
 )
-
-
-@dataclass(frozen=True)
-class _Rendezvous:
-    """Where the nodes of a launch meet, and how its agent watches the workers."""
-
-    port: int = 0
-    address: str = "127.0.0.1"
-    node_rank: int = 0
-    num_nodes: int = 1
-    backend: str = "static"
-    endpoint: str = ""
-    configuration: Mapping[str, object] = field(default_factory=dict)
-    run_id: str = "none"
-    max_restarts: int = 0
-    monitor_interval: float = 0.1
-    log_line_prefix_template: str | None = None
 
 
 def notebook_launcher(
@@ -130,7 +112,14 @@ def notebook_launcher(
         rule = f"each process has a device of its own, and this machine has {device_count(kind)}"
         found.add(f"num_processes={number}", rule, "Give fewer.")
     found.raise_if()
-    rendezvous = _Rendezvous(
+    if number * num_nodes == 1:
+        _check_precision(mixed_precision)
+        with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision):
+            function(*args)
+        return
+    _check_forkable()
+    configuration = _configuration(
+        number,
         int(use_port),
         master_addr,
         node_rank,
@@ -139,19 +128,14 @@ def notebook_launcher(
         rdzv_endpoint,
         rdzv_conf or {},
         rdzv_id,
-        max_restarts,
-        monitor_interval,
-        log_line_prefix_template,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        log_line_prefix_template=log_line_prefix_template,
     )
-    if number * num_nodes == 1:
-        _check_precision(mixed_precision)
-        with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision):
-            function(*args)
-        return
     variables = {"ACCELERATE_MIXED_PRECISION": mixed_precision}
     if env.flag("ACCELERATE_DEBUG_MODE"):  # so that a mistake costs seconds
-        _fork(PartialState, (), number, variables, rendezvous)
-    _fork(function, args, number, variables, rendezvous)
+        _fork(PartialState, (), variables, configuration)
+    _fork(function, args, variables, configuration)
 
 
 def debug_launcher(
@@ -172,7 +156,9 @@ def debug_launcher(
     found = _call_problems(function, args)
     found += _count_problems(num_processes=(num_processes, 1))
     found.raise_if()
-    _fork(function, args, int(num_processes), {"ACCELERATE_USE_CPU": "1"}, _Rendezvous())
+    _check_forkable()
+    configuration = _configuration(int(num_processes), max_restarts=0)
+    _fork(function, args, {"ACCELERATE_USE_CPU": "1"}, configuration)
 
 
 def _call_problems(function: object, args: object) -> Problems:
@@ -212,11 +198,9 @@ def _check_precision(mixed_precision: str) -> None:
 def _fork(
     function: Callable[..., object],
     args: Sequence[object],
-    num_processes: int,
     variables: Mapping[str, str],
-    rendezvous: _Rendezvous,
+    configuration: LaunchConfig,
 ) -> None:
-    _check_forkable()
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -226,7 +210,7 @@ def _fork(
     own = dict.fromkeys(OF_WORKERS) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         with env.patched(**own, **OWN_STORE, **variables), _handlers_restored():
-            launch = elastic_launch(_configuration(rendezvous, num_processes), _worker)
+            launch = elastic_launch(configuration, _worker)
             try:
                 launch(function, tuple(args), folder)
             except ChildFailedError as error:
@@ -271,36 +255,43 @@ def _check_forkable() -> None:
             )
 
 
-def _configuration(rendezvous: _Rendezvous, num_processes: int) -> LaunchConfig:
+def _configuration(
+    num_processes: int,
+    port: int = 0,
+    address: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    backend: str = "static",
+    endpoint: str = "",
+    configuration: Mapping[str, object] | None = None,
+    run_id: str = "none",
+    **options: Any,
+) -> LaunchConfig:
+    """Return where the nodes of a launch meet; `options` say how its agent watches the workers."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    endpoint, backend, run_id = rendezvous.endpoint, rendezvous.backend, rendezvous.run_id
-    settings: dict[str, object] = {}
-    if backend == "static":
-        settings["rank"] = rendezvous.node_rank
-    if rendezvous.num_nodes == 1 and not endpoint and backend == "static" and not rendezvous.port:
+    settings: dict[str, object] = {"rank": node_rank} if backend == "static" else {}
+    if num_nodes == 1 and not endpoint and backend == "static" and not port:
         backend, endpoint, run_id = "c10d", "localhost:0", uuid.uuid4().hex
         settings = {}
     elif not endpoint:
-        if rendezvous.node_rank == 0 and rendezvous.address in ANY_ADDRESS:
-            _check_free(rendezvous.port)
-        endpoint = f"{rendezvous.address}:{rendezvous.port}"
+        if node_rank == 0 and address in ANY_ADDRESS:
+            _check_free(port)
+        endpoint = f"{address}:{port}"
     return LaunchConfig(
-        min_nodes=rendezvous.num_nodes,
-        max_nodes=rendezvous.num_nodes,
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
         nproc_per_node=num_processes,
         run_id=run_id,
         rdzv_backend=backend,
         rdzv_endpoint=endpoint,
-        rdzv_configs={**settings, **rendezvous.configuration},
-        max_restarts=rendezvous.max_restarts,
-        monitor_interval=rendezvous.monitor_interval,
+        rdzv_configs={**settings, **(configuration or {})},
         start_method="fork",
-        log_line_prefix_template=rendezvous.log_line_prefix_template,
         logs_specs=DefaultLogsSpecs(),
         # A lookup of this host's full name takes seconds where no name server answers.
-        local_addr="localhost" if rendezvous.num_nodes == 1 else None,
+        local_addr="localhost" if num_nodes == 1 else None,
+        **options,
     )
 
 

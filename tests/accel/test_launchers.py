@@ -157,8 +157,7 @@ def test_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
         monitor_interval=0.5,
         log_line_prefix_template="[${rank}] ",
     )
-    (given,) = started
-    configuration = launchers._configuration(given[-1], given[2])
+    configuration = started[-1][-1]
     assert (configuration.min_nodes, configuration.max_nodes) == (2, 2)
     assert configuration.nproc_per_node == 4
     assert configuration.rdzv_endpoint == "10.0.0.1:4242"
@@ -167,7 +166,7 @@ def test_nodes_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert configuration.log_line_prefix_template == "[${rank}] "
     assert configuration.rdzv_backend == "static"
     notebook_launcher(report, num_processes=2, rdzv_backend="c10d", rdzv_endpoint="node0:1")
-    configuration = launchers._configuration(started[-1][-1], 2)
+    configuration = started[-1][-1]
     assert (configuration.rdzv_backend, configuration.rdzv_endpoint) == ("c10d", "node0:1")
 
 
