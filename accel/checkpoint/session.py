@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.checkpoint.contents import RunObjects
-from accel.comm.base import together
-from accel.machine.errors import ArgumentTypeError, CheckpointError, ConfigError, Problem, nearest
+from accel.machine.errors import ArgumentTypeError, ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
-    from accel.strategies.base import NativeFormat, Objects, Strategy
+    from accel.strategies.base import Objects, Strategy
     from accel.trackers.group import TrackerGroup
 
 # What writes and reads is imported where it is first called: few scripts start with it, and the
@@ -232,58 +230,6 @@ class CheckpointSession:
         if self._run.writes:
             export.export_model(state, save_directory, max_shard_size, safe_serialization)
 
-    def save_native(self, model: torch.nn.Module, save_directory: str | os.PathLike[str]) -> None:
-        """Export a model and its optimizer in the format of the engine that trains it.
-
-        For exchange with other programs; to resume a run, there is `save_state`. DeepSpeed writes
-        its universal checkpoint. Call it on every process.
-
-        Args:
-            model: prepared.
-            save_directory: created if it does not exist; on a disk that all processes see.
-
-        Raises:
-            CheckpointError: on every process, if it failed on any, or the engine has no format.
-
-        Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
-        """
-        with together(self._run.comm, "save_native"):
-            native = self._native("save_native", "Call save_state.")
-            native.save(model, Path(save_directory).expanduser())
-
-    def load_native(
-        self,
-        model: torch.nn.Module,
-        input_dir: str | os.PathLike[str],
-        *,
-        trust_pickle: bool = False,
-    ) -> None:
-        """Read model and optimizer as `save_native`, or the engine elsewhere, wrote them.
-
-        Call it on every process; their number may differ.
-
-        Args:
-            model: prepared.
-            input_dir: what `save_native` was given.
-            trust_pickle: whether whoever wrote these files is trusted: engines unpickle them, and
-                that runs any code that is in them.
-
-        Raises:
-            CheckpointError: on every process, if it failed on any, or the engine has no format.
-            ConfigError: without `trust_pickle`.
-
-        Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
-        """
-        if not trust_pickle:
-            raise ConfigError.of(
-                f"load_native({os.fspath(input_dir)!r})",
-                "the engine unpickles these files, which runs any code that is in them",
-                "If you trust whoever wrote them, give trust_pickle=True; else load_state.",
-            )
-        with together(self._run.comm, "load_native"):
-            native = self._native("load_native", "Call load_state.")
-            native.load(model, Path(input_dir).expanduser())
-
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's whole state dict. Call it on every process.
 
@@ -299,13 +245,6 @@ class CheckpointSession:
         own = io.unwrap(model)
         path = next(name for name, module in model.named_modules() if module is own)
         return {f"{path}.{name}" if path else name: value for name, value in state.items()}
-
-    def _native(self, what: str, remedy: str) -> NativeFormat:
-        strategy = self._run.strategy
-        if strategy.native is None:
-            value = f"{what} under {self._run.plan.strategy}"
-            raise CheckpointError(Problem(value, "it has no format of its own", remedy))
-        return strategy.native
 
 
 def _refuse(arguments: Mapping[str, object], method: str, known: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 A strategy is one class in one room; strategies never inherit from each other. The defaults are
 right for one process. What a strategy does differently is in the class itself (preparing, the
-backward pass) or in one of its capabilities: `sync`, `gradients`, `state`, `native`.
+backward pass) or in one of its capabilities: `sync`, `gradients`, `state`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, final
 
 import torch
@@ -148,14 +147,6 @@ class Gradients:
 class StateIO:
     """State dicts of models and optimizers by parameter name; every rank calls each method."""
 
-    def __init_subclass__(cls) -> None:
-        if "unwrap" in vars(cls):
-            rule = "unwrap_model and load_checkpoint_in_model would not follow it"
-            remedy = (
-                "Name the strategy's wrapper by accel.precision.wrapping.register_wrapper instead."
-            )
-            raise ConfigError.of(f"{cls.__name__}.unwrap", rule, remedy)
-
     @final
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the user's own module; its names are those of a portable state dict.
@@ -258,16 +249,6 @@ class StateIO:
         load_by_name(unwrap_optimizer(optimizer), state, names)
 
 
-class NativeFormat(Protocol):
-    """The checkpoint format of a foreign engine. Every rank calls each method."""
-
-    def save(self, model: torch.nn.Module, folder: Path) -> None:
-        """Write model and optimizer."""
-
-    def load(self, model: torch.nn.Module, folder: Path) -> None:
-        """Read what `save` wrote, which can run code."""
-
-
 class Strategy(ABC):
     """One way to distribute a model over processes.
 
@@ -284,7 +265,6 @@ class Strategy(ABC):
         sync: when gradients are synchronized.
         gradients: how they are scaled and clipped.
         state: full state dicts, out and in.
-        native: the engine's own checkpoint format; None: it has none.
     """
 
     spec: StrategySpec
@@ -299,7 +279,6 @@ class Strategy(ABC):
         self.sync = Sync()
         self.gradients = Gradients(None if self.spec.owns_precision else make_scaler(plan))
         self.state = StateIO()
-        self.native: NativeFormat | None = None
         self._num_optimizers = 0  # that were wrapped
 
     @property

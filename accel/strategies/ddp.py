@@ -11,7 +11,6 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.config.handlers import DistributedDataParallelKwargs
 from accel.machine.enums import DDPCommunicationHookType as Hook
-from accel.machine.errors import ConfigError, Problem, nearest
+from accel.machine.errors import ConfigError, Problem
 from accel.optimizer import unwrap_optimizer
 from accel.precision.amp import parameters_of
 from accel.state import GradientState
@@ -438,14 +437,4 @@ def _hook_problems(handler: DistributedDataParallelKwargs, device: torch.device)
                 "Leave comm_state_option empty, or choose one of these hooks.",
             )
         ]
-    known = list(inspect.signature(powerSGD_hook.PowerSGDState).parameters)[1:]
-    strange = [name for name in handler.comm_state_option if name not in known]
-    if strange:
-        rule = f"{handler.comm_hook} has none"
-        return [Problem(f"comm_state_option[{n!r}]", rule, nearest(n, known)) for n in strange]
-    try:
-        powerSGD_hook.PowerSGDState(None, **handler.comm_state_option)
-    except ValueError as error:
-        value = f"comm_state_option={handler.comm_state_option!r}"
-        return [Problem(value, f"torch refuses it: {error}", "Change the option that it names.")]
     return []

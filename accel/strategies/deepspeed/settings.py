@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import inspect
 import math
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from accel.config.deepspeed import Claims, DeepSpeedPlugin, is_equal
+from accel.config.deepspeed import Claims, DeepSpeedPlugin
 from accel.config.deepspeed_json import AUTO, KEYS, Config, autos, set_at, value_at
 from accel.logging import get_logger
-from accel.machine.errors import Problem, Problems, nearest
+from accel.machine.errors import Problem, Problems
 from accel.precision.wrapping import MakeContext
 from accel.strategies.base import Objects
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
@@ -47,14 +45,6 @@ SCHEDULES = {
     "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
     "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
 }
-# Those that one of these schedules takes, too.
-SCHEDULE_PARAMS = ("warmup_type", "warmup_min_ratio", "cos_min_ratio", "last_batch_iteration")
-# Optimizers that DeepSpeed builds from classes of its own; Adam and AdamW have both.
-OWN_OPTIMIZERS = ("adagrad", "lamb", "lion", "muon")
-ADAM_PARAMS = (
-    *("torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", "set_grad_none"),
-    "fp32_optimizer_states",
-)
 
 
 class Settings(Claims):
@@ -181,7 +171,6 @@ class Settings(Claims):
                     "Add the section optimizer, or build an optimizer of torch.",
                 )
                 return
-            self._check_names("DummyOptim", optimizer.kwargs, section, _optimizer_params(section))
             for name, value in optimizer.values.items():
                 key = f"optimizer.params.{name}"
                 if name in optimizer.defaulted:
@@ -225,22 +214,11 @@ class Settings(Claims):
             )
         elif section is not None:
             self.config.pop("scheduler")  # a model that is only evaluated
-        self._check_rate(scheduler, optimizer)
-
-    def _check_names(
-        self, owner: str, given: Mapping[str, object], section: Config, known: Sequence[str]
-    ) -> None:
-        """Add a problem for each keyword of a placeholder that is none of the `known` (if any)."""
-        for name in [name for name in given if known and name not in known]:
-            rule = f"the configuration's {section.get('type')} has no parameter {name}"
-            self.problems.add(f"{owner}({name}={given[name]!r})", rule, nearest(name, known))
 
     def _resolve_schedule(
         self, section: Config, scheduler: DummyScheduler, optimizer: torch.optim.Optimizer | None
     ) -> None:
         taken = SCHEDULES.get(str(section.get("type")), ())
-        known = (*taken, *SCHEDULE_PARAMS) if taken else ()
-        self._check_names("DummyScheduler", scheduler.kwargs, section, known)
         for name, value in scheduler.kwargs.items():
             self.claim(f"scheduler.params.{name}", value, f"DummyScheduler({name}={value!r})")
         params = "scheduler.params"
@@ -278,20 +256,6 @@ class Settings(Claims):
             self.claim(key, value, f"lr={value!r} of the optimizer")
         else:
             self.default(key, value)
-
-    def _check_rate(self, scheduler: object, optimizer: torch.optim.Optimizer | None) -> None:
-        """Note a scheduler that was built on another learning rate than the configuration's."""
-        if not isinstance(optimizer, DummyOptim) or isinstance(scheduler, DummyScheduler):
-            return
-        rate = value_at(self.config, "optimizer.params.lr")
-        built_on_it = getattr(scheduler, "optimizer", None) is optimizer
-        if built_on_it and not is_equal(rate, optimizer.lr):
-            self.problems.add(
-                f"{self.plugin.place}: optimizer.params.lr={rate!r} with "
-                f"{type(scheduler).__name__} on DummyOptim(lr={optimizer.lr!r})",
-                "a schedule starts from the rate of the optimizer that it was built on",
-                'Write "auto" for optimizer.params.lr, or make them equal.',
-            )
 
     def resolve_model(self, model: torch.nn.Module) -> None:
         """Resolve the sizes that depend on the model's width; limit buckets to the model's size."""
@@ -377,16 +341,6 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _optimizer_params(section: Config) -> list[str]:
-    """Return the names of a section's `params`; [] of types that are DeepSpeed's alone."""
-    name = str(section.get("type"))
-    kind = {"adam": "Adam", "adamw": "AdamW"}.get(name.lower(), name)
-    if name.lower() in OWN_OPTIMIZERS or not hasattr(torch.optim, kind):
-        return []
-    found = list(inspect.signature(getattr(torch.optim, kind)).parameters)[1:]
-    return [*found, *(ADAM_PARAMS if kind in ("Adam", "AdamW") else ())]
-
-
 logger = get_logger(__name__)
 
 
@@ -440,22 +394,10 @@ def two_models(value: str) -> Problem:
     )
 
 
-def can_build_op(package: ModuleType, builder: str) -> bool:
-    """Return whether this machine can compile an op, by its builder: ``"AsyncIOBuilder"``."""
-    found = package.accelerator.get_accelerator().create_op_builder(builder)
-    return found is not None and bool(found.is_compatible(verbose=False))
-
-
-def check_devices(settings: Settings, package: ModuleType) -> None:
-    """Note offload devices that this machine or the stage of ZeRO does not support."""
+def check_devices(settings: Settings) -> None:
+    """Note offload devices that the stage of ZeRO does not support."""
     for name, lowest in (("optimizer", 1), ("param", 3)):
         device = settings.config[ZERO].get(f"offload_{name}", {}).get("device", "none")
-        if device == "nvme" and not can_build_op(package, "AsyncIOBuilder"):
-            settings.problems.add(
-                f"offload_{name}_device='nvme'",
-                "DeepSpeed's asynchronous I/O cannot be built on this machine",
-                "Install libaio's development files, or use 'cpu'.",
-            )
         if (name, device) == ("param", "cpu") and settings.stage < lowest:
             logger.warning_once(
                 f"offload_param_device='cpu' has no effect under ZeRO {settings.stage}: "
@@ -484,7 +426,7 @@ def check_optimizer(
             "the engine steps the parameters of its model",
             "Build the optimizer from model.parameters().",
         )
-    groups = [group for group in optimizer.param_groups if group["params"]]
+    groups = optimizer.param_groups
     kinds = type(optimizer).__name__, value_at(settings.config, "optimizer.type")
     if "Adagrad" in kinds and len(groups) > 1 and settings.stage > 0:
         settings.problems.add(
@@ -494,11 +436,11 @@ def check_optimizer(
         )
     for index, group in enumerate(groups):
         frozen = not any(parameter.requires_grad for parameter in group["params"])
-        if frozen and settings.stage in (1, 2):
+        if not group["params"] or (frozen and settings.stage in (1, 2)):
             settings.problems.add(
-                f"prepare: group {index} of the optimizer, whose parameters are all frozen",
-                f"ZeRO {settings.stage} requires a trainable parameter in each group",
-                "Give the optimizer [p for p in … if p.requires_grad].",
+                f"prepare: group {index} of the optimizer, whose parameters are all frozen or none",
+                "DeepSpeed drops empty groups, and ZeRO 1 and 2 need a trainable parameter in each",
+                "Give the optimizer groups of [p for p in … if p.requires_grad] that hold any.",
             )
 
 
@@ -539,25 +481,3 @@ def check_kind(settings: Settings, optimizer: torch.optim.Optimizer) -> None:
             "its update is elementwise. If not, it is another algorithm here, as ZeRO steps flat "
             f"tensors of fragments of weights. If so, {remedy}"
         )
-
-
-def check_leaves(settings: Settings, model: torch.nn.Module, package: ModuleType) -> None:
-    """Let stage 3 gather mixtures of experts all at once, or note unknown classes."""
-    given = settings.plugin.transformer_moe_cls_names
-    names = [name.strip() for name in (given or "").split(",") if name.strip()]
-    if not names:
-        return
-    classes = {type(module).__name__: type(module) for module in model.modules()}
-    unknown = [name for name in names if name not in classes]
-    value = f"transformer_moe_cls_names={given!r}"
-    if unknown:
-        rule = f"the model has no module of class {', '.join(unknown)}"
-        settings.problems.add(value, rule, f"Its classes are {', '.join(sorted(classes))}.")
-    elif type(model).__name__ in names:
-        rule = f"{type(model).__name__} is the class of the model itself"
-        settings.problems.add(value, rule, "Give the classes of its layers that hold experts.")
-    elif settings.stage < 3:
-        rule = "only stage 3 gathers modules"
-        settings.problems.add(f"{value} with ZeRO {settings.stage}", rule, "Remove it.")
-    elif not settings.problems:
-        package.utils.set_z3_leaf_modules(model, [classes[name] for name in names])

@@ -29,13 +29,12 @@ from accel.strategies.deepspeed.settings import (
     Settings,
     check_devices,
     check_kind,
-    check_leaves,
     check_optimizer,
     object_problems,
     plan_problems,
     two_models,
 )
-from accel.strategies.deepspeed.state import UniversalCheckpoint, ZeroState
+from accel.strategies.deepspeed.state import ZeroState
 from accel.strategies.deepspeed.wrappers import (
     SCALES,
     DeepSpeedEngineWrapper,
@@ -81,7 +80,6 @@ class DeepSpeedStrategy(Strategy):
         self.sync: DeepSpeedSync = DeepSpeedSync()
         self.gradients = DeepSpeedGradients(self._trained)
         self.state = ZeroState(self._trained, comm, self.package)
-        self.native = UniversalCheckpoint(self._trained, comm)
         self._lacks_loaders = False  # whether the engine was built before any loader
         self._active_config: initialize.ActiveConfig | None = initialize.ActiveConfig(
             self._is_partitioned_by_transformers, self._partitioned_init_config, plan.local_rank
@@ -146,11 +144,12 @@ class DeepSpeedStrategy(Strategy):
             done.models = [self._evaluated(model, place, evaluation, settings)]
             return done
         self._check_second(optimizer, prepared)
-        check_devices(settings, self.package)
+        check_devices(settings)
         if optimizer is not None:
             check_optimizer(settings, model, optimizer)
             check_kind(settings, optimizer)
-        check_leaves(settings, model, self.package)
+        if settings.stage == 3:
+            self.plugin.set_moe_leaf_modules(model)
         self._build(model, optimizer, objects.schedulers, settings, done)
         for scheduler in prepared.schedulers:
             for wrapped in done.optimizers:

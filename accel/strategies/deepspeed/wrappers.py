@@ -7,7 +7,6 @@ wrapper is what `prepare` returns; the engine makes its step.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import warnings
 import weakref
@@ -29,13 +28,6 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
     from accel.plan.plan import Plan
-
-
-# Attributes of torch's schedulers that hold a value for each group of the optimizer.
-BY_GROUP = (
-    *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs"),
-    *("base_momentums", "max_momentums"),
-)
 
 
 def _refuse_unprepared(name: str) -> NoReturn:
@@ -162,7 +154,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     Attributes:
         engine: steps it.
-        groups: as above, without empty ones.
+        groups: as above.
         step_was_skipped: whether the last step was skipped because gradients overflowed.
         trainable: the trainable parameters of the model at `prepare`.
         clipping: the maximum norm of gradients in the configuration; 0: not clipped.
@@ -176,8 +168,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         given: torch.optim.Optimizer,
     ) -> None:
         self.engine = engine
-        self._kept = [bool(group) for group in groups]
-        self.groups = [group for group in groups if group]  # the engine drops empty ones
+        self.groups = groups
         self.window_ended = False
         self.clipping = float(engine.gradient_clipping())
         inner = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
@@ -227,11 +218,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """
         given = self._given()
         built_on = getattr(scheduler, "optimizer", None)
-        if given is None or built_on is not given:
-            return
-        for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
-            self._drop_empty_groups(part)
-        if given is self.optimizer:
+        if given is None or built_on is not given or given is self.optimizer:
             return
         if isinstance(given, DummyOptim):
             self._take_rates(given, type(scheduler).__name__)
@@ -244,13 +231,6 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         scheduler.optimizer = self.optimizer
         for part in getattr(scheduler, "_schedulers", ()):
             part.optimizer = self.optimizer
-
-    def _drop_empty_groups(self, scheduler: object) -> None:
-        """Remove a scheduler's values for groups that the engine dropped."""
-        for name in BY_GROUP:
-            values = getattr(scheduler, name, None)
-            if isinstance(values, list) and len(values) == len(self._kept):
-                setattr(scheduler, name, list(itertools.compress(values, self._kept)))
 
     def _take_rates(self, given: DummyOptim, name: str) -> None:
         rates = given.lr, self.optimizer.defaults["lr"]

@@ -17,7 +17,7 @@ from accel import Accelerator, load_checkpoint_in_model
 from accel.machine.errors import ConfigError
 from accel.precision.wrapping import register_wrapper
 from accel.strategies import table
-from accel.strategies.base import StateIO, strategy_class
+from accel.strategies.base import strategy_class
 from tests.helpers import run_distributed
 
 NUM_MICRO_BATCHES = 3
@@ -112,11 +112,6 @@ def test_a_registered_wrapper_is_taken_off_by_everything(tmp_path: Path) -> None
     torch.nn.init.zeros_(own.weight)
     load_checkpoint_in_model(model, tmp_path)
     assert torch.equal(own.weight, model_of().weight)
-
-
-def test_a_strategy_that_unwraps_in_its_own_way_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Own\.unwrap: .*precision\.wrapping"):
-        type("Own", (StateIO,), {"unwrap": lambda self, model: model})
 
 
 @pytest.mark.parametrize(

@@ -130,12 +130,8 @@ def test_a_batched_hook_that_fails_is_refused() -> None:
 
 
 def test_options_that_a_hook_does_not_have_are_refused() -> None:
-    answers = run_distributed(refused, 2, {"matrix_aproximation_rank": 2}, "power_sgd")
-    assert "Did you mean 'matrix_approximation_rank'?" in answers[0]
     answers = run_distributed(refused, 2, {"matrix_approximation_rank": 2}, "fp16")
     assert "only power_sgd and batched_power_sgd have a state" in answers[0]
-    answers = run_distributed(refused, 2, {"start_powerSGD_iter": 1}, "power_sgd")
-    assert "start_powerSGD_iter" in answers[0]
 
 
 def compressed() -> int:

@@ -167,41 +167,6 @@ def test_muon_steps_whole_matrices_under_fsdp() -> None:
     run_distributed(muon_on_shards, 2)
 
 
-def empty_group(stage: int, scheduled_later: bool) -> list[float]:
-    accelerator = zero(stage)
-    model = Model(frozen=False)
-    groups = [
-        {"params": [], "lr": 0.5},
-        {"params": matrices(model), "lr": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() != 2], "lr": 0.2},
-    ]
-    inner = torch.optim.SGD(groups)
-    factors = [lambda step: 1.0, lambda step: 0.5**step, lambda step: 0.1**step]
-    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(inner, factors)
-    if scheduled_later:
-        model, optimizer = accelerator.prepare(model, inner)
-        scheduler = accelerator.prepare(scheduler)
-    else:
-        model, optimizer, scheduler = accelerator.prepare(model, inner, scheduler)
-    rates = []
-    for _ in range(2):
-        steps(accelerator, model, optimizer, 1)
-        scheduler.step()
-        rates.append([group["lr"] for group in optimizer.param_groups])
-    assert scheduler.get_last_lr() == rates[-1]
-    accelerator.end_training()
-    return [rate for pair in rates for rate in pair]
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("scheduled_later", [False, True])
-def test_a_schedule_over_an_empty_group_sets_the_others_rates(
-    stage: int, scheduled_later: bool
-) -> None:
-    (found,) = run_distributed(empty_group, 1, stage, scheduled_later)
-    assert found == pytest.approx([0.05, 0.02, 0.025, 0.002])
-
-
 # -- state that is quantized by blocks ---------------------------------------------------------
 
 

@@ -21,17 +21,7 @@ NODES = "test_each_node_has_a_state_of_its_own"
 DISK = "test_load.py::test_buffers_are_offloaded_on_request_in_memory"
 REFUSED = "test_other_options_are_refused"
 
-NATIVE = "test_what_the_format_has_no_place_for_is_refused"
-
 ENTRIES = [
-    documented("accel:Accelerator.save_native", NATIVE, model=REQUIRED, save_directory=REQUIRED),
-    documented(
-        "accel:Accelerator.load_native",
-        NATIVE,
-        model=REQUIRED,
-        input_dir=REQUIRED,
-        trust_pickle=False,
-    ),
     documented(
         "accel:Accelerator.save",
         SAVED,

@@ -182,36 +182,6 @@ def test_stand_ins_fill_what_is_left_out_and_contradict_nothing() -> None:
     dummy = DummyOptim(groups)
     assert completed(DeepSpeedPlugin(config), None, model, dummy)["optimizer"]["params"] == params
     assert [sorted(group) for group in dummy.params] == [["lr", "params"], ["params"]]
-    schedule = torch.optim.lr_scheduler.LambdaLR(dummy, lambda step: 1.0)
-    with pytest.raises(ConfigError, match=r"lr=0.01 with LambdaLR on DummyOptim\(lr=0.001\)"):
-        completed(DeepSpeedPlugin(config), None, model, dummy, schedule)
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "adamw"])
-def test_a_keyword_that_the_optimizer_does_not_have_is_refused(kind: str) -> None:
-    model = torch.nn.Linear(6, 5)
-    dummy = DummyOptim(model.parameters(), learning_rate=0.5, wieght_decay=0.1)
-    with pytest.raises(ConfigError) as error:
-        completed(DeepSpeedPlugin({"optimizer": {"type": kind}}), None, model, dummy)
-    first, second = map(str, error.value.problems)
-    assert f"DummyOptim(learning_rate=0.5): the configuration's {kind} has no parameter" in first
-    assert "Known names: " in first
-    assert " lr," in first
-    assert "DummyOptim(wieght_decay=0.1)" in second
-    assert "Did you mean 'weight_decay'?" in second
-
-
-@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_a_keyword_that_the_schedule_does_not_have_is_refused(kind: str) -> None:
-    model = torch.nn.Linear(6, 5)
-    dummy = DummyOptim(model.parameters())
-    sections = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": kind}}
-    schedule = DummyScheduler(dummy, warmup_steps=3, total_num_steps=10, warmup_type="linear")
-    with pytest.raises(ConfigError) as error:
-        completed(DeepSpeedPlugin(sections), None, model, dummy, schedule)
-    (problem,) = map(str, error.value.problems)
-    assert f"DummyScheduler(warmup_steps=3): the configuration's {kind} has no" in problem
-    assert "Did you mean 'warmup_num_steps'?" in problem
 
 
 def scheduled(kind: str, params: dict[str, Any], dummy: Any, **steps: Any) -> dict[str, Any]:
