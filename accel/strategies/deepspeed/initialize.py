@@ -203,6 +203,8 @@ def partitioned_init(package: ModuleType, settings: Settings, plan: Plan) -> Ite
     """
     config = settings.finish()
     join_group(package, plan)
+    # What a model imports may bring it, and inside, where `torch.tensor` is DeepSpeed's, it fails.
+    importlib.import_module("torch._dynamo")
     # The dtype follows from the configuration: see `_swap_in_own_dtype`.
     with package.zero.Init(config_dict_or_path=config), ForbidLostValues():
         yield
