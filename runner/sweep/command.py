@@ -185,6 +185,8 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
             server.get()  # it imports while the other jobs are composed
         examined = jobs.examine(lists, name)
     check(examined)
+    for note in dict.fromkeys(note for job in examined for note in job.notes):
+        print(note, file=sys.stderr)
     search = _search(request, choice, examined)
     described = _described(request, choice, examined, digest, here, search)
     if sweep is not None:
