@@ -20,7 +20,6 @@ from accel.machine.errors import CheckpointError, ConfigError, Problem
 from accel.machine.tree import iterate
 from accel.state import PartialState
 
-DAY = 86_400.0  # seconds
 UNITS = {
     "": 1,
     **{"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
@@ -139,8 +138,8 @@ def export_model(
 
     An earlier export in `folder` stays as it is until all files are written; then its own are
     removed and the new ones take their names, the index last. One that is killed meanwhile is
-    refused where it is loaded: weights of two exports are never mixed. An export into the folder a
-    day later or more removes its partial files. The arguments are those of `save_model`.
+    refused where it is loaded: weights of two exports are never mixed. The arguments are those of
+    `save_model`.
 
     Source: https://huggingface.co/docs/safetensors (index: metadata.total_size, weight_map).
     """
@@ -170,7 +169,7 @@ def export_model(
             new[index].write_text(f"{json.dumps(content, indent=2)}\n")
         for written in new.values():
             directory.flush_file(written)
-        _remove_former(root, name, index, {*names}, _modified(new[names[0]]))
+        _remove_former(root, name, index, {*names})
 
 
 def _split(
@@ -199,25 +198,11 @@ def _shard_names(name: str, count: int) -> list[str]:
     return [f"{stem}-{i:05d}-of-{count:05d}{suffix}" for i in range(1, count + 1)]
 
 
-def _remove_former(root: Path, name: str, index: str, current: set[str], now: float) -> None:
-    """Remove the index of an earlier export, and its files that are not about to be replaced.
-
-    So go partial files of one that was killed, once they are a day older than `now`, a time of the
-    same disk: younger ones may be another writer's that still works, such as another node's.
-    """
+def _remove_former(root: Path, name: str, index: str, current: set[str]) -> None:
+    """Remove the index of an earlier export, and its files that are not about to be replaced."""
     stem, suffix = os.path.splitext(name)
     shards = rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}"
-    partials = re.compile(rf"\.({shards}|{re.escape(index)})\.partial-[0-9a-f]{{8}}")
     (root / index).unlink(missing_ok=True)
     for path in root.iterdir():
-        is_former = re.fullmatch(shards, path.name) and path.name not in current
-        if is_former or (partials.fullmatch(path.name) and _modified(path) < now - DAY):
+        if re.fullmatch(shards, path.name) and path.name not in current:
             path.unlink(missing_ok=True)
-
-
-def _modified(path: Path) -> float:
-    """Return when a file was last written, in seconds; never, where another writer renamed it."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return float("inf")

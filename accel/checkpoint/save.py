@@ -54,7 +54,6 @@ def save(run: RunObjects, output_dir: AnyPath | None, options: SaveOptions) -> P
         _check_disk(run)
     final = decided(comm, lambda: _save_path(run, output_dir), "save_state")
     path = require_path(final)
-    _warn_of_nothing(run, options)
     _warn_of_open_window(run)
     _write_and_commit(run, path, options)
     if project.automatic_checkpoint_naming:
@@ -77,15 +76,6 @@ def _check_disk(run: RunObjects) -> None:
                 "the shards of all ranks make up one folder, on a disk that all nodes share",
                 "Set save_on_each_node=False on such a disk, or state_dict_type='FULL_STATE_DICT'.",
             )
-        )
-
-
-def _warn_of_nothing(run: RunObjects, options: SaveOptions) -> None:
-    """Tell that a checkpoint will hold neither weights nor states; hooks may write their own."""
-    if not any(_numbers(run).values()) and not tuple(options.hooks):
-        logger.warning(
-            "save_state: nothing is prepared or registered, so only the random states are saved. "
-            "Call accelerator.prepare(model, optimizer, …) or register_for_checkpointing first."
         )
 
 

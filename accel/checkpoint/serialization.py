@@ -2,7 +2,7 @@
 
 Nothing read here can run code: weights are safetensors, the rest is read with
 ``torch.load(weights_only=True)``. What that could not read back is refused when it is written.
-NumPy arrays lie in a safetensors file beside; none is pickled.
+NumPy arrays are stored as tensors of bytes; none is pickled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file as load_arrays
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 
 from accel.checkpoint import directory
@@ -37,12 +35,7 @@ def usual_mode(path: Path) -> Iterator[None]:
     path.chmod(mode)
 
 
-SUFFIX = ".arrays.safetensors"
-# What stands in the container for an array: its name in the file, its dtype and its shape.
-_MARK = "numpy.ndarray"
-# Kinds of dtypes that safetensors holds itself: booleans, integers, floats up to 64 bits.
-_NATIVE = "biuf"
-_NATIVE_BYTES = 8
+_MARK = "numpy.ndarray"  # of what stands for an array: its bytes, its dtype and its shape
 
 
 def is_storable(value: object) -> TypeGuard[np.ndarray]:
@@ -54,23 +47,34 @@ def is_storable(value: object) -> TypeGuard[np.ndarray]:
     )
 
 
-def take_out(value: object, arrays: dict[str, np.ndarray]) -> object:
-    """Return plain containers with marks in place of arrays, and numbers in place of scalars.
-
-    `arrays` receives the arrays by name.
-    """
+def _without_arrays(value: object) -> object:
+    """Return plain containers with bytes in place of arrays, and numbers in place of scalars."""
     if isinstance(value, np.generic):
         return value.item()
     if is_storable(value):
-        name = str(len(arrays))
-        native = value.dtype.kind in _NATIVE and value.dtype.itemsize <= _NATIVE_BYTES
-        if native and value.dtype.isnative:
-            arrays[name] = np.ascontiguousarray(value)
-        else:
-            arrays[name] = np.frombuffer(value.tobytes(), dtype=np.uint8)
+        content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         described = np.lib.format.dtype_to_descr(value.dtype)
-        return {_MARK: name, "dtype": described, "shape": list(value.shape)}
-    return _rebuilt(value, lambda item: take_out(item, arrays))
+        return {_MARK: torch.tensor(content), "dtype": described, "shape": list(value.shape)}
+    return _rebuilt(value, _without_arrays)
+
+
+def _with_arrays(value: object) -> object:
+    """Return what `_without_arrays` was given."""
+    if _is_mark(value):
+        dtype = np.dtype(_as_description(value["dtype"]))
+        return value[_MARK].numpy().view(dtype).reshape(value["shape"])
+    return _rebuilt(value, _with_arrays)
+
+
+def _is_mark(value: object) -> TypeGuard[dict[str, Any]]:
+    return type(value) is dict and value.keys() == {_MARK, "dtype", "shape"}
+
+
+def _has_marks(value: Any) -> bool:
+    if _is_mark(value):
+        return not value[_MARK].is_meta
+    parts = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (dict, list, tuple)) and any(map(_has_marks, parts))
 
 
 def _rebuilt(value: Any, change: Callable[[object], object]) -> Any:
@@ -80,65 +84,6 @@ def _rebuilt(value: Any, change: Callable[[object], object]) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(map(change, value))
     return value
-
-
-def put_back(value: object, path: Path) -> Any:
-    """Return what `take_out` was given, with the arrays of the file that belongs to `path`.
-
-    Raise `CheckpointError` if that file is missing, cut off, or lacks an array.
-    """
-    return _restored(value, path, {}) if _has_marks(value) else value
-
-
-def write(arrays: dict[str, np.ndarray], path: Path) -> None:
-    """Write arrays beside the file `path`."""
-    with usual_mode(file_of(path)):
-        save_arrays(arrays, file_of(path))
-
-
-def file_of(path: Path) -> Path:
-    """Return where the arrays of the file `path` lie."""
-    return path.with_name(path.name + SUFFIX)
-
-
-def _is_mark(value: object) -> TypeGuard[dict[str, Any]]:
-    return type(value) is dict and value.keys() == {_MARK, "dtype", "shape"}
-
-
-def _has_marks(value: Any) -> bool:
-    if _is_mark(value):
-        return True
-    parts = value.values() if isinstance(value, dict) else value
-    return isinstance(value, (dict, list, tuple)) and any(map(_has_marks, parts))
-
-
-def _restored(value: object, path: Path, held: dict[str, np.ndarray]) -> object:
-    if _is_mark(value):
-        if not held:
-            held.update(_read(file_of(path)))
-        return _array(value, path, held)
-    return _rebuilt(value, lambda item: _restored(item, path, held))
-
-
-def _read(path: Path) -> dict[str, np.ndarray]:
-    try:
-        return load_arrays(path)
-    except (OSError, SafetensorError) as error:
-        rule = f"it is no complete safetensors file ({error})"
-        remedy = "Use another checkpoint."
-        raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy)) from error
-
-
-def _array(mark: dict[str, Any], path: Path, held: dict[str, np.ndarray]) -> np.ndarray:
-    found = held.get(mark[_MARK])
-    if found is None:
-        value = f"file {str(file_of(path))!r}"
-        rule = f"it lacks array {mark[_MARK]} of {path.name}"
-        raise CheckpointError(Problem(value, rule, "Use another checkpoint."))
-    dtype = np.dtype(_as_description(mark["dtype"]))
-    if found.dtype == dtype:
-        return found.reshape(mark["shape"]).copy()
-    return np.frombuffer(found.tobytes(), dtype=dtype).reshape(mark["shape"]).copy()
 
 
 def _as_description(description: Any) -> Any:
@@ -171,21 +116,18 @@ _WRITE_ERRORS = (pickle.PickleError, AttributeError, TypeError, ValueError, Runt
 def save_plain(value: object, path: Path, what: str) -> None:
     """Write plain containers of tensors, arrays and numbers, and see that they can be read back.
 
-    NumPy scalars become Python numbers. NumPy arrays are written into a safetensors file beside.
+    NumPy scalars become Python numbers.
 
     Raise a `CheckpointError` that names `what` (e.g. "scheduler 0") and the place of a value that
     `load_plain` could not read.
     """
-    taken: dict[str, np.ndarray] = {}
-    plain = take_out(value, taken)
-    if taken:
-        write(taken, path)
+    plain = _without_arrays(value)
     try:
         torch.save(plain, path)
         # With mmap only the structure is read: the tensors' bytes are not touched.
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except _WRITE_ERRORS:
-        refuse_unreadable(plain, what)  # the arrays are taken out of it
+        refuse_unreadable(plain, what)
         raise
 
 
@@ -232,7 +174,7 @@ def load_plain(
             "let classes in that you trust with torch.serialization.add_safe_globals([…])."
         )
         raise CheckpointError(Problem(f"file {str(path)!r}", rule, remedy)) from error
-    return put_back(plain, path)
+    return _with_arrays(plain) if _has_marks(plain) else plain
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:

@@ -145,7 +145,6 @@ class Order:
         again: the start that a sampler is drawing again at this moment, or None.
         ended: whether the loaded checkpoint was saved with the last batch of a pass in hand.
         epoch_set: the epoch that the data set was given last.
-        left: how many passes of the present epoch were left early.
         read_elsewhere: whether the next pass is empty: this rank had read its batches when a
             checkpoint was saved in which other ranks had not.
         states: positions behind the batch in hand and the one fetched ahead (of stateful loaders).
@@ -169,7 +168,6 @@ class Order:
         self.again: Start | None = None
         self.ended = False
         self.epoch_set: int | None = None
-        self.left = 0
         self.read_elsewhere = False
         self.states: tuple[dict[str, object], dict[str, object]] | None = None
         self.position: dict[str, Any] | None = None

@@ -285,7 +285,6 @@ class PreparedLoader(OrderedLoader):
     def _finish(self, current: Pass) -> None:
         order = self._order
         order.ended = False
-        order.left = 0
         if self.epoch == current.epoch:
             self._advance(current.epoch + 1)
 
@@ -313,8 +312,6 @@ class PreparedLoader(OrderedLoader):
         ordered.at_end = current.at_end
         if current.is_complete or order.under_way:
             ordered.started = current.started
-        elif not self._resumes:
-            order.left += 1
         shown.end_of_dataloader, shown.remainder = current.end_of_dataloader, current.remainder
         shown.reading = current.reading
         state._remove_dataloader(self)

@@ -25,7 +25,6 @@ from accel.data.order import (
     note_epoch,
 )
 from accel.data.samplers import (
-    SeedableRandomSampler,
     SkipBatchSampler,
     index_sampler,
     sampler_epoch,
@@ -35,8 +34,6 @@ from accel.data.samplers import (
 from accel.data.stream import IterableDatasetShard
 from accel.machine.enums import RNGType
 from accel.machine.errors import CheckpointError, Problem
-
-_PASSES_BEFORE_WARNING = 2
 
 
 class OrderedLoader(DataLoader[Any]):
@@ -131,8 +128,6 @@ class OrderedLoader(DataLoader[Any]):
         begun = order.resumed or order.started
         if begun is not None and order.under_way == 0 and begun.epoch != epoch:
             order.cancel()
-        if self.epoch != epoch:
-            order.left = 0
         self._advance(epoch)
         self._epoch_of_dataset()
 
@@ -199,24 +194,10 @@ class OrderedLoader(DataLoader[Any]):
         if start is None:
             start = order.capture(self.generators())
             start.samplers, start.epoch = self._sampler_states(), self.epoch
-            self._warn_of_repetition()
         else:
             for sampler, saved in zip(self._stateful_samplers(), start.samplers, strict=False):
                 sampler.load_state_dict(saved)
         order.started = start
-
-    def _warn_of_repetition(self) -> None:
-        found = samplers(index_sampler(self))
-        seeded = any(isinstance(sampler, SeedableRandomSampler) for sampler in found)
-        if seeded and not self._resumes and self._order.left >= _PASSES_BEFORE_WARNING:
-            self._warn_once(
-                f"another pass in the order of epoch {self.epoch}, after {self._order.left} that "
-                "were left early",
-                "the order of a seedable sampler is a function of seed and epoch, and only a "
-                "complete pass advances the epoch: the same first samples are read again",
-                "Call loader.set_epoch(epoch) before each pass, or skip_first_batches(loader, n) "
-                "to continue where a pass was left.",
-            )
 
     def order_state(self) -> dict[str, Any]:
         """Return the state that decides the order of the samples.
@@ -279,7 +260,6 @@ class OrderedLoader(DataLoader[Any]):
             sampler.load_state_dict(saved)
         order, saved = self._order, state["order"]
         order.cancel()
-        order.left = 0
         if state["epoch"] is not None:
             self.set_epoch(state["epoch"])
         self._check_samples(saved["samples"])

@@ -59,8 +59,6 @@ class GeneralTracker:
         main_process_only: whether only the main process logs.
         run_id: the library's id of the open run, which checkpoints keep as text; None: it has none.
         failed: whether the run ends with an exception; set before `finish`, where it is a boolean.
-        resumed: whether the run goes on from a checkpoint; set by `init_trackers` before `start`,
-            or by a `load_state` after it, where it is a boolean.
 
     Raises:
         NotImplementedError: naming the attributes that a subclass lacks.
@@ -70,7 +68,6 @@ class GeneralTracker:
     requires_logging_directory: bool
     main_process_only: ClassVar[bool] = True
     failed: bool = False
-    resumed: bool = False
     if TYPE_CHECKING:
 
         @property

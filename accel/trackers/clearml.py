@@ -39,7 +39,6 @@ class ClearMLTracker(LibraryTracker):
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
         self._is_own = True
-        self._not_finite: set[str] = set()
 
     def _open(self) -> object:
         from clearml import Task
@@ -91,7 +90,11 @@ class ClearMLTracker(LibraryTracker):
         said = dict(texts)
         for name, value in numbers.items():
             if not math.isfinite(value):
-                self._tell_of_not_finite(name, value, step)
+                logger.warning_once(
+                    "clearml: values of %s that are not finite are in the text log alone: ClearML "
+                    "would record 0.",
+                    name,
+                )
                 said[name] = str(value)
             elif step is None:
                 report.report_single_value(name=name, value=value, **kwargs)
@@ -108,17 +111,6 @@ class ClearMLTracker(LibraryTracker):
                 report.report_image(
                     title=title, series=place, iteration=step, **_image(image), **kwargs
                 )
-
-    def _tell_of_not_finite(self, name: str, value: float, step: int | None) -> None:
-        if name not in self._not_finite:
-            logger.warning(
-                "clearml: %s=%s (step %s) and other values of it that are not finite are in the "
-                "text log alone: ClearML would record 0.",
-                name,
-                value,
-                step,
-            )
-        self._not_finite.add(name)
 
     @on_main_process
     def log_table(

@@ -8,10 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from accel.logging import get_logger
 from accel.trackers.base import GeneralTracker, on_main_process, plain, scalars_and_texts
 
-logger = get_logger(__name__)
 STEP = "step"
 
 
@@ -20,8 +18,8 @@ class CSVTracker(GeneralTracker):
 
     Its first column is the step; a value of that name has the column ``step_value``, or, where a
     value has that name, one with another ``_value``. A value that appears later adds a
-    column, empty in earlier rows. Rows are appended where the file exists, with a warning unless
-    the run is resumed. Hyper-parameters are in ``config.json`` beside it.
+    column, empty in earlier rows. Rows are appended where the file exists. Hyper-parameters are in
+    ``config.json`` beside it.
 
     Args:
         run_name: folder of the run.
@@ -40,7 +38,6 @@ class CSVTracker(GeneralTracker):
         self.path = Path(logging_dir) / run_name / "metrics.csv"
         self._purge_step = purge_step
         self._columns: list[str] | None = None
-        self._earlier: int | None = None  # rows of an earlier run; None: not read, or told
 
     @property
     def tracker(self) -> Path:
@@ -53,8 +50,6 @@ class CSVTracker(GeneralTracker):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._columns, rows = self._read()
         purge = self._purge_step
-        if purge is None:
-            self._earlier = len(rows)
         if purge is not None:
             kept = [row for row in rows if not is_from(row[STEP], purge)]
             if len(kept) < len(rows):
@@ -85,7 +80,6 @@ class CSVTracker(GeneralTracker):
         row |= {name if key == STEP else key: value for key, value in own.items()}
         if self._columns is None:
             self.start()
-        self._tell_of_earlier_rows()
         known = self._columns or []
         new = [key for key in row if key not in known]
         if new:
@@ -95,18 +89,6 @@ class CSVTracker(GeneralTracker):
             return
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, known, restval="", lineterminator="\n").writerow(row)
-
-    def _tell_of_earlier_rows(self) -> None:
-        # At the first row, not at the start: only then `load_state` was called, if ever.
-        if self._earlier and not self.resumed:
-            logger.warning(
-                "csv: %s has %d rows of an earlier run: this one is not resumed, and appends its "
-                "own; config.json is of this run. Choose another project name or project_dir, or "
-                "delete the file before the run.",
-                self.path,
-                self._earlier,
-            )
-        self._earlier, self.resumed = None, True
 
     @on_main_process
     def finish(self) -> None:

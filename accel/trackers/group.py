@@ -44,7 +44,6 @@ class TrackerGroup:
         self._logging_dir = logging_dir
         self._is_main_process = is_main_process
         self._resumed: dict[str, str] = {}
-        self._follows_a_state = False  # since `resume`, for the next `init_trackers`
         self._is_used = False  # since `init_trackers`: an unused run may be exchanged
         self._opening = Opening("", None, {})
 
@@ -61,9 +60,7 @@ class TrackerGroup:
         for choice in self.log_with:
             if not choice.main_process_only or self._is_main_process:
                 self.trackers.append(self._build(choice))
-        if self._follows_a_state:
-            self._tell("resumed", True)
-        self._resumed, self._follows_a_state = {}, False
+        self._resumed = {}
         with self._closed_at_exit():
             for tracker in self.trackers:
                 self._start(tracker)
@@ -130,10 +127,9 @@ class TrackerGroup:
         Args:
             run_ids: by name of the tracker, as `run_ids` returned them.
         """
-        self._resumed, self._follows_a_state = dict(run_ids), not self.trackers
+        self._resumed = dict(run_ids)
         with self._closed_at_exit():
             self._exchange_unused()
-        self._tell("resumed", True)
 
     def _exchange_unused(self) -> None:
         """Open the runs to continue in place of open, empty ones."""
@@ -237,16 +233,12 @@ class TrackerGroup:
             Exception: that of the first tracker that could not be closed, after all others are.
         """
         atexit.unregister(self._finish_at_exit)
-        self._tell("failed", failed)
+        for tracker in self.trackers:  # where a user's class has not something else by this name
+            if isinstance(inspect.getattr_static(tracker, "failed"), bool):
+                tracker.failed = failed
         open_trackers, self.trackers = self.trackers, []
         # Libraries wrap the standard output in one another's: the last one takes its wrapper off.
         _each(reversed(open_trackers), lambda one: one.finish())
-
-    def _tell(self, attribute: str, value: bool) -> None:
-        """Set an attribute, where a user's class has not something else under its name."""
-        for tracker in self.trackers:
-            if isinstance(inspect.getattr_static(tracker, attribute), bool):
-                setattr(tracker, attribute, value)
 
     @contextlib.contextmanager
     def _closed_at_exit(self) -> Iterator[None]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,20 +82,6 @@ def undo(model: nn.Module) -> None:
         if isinstance(model.__dict__.get(name), _Guarded):
             delattr(model, name)
     model.__dict__.pop("hf_device_map", None)
-
-
-@contextlib.contextmanager
-def undone_if_refused(model: nn.Module) -> Iterator[None]:
-    """Leave a model as it was where hooks of a dispatch cannot be attached to one of its modules.
-
-    Args:
-        model: is dispatched within.
-    """
-    try:
-        yield
-    except ConfigError:
-        undo(model)
-        raise
 
 
 class _Guarded:
@@ -211,16 +196,15 @@ def _offload(
     preload: Collection[str] | None,
 ) -> nn.Module:
     device = _first_device(model) if execution_device is None else execution_device
-    with undone_if_refused(model):
-        attach_align_device_hook(
-            model,
-            execution_device=device,
-            offload=True,
-            weights_map=weights,
-            offload_buffers=offload_buffers,
-            preload_module_classes=preload,
-            tied_params_map=_tied_params(model, []),
-        )
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload,
+        tied_params_map=_tied_params(model, []),
+    )
     align_inputs(model)
     guard(model)
     return model
@@ -392,17 +376,16 @@ def dispatch_model(
         _load_buffers(model, weights, offload_buffers)
         ties = find_tied_parameters(model)
         check_tied_parameters_on_same_device(ties, device_map)
-        with undone_if_refused(model):
-            attach_align_device_hook_on_blocks(
-                model,
-                execution_device=spread.execution_devices(),
-                offload=spread.offloaded(),
-                weights_map=weights,
-                offload_buffers=offload_buffers,
-                skip_keys=skip_keys,
-                preload_module_classes=preload_module_classes,
-                tied_params_map=_tied_params(model, ties),
-            )
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device=spread.execution_devices(),
+            offload=spread.offloaded(),
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=_tied_params(model, ties),
+        )
         _retie(model, ties)
         guard(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment] # no tensor

@@ -4,12 +4,13 @@ A command locks ``<run_dir>/.lock`` before it changes anything and holds it to i
 of the workers, or rank 0 of those that torchrun has started. A second command is refused, with the
 holder's process, host and command. Reading a run (`eval`, `predict`, `runner.load`) needs no lock.
 
-These are POSIX record locks. The kernel drops them when their process ends, however it ends, and a
-forked child has none: a lock never outlives its holder. Workers lock a second byte of the file
-(shared): where only the parent was killed, the next command waits until they have ended. A process
-drops its lock if it opens and closes the file, so that this module opens a locked file once.
-Network file systems hold the locks between nodes as far as the mount offers them; where it offers
-none, that is said once, and the run starts unprotected.
+These are record locks of an open file. The kernel drops them when the last process with that open
+file ends, however it ends. A forked child closes it at once, so a lock never outlives its holder.
+Others in the process may open and close the file, such as a callback that copies the run directory.
+(Where a system has locks of a process alone, that drops them; so this module opens a locked file
+once.) Workers lock a second byte of the file (shared): where only the parent was killed, the next
+command waits until they have ended. Network file systems hold the locks between nodes as far as the
+mount offers them; where it offers none, that is said once, and the run starts unprotected.
 Source: https://man7.org/linux/man-pages/man2/fcntl_locking.2.html
 """
 
@@ -22,6 +23,7 @@ import logging
 import os
 import platform
 import shlex
+import struct
 import sys
 import threading
 import time
@@ -66,6 +68,7 @@ class HeldError(ConfigError):
 # Files that this process has locked, with its id, which differs in a forked child.
 _HELD: dict[str, tuple[int, Holder]] = {}
 _GUARD = threading.Lock()
+_OPEN: set[int] = set()  # descriptors of this process
 
 
 @contextlib.contextmanager
@@ -82,13 +85,13 @@ def held(run_dir: Path) -> Iterator[None]:
             raise _refusal(run_dir, other)
         _HELD[path] = os.getpid(), me
     try:
-        descriptor = _open(path, run_dir)
+        descriptor = _open_own(path, run_dir)
         try:
             _acquire(descriptor, run_dir)
             _write_holder(descriptor, me, run_dir)
             yield
         finally:
-            os.close(descriptor)
+            _close(descriptor)
     finally:
         with _GUARD:
             _HELD.pop(path, None)
@@ -101,7 +104,7 @@ def holder(run_dir: Path) -> Holder | None:
         if (own := _held_here(path)) is not None:
             return own
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = _open(path)
         except OSError:  # never locked, or not ours to write: not ours to train in, either
             return None
         try:
@@ -110,7 +113,7 @@ def holder(run_dir: Path) -> Holder | None:
             logger.debug("%s: %s", path, error)  # locks are not offered: nobody holds one
             return None
         finally:
-            os.close(descriptor)
+            _close(descriptor)
 
 
 @contextlib.contextmanager
@@ -130,7 +133,7 @@ def shared(run_dir: Path) -> Iterator[None]:
         if descriptor is not None:
             with _GUARD:
                 _HELD.pop(path, None)
-                os.close(descriptor)
+                _close(descriptor)
 
 
 @contextlib.contextmanager
@@ -142,19 +145,19 @@ def waited_for(path: Path) -> Iterator[None]:
     Raises:
         OSError: if the file cannot be written, or there are no locks (errno in `NOT_OFFERED`).
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = _open(path, os.O_CREAT)
     try:
         while not _try_lock(descriptor, COMMAND, True, LOOK_SECONDS):
             logger.debug("%s: waiting for its lock", path)
         yield
     finally:
-        os.close(descriptor)
+        _close(descriptor)
 
 
 def is_held(path: Path) -> bool:
     """Return whether a process holds the lock of a file that `waited_for` gives."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = _open(path)
     except FileNotFoundError:
         return False
     try:
@@ -163,13 +166,13 @@ def is_held(path: Path) -> bool:
         logger.debug("%s: %s", path, error)  # locks are not offered: nobody holds one
         return False
     finally:
-        os.close(descriptor)
+        _close(descriptor)
 
 
 def _shared(path: str) -> int | None:
     """Return the file descriptor that holds a worker's lock; None where there is none to have."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = _open(path, os.O_CREAT)
     except OSError as error:
         logger.warning("%s could not be locked by a worker: %s", path, error)
         return None
@@ -179,13 +182,34 @@ def _shared(path: str) -> int | None:
             return descriptor
     except OSError as error:
         logger.debug("%s: %s", path, error)  # locks are not offered: who holds it has said so
-    os.close(descriptor)
+    _close(descriptor)
     return None
 
 
-def _open(path: str, run_dir: Path) -> int:
+def _open(path: str | Path, flags: int = 0) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+    _OPEN.add(descriptor)
+    return descriptor
+
+
+def _close(descriptor: int) -> None:
+    if descriptor in _OPEN:  # else this process was forked since
+        _OPEN.remove(descriptor)
+        os.close(descriptor)
+
+
+def _close_all() -> None:
+    while _OPEN:
+        os.close(_OPEN.pop())
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _open_own(path: str, run_dir: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return _open(path, os.O_CREAT)
     except OSError as error:
         remedy = "Make it writable, or start a new run elsewhere."
         raise _unwritable(run_dir, error, remedy) from error
@@ -250,6 +274,11 @@ def _lock(descriptor: int, byte: int, kind: str) -> None:
         import fcntl
     except ImportError as error:  # Windows
         raise OSError(errno.ENOSYS, "no record locks") from error
+    if hasattr(fcntl, "F_OFD_SETLK"):  # Linux: a lock of the open file, not of the process
+        kinds = {"LOCK_EX": fcntl.F_WRLCK, "LOCK_SH": fcntl.F_RDLCK, "LOCK_UN": fcntl.F_UNLCK}
+        asked = struct.pack("hhqqi4x", kinds[kind], os.SEEK_SET, byte, 1, 0)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, asked)
+        return
     without_waiting = 0 if kind == "LOCK_UN" else fcntl.LOCK_NB
     fcntl.lockf(descriptor, getattr(fcntl, kind) | without_waiting, 1, byte)
 

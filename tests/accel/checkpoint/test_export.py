@@ -61,22 +61,6 @@ def test_an_export_leaves_nothing_of_an_earlier_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["config.json", "model.safetensors"]
 
 
-def test_an_export_removes_partial_files_of_a_killed_one(tmp_path: Path) -> None:
-    of_killed = [
-        ".model.safetensors.partial-01234567",
-        ".model-00001-of-00003.safetensors.partial-01234567",
-        ".model.safetensors.index.json.partial-89abcdef",
-    ]
-    others = [".config.json.partial-01234567", ".model.safetensors.partial-mine"]
-    of_another_writer = ".model-00002-of-00003.safetensors.partial-01234567"
-    for name in [*of_killed, *others, of_another_writer]:
-        (tmp_path / name).write_bytes(b"cut off")
-        if name != of_another_writer:
-            os.utime(tmp_path / name, (0, 0))
-    export.export_model(state(), tmp_path)
-    assert names(tmp_path) == sorted([*others, of_another_writer, "model.safetensors"])
-
-
 @pytest.mark.parametrize("sizes", [(900, 900), (900, 400), (900, "1GB"), ("1GB", 900)])
 @pytest.mark.parametrize("fails", ["writing", "renaming"])
 def test_an_export_that_is_cut_off_is_never_mixed_with_an_earlier_one(

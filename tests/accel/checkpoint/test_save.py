@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -262,17 +261,6 @@ def test_the_number_of_the_next_one(tmp_path: Path) -> None:
     assert again.save_iteration == 0
     again.load_state()
     assert again.save_iteration == 8
-
-
-def test_a_state_of_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = accelerator()
-    with caplog.at_level(logging.WARNING):
-        engine.save_state(tmp_path / "nothing")
-    assert "nothing is prepared or registered, so only the random states" in caplog.text
-    caplog.clear()
-    engine.prepare(nn.Linear(2, 2))
-    engine.save_state(tmp_path / "model")
-    assert not caplog.text
 
 
 NAMES = {"0.weight", "0.bias", "1.0.weight", "1.0.bias"}

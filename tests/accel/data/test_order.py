@@ -413,19 +413,6 @@ def test_persistent_workers_are_warned_of() -> None:
         flat(loader)
 
 
-def test_passes_left_early_that_repeat_are_warned_of() -> None:
-    loader = seedable().prepare(DataLoader(range(20), shuffle=True))
-    first = [next(iter(loader)).item() for _ in range(2)]
-    with pytest.warns(UserWarning, match="set_epoch") as caught:
-        again = [next(iter(loader)).item() for _ in range(3)]
-    assert len(caught) == 1
-    assert {*first, *again} == {first[0]}
-    loader.set_epoch(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        flat(loader)
-
-
 def test_the_last_batch_in_hand_ends_a_pass() -> None:
     one, two = seedable().prepare(*(DataLoader(range(9), shuffle=True) for _ in range(2)))
     passes = [[b.item() for _, b in zip(one, two, strict=False)] for _ in range(2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -83,40 +82,3 @@ def logged(folder: str) -> list[str]:
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
     assert run_distributed(logged, 2, str(tmp_path)) == [["csv"], []]
     assert [row["rank"] for row in rows(tmp_path / "run" / "metrics.csv")] == ["0.0", "0.0"]
-
-
-def record(folder: Path, step: int, before: str | None = None, after: str | None = None) -> None:
-    """Log one step of a run, which loads a state before or after the trackers are opened."""
-    accelerator = Accelerator(cpu=True, log_with="csv", project_dir=folder)
-    if before is not None:
-        accelerator.load_state(before)
-    accelerator.init_trackers("run", config={"step": step})
-    if after is not None:
-        accelerator.load_state(after)
-    accelerator.log({"loss": 1.0}, step=step)
-    accelerator.log({"loss": 0.5}, step=step + 1)
-    accelerator.save_state(str(folder / "state"))
-    accelerator.end_training()
-
-
-def test_rows_of_another_run_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def told() -> list[logging.LogRecord]:
-        return [one for one in caplog.records if "metrics.csv" in one.getMessage()]
-
-    record(tmp_path, 0)
-    assert not told()
-    record(tmp_path, 0)
-    (found,) = told()
-    for part in (str(tmp_path / "run" / "metrics.csv"), "2 rows", "project name"):
-        assert part in found.getMessage()
-    assert len(rows(tmp_path / "run" / "metrics.csv")) == 4
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_rows_of_a_resumed_run_are_expected(
-    order: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    record(tmp_path, 0)
-    record(tmp_path, 2, **{order: str(tmp_path / "state")})
-    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.csv")] == ["0", "1", "2", "3"]
-    assert not [one for one in caplog.records if "metrics.csv" in one.getMessage()]

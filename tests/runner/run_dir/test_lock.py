@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -67,6 +68,18 @@ def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:
         link.symlink_to(tmp_path)
         assert lock.holder(link) is not None
         probe = python("-c", f"{HOLD}print(lock.holder(pathlib.Path(sys.argv[1])))", str(tmp_path))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        seen = subprocess.run(probe, capture_output=True, text=True, timeout=300, env=environment)
+        assert f"process {os.getpid()} on" in seen.stdout, seen.stderr
+
+
+def test_who_reads_the_files_of_a_run_drops_no_lock(tmp_path: Path) -> None:
+    """A callback that copies the run directory opens and closes the lock's file (R6)."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with lock.held(run_dir):
+        shutil.copytree(run_dir, tmp_path / "copy")
+        probe = python("-c", f"{HOLD}print(lock.holder(pathlib.Path(sys.argv[1])))", str(run_dir))
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         seen = subprocess.run(probe, capture_output=True, text=True, timeout=300, env=environment)
         assert f"process {os.getpid()} on" in seen.stdout, seen.stderr
