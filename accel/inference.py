@@ -243,8 +243,8 @@ class _Pipeline:
     def _problems(self, given: Structure) -> list[Problem]:
         remedy = "Call it with inputs like the example's, or prepare it with others."
         if given.spec != self.example.spec:
-            rule = f"those of the example are {_shown(self.example)}"
-            return [Problem(f"inputs {_shown(given)}", rule, remedy)]
+            found = [_described(leaf) for leaf in given.leaves]
+            return [Problem(f"inputs {found}", "they are nested like the example's", remedy)]
         rows = _num_rows(given)
         problems = [] if rows else [Problem("an empty batch", "it has samples", remedy)]
         for position, (leaf, like) in enumerate(
@@ -314,20 +314,6 @@ def _num_rows(given: Structure) -> int:
 
 def _is_batch(tensor: torch.Tensor, size: int) -> bool:
     return tensor.ndim > 0 and len(tensor) == size
-
-
-class _Shown(str):
-    """A text whose representation has no quotes."""
-
-    __repr__ = str.__str__
-
-
-def _shown(inputs: Structure) -> str:
-    """Return inputs as they are written in a call, with the shapes of tensors."""
-    leaves = [_Shown(_described(leaf)) for leaf in inputs.leaves]
-    args, kwargs = inputs.around(leaves)
-    shown = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
-    return f"({', '.join(shown)})"
 
 
 def _described(leaf: object) -> str:

@@ -31,37 +31,17 @@ TOP_LEVEL = (
     *("csv_monitor", "tensorboard", "wandb", "comet", "monitor_config", "elasticity", "checkpoint"),
     *("comms_logger", "data_types", "tensor_parallel", "sequence_parallel_size", "compile"),
 )
-# Further keys that DeepSpeed's code reads.
-UNDOCUMENTED = (
-    *("dataloader_drop_last", "disable_allgather", "disable_python_gc", "gradient_allreduce_op"),
-    *("log_level", "managed_gradient_accumulation", "memory_breakdown", "pipeline", "nebula"),
-    *("use_data_before_expert_parallelism", "use_node_local_storage", "hybrid_engine"),
-    *("weight_quantization", "progressive_layer_drop", "seq_parallel_communication_data_type"),
-    *("vocabulary_size", "quantize_training", "timers", "eigenvalue", "bfloat16"),
+# Further keys that DeepSpeed's code reads, whose names are near to documented ones.
+UNDOCUMENTED = ("managed_gradient_accumulation", "seq_parallel_communication_data_type", "bfloat16")
+# Keys whose value is a section.
+SECTIONS = (
+    *("optimizer", "optimizer.params", "scheduler", "scheduler.params", "zero_optimization"),
+    *("zero_optimization.offload_optimizer", "zero_optimization.offload_param", "aio", "fp16"),
+    *("bf16", "activation_checkpointing", "checkpoint", "compile", "data_types", "elasticity"),
+    *("torch_autocast", "autotuning", "flops_profiler", "data_efficiency", "csv_monitor", "wandb"),
+    *("curriculum_learning", "tensorboard", "comet", "comms_logger", "tensor_parallel"),
+    "expert_parallel",
 )
-# Keys whose value is a section, with an example of one.
-SECTIONS = {
-    "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
-    "optimizer.params": '{"lr": "auto"}',
-    "scheduler": '{"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}',
-    "scheduler.params": '{"warmup_num_steps": "auto"}',
-    "zero_optimization": '{"stage": 2}',
-    "zero_optimization.offload_optimizer": '{"device": "cpu"}',
-    "zero_optimization.offload_param": '{"device": "cpu"}',
-    "activation_checkpointing": '{"partition_activations": true}',
-    "aio": '{"thread_count": 1}',
-    "checkpoint": '{"tag_validation": "Warn"}',
-    "compile": '{"deepcompile": true}',
-    "data_types": '{"grad_accum_dtype": "fp32"}',
-    **dict.fromkeys(
-        (
-            *("fp16", "bf16", "torch_autocast", "autotuning", "flops_profiler", "elasticity"),
-            *("data_efficiency", "curriculum_learning", "csv_monitor", "tensorboard", "wandb"),
-            *("comet", "comms_logger", "tensor_parallel", "expert_parallel"),
-        ),
-        '{"enabled": true}',
-    ),
-}
 # Deprecated names that DeepSpeed still reads beside the present ones.
 DEPRECATED = {
     "bfloat16": 'bf16 in its place: {"enabled": true}',
@@ -278,10 +258,11 @@ def _key_problems(config: Config, place: str) -> Iterator[Problem]:
         near = _mistyped(str(key))
         if near is not None:  # DeepSpeed has further keys, which its documentation does not list
             yield Problem(f"{place}: {key}", "unknown key", f"Did you mean {near!r}?")
-    for key, example in SECTIONS.items():
+    for key in SECTIONS:
         found = value_at(config, key)
         if found is not None and not isinstance(found, Mapping):
-            yield Problem(f"{place}: {key}={found!r}", "expected a section", f"Write {example}.")
+            remedy = 'Write its keys and values in braces, such as {"enabled": true}.'
+            yield Problem(f"{place}: {key}={found!r}", "expected a section", remedy)
     for key, newer in DEPRECATED.items():
         found = value_at(config, key)
         if found is not None:

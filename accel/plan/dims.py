@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -105,23 +104,11 @@ class ParallelDims:
     @cached_property
     def dp_leaders(self) -> tuple[int, ...]:
         """The lowest rank of each data-parallel rank, in their order."""
-        return tuple(self._members(dp_rank)[0] for dp_rank in range(self.dp_size))
-
-    @cached_property
-    def model_ranks(self) -> tuple[int, ...]:
-        """Ranks that compute the same samples as this one, itself included, ascending."""
-        return self._members(self.dp_rank)
-
-    def _members(self, dp_rank: int) -> tuple[int, ...]:
-        replicate, shard = divmod(dp_rank, self.dp_shard)
-        others = [axis for axis in AXES if axis not in DATA_AXES]
+        first = dict.fromkeys(AXES, 0)
         return tuple(
-            sorted(
-                self.rank_at(
-                    dict(zip(others, at, strict=True), dp_replicate=replicate, dp_shard=shard)
-                )
-                for at in product(*(range(self.size(axis)) for axis in others))
-            )
+            self.rank_at({**first, DP_REPLICATE: replicate, DP_SHARD: shard})
+            for replicate in range(self.dp_replicate)
+            for shard in range(self.dp_shard)
         )
 
     # -- gradients and losses --------------------------------------------------------------
@@ -140,14 +127,6 @@ class ParallelDims:
     def num_copies(self) -> int:
         """Number of ranks that compute the same loss of the same tokens (tensor parallelism)."""
         return self.tp
-
-    @cached_property
-    def loss_rank(self) -> int:
-        """The rank, of those that compute this rank's samples, that holds their loss.
-
-        The last pipeline stage; the first of the tensor- and context-parallel ranks.
-        """
-        return self.rank_at({**self.coordinates, PP: self.pp - 1, CP: 0, TP: 0})
 
 
 def data_parallel(world_size: int, rank: int, shard: bool = False) -> ParallelDims:

@@ -177,5 +177,4 @@ def test_what_does_not_fit_is_refused_on_every_process() -> None:
     assert "too many positional arguments" in number
     assert "an empty batch" in empty
     assert "input 0: 1.0" in other
-    assert "those of the example are ([2, 4] float32" in nested
-    assert "TreeSpec" not in nested
+    assert "inputs ['[7, 4] float32']: they are nested like the example's" in nested

@@ -21,7 +21,7 @@ from tests.accel.strategies.deepspeed.helpers import completed, plan_of
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "one of none, cpu, nvme"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "needs a folder on a disk"),
         ({"zero_optimization": {"stage": "3"}}, "expected a number. Write 3 without quotes"),
-        ({"bf16": True}, 'bf16=True: expected a section. Write {"enabled": true}'),
+        ({"bf16": True}, "bf16=True: expected a section. Write its keys"),
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled='yes': expected true, false or"),
         ({"gradient_accumulation_steps": "4"}, "steps='4': expected an integer"),
         ({"train_batch_size": 0}, "train_batch_size=0: expected an integer, at least 1"),

@@ -47,25 +47,13 @@ def test_ranks_and_coordinates_are_each_others_inverse(layout: Any, order: Any) 
 def test_ranks_fall_into_groups_that_compute_the_same_samples(layout: Any, order: Any) -> None:
     world = ParallelDims(**layout, order=order).world_size
     every = [ParallelDims(**layout, order=order, rank=rank) for rank in range(world)]
-    groups = {dims.model_ranks for dims in every}
-    assert sorted(rank for group in groups for rank in group) == list(range(world))
+    groups: dict[int, list[int]] = {}
     for dims in every:
-        assert len(dims.model_ranks) == dims.model_size
-        assert dims.rank in dims.model_ranks
-        assert {every[rank].dp_rank for rank in dims.model_ranks} == {dims.dp_rank}
-        assert dims.dp_leaders[dims.dp_rank] == min(dims.model_ranks)
-        assert dims.loss_rank in dims.model_ranks
         assert dims.dp_rank_of(dims.rank) == dims.dp_rank
-    assert len({dims.loss_rank for dims in every}) == len(groups) == every[0].dp_size
-    assert sorted({dims.dp_rank for dims in every}) == list(range(every[0].dp_size))
-    assert every[0].dp_size * every[0].model_size == world
-
-
-@given(st.sampled_from(LAYOUTS), st.sampled_from(ORDERS))
-def test_the_loss_is_on_the_last_stage(layout: Any, order: Any) -> None:
-    dims = ParallelDims(**layout, order=order)
-    place = dims.coordinates_of(dims.loss_rank)
-    assert (place["pp"], place["cp"], place["tp"]) == (dims.pp - 1, 0, 0)
+        groups.setdefault(dims.dp_rank, []).append(dims.rank)
+    assert sorted(groups) == list(range(every[0].dp_size))
+    assert {len(ranks) for ranks in groups.values()} == {every[0].model_size}
+    assert every[0].dp_leaders == tuple(min(groups[dp_rank]) for dp_rank in sorted(groups))
 
 
 def test_data_shards_and_averaged_gradients_are_two_numbers() -> None:
