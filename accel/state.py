@@ -20,7 +20,7 @@ from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.machine.device import default_device_type, use_device
 from accel.machine.enums import DistributedType
 from accel.machine.env import Environment
-from accel.machine.errors import ConfigError, Problem, Problems, ResetError, nearest
+from accel.machine.errors import ConfigError, Problems, ResetError
 from accel.plan.arguments import Arguments
 from accel.plan.plan import Plan, resolve
 
@@ -34,16 +34,6 @@ WORLD = (
 
 def _init_handler(kwargs: dict[str, Any]) -> list[InitProcessGroupKwargs]:
     """Return the keyword arguments of `PartialState` as a handler."""
-    known = [field.name for field in dataclasses.fields(InitProcessGroupKwargs)]
-    unknown = [name for name in kwargs if name not in known]
-    ConfigError.raise_if(
-        [
-            Problem(
-                f"{name}={kwargs[name]!r}", f"known are {', '.join(known)}", nearest(name, known)
-            )
-            for name in unknown
-        ]
-    )
     return [InitProcessGroupKwargs(**kwargs)] if kwargs else []
 
 

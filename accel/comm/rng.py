@@ -276,14 +276,11 @@ def set_torch_states(states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 @contextlib.contextmanager
 def preserved(device: bool = True) -> Iterator[None]:
     """Context after which the generators are as before; without `device`, only the host's are."""
-    accelerator = _accelerator() if device else None
-    states = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
-    on_device = None if accelerator is None else accelerator.get_rng_state()
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+    of_torch = torch_states() if device else (torch.get_rng_state(), None)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if accelerator is not None:
-            accelerator.set_rng_state(on_device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        set_torch_states(of_torch)

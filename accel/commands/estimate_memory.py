@@ -26,7 +26,7 @@ from accel.machine.memory import Footprint, state_bytes
 from accel.precision.fp8 import CHATTY
 from accel.strategies.spec import MemoryLayout
 from accel.strategies.table import specs
-from accel.weights.sizes import get_max_layer_size, own_parts
+from accel.weights.sizes import convert_bytes, get_max_layer_size, own_parts
 from accel.weights.tensors import init_empty_weights
 
 FORMATS = ("fp32", "bf16", "pure_bf16")
@@ -258,7 +258,7 @@ def _show(
     for one in rows:
         held = one.footprint
         sizes = (held.parameters, held.gradients, held.optimizer_state, one.total)
-        print(_line((one.format, one.strategy, *map(_size, (*sizes, one.largest_layer)))))
+        print(_line((one.format, one.strategy, *map(_shown, (*sizes, one.largest_layer)))))
     print()
     print("On top come activations, and the largest layer while it is gathered.")
 
@@ -267,15 +267,8 @@ def _line(cells: Sequence[str]) -> str:
     return " ".join([f"{cells[0]:<10} {cells[1]:<10}", *(f"{cell:>10}" for cell in cells[2:])])
 
 
-def _size(num_bytes: float | None) -> str:
-    """Return e.g. "512 B" or "2.6 MB" (powers of ten); "?" for an unknown size."""
-    if num_bytes is None:
-        return "?"
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000 or unit == "GB":
-            break
-        num_bytes /= 1000
-    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+def _shown(num_bytes: int | None) -> str:
+    return "?" if num_bytes is None else convert_bytes(num_bytes)
 
 
 # -- the model -----------------------------------------------------------------------------

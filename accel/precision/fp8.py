@@ -139,20 +139,17 @@ def convert_layers(model: torch.nn.Module, chosen: dict[str, torch.nn.Linear], c
         ConfigError: if the forward pass of a layer is not that of its class, or its weight is no
             parameter in a floating-point format. Nothing is changed then.
     """
-    computed = [name for name, layer in chosen.items() if not has_own_weight(layer)]
-    if computed:
+    others = [
+        name
+        for name, layer in chosen.items()
+        if "forward" in vars(layer) or not has_own_weight(layer)
+    ]
+    if others:
         raise ConfigError.of(
-            f"AORecipeKwargs.module_filter_func chooses {', '.join(computed)}",
-            "the weight of a layer in fp8 is a parameter of its own, and here a parametrization "
-            "(weight_norm, say) computes it, or it is quantized",
+            f"AORecipeKwargs.module_filter_func chooses {', '.join(others)}",
+            "a layer in fp8 multiplies by a parameter of its own; here the weight is quantized or "
+            "computed (by weight_norm, say), or the forward pass was replaced",
             "Leave it out in module_filter_func, or remove the parametrization.",
-        )
-    patched = [name for name, layer in chosen.items() if "forward" in vars(layer)]
-    if patched:
-        raise ConfigError.of(
-            f"AORecipeKwargs.module_filter_func chooses {', '.join(patched)}",
-            "the forward pass of a layer was replaced, which the layer in fp8 would ignore",
-            "Leave it out in module_filter_func.",
         )
     torchao = import_torchao()
     from accel.precision.float8_layer import Float8Linear  # which imports torchao

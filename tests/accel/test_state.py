@@ -141,7 +141,7 @@ def test_whether_there_is_a_state_is_asked_without_building_one() -> None:
 
 @pytest.mark.parametrize("kind", [PartialState, AcceleratorState])
 def test_unknown_arguments(kind: type[PartialState | AcceleratorState]) -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'backend'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bakend'"):
         kind(bakend="gloo")
     assert not PartialState._shared_state
 

@@ -199,7 +199,7 @@ def test_a_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate-memory", CNN, "--num_processes", "2", "--optimizer", "LBFGS"]) == 0
     shown = capsys.readouterr().out
     assert "38,314 parameters · LBFGS · 2 processes" in shown
-    assert "153.3 kB" in shown
+    assert "149.66 KB" in shown
     assert "?" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
