@@ -20,7 +20,7 @@ from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state
 from accel.comm.ops import send_to_device
 from accel.logging import get_logger
 from accel.machine.device import copies_in_order
-from accel.machine.errors import AccelError, ConfigError, Problem, StateError
+from accel.machine.errors import ConfigError, Problem, StateError
 from accel.machine.imports import load_attribute
 from accel.optimizer import AcceleratedOptimizer, unwrap_optimizer
 from accel.precision import bf16_weights
@@ -29,7 +29,6 @@ from accel.precision.wrapping import is_dispatched, own_module
 from accel.scheduler import wrap_scheduler
 from accel.strategies import optimizers as kinds
 from accel.strategies.compile import compile_model
-from accel.strategies.table import packages_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -400,18 +399,14 @@ def make_scaler(plan: Plan) -> StepScaler | None:
 
 def strategy_class(spec: StrategySpec) -> type[Strategy]:
     """Import and return the class of a strategy; `ConfigError` if `spec.place` leads to none."""
-    try:
-        found = load_attribute(spec.place)
-        if isinstance(found, type) and issubclass(found, Strategy):
-            return found
-        rule = f"it is a subclass of accel.strategies.base.Strategy, not {found!r}"
-    except AccelError:
-        raise
-    except Exception as error:
-        rule = f"loading it failed with {type(error).__name__}: {error}"
-    package = ", ".join(packages_of(spec)) or "accel"
-    value = f"strategy {spec.name!r} ({package}): StrategySpec.place={spec.place!r}"
-    raise ConfigError.of(value, rule, f"Correct or uninstall {package}.")
+    found = load_attribute(spec.place)
+    if isinstance(found, type) and issubclass(found, Strategy):
+        return found
+    raise ConfigError.of(
+        f"strategy {spec.name!r}: StrategySpec.place={spec.place!r}",
+        f"it is a subclass of accel.strategies.base.Strategy, not {found!r}",
+        "Name the class as 'module:class'.",
+    )
 
 
 @final
@@ -419,34 +414,19 @@ class SingleProcessStrategy(Strategy):
     """The whole model in one process."""
 
 
-class RefusedCopy:
-    """Takes the place of ``__deepcopy__`` of a module, and raises."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-
-    def __call__(self, memo: object) -> NoReturn:
-        raise StateError(str(self.problem))
-
-
-def refuse_copies(modules: Iterable[torch.nn.Module], name: str, remedy: str) -> None:
-    """Let `copy.deepcopy` of each of `modules` raise `StateError`.
-
-    `name`: of what shards them; `remedy`: how an average of the weights is kept instead.
-    """
-    refused = RefusedCopy(
-        Problem(
-            f"copy.deepcopy of a model under {name} (also torch's AveragedModel)",
-            "its parameters are shards that belong to the engine; a copy would not follow them",
-            remedy,
-        )
+def _refuse_copy(memo: object) -> NoReturn:
+    """Raise, in place of the ``__deepcopy__`` of a module whose parameters are shards."""
+    problem = Problem(
+        "copy.deepcopy of a model that is sharded (also torch's AveragedModel)",
+        "its parameters are shards that belong to the engine; a copy would not follow them",
+        "To average weights, copy the model before prepare, and update the copy from "
+        "accelerator.get_state_dict(model), which all processes call. Or keep it in shards, where "
+        "the strategy takes two models: prepare(model, copy, optimizer).",
     )
+    raise StateError(str(problem))
+
+
+def refuse_copies(modules: Iterable[Any]) -> None:
+    """Let `copy.deepcopy` of each of `modules` raise `StateError`."""
     for module in modules:
-        module.__deepcopy__ = refused  # type: ignore[assignment]
-
-
-# Of a whole copy, on each process or on one of them.
-WHOLE_AVERAGE = (
-    "To average weights, copy the model before prepare, and update the copy from "
-    "accelerator.get_state_dict(model), which all processes call."
-)
+        module.__deepcopy__ = _refuse_copy

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     powerSGD_hook,
 )
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from accel.config.handlers import DistributedDataParallelKwargs
@@ -103,12 +103,9 @@ class DDPSync(Sync):
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[None]:
         """Return a context in which ranks that run out of batches shadow the others.
 
-        Raise `ConfigError` if there is nothing to join, or something that cannot be joined.
-
         Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
         """
         own: list[Any] = [unwrap_optimizer(joinable) for joinable in joinables]
-        ConfigError.raise_if(_join_problems(own))
         return Join(own)
 
 
@@ -379,18 +376,6 @@ def _knows_its_graph(model: DistributedDataParallel) -> bool:
     nothing, because they are then the same on every process.
     """
     return not model.static_graph or model._static_graph_delay_allreduce_enqueued
-
-
-def _join_problems(joinables: Sequence[object]) -> list[Problem]:
-    rule = "what takes part is a model that DDP trains, or a ZeroRedundancyOptimizer"
-    remedy = "Give the prepared models: join_uneven_inputs([model])."
-    if not joinables:
-        return [Problem("join_uneven_inputs([])", rule, remedy)]
-    return [
-        Problem(f"join_uneven_inputs: {type(entry).__name__} at position {index}", rule, remedy)
-        for index, entry in enumerate(joinables)
-        if not isinstance(entry, Joinable)
-    ]
 
 
 def register_hook(model: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:

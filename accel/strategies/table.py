@@ -65,11 +65,6 @@ def plugins() -> tuple[PluginSpec, ...]:
     return tuple(plugin for spec in specs() for plugin in spec.plugins)
 
 
-def packages_of(spec: StrategySpec) -> list[str]:
-    """Return the distributions, at most one as a rule, whose entry point leads to `spec`."""
-    return [_package(entry) for entry in entry_points(group=GROUP) if _loaded(entry) is spec]
-
-
 def _package(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else entry.module
 

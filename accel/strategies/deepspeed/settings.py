@@ -354,13 +354,6 @@ def plan_problems(plan: Plan) -> list[Problem]:
             "its engine scales losses itself",
             "Give initial_scale_power and loss_scale_window in the section fp16 of hf_ds_config.",
         )
-    stages = [plugin.stage for plugin in plan.plugin("deepspeed").values()]
-    if plan.accumulation.sync_each_batch and min(stages) < 2:
-        problems.add(
-            f"sync_each_batch=True with ZeRO {min(stages)}",
-            "its engine reduces gradients at the end of an optimizer step",
-            "Remove it, or use zero_stage=2 or 3, which reduce them at every micro-batch.",
-        )
     return problems
 
 

@@ -146,13 +146,6 @@ def _problems(request: Request) -> list[Problem]:
     return problems
 
 
-def _notes(request: Request) -> list[str]:
-    plugin, on_cpu = active(request.plugins.get(NAME)), request.device_type == "cpu"
-    if plugin is None or plugin.zero_stage != 3 or not on_cpu or request.dynamo.backend == "no":
-        return []
-    return ["torch.compile under ZeRO-3 on a CPU is some times slower than without: compile=null"]
-
-
 # Stage 3 trains the shards of fp32 weights themselves; the others train copies of them.
 MEMORY = (
     MemoryLayout("zero1", frozenset({"optimizer"}), casts_weights=True, copies_fp32=True),
@@ -192,5 +185,4 @@ SPEC = StrategySpec(
     accumulation_steps=_accumulation_steps,
     memory=MEMORY,
     problems=_problems,
-    notes=_notes,
 )

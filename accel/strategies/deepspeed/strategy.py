@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
@@ -20,7 +19,7 @@ from accel.machine.errors import ConfigError
 from accel.precision.base import COMPUTE_DTYPES
 from accel.scheduler import wrap_scheduler
 from accel.state import GradientState
-from accel.strategies.base import WHOLE_AVERAGE, Objects, Strategy, refuse_copies
+from accel.strategies.base import Objects, Strategy, refuse_copies
 from accel.strategies.compile import compile_model
 from accel.strategies.deepspeed import initialize
 from accel.strategies.deepspeed.fragments import share_weights, undo_first_step
@@ -49,16 +48,9 @@ from accel.strategies.deepspeed.wrappers import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
-
     from accel.comm.base import Communicator
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
-
-# The strategy of each engine of this process, for as long as both live.
-_OWNERS: weakref.WeakKeyDictionary[DeepSpeedEngine, weakref.ref[DeepSpeedStrategy]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @final
@@ -204,9 +196,7 @@ class DeepSpeedStrategy(Strategy):
     def _check_second(self, optimizer: torch.optim.Optimizer | None, prepared: Objects) -> None:
         """Refuse a second model for one plugin, and a second one to train."""
         own = [m for m in prepared.models if getattr(m, "accel_plugin", None) is self.plugin]
-        users = [owner() for model, owner in _OWNERS.items() if model.accel_plugin is self.plugin]
-        elsewhere = self.plugin.stage == 3 and any(user not in (None, self) for user in users)
-        if own or elsewhere:
+        if own:
             raise ConfigError(two_models("a second model with one plugin"))
         if optimizer is not None and prepared.optimizers:
             raise ConfigError(two_models("a second model to train with one Accelerator"))
@@ -225,13 +215,12 @@ class DeepSpeedStrategy(Strategy):
         )
         engine.accel_plugin = self.plugin
         self.plugin.resolve(settings.config)
-        _OWNERS[engine] = weakref.ref(self)
         if self.precision.name in COMPUTE_DTYPES and not engine.torch_autocast_enabled():
             dtype = COMPUTE_DTYPES[self.precision.name]
             initialize.cast_forward(engine.module, dtype, settings.autocast(self.precision))
         compile_model(engine.module, self.plan.dynamo, self.spec.hooks_inside)
         if settings.stage == 3:
-            refuse_copies(engine.modules(), "ZeRO-3", WHOLE_AVERAGE)
+            refuse_copies(engine.modules())
         done.models = [engine]
         if optimizer is None:
             return
@@ -272,7 +261,6 @@ class DeepSpeedStrategy(Strategy):
             optimizer.engine.destroy()
         self._trained.set(None)
         self._active_config = None
-        _OWNERS.clear()  # the process group closes, for every Accelerator
         self._leave_group()
         super().close()
 

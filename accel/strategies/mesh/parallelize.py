@@ -26,14 +26,15 @@ from accel.config.checks import import_callable
 from accel.config.fsdp import DTYPES, FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
-from accel.logging import get_logger
 from accel.machine.errors import ConfigError
 from accel.plan.dims import TP, ParallelDims
 from accel.precision.base import COMPUTE_DTYPES
+from accel.strategies.base import refuse_copies
 from accel.strategies.compile import compile_model, is_on
 from accel.strategies.mesh.device_mesh import gradient_mesh
 from accel.strategies.mesh.hooks import (
     SubmoduleCalls,
+    fsdp_units,
     reshard_after_evaluation,
     train_after_inference,
     train_what_requires_gradients,
@@ -56,9 +57,6 @@ if TYPE_CHECKING:
     from accel.comm.base import Communicator
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
-
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def parallelize(
     if settings.is_sharded or dims.grad_size > 1:
         shard_or_replicate(model, units, ignored, weights, settings)
         install_hooks(model, settings)
-    compile_between_hooks(model, settings)
+    compile_model(model, settings.dynamo, hooks_inside=True)  # in place, between hooks
     return parameters_of(ignored)
 
 
@@ -230,21 +228,7 @@ def install_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
     dynamo = settings.dynamo
     if not is_on(dynamo) or dynamo.use_regional_compilation is not False:
         SubmoduleCalls(model)  # hooks of its modules would break the one graph of the model
-
-
-def compile_between_hooks(model: torch.nn.Module, settings: MeshSettings) -> None:
-    """Compile `model` in place as the run says: the graphs between hooks."""
-    dynamo = settings.dynamo
-    inside = settings.is_sharded and any(
-        isinstance(m, FSDPModule) for m in model.modules() if m is not model
-    )
-    if inside and is_on(dynamo) and dynamo.use_regional_compilation is False:
-        logger.warning_once(
-            "use_regional_compilation=False under FSDP: gathering breaks the graph at each "
-            "unit. Units are compiled; a loop that calls them is not. For one graph, shard "
-            "the model as one unit: auto_wrap_policy='no_wrap'."
-        )
-    compile_model(model, dynamo, hooks_inside=True)
+    refuse_copies(fsdp_units(model))
 
 
 DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")

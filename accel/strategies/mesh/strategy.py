@@ -141,13 +141,6 @@ class MeshStrategy(Strategy):
     ) -> Objects:
         """Return `objects` wrapped for training; optimizers of earlier calls are remapped, too."""
         check_classes(objects.models, self._settings.fsdp.transformer_cls_names_to_wrap)
-        for model in objects.models:
-            if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-                raise ConfigError.of(
-                    f"prepare: a DistributedDataParallel model with {self.plan.strategy}",
-                    "they cannot be combined",
-                    "Prepare the module inside.",
-                )
         done = super().prepare(objects, placement, prepared, evaluation)
         for optimizer in prepared.optimizers:
             self._remap.remap(optimizer)

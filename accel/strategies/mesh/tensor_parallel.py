@@ -10,7 +10,6 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel.config.tensor_parallel import ALIASES, SUMMED, plan_problems
-from accel.machine.errors import ConfigError, Problem, Problems, nearest
+from accel.machine.errors import ConfigError, Problem, nearest
 from accel.machine.memory import local
 from accel.plan.dims import TP
 from accel.precision.amp import parameters_of
@@ -57,31 +56,24 @@ def apply_tensor_parallel(
         plan: pattern → style; None: the model's own.
 
     Raises:
-        ConfigError: if there is no plan, a pattern names no module, a size is not divisible, or
-            tied weights would be sharded differently.
+        ConfigError: if there is no plan, a pattern names no module, or tied weights would be
+            sharded differently.
     """
-    resolved = resolve_plan(model, plan)
-    _check_sizes(model, resolved.styles, mesh.size())
+    styles, summed = resolve_plan(model, plan)
     before = parameters_by_name(model)
-    for name, style in resolved.styles.items():
+    for name, style in styles.items():
         style.src_data_rank = None
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     _tie_weights(model, before)
-    for name in resolved.summed:
+    for name in summed:
         owner, _, attribute = name.rpartition(".")
         sum_gradients(model.get_submodule(owner), attribute, mesh)
 
 
-@dataclass(frozen=True)
-class ResolvedPlan:
-    """Styles by module name, and the names of replicated parameters with summed gradients."""
-
-    styles: dict[str, ParallelStyle]
-    summed: list[str]
-
-
-def resolve_plan(model: torch.nn.Module, plan: Plan | None = None) -> ResolvedPlan:
-    """Return the style of each module that a plan names.
+def resolve_plan(
+    model: torch.nn.Module, plan: Plan | None = None
+) -> tuple[dict[str, ParallelStyle], list[str]]:
+    """Return the style of each module that a plan names, and parameters with summed gradients.
 
     Args:
         model: the model; `torch.compile` of it or of its modules does not change names.
@@ -112,7 +104,7 @@ def resolve_plan(model: torch.nn.Module, plan: Plan | None = None) -> ResolvedPl
         else:
             styles.update({modules[name]: _style(style) for name in matches})
     ConfigError.raise_if(problems)
-    return ResolvedPlan(styles, list(dict.fromkeys(summed)))
+    return styles, list(dict.fromkeys(summed))
 
 
 def _by_plain_name(names: Iterable[str]) -> dict[str, str]:
@@ -150,29 +142,6 @@ def _style(style: str | ParallelStyle) -> ParallelStyle:
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
     }
     return known[ALIASES.get(style, style)]()
-
-
-def _check_sizes(model: torch.nn.Module, styles: Mapping[str, ParallelStyle], tp_size: int) -> None:
-    problems = Problems()
-    for name, style in styles.items():
-        weight = getattr(model.get_submodule(name), "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
-            continue
-        embedding = isinstance(model.get_submodule(name), torch.nn.Embedding)
-        if isinstance(style, ColwiseParallel):
-            dim = 1 if embedding else 0
-        elif isinstance(style, RowwiseParallel):
-            dim = 0 if embedding else 1
-        else:
-            continue
-        shape = tuple(weight.shape)
-        if shape[dim] % tp_size:
-            problems.add(
-                f"tp_plan: {plain_name(name)}.weight of {shape} sharded along dim {dim}",
-                f"its size is divisible by tp_size={tp_size}",
-                "Choose a tp_size that divides it, or remove the module from the plan.",
-            )
-    problems.raise_if()
 
 
 def _tie_weights(model: torch.nn.Module, before: Named) -> None:

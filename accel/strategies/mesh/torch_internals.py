@@ -134,19 +134,15 @@ def sum_late_gradients(group: FSDPParamGroup) -> None:
     """
     for parameter in group.fsdp_params:
         gathered = parameter._unsharded_param
-        trains = parameter.sharded_param.requires_grad
-        if trains and parameter.unsharded_accumulated_grad is None and not _has_hooks(gathered):
+        late = parameter.sharded_param.requires_grad and not gathered._post_accumulate_grad_hooks
+        if late and parameter.unsharded_accumulated_grad is None:
             gathered.requires_grad_(True)  # as the next all-gather does
 
-            def convert(_: torch.Tensor, late: FSDPParam = parameter) -> None:
-                if late.unsharded_accumulated_grad is None and _has_sums(group):
-                    late.to_accumulated_grad_if_needed()
+            def convert(_: torch.Tensor, own: FSDPParam = parameter) -> None:
+                if own.unsharded_accumulated_grad is None and _has_sums(group):
+                    own.to_accumulated_grad_if_needed()
 
             gathered.register_post_accumulate_grad_hook(convert)
-
-
-def _has_hooks(parameter: torch.nn.Parameter) -> bool:
-    return bool(parameter._post_accumulate_grad_hooks)
 
 
 Resharding = list[tuple["FSDPParamGroup", "FSDPMeshInfo | None"]]

@@ -19,11 +19,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from accel.config.checks import import_callable
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.logging import get_logger
 from accel.machine.errors import ConfigError, Problem, nearest
 from accel.strategies.mesh.torch_internals import is_wrap_policy, modules_of_policy
-
-logger = get_logger(__name__)
 
 Modules = list[torch.nn.Module]
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -62,13 +59,8 @@ def find_units(
     ordered = [m for m in reversed(list(model.modules())) if id(m) in chosen and m is not model]
     own = [m for m in ordered if not isinstance(m, CONTAINERS) and set(m.parameters()) - ignored]
     tied = tied_parameters(model)
-    inside = [module for module in own if holds_all_uses(module, tied)]
-    if len(inside) < len(own):
-        logger.warning(
-            "FSDP: %s have weights tied to other modules; they belong to the unit around them.",
-            ", ".join(sorted({type(m).__name__ for m in own if m not in inside})),
-        )
-    return inside
+    # What has weights tied to other modules belongs to the unit around them.
+    return [module for module in own if holds_all_uses(module, tied)]
 
 
 # -- policies ------------------------------------------------------------------------------

@@ -295,25 +295,6 @@ def joined_stream() -> int:
     return 0
 
 
-def joined_nothing() -> str:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(make_model())
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=r"join_uneven_inputs\(\[\]\)"):
-        accelerator.join_uneven_inputs([]).__enter__()
-    with pytest.raises(ConfigError) as caught:
-        accelerator.join_uneven_inputs([model, model.module, optimizer]).__enter__()
-    return str(caught.value)
-
-
-def test_what_cannot_be_joined_is_named() -> None:
-    text = run_distributed(joined_nothing, 2)[0]
-    assert "Sequential at position 1" in text
-    assert "SGD at position 2" in text
-    assert "position 0" not in text
-    assert "join_uneven_inputs([model])" in text
-
-
 def test_streams_keep_their_own_setting() -> None:
     assert run_distributed(joined_stream, 2) == [0, 0]
 

@@ -292,7 +292,6 @@ def check_refusals() -> None:
 
     refuse("neither the model nor the plugin has a tp_plan", Planless())
     refuse(r"\['blocks.\*.upp'\]: no module", Model(), tp_plan={"blocks.*.upp": "colwise"})
-    refuse("up.weight of .5, 4. sharded along dim 0", Planless(), tp_plan={"up": "colwise"})
     refuse("tied weights are sharded alike", Model(), tp_plan={"head": "colwise_rep"})
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = build(tp={"torch_device_mesh": mesh}).prepare(Model())

@@ -31,11 +31,13 @@ CLOSE = 1e-5
 
 
 def test_patterns_name_modules_and_replicated_parameters() -> None:
-    split = resolve_plan(Model(), {"blocks.*.up": "colwise", "blocks.1": SUMMED, "shift": SUMMED})
-    assert list(split.styles) == ["blocks.0.up", "blocks.1.up"]
-    assert all(isinstance(style, ColwiseParallel) for style in split.styles.values())
+    styles, summed = resolve_plan(
+        Model(), {"blocks.*.up": "colwise", "blocks.1": SUMMED, "shift": SUMMED}
+    )
+    assert list(styles) == ["blocks.0.up", "blocks.1.up"]
+    assert all(isinstance(style, ColwiseParallel) for style in styles.values())
     own = {name for name, _ in Model().blocks[1].named_parameters(prefix="blocks.1")}
-    assert set(split.summed) == {*own, "shift"}
+    assert set(summed) == {*own, "shift"}
     with pytest.raises(ConfigError, match=r"'shift'\]: no module of the model"):
         resolve_plan(Model(), {"shift": "colwise"})
 
