@@ -37,7 +37,7 @@ from accel.weights.hooks import (
     remove_hook_from_module,
 )
 from accel.weights.offload import AlignDevicesHook
-from accel.weights.offloaded_tensors import CANNOT_MOVE
+from accel.weights.offloaded_tensors import CANNOT_MOVE, STORED_AS
 from accel.weights.tensors import (
     Device,
     TiedParams,
@@ -182,6 +182,7 @@ def disk_offload(
         ConfigError: for weights or non-persistent buffers without a value.
     """
     undo(model)
+    _check_moved(model)
     weights = _with_disk(dict(model.state_dict()), {}, offload_dir, None)
     _check_values(model, weights, offload_dir)
     _load_buffers(model, weights, offload_buffers)
@@ -260,6 +261,18 @@ def _check_values(
             "they have no values, neither in the model nor where offloaded weights lie",
             "Load a checkpoint that has them (with this folder as offload_folder), or give them "
             "values first: set_module_tensor_to_device(model, name, 'cpu', value).",
+        )
+
+
+def _check_moved(model: nn.Module) -> None:
+    """Refuse weights on the disk that lie there under other names: those are of other layers."""
+    empty = {n: vars(v) for n, v in model.state_dict(keep_vars=True).items() if v.is_meta}
+    moved = [name for name, known in empty.items() if name not in known.get(STORED_AS, [name])]
+    if moved:
+        raise ConfigError.of(
+            f"weights {listed(moved)}",
+            "they were loaded to the disk under other names: their layers were moved since",
+            "Load the checkpoint again, or dispatch the model before layers are moved or deleted.",
         )
 
 
@@ -363,6 +376,7 @@ def dispatch_model(
     """
     check_device_map(model, device_map)
     undo(model)
+    _check_moved(model)
     placed = set(device_map.values())
     if len(placed) == 1 and placed != {"disk"} and not force_hooks:
         _load_missing(model, [*model.state_dict()], offload_dir, offload_index)

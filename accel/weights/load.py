@@ -38,7 +38,7 @@ from accel.weights.device_map import (
 )
 from accel.weights.dispatch import PathLike, dispatch_model, undo
 from accel.weights.files import Shapes
-from accel.weights.offloaded_tensors import HELD
+from accel.weights.offloaded_tensors import HELD, STORED_AS
 from accel.weights.sizes import Dtype
 from accel.weights.tensors import as_device, as_dtype, device_of, name_of
 
@@ -395,6 +395,9 @@ class _Plan:
                     held[key] = loaded
         if self.disk is not None:
             self.disk.save(on_disk)
+            for name in self.disk.index:
+                held, key = held_in(self.model, name)
+                held[key].__dict__.setdefault(STORED_AS, set()).add(name)
 
 
 def ties(model: torch.nn.Module) -> Iterator[list[str]]:

@@ -16,6 +16,7 @@ CANNOT_MOVE = (
     "accel.hooks.remove_hook_from_submodules(model), or dispatch it anew, such as with "
     "dispatch_model(model, {'': 'cpu'}, offload_dir=folder)."
 )
+STORED_AS = "_stored_as"  # attribute of a tensor whose values were loaded to the disk: its names
 _METADATA = ("detach_", "rename_", "requires_grad_", "share_memory_")  # they write no values
 
 

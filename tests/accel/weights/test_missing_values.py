@@ -92,6 +92,20 @@ def test_the_values_go_where_the_weights_go(
         remove_hook_from_submodules(model)
 
 
+@pytest.mark.parametrize("dispatch", DISPATCHES[:-1])
+def test_a_layer_that_is_moved_before_the_first_dispatch_is_refused(
+    dispatch: Dispatch, tmp_path: Path
+) -> None:
+    Accelerator(cpu=True).save_model(layers(), tmp_path / "weights")
+    model = layers().to("meta")
+    load_checkpoint_in_model(
+        model, tmp_path / "weights", {"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    del model[1]
+    with pytest.raises(ConfigError, match=r"weights 1\.0\.weight.* layers were moved"):
+        dispatch(model, tmp_path / "off")
+
+
 def test_without_their_files_they_are_left_without_values(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
