@@ -7,7 +7,6 @@ annotated `Any` and checked when the object is made, so these classes can be nod
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -250,24 +249,22 @@ class ProfileKwargs(KwargsHandler):
     ) -> torch.profiler.profile:
         """Build a profiler with this configuration.
 
-        Activities of a device that this machine has not are skipped, with a warning.
+        torch skips activities of a device that this machine has not, with a warning.
 
         Args:
             on_trace_ready: takes the place of the field of that name where that is None.
 
         Returns:
             A `torch.profiler.profile`, not started.
-
-        Raises:
-            ConfigError: if nothing is left to record.
         """
         import torch
 
         # A schedule of torch waits, warms up and so on for 0 steps unless given otherwise.
         steps = {"wait": 0, "warmup": 0, "active": 0, **(self.schedule_option or {})}
         schedule = torch.profiler.schedule(**steps) if self.schedule_option else None
+        kinds = torch.profiler.ProfilerActivity
         return torch.profiler.profile(
-            activities=self._present_activities(),
+            activities=[getattr(kinds, name.upper()) for name in self.activities or ()] or None,
             schedule=schedule,
             on_trace_ready=self.on_trace_ready or on_trace_ready,
             record_shapes=self.record_shapes,
@@ -276,27 +273,3 @@ class ProfileKwargs(KwargsHandler):
             with_flops=self.with_flops,
             with_modules=self.with_modules,
         )
-
-    def _present_activities(self) -> list[torch.profiler.ProfilerActivity] | None:
-        """Return the activities that can be recorded on this machine; None: all of them."""
-        if not self.activities:
-            return None
-        import torch
-
-        present = {
-            activity.name.lower(): activity for activity in torch.profiler.supported_activities()
-        }
-        absent = [name for name in self.activities if name not in present]
-        if len(absent) == len(self.activities):
-            raise ConfigError.of(
-                f"ProfileKwargs.activities={self.activities!r}",
-                f"torch {torch.__version__} can record {', '.join(sorted(present))} here",
-                "Name one of these, or leave activities out.",
-            )
-        if absent:
-            warnings.warn(
-                f"ProfileKwargs: this machine has no {' and no '.join(absent)} that torch "
-                f"{torch.__version__} can record; only {', '.join(sorted(present))} is recorded.",
-                stacklevel=3,
-            )
-        return [present[name] for name in self.activities if name in present]

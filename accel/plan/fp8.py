@@ -14,6 +14,7 @@ from accel.config.fp8 import (
 from accel.config.handlers import KwargsHandler
 from accel.machine import imports
 from accel.machine.enums import FP8BackendType
+from accel.machine.env import parse_bool
 from accel.machine.errors import ConfigError, Problem, Problems, unknown_choice
 
 AO, TE, MSAMP = FP8BackendType.AO, FP8BackendType.TE, FP8BackendType.MSAMP
@@ -21,7 +22,6 @@ BACKENDS = (AO, TE, MSAMP)
 KINDS = {AO: AORecipeKwargs, TE: TERecipeKwargs, MSAMP: MSAMPRecipeKwargs}
 INSTEAD = "torchao: precision=fp8_torchao, in a script AORecipeKwargs()"
 PREFIX = "ACCELERATE_FP8_"
-FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ def backend_of(recipe: KwargsHandler) -> FP8BackendType:
     """Return the library that a recipe is of."""
     if isinstance(recipe, FP8RecipeKwargs):
         return FP8BackendType(recipe.backend or TE)
-    kinds = {AORecipeKwargs: AO, TERecipeKwargs: TE, MSAMPRecipeKwargs: MSAMP}
-    return next(backend for kind, backend in kinds.items() if isinstance(recipe, kind))
+    return next(backend for backend, kind in KINDS.items() if isinstance(recipe, kind))
 
 
 def _installed(device_type: str) -> FP8BackendType | None:
@@ -127,7 +126,10 @@ def _check_recipes(given: Sequence[str], mixed_precision: str, found: Problems) 
 
 
 def _flag(text: str) -> bool:
-    return FLAGS[text.lower()]
+    value = parse_bool(text)
+    if value is None:
+        raise ValueError(text)
+    return value
 
 
 def _flags(text: str) -> tuple[bool, ...]:
@@ -217,7 +219,7 @@ def from_variables(variables: Mapping[str, str]) -> KwargsHandler | None:
             continue
         try:
             fields[name] = read(text)
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             rule = f"{name} of {kind.__name__} cannot be read from it"
             raise ConfigError.of(f"{variable}={text!r}", rule, "Correct it.") from error
     return kind(**fields)

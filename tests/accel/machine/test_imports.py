@@ -40,58 +40,30 @@ def test_compare_versions() -> None:
         imports.compare_versions("torch", "=", "2.9")
 
 
-def _kind(check: object) -> str:
-    """Return what stands between ``is_`` and ``_available`` in the name of a check."""
-    name = next(name for name, value in vars(imports).items() if value is check)
-    return name.removeprefix("is_").removesuffix("_available")
-
-
+# Import names of packages that are not called as in the name of their check.
 PACKAGES = {
-    imports.is_aim_available: "aim",
-    imports.is_amdsmi_available: "amdsmi",
-    imports.is_bnb_available: "bitsandbytes",
-    imports.is_boto3_available: "boto3",
-    imports.is_ccl_available: "oneccl_bindings_for_pytorch",
-    imports.is_clearml_available: "clearml",
-    imports.is_comet_ml_available: "comet_ml",
-    imports.is_datasets_available: "datasets",
-    imports.is_deepspeed_available: "deepspeed",
-    imports.is_dvclive_available: "dvclive",
-    imports.is_fp8_available: "torchao",
-    imports.is_import_timer_available: "import_timer",
-    imports.is_ipex_available: "intel_extension_for_pytorch",
-    imports.is_lomo_available: "lomo_optim",
-    imports.is_matplotlib_available: "matplotlib",
-    imports.is_megatron_lm_available: "megatron",
-    imports.is_mlflow_available: "mlflow",
-    imports.is_msamp_available: "msamp",
-    imports.is_pandas_available: "pandas",
-    imports.is_peft_available: "peft",
-    imports.is_pippy_available: "torch.distributed.pipelining",
-    imports.is_pynvml_available: "pynvml",
-    imports.is_pytest_available: "pytest",
-    imports.is_rich_available: "rich",
-    imports.is_sagemaker_available: "sagemaker",
-    imports.is_schedulefree_available: "schedulefree",
-    imports.is_swanlab_available: "swanlab",
-    imports.is_tensorboard_available: "tensorboard",
-    imports.is_timm_available: "timm",
-    imports.is_torchao_available: "torchao",
-    imports.is_torchdata_available: "torchdata",
-    imports.is_torchdata_stateful_dataloader_available: "torchdata.stateful_dataloader",
-    imports.is_torchvision_available: "torchvision",
-    imports.is_tqdm_available: "tqdm",
-    imports.is_trackio_available: "trackio",
-    imports.is_transformer_engine_available: "transformer_engine",
-    imports.is_transformers_available: "transformers",
-    imports.is_triton_available: "triton",
-    imports.is_wandb_available: "wandb",
+    "bnb": "bitsandbytes",
+    "ccl": "oneccl_bindings_for_pytorch",
+    "fp8": "torchao",
+    "ipex": "intel_extension_for_pytorch",
+    "lomo": "lomo_optim",
+    "megatron_lm": "megatron",
+    "pippy": "torch.distributed.pipelining",
+    "torchdata_stateful_dataloader": "torchdata.stateful_dataloader",
 }
+KINDS = [
+    *("bnb", "aim", "amdsmi", "boto3", "ccl", "clearml", "comet_ml", "datasets", "deepspeed"),
+    *("dvclive", "fp8", "import_timer", "ipex", "lomo", "matplotlib", "megatron_lm", "mlflow"),
+    *("msamp", "pandas", "peft", "pippy", "pynvml", "pytest", "rich", "sagemaker", "swanlab"),
+    *("schedulefree", "tensorboard", "timm", "torchao", "torchdata", "torchvision", "tqdm"),
+    *("torchdata_stateful_dataloader", "trackio", "transformer_engine", "transformers", "triton"),
+    "wandb",
+]
 
 
-@pytest.mark.parametrize("kind", [_kind(check) for check in PACKAGES])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_check_asks_for_its_package(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, package = next(pair for pair in PACKAGES.items() if _kind(pair[0]) == kind)
+    check, package = getattr(imports, f"is_{kind}_available"), PACKAGES.get(kind, kind)
     monkeypatch.setattr(imports, "is_available", lambda name: name == package)
     assert check() is True
     monkeypatch.setattr(imports, "is_available", lambda name: False)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.backends import mha
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import AutocastKwargs
 from accel.machine.errors import ConfigError
+from tests.accel.precision.float8 import needs_torchao
 from tests.helpers import run_distributed
 
 WIDTH, CLASSES, SIZE = 8, 20, 4
@@ -127,3 +130,33 @@ def refuse_two_owners() -> None:
 
 def test_one_of_two_owners_of_autocast_is_left_out() -> None:
     run_distributed(refuse_two_owners, 1)
+
+
+# -- attention layers that evaluate on a CPU ----------------------------------------------------
+
+
+@pytest.fixture
+def _fast_path() -> Iterator[None]:
+    yield
+    mha.set_fastpath_enabled(True)
+
+
+def encoder() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    stack = torch.nn.TransformerEncoder(layer, 2)
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), stack, torch.nn.Linear(32, 32))
+
+
+@pytest.mark.usefixtures("_fast_path")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8", marks=needs_torchao)])
+def test_evaluation_computes_in_the_format_of_training(precision: str, compiled: bool) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model = accelerator.prepare(encoder())
+    values = torch.randn(3, 6, 32)
+    trained = model(values).detach()
+    model.eval()
+    call = torch.compile(model, backend="eager", fullgraph=precision == "bf16")
+    with torch.no_grad():
+        assert torch.equal((call if compiled else model)(values), trained)

@@ -20,7 +20,7 @@ SWAPPED = "test_layers_are_swapped_in_and_out_with_their_parameters"
 KINDS = "test_kinds_of_layers_are_left_on_request"
 IN_FP8 = "test_a_forward_computes_in_fp8_while_it_trains"
 LEVELS = "test_the_levels_of_a_recipe"
-FIRST = "test_an_activity_that_is_there_is_recorded"
+FIRST = "test_an_activity_is_recorded"
 SCHEDULE = "test_a_schedule_says_which_steps_are_recorded"
 EACH_HOOK = "test_a_hook_and_its_wrapper_show_in_the_numbers"
 EACH_WRAPPER = EACH_HOOK
@@ -127,7 +127,7 @@ ENTRIES = [
         "accel.utils:ProfileKwargs",
         SCHEDULE,
         parameters={
-            "activities": P(None, "test_the_cpu_can_be_recorded_alone"),
+            "activities": P(None, "test_all_activities_are_recorded_by_default"),
             "schedule_option": P(None, SCHEDULE),
             "on_trace_ready": P(None, "test_a_callable_gets_each_complete_trace"),
             "record_shapes": P(False, "test_shapes_are_kept_on_request"),
