@@ -232,6 +232,9 @@ def examine(overrides: Sequence[str], config_name: str) -> Examined:
         return replace(examined, problems=[Problem(value, rule, remedy)])
     if rendezvous.is_member(examined.recipe.distributed):
         return examined  # the first node finds the run
+    missing = _import_packages_named(examined.recipe)  # runs are compared with all arguments
+    if missing:
+        return replace(examined, problems=missing)
     found = resumable.newest(examined.recipe)
     if found is None:
         return replace(examined, recipe=replace(examined.recipe, resume=None))

@@ -146,12 +146,17 @@ class Factory:
         return [*wrong, *_distrusted(self.arguments, self.key)]
 
     def defaults(self) -> dict[str, object]:
-        """Return the defaults of arguments that the recipe does not give, as YAML holds them."""
+        """Return the defaults of arguments that the recipe does not give, as YAML holds them.
+
+        A scheduler's mode has none: it follows the metric of the run.
+        """
         parameters = self.signature(STEP_PARTS if self.key == "step" else ()).parameters
         return {
             name: _as_yaml(parameter.default)
             for name, parameter in parameters.items()
-            if name not in self.arguments and _is_plain(parameter.default)
+            if name not in self.arguments
+            and _is_plain(parameter.default)
+            and (self.key, name) != ("scheduler", "mode")
         }
 
     @property

@@ -175,6 +175,7 @@ def compose(
     config = composed_with_hydra(choices, config_name)
     ConfigError.raise_if([*_shadowed(), *_forbidden_settings(config.hydra)])
     renamed = _nodes_of_other_factories(config)
+    ConfigError.raise_if(_without_effect(choices, renamed, config))
     if renamed:  # the arguments of their files belong to another factory
         others = [choice for choice in choices if key_of(choice) not in renamed]
         off = [f"{node}=null" for node in renamed]
@@ -183,6 +184,9 @@ def compose(
         for node in renamed:
             config[node] = without[node]
     OmegaConf.set_struct(config, False)
+    nodes = schema()
+    for node in filter(nodes.__contains__, map(key_of, filter(switches_off, choices))):
+        config[node] = nodes[node]  # an experiment may give it values, which come later
     for node, name in _missing_values(config):
         config[node][name] = MISSING
     _merge_trackers(config, choices, config_name)
@@ -229,6 +233,26 @@ def chosen_files(overrides: Sequence[str], config_name: str) -> list[str]:
     loader = GlobalHydra.instance().config_loader()
     found = loader.compute_defaults_list(config_name, [*FIXED, *opened(overrides)], RunMode.RUN)
     return [str(default.config_path) for default in found.defaults]
+
+
+def _without_effect(
+    choices: Sequence[str], renamed: Sequence[str], config: DictConfig
+) -> list[Problem]:
+    """Return the problems of files chosen on the command line for nodes that name others."""
+    problems = Problems()
+    for choice in choices:
+        node = key_of(choice)
+        if node in renamed:
+            own = factory_named(file_of(node, choice.partition("=")[2]))
+            named = factory_named(config[node])
+            other = next((name for name in named if name and name not in own), "nothing")
+            problems.add(
+                choice,
+                f"a file that comes later, such as an experiment, names {other} there",
+                f"Leave it out, give '{node}={{name: …}}', or write `- override /{node}: …` in the "
+                "defaults list of that file, which the command line then overrides.",
+            )
+    return problems
 
 
 def _nodes_of_other_factories(config: DictConfig) -> list[str]:
@@ -304,6 +328,11 @@ def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
 def key_of(override: str) -> str:
     """Return the dotted key, or the group, that an override sets."""
     return override.lstrip("+~").partition("=")[0]
+
+
+def switches_off(choice: str) -> bool:
+    """Return whether a choice leaves a group out: ``scheduler=null``, ``~scheduler``."""
+    return choice.startswith("~") or choice.partition("=")[2] in ("null", "[]")
 
 
 def takes_out(override: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import runner
 from runner import cli
 from runner.launch import start_run
 from runner.recipe import factory
@@ -278,6 +280,22 @@ def test_auto_takes_the_newest_run_of_that_name(
     assert (first.recipe.resume, first.recipe.model["width"]) == (str(run_dir), 4)
     assert (first.recipe.trainer.epochs, first.overrides[-1]) == (30, "trainer.epochs=30")
     assert another_recipe.recipe.resume is second.recipe.resume is None
+
+
+def test_auto_finds_a_run_of_factories_of_the_users(
+    started: list[Started], resumable: None, registered: None, tmp_path: Path
+) -> None:
+    """R2: the arguments at a factory's default are recorded, and the factory is not loaded yet."""
+    text = "from runner import register\n\n@register.model('own_r')\ndef own(width=3): ...\n"
+    (tmp_path / "models_r.py").write_text(text)
+    own = ["model={name: own_r}", "resume=auto"]
+    sys.path.append(str(tmp_path))
+    importlib.import_module("models_r")
+    run_dir = stopped(tmp_path, *own)
+    del sys.modules["models_r"], runner.register.model._factories["own_r"]
+    assert cli.main(["--import", "models_r", "name=digits", *own]) == 0
+    assert [job.recipe.resume for job in started] == [str(run_dir)]
+    del sys.modules["models_r"]
 
 
 def test_a_run_without_a_checkpoint_is_refused(

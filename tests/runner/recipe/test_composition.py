@@ -217,6 +217,34 @@ def test_a_mapping_takes_effect_on_resume(own: tuple[str, ...], tmp_path: Path) 
     assert found.scheduler == {"name": "linear", "warmup": 3}
 
 
+@pytest.fixture
+def inline(tmp_path: Path) -> str:
+    """An experiment that gives nodes without a defaults list; returned as with `others`."""
+    (tmp_path / "experiment").mkdir()
+    nodes = "optimizer: {name: sgd_own, lr: 1}\nscheduler: {name: linear}\ncallbacks: {a: {b: 1}}\n"
+    (tmp_path / "experiment" / "own.yaml").write_text(f"# @package _global_\n{nodes}")
+    return f"hydra.searchpath=['file://{tmp_path}']"
+
+
+def test_a_file_whose_node_an_experiment_names_otherwise_is_refused(inline: str) -> None:
+    given = ["experiment=own", "optimizer=sgd", inline]
+    with hydra_setup.session(given):
+        (problem,) = composition.new_run(given, "config").problems
+        assert problem.value == "optimizer=sgd"
+        assert "names sgd_own" in problem.rule
+        words = ["experiment=own", "optimizer={name: sgd}", inline]
+        assert composition.new_run(words, "config").recipe.optimizer == {"name": "sgd"}
+
+
+def test_a_group_that_is_left_out_is_out_under_an_experiment_too(inline: str) -> None:
+    for words in (["scheduler=null", "callbacks=null"], ["~scheduler", "callbacks=[]"]):
+        given = ["experiment=own", *words, inline]
+        with hydra_setup.session(given):
+            found = composition.new_run(given, "config").recipe
+        assert (found.scheduler, found.callbacks) == (None, {})
+        assert found.optimizer["name"] == "sgd_own"
+
+
 def test_an_experiment_that_wins_over_a_choice_is_named() -> None:
     found = composition.new_run(["experiment=bytes_gpt", "optimizer=adamw"], "config")
     assert found.recipe.optimizer["lr"] == 3e-3

@@ -174,3 +174,11 @@ def test_any_callable_is_registered_and_checked(made: Any, registered: None) -> 
     assert "no such argument" in problems(model={"name": "callable_a", "width": 3, "a": 1})[0]
     model = build._part(recipe(model={"name": "callable_a", "width": 3}), "model")()
     assert model.weight.shape == (3, 3)
+
+
+def test_the_mode_of_a_scheduler_has_no_default(registered: None) -> None:
+    """C2: left out, it follows the metric of the run."""
+    node = {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
+    found = factory.completed(recipe(scheduler=node)).scheduler
+    assert found["factor"] == 0.1
+    assert "mode" not in found
