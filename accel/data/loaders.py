@@ -394,7 +394,7 @@ class DataLoaderDispatcher(_MaybeStateful, PreparedLoader):
             skipped=skipped_round(self),
         )
         position = self._position()
-        if position.get("position"):
+        if position.get("position") and "rounds" in position:  # without: the start of a pass
             reader.load_state_dict(position["rounds"])
         skipped = self._behind = position.get("behind", 0) if position else self.skip_batches
         batches = reader.read(self._batches(skipped), skipped)

@@ -35,6 +35,8 @@ class Tracked(PreparedLoader, StatefulDataLoader):
     """
 
     _before: dict[str, Any]  # the last position that knows its place in the data
+    _loaded: dict[str, Any]  # the states of workers that this pass has begun with
+    _served: set[str]  # the workers of which it has had a batch since
 
     def _followed(self, units: Iterator[T]) -> Iterator[T]:
         order = self._order
@@ -46,7 +48,7 @@ class Tracked(PreparedLoader, StatefulDataLoader):
         order.states = after, after
 
     def _noted(self) -> dict[str, object]:
-        shown = super().state_dict()
+        shown = self._completed(super().state_dict())
         if not self._rests and self._has_place(shown):
             self._before, self._behind = shown, 0
         else:
@@ -57,6 +59,24 @@ class Tracked(PreparedLoader, StatefulDataLoader):
             "behind": self._behind,
             "skipped": self._skipped_now,
         }
+
+    def _completed(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Return a position in which a worker without a batch so far has the state it was given.
+
+        A data set may know a state that it was given only once it is read, as Hugging Face's do.
+        """
+        for worker, state in self._loaded.items():
+            if worker not in self._served:
+                position["_snapshot"]["_worker_snapshots"][worker] = state
+        return position
+
+    def _batches(self, skipped: int = 0) -> Iterator[object]:
+        return self._observed(super()._batches(skipped))
+
+    def _observed(self, batches: Iterator[object]) -> Iterator[object]:
+        for batch in batches:
+            self._served.add(f"worker_{getattr(self._iterator, '_last_yielded_worker_id', None)}")
+            yield batch
 
     def _has_place(self, position: dict[str, Any]) -> bool:
         """Return whether a position of torchdata knows its place in the data."""
@@ -78,11 +98,14 @@ class Tracked(PreparedLoader, StatefulDataLoader):
         found, order.position = order.position, None
         self._skipped_now, self.next_iter_state = self._skipped, None
         self._before, self._behind, self._rests = {}, 0, []
+        self._loaded, self._served = {}, set()
         if not found or (self._resumes and order.loaded_into != self._skips):
             return {}  # the caller chose what to skip
         self._skipped_now = found.get("skipped", self._skipped)
         self._before = found["position"]
         super().load_state_dict(self._before)
+        if not found.get("behind"):
+            self._loaded = self._before.get("_snapshot", {}).get("_worker_snapshots", {})
         return found if self._before or found.get("behind") else {}
 
     @property

@@ -139,10 +139,10 @@ def test_a_resumed_stream_completes_its_last_round_with_the_first_samples(kind, 
         states.append(pickle.loads(pickle.dumps(loader.state_dict())))
     last = batches[-1]["id"] if collate else batches[-1]
     assert (len(batches), last) == (3, [10, 0])
-    for number, state in enumerate(states[:-1]):
+    for number, state in enumerate(states):
         again = of_two(kind(), 1, collate)
         again.load_state_dict(state)
-        assert read(again) == batches[number + 1 :]
+        assert read(again) == (batches[number + 1 :] or batches)
         assert read(again) == batches  # and the next pass is whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections import Counter
@@ -430,6 +431,34 @@ def own_shards(num_shards: int, even: bool) -> list[list[int]]:
             gathered += accelerator.gather_for_metrics(batch["id"]).tolist()
         passes += [read, sorted(gathered)]
     return passes
+
+
+def some_of_three_workers(dispatch: bool | None, state: Any, count: int) -> tuple[list[int], Any]:
+    import datasets
+
+    data = datasets.IterableDataset.from_generator(of_shards, gen_kwargs={"files": [0, 1, 2]})
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(data, batch_size=1, num_workers=3))
+    if state is not None:
+        loader.load_state_dict(state)
+    batches = iter(loader)
+    found = [batch["id"].item() for batch in itertools.islice(batches, count)]
+    return found, loader.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", [None, False])
+def test_a_pass_is_resumed_before_every_worker_has_given_a_batch(dispatch: bool | None) -> None:
+    """E2."""
+    pytest.importorskip("datasets", reason="datasets is not installed (extra: libraries)")
+    seen: list[int] = []
+    state = None
+    for count in (1, 1, 1, 3, 99):
+        found, state = some_of_three_workers(dispatch, state, count)
+        seen += found
+    gc.collect()  # the loaders' workers
+    assert sorted(seen) == [10 * file + row for file in range(3) for row in range(4)]
 
 
 @pytest.mark.slow
