@@ -123,7 +123,8 @@ class Watchdog:
         """
         # A run without a parent, which shows the end of the log, tells it on the terminal.
         place = self._log if self._launch or self._world_size > 1 else sys.stderr
-        # Twice the patience, as the other ranks have it: a store on a busy machine takes seconds.
+        # Before other ranks lose patience, so that its stack is shown; but a store on a busy
+        # machine takes seconds.
         seconds_left = self._limit + 2 * self._patience
         faulthandler.dump_traceback_later(seconds_left, exit=True, file=place)
         return self._closing.wait(seconds)
@@ -177,7 +178,7 @@ class Watchdog:
 
     def _wait_for_verdict(self) -> None:
         key = f"{self._round}/verdict"
-        deadline = time.monotonic() + 2 * self._patience
+        deadline = time.monotonic() + 4 * self._patience
         while not self._store.check([key]):
             if time.monotonic() > deadline:  # the asking rank has ended: ask again
                 self._round += 1
@@ -190,13 +191,13 @@ class Watchdog:
 
     @property
     def _patience(self) -> float:
-        """Seconds that ranks have for their answer."""
+        """Seconds within which a rank answers, unless the machine is busy."""
         return 3 * self._poll + 5.0
 
     def _judge(self) -> None:
         """Collect the answers, and share the verdict."""
         keys = {rank: f"{self._round}/{rank}" for rank in range(self._world_size)}
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + 3 * self._patience
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
             if self._progress.count != self._seen:
                 break

@@ -281,7 +281,7 @@ def _missing_values(config: DictConfig) -> Iterator[tuple[str, str]]:
     for node, chosen in config.hydra.runtime.choices.items():
         own = file_of(node, chosen) if chosen and node in config else None
         for name in own if isinstance(own, DictConfig) else ():
-            if OmegaConf.is_missing(own, name) and config[node][name] is None:
+            if OmegaConf.is_missing(own, name) and config[node].get(name) is None:
                 yield node, str(name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,14 +93,15 @@ def newest(run_dir: Path) -> int | None:
 def chosen(run_dir: Path) -> Path:
     """Return the checkpoint that a run is used by: of those kept, the one of the least loss.
 
-    `best.json` may name an older one where the command was killed between a save and it.
+    A state is measured after it is kept: where none has been measured, it is the newest.
     """
-
-    def loss(path: Path) -> float:
-        metadata = json.loads((path / "manifest.json").read_text())["metadata"]
-        return float(metadata["metrics"]["loss"])
-
-    return min(kept(run_dir).values(), key=loss)
+    losses: dict[int, float] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True):
+        record = json.loads(line) if line.endswith("\n") else {}
+        if record.get("split") == "validation":
+            losses[record["step"]] = record["loss"]
+    found = kept(run_dir)
+    return found[min(found, key=lambda step: (losses.get(step, math.inf), -step))]
 
 
 def digest(path: Path) -> str:

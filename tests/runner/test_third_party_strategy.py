@@ -87,17 +87,6 @@ def test_the_recipe_and_the_help_show_its_node(site: Path, tmp_path: Path) -> No
     assert "  averaging     default" in runner(site, tmp_path, "--help").stdout
 
 
-@pytest.mark.slow  # one that cannot be loaded is below
-def test_a_place_without_a_strategy_is_refused_before_the_start(tmp_path: Path) -> None:
-    broken = write_package(tmp_path / "broken")
-    (broken / "averaging" / "strategy.py").write_text("")
-    ended = runner(broken, tmp_path, "averaging=default", *SMALL)
-    assert ended.returncode == 2
-    named = "strategy 'averaging' (averaging): StrategySpec.place='averaging.strategy:Averaging"
-    assert named in ended.stderr
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_package_that_cannot_be_loaded_is_named(site: Path, tmp_path: Path) -> None:
     broken = write_package(tmp_path / "broken")
     (broken / "averaging" / "spec.py").write_text("import no_such_module")

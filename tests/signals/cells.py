@@ -26,7 +26,7 @@ sys.exit(main())
 """
 RECIPE = (
     *("--import", "tests.signals.recipe", "-cd", str(ROOT / "tests/signals/conf")),
-    *("experiment=small", "trainer.log_every=1"),
+    *("experiment=small", "trainer.log_every=1", "trainer.sanity_steps=0"),
 )
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PHASES = ("start", "training", "evaluation", "save")

@@ -217,6 +217,17 @@ def test_a_mapping_takes_effect_on_resume(own: tuple[str, ...], tmp_path: Path) 
     assert found.scheduler == {"name": "linear", "warmup": 3}
 
 
+def test_a_mandatory_value_of_a_file_comes_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "own_m.yaml").write_text("name: cnn\nwidth: ???\n")
+    given = ["model=own_m", f"hydra.searchpath=['file://{tmp_path}']"]
+    with hydra_setup.session(given):
+        found = composition.new_run([*given, "model.width=4"], "config")
+        (problem,) = composition.new_run(given, "config").problems
+    assert composition.require(found).model == {"name": "cnn", "width": 4}
+    assert problem.value == "model.width"
+
+
 @pytest.fixture
 def inline(tmp_path: Path) -> str:
     """An experiment that gives nodes without a defaults list; returned as with `others`."""
