@@ -414,8 +414,7 @@ class DeepSpeedPlugin(FieldDefaults):
             ds_key_long: key with dots, such as ``"zero_optimization.stage"``.
             default: what is returned where it is not set.
         """
-        found = value_at(self.deepspeed_config, ds_key_long)
-        return default if found is None else found
+        return value_at(self.deepspeed_config, ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Return whether a value of the configuration is to be resolved from the run.

@@ -133,8 +133,7 @@ class HfDeepSpeedConfig:
             ds_key_long: key with dots.
             default: what is returned where it is not set.
         """
-        found = value_at(self.config, ds_key_long)
-        return default if found is None else found
+        return value_at(self.config, ds_key_long, default)
 
     def is_true(self, ds_key_long: str) -> bool:
         """Return whether a dotted key is set to a true value.
@@ -170,14 +169,14 @@ class HfDeepSpeedConfig:
         return any(device in ("cpu", "nvme") for device in devices)
 
 
-def value_at(config: Config, key: str) -> Any:
-    """Return the value of a dotted key, or None."""
+def value_at(config: Config, key: str, default: object = None) -> Any:
+    """Return the value of a dotted key, or `default` where it is not set."""
     found: object = config
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
-            return None
+            return default
         found = found[part]
-    return found
+    return default if found is None else found
 
 
 def set_at(config: Config, key: str, value: object) -> None:

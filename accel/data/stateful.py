@@ -71,7 +71,8 @@ class Tracked(PreparedLoader, StatefulDataLoader):
         return position
 
     def _batches(self, skipped: int = 0) -> Iterator[object]:
-        return self._observed(super()._batches(skipped))
+        batches = super()._batches(skipped)
+        return self._observed(batches) if self._loaded else batches
 
     def _observed(self, batches: Iterator[object]) -> Iterator[object]:
         for batch in batches:

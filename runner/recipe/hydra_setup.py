@@ -184,8 +184,9 @@ def compose(
         for node in renamed:
             config[node] = without[node]
     OmegaConf.set_struct(config, False)
-    nodes = schema()
-    for node in filter(nodes.__contains__, map(key_of, filter(switches_off, choices))):
+    off = [key_of(choice) for choice in choices if switches_off(choice)]
+    nodes = schema() if off else {}  # it takes a while, and jobs are many
+    for node in filter(nodes.__contains__, off):
         config[node] = nodes[node]  # an experiment may give it values, which come later
     for node, name in _missing_values(config):
         config[node][name] = MISSING
