@@ -170,7 +170,8 @@ def judge(
     kinds = {report.stack.kind for report in reports.values()}
     deadlocked = not silent and kinds == {WAITING} and len(reports) > 1
     unchanged = reports.keys() == before.keys() and all(
-        report.state == before[rank].state for rank, report in reports.items()
+        before[rank].state == report.state and before[rank].seconds >= limit / 2
+        for rank, report in reports.items()
     )
     slow = any(report.is_slow or report.stack.compiles for report in reports.values())
     out_of_step = None if silent else _rank_out_of_step(reports)

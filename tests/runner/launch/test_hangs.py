@@ -91,6 +91,16 @@ def test_a_run_that_makes_progress_is_left_alone() -> None:
     assert judge({0: report(0, SLEEP, seconds=1.0), 1: report(1, BACKWARD)}, {}, LIMIT, {}) is None
 
 
+def test_a_rank_is_named_though_another_moved_when_it_was_asked_first() -> None:
+    first = {0: report(0, SLEEP, is_slow=True), 1: report(1, BACKWARD, seconds=LIMIT / 3)}
+    second = {**first, 1: report(1, BACKWARD)}
+    assert judge(first, {}, LIMIT, {}) is None
+    for before, is_new in ((first, True), (second, False)):
+        verdict = judge(second, {}, LIMIT, before)
+        assert verdict is not None
+        assert (verdict.rank, verdict.ends, verdict.is_new) == (0, False, is_new)
+
+
 @pytest.mark.parametrize(
     "slow",
     [report(1, SLEEP, is_slow=True, phase="start-up"), report(1, COMPILE)],
