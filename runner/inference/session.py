@@ -349,7 +349,7 @@ def _engine(recipe: Recipe, run_dir: Path) -> Iterator[Accelerator]:
     from accel.comm.rng import set_seed
 
     # Nothing is logged, and no state is saved.
-    recipe.tracker = replace(recipe.tracker, log_with=[])
+    recipe.tracker = replace(recipe.tracker, log_with=[], init_kwargs={})
     with build.running(recipe, run_dir, plan_batches(recipe.trainer, 1, None)) as accelerator:
         set_seed(recipe.seed, deterministic=recipe.deterministic)
         yield accelerator

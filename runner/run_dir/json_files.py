@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,15 @@ class MetricsFile:
 
     Numbers that JSON does not know are strings: "NaN", "Infinity", "-Infinity". The run resumes
     from the optimizer step `step` (None: from the beginning). Lines of later steps are removed,
-    since these steps are made again, and so are the test at the end and a last line that was cut
-    off. Where the validation of `step` was `repeated`, its line is removed, too.
+    since these steps are made again, and so is a last line that was cut off. The splits `repeated`
+    are measured again at `step`: their lines of it are removed, too.
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike[str], step: int | None = None, repeated: bool = False
+        self,
+        run_dir: str | os.PathLike[str],
+        step: int | None = None,
+        repeated: Collection[str] = (),
     ) -> None:
         self.path = Path(run_dir) / METRICS
         if self.path.exists():
@@ -108,11 +111,10 @@ class MetricsFile:
         self._file.close()
 
 
-def _belongs(line: str, step: int, repeated: bool) -> bool:
+def _belongs(line: str, step: int, repeated: Collection[str]) -> bool:
     try:
         record = json.loads(line)
-        last = step - (repeated and record.get("split") == "validation")
-        return int(record["step"]) <= last and record.get("split") != "test"
+        return int(record["step"]) <= step - (record.get("split") in repeated)
     except (ValueError, KeyError, TypeError):
         logger.warning("Removing a truncated line of %s: %s", METRICS, line[:80])
         return False

@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -24,6 +25,7 @@ from rich.text import Text
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import DONE, FAILED
 from runner.recipe import hydra_setup, paths
+from runner.run_dir import atomic_update, environment, json_files
 from runner.run_dir.sweep_records import FINISHED, PRUNED
 from runner.sweep import task
 from runner.sweep.directory import Sweep
@@ -333,6 +335,7 @@ def conclude(
     written = _written(sweep, found)
     show(found, config_name, PipedConsole(highlight=False))
     written = max(written, _without_a_number(found))
+    _tell_other_code(found)
     ended = {number: states.get(number, JobState()) for number in mine}
     bad = {number: state for number, state in ended.items() if state.status not in _GOOD}
     unstarted = [number for number, state in bad.items() if state.status == PENDING]
@@ -355,6 +358,25 @@ def _without_a_number(found: Results) -> int:
     told = "their objectives are no finite numbers, and the same command does not train them again"
     print(f"{len(rows)} of {len(found.rows)} jobs finished, but {told}: {names}", file=sys.stderr)
     return FAILED
+
+
+def _tell_other_code(found: Results) -> None:
+    """Say which jobs were trained with other code than the first: files were edited meanwhile."""
+    codes: dict[str, list[int]] = {}
+    for row in sorted(found.rows, key=lambda row: row.job):
+        run_dir = Path(found.folder, row.run_dir)
+        if row.state.is_complete and (run_dir / environment.FILE).exists():
+            codes.setdefault(_code_of_run(run_dir), []).append(row.job)
+    for other in list(codes.values())[1:]:
+        first, names = next(iter(codes.values()))[0], ", ".join(f"{job:04}" for job in other)
+        told = f"trained with other Python code than job {first:04}, which has changed meanwhile"
+        print(f"{len(other)} of {len(found.rows)} jobs were {told}: {names}", file=sys.stderr)
+
+
+def _code_of_run(run_dir: Path) -> str:
+    """Return digests of the user's packages in each session of a run that had others."""
+    files = [*atomic_update.kept_environments(run_dir), run_dir / environment.FILE]
+    return json_files.digest([json_files.read_json(file).get("code") for file in files])
 
 
 def _is_new(state: JobState, before: JobState | None) -> bool:

@@ -223,7 +223,10 @@ class Loop(Run):
         self.saver.write_pointer()
         if self._evaluations.improved:  # the resumed state was evaluated here
             self._save_best()
-        self.recorder.begin(self._evaluations.repeated)
+        repeated = ["validation"] if self._evaluations.repeated else []
+        if self.stopped is not None and self.stopped.tested:  # there is no step to make
+            repeated.append("test")
+        self.recorder.begin(repeated)
 
     def _notify(self, event: str, *values: object) -> None:
         """Call `event` of the callbacks that define it, with the random generators preserved."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.machine.errors import AccelError, CheckpointError, Problem
-from runner.run_dir.json_files import WEIGHTS_STEP, MetricsFile
+from accel.machine.passwords import without_passwords
+from runner.run_dir.json_files import METRICS, WEIGHTS_STEP, MetricsFile, finite, read_lines
 
 if TYPE_CHECKING:
     import torch
@@ -179,21 +181,25 @@ class Recorder:
         self._file: MetricsFile | None = None
         self._early: list[dict[str, object]] | None = []
         self._resumed_at: int | None = None
+        self._recorded: set[str] = set()  # what trackers have of the step that is resumed
         self._renamed: set[str] = set()
 
     def open(self, resumed: bool) -> None:
         """Open the trackers; where the run is resumed (from `state`), later records are removed."""
         recipe = self._recipe
         self._resumed_at = self._state.step if resumed else None
+        if resumed:
+            lines = read_lines(self._run_dir / METRICS)
+            at = self._state.step
+            self._recorded = {_measured(line) for line in lines if line.get("step") == at}
         project = recipe.tracker.project_name or recipe.name
         arguments = self._tracker_arguments(resumed)
-        self._accelerator.init_trackers(project, asdict(recipe), arguments)
+        self._accelerator.init_trackers(project, _shown(asdict(recipe)), arguments)
 
-    def begin(self, repeated: bool = False) -> None:
+    def begin(self, repeated: Collection[str] = ()) -> None:
         """Open the file, once the first step is made: until then it stays as it was.
 
-        Args:
-            repeated: whether the evaluation of the step that is resumed was made again.
+        `repeated` are the splits that are measured again at the step that is resumed.
         """
         early, self._early = self._early or [], None
         if self._accelerator.is_main_process:
@@ -229,8 +235,9 @@ class Recorder:
             self._early.append(record)
         elif self._file is not None:
             self._file.write(record)
-        named = {f"{split}/{name}": value for name, value in values.items()} | common
-        self._accelerator.log(named, step=state.step)
+        if _measured(record) not in self._recorded:
+            named = {f"{split}/{name}": value for name, value in values.items()} | common
+            self._accelerator.log(named, step=state.step)
 
     def renamed(self, values: Mapping[str, float], of_run: Mapping[str, float]) -> dict[str, float]:
         """Return values by names that neither `of_run` nor the run's records have."""
@@ -272,6 +279,20 @@ class Recorder:
             if not resumed and name in names:
                 arguments.setdefault(name, {}).setdefault(argument, self._run_dir.name)
         return arguments
+
+
+def _shown(value: Any) -> Any:
+    """Return plain containers without the passwords of addresses."""
+    if isinstance(value, Mapping):
+        return {key: _shown(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(one) for one in value]
+    return without_passwords(value) if isinstance(value, str) else value
+
+
+def _measured(record: Mapping[str, object]) -> str:
+    """Return a record without the time, equal for equal values."""
+    return json.dumps(finite({k: v for k, v in record.items() if k != "time"}), sort_keys=True)
 
 
 def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:

@@ -17,7 +17,7 @@ PARTS = {
     "examples": ("examples",),
 }
 # Code lines that a part may have, and files of `accel` and `runner` together.
-BUDGETS = {"accel": 24_500, "runner": 19_800, "tests": 54_000}
+BUDGETS = {"accel": 24_500, "runner": 19_850, "tests": 54_000}
 MAX_FILES = 315
 # Helpers are what no test runner collects.
 HELPERS = "    of it helpers"

@@ -230,7 +230,8 @@ class Settings(Claims):
             key, given = f"{params}.{name}", getattr(scheduler, name)
             is_given = bool(given) or (given is not None and value_at(self.config, key) == AUTO)
             if is_given and (name in taken or value_at(self.config, key) is not None):
-                self.claim(key, given, f"DummyScheduler({name}={given})")
+                # DeepSpeed takes no 0, and makes the shortest warm-up of 1.
+                self.claim(key, max(given, 1), f"DummyScheduler({name}={given})")
         lacks = value_at(self.config, f"{params}.total_num_steps") is None
         if "total_num_steps" in taken and lacks:
             self.problems.add(

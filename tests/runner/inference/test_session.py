@@ -101,6 +101,12 @@ def test_what_only_training_reads_is_refused(
     assert f"{override}: only training reads it" in capsys.readouterr().err
 
 
+def test_arguments_of_a_tracker_do_not_keep_a_run_from_being_measured(tmp_path: Path) -> None:
+    tracked = ("tracker.log_with=[csv]", "tracker.init_kwargs={csv: {}}")
+    run_dir = make_run(tmp_path, *tracked, checkpoints=1)
+    assert set(session.measure(session.Request(run_dir))) == {"validation", "test"}
+
+
 def test_what_only_training_reads_is_of_the_schema() -> None:
     known = {*keys.typed_keys(), *keys.nodes(Recipe)}
     assert set(session.ONLY_TRAINING) <= known

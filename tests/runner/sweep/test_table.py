@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,16 @@ def test_the_best_job_is_shown_with_its_command(sweep: Sweep) -> None:
     assert "1:01" in shown
     assert "best: job 0000\n  python -m runner --config-name own seed=1" in shown
     console.file.close()
+
+
+def test_jobs_of_other_code_are_named(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (0, 1, 2):
+        folder = sweep.path / f"{number:04}"
+        folder.mkdir(exist_ok=True)
+        (folder / "environment.json").write_text(json.dumps({"code": {"mine": number // 2}}))
+    table.conclude("own", sweep, [0, 1, 2], {})
+    told = "1 of 5 jobs were trained with other Python code than job 0000, which has changed"
+    assert f"{told} meanwhile: 0002" in capsys.readouterr().err
 
 
 def test_the_command_has_no_keys_of_launchers_and_is_quoted(sweep: Sweep) -> None:

@@ -146,6 +146,60 @@ def test_a_resumed_run_appends_to_its_trackers_files(tmp_path: Path) -> None:
     assert logged_losses(table) == before  # steps 7 and 8 once
 
 
+def test_what_is_measured_again_after_a_kill_stands_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is saved before the evaluation of its step, and after the kill that is repeated."""
+    recipe = recipe_of(trainer__epochs=2, tracker__log_with=["csv"])
+    build(tmp_path / "whole", recipe).run()
+    killed = build(tmp_path / "killed", recipe)
+    monkeypatch.setattr(killed, "_notify", ended_at(killed, 8))
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    (state,) = checkpoints(tmp_path / "killed" / "checkpoints")
+    build(tmp_path / "killed", recipe, resume_from=state).run()
+    assert measured(tmp_path / "killed", recipe.name) == measured(tmp_path / "whole", recipe.name)
+    last = checkpoints(tmp_path / "killed" / "checkpoints")[-1]
+    build(tmp_path / "killed", recipe, resume_from=last).run()  # killed before its summary
+    assert measured(tmp_path / "killed", recipe.name) == measured(tmp_path / "whole", recipe.name)
+    recipe.trainer.epochs = 3
+    build(tmp_path / "killed", recipe, resume_from=last).run()
+    tested = [line["step"] for line in lines_of(tmp_path / "killed") if line["split"] == "test"]
+    assert tested == [10, 15]  # what was measured before the run went on stays
+
+
+def test_trackers_get_no_password_of_an_address(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__max_steps=1, tracker__log_with=["csv"])
+    recipe.tags = ["db=postgresql://me:hunter2@host/x"]
+    run(tmp_path, recipe)
+    (file,) = tmp_path.rglob("config.json")
+    assert json.loads(file.read_text())["tags"] == ["db=postgresql://me:***@host/x"]
+
+
+def ended_at(loop: Any, step: int) -> Any:
+    notify = loop._notify
+
+    def notified(event: str, *values: object) -> None:
+        if loop.state.step == step:
+            raise KeyboardInterrupt
+        notify(event, *values)
+
+    return notified
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def measured(run_dir: Path, name: str) -> tuple[list[Any], list[Any]]:
+    """Return what the file and the tracker have of evaluations, in order."""
+    table = run_dir / "tensorboard" / name / "metrics.csv"
+    with table.open(newline="") as file:
+        rows = [(r["step"], r["validation/loss"], r["test/loss"]) for r in csv.DictReader(file)]
+    found = [(line["step"], line["split"], line["loss"]) for line in lines_of(run_dir)]
+    return [one for one in found if one[1] != "train"], [row for row in rows if any(row[1:])]
+
+
 def logged_losses(table: Path) -> list[tuple[int, float]]:
     """Return (step, loss) of the rows of training."""
     with table.open(newline="") as file:
