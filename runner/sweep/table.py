@@ -367,14 +367,16 @@ def _tell_other_code(found: Results) -> None:
         run_dir = Path(found.folder, row.run_dir)
         if row.state.is_complete and (run_dir / environment.FILE).exists():
             codes.setdefault(_code_of_run(run_dir), []).append(row.job)
-    for other in list(codes.values())[1:]:
-        first, names = next(iter(codes.values()))[0], ", ".join(f"{job:04}" for job in other)
-        told = f"trained with other Python code than job {first:04}, which has changed meanwhile"
+    groups = list(codes.values())
+    for other in groups[1:]:
+        names = ", ".join(f"{job:04}" for job in other)
+        told = f"trained with other Python code than job {groups[0][0]:04}"
+        told += ", which has changed meanwhile"
         print(f"{len(other)} of {len(found.rows)} jobs were {told}: {names}", file=sys.stderr)
 
 
 def _code_of_run(run_dir: Path) -> str:
-    """Return digests of the user's packages in each session of a run that had others."""
+    """Return a digest of the Python code of all sessions of a run."""
     files = [*atomic_update.kept_environments(run_dir), run_dir / environment.FILE]
     return json_files.digest([json_files.read_json(file).get("code") for file in files])
 

@@ -14,6 +14,7 @@ import torch
 
 from accel.machine.errors import AccelError, CheckpointError, Problem
 from accel.machine.passwords import without_passwords
+from accel.machine.tree import recursively_apply
 from runner.run_dir.json_files import METRICS, WEIGHTS_STEP, MetricsFile, finite, read_lines
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ class Recorder:
             self._recorded = {_measured(line) for line in lines if line.get("step") == at}
         project = recipe.tracker.project_name or recipe.name
         arguments = self._tracker_arguments(resumed)
-        self._accelerator.init_trackers(project, _shown(asdict(recipe)), arguments)
+        shown = recursively_apply(without_passwords, asdict(recipe), test_type=_is_text)
+        self._accelerator.init_trackers(project, shown, arguments)
 
     def begin(self, repeated: Collection[str] = ()) -> None:
         """Open the file, once the first step is made: until then it stays as it was.
@@ -235,7 +237,8 @@ class Recorder:
             self._early.append(record)
         elif self._file is not None:
             self._file.write(record)
-        if _measured(record) not in self._recorded:
+        is_again = state.step == self._resumed_at and _measured(record) in self._recorded
+        if not is_again:
             named = {f"{split}/{name}": value for name, value in values.items()} | common
             self._accelerator.log(named, step=state.step)
 
@@ -281,13 +284,8 @@ class Recorder:
         return arguments
 
 
-def _shown(value: Any) -> Any:
-    """Return plain containers without the passwords of addresses."""
-    if isinstance(value, Mapping):
-        return {key: _shown(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_shown(one) for one in value]
-    return without_passwords(value) if isinstance(value, str) else value
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _measured(record: Mapping[str, object]) -> str:

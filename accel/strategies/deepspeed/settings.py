@@ -230,8 +230,9 @@ class Settings(Claims):
             key, given = f"{params}.{name}", getattr(scheduler, name)
             is_given = bool(given) or (given is not None and value_at(self.config, key) == AUTO)
             if is_given and (name in taken or value_at(self.config, key) is not None):
-                # DeepSpeed takes no 0, and makes the shortest warm-up of 1.
-                self.claim(key, max(given, 1), f"DummyScheduler({name}={given})")
+                # DeepSpeed takes no warm-up of 0, which is the default, and 1 is its shortest.
+                steps = 1 if name == "warmup_num_steps" and given == 0 else given
+                self.claim(key, steps, f"DummyScheduler({name}={given})")
         lacks = value_at(self.config, f"{params}.total_num_steps") is None
         if "total_num_steps" in taken and lacks:
             self.problems.add(
