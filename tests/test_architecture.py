@@ -184,18 +184,16 @@ def test_only_env_touches_the_environment(package: str) -> None:
 LEAVES = {"exit_codes"}
 ROOMS: dict[str, tuple[str, ...]] = {
     "recipe": (),
-    "run_dir": ("recipe",),
+    "runs": ("recipe",),
     "data": ("recipe",),
-    "training": ("recipe", "run_dir", "data"),
+    "training": ("recipe", "runs", "data"),
     "callbacks": ("training",),
     "builtin": ("recipe", "data", "training"),
-    "reporting": ("recipe", "run_dir", "training"),
-    "inference": ("recipe", "run_dir", "data", "training", "reporting"),
-    "launch": ("recipe", "run_dir", "data", "training"),
-    "sweep": ("recipe", "run_dir", "training", "launch", "reporting"),
-    "cli": (
-        *("recipe", "run_dir", "data", "training", "inference", "launch", "sweep", "reporting"),
-    ),
+    "reporting": ("recipe", "runs", "training"),
+    "inference": ("recipe", "runs", "data", "training", "reporting"),
+    "launch": ("recipe", "runs", "data", "training"),
+    "sweep": ("recipe", "runs", "training", "launch", "reporting"),
+    "cli": (*("recipe", "runs", "data", "training", "inference", "launch", "sweep", "reporting"),),
 }
 
 

@@ -16,7 +16,7 @@ from runner.recipe import processes, trust
 
 if TYPE_CHECKING:
     from runner.recipe.composition import Examined
-    from runner.run_dir.record import RunRecord
+    from runner.runs.record import RunRecord
 
 
 # Overrides of these keys leave the weights as they are.
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: if a directory is no run, its recipe is refused, or a package is not trusted.
     """
-    from runner.run_dir import discovery
+    from runner.runs import discovery
 
     parser = CommandParser(
         prog="runner again",
@@ -100,8 +100,8 @@ def _all_made(runs: Sequence[tuple[RunRecord, Examined]], found: argparse.Namesp
 
 def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
     from runner.recipe import composition, diagnose, hydra_setup
-    from runner.run_dir import directory
-    from runner.run_dir.job import Job
+    from runner.runs import directory
+    from runner.runs.job import Job
 
     refused = [o for o in overrides if hydra_setup.key_of(o) == "resume"]
     if refused:
@@ -125,7 +125,7 @@ def _require(prepared: Sequence[Examined]) -> None:
 def _tell(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> None:
     """Print what was compared with the machine and the work tree of today, and what differs."""
     from runner.reporting.run_table import relative
-    from runner.run_dir import environment, reproduction
+    from runner.runs import environment, reproduction
 
     now = environment.describe(examined.recipe.data)
     print(f"again: {relative(run.path)}")
@@ -146,7 +146,7 @@ def _may_change_weights(override: str) -> bool:
 
 def _start(run: RunRecord, examined: Examined, overrides: Sequence[str], fresh: bool) -> int:
     from runner.launch import member, rendezvous, start_run
-    from runner.run_dir import numerics, reproduction
+    from runner.runs import numerics, reproduction
 
     if rendezvous.is_member(examined.recipe.distributed):
         return member.follow(examined.recipe)

@@ -27,7 +27,8 @@ from runner.recipe.keys import COMMANDS
 from runner.recipe.registry import register
 from runner.recipe.schema import SPLITS
 from runner.recipe.serialization import examine
-from runner.run_dir.record import STATUSES
+from runner.runs import sessions
+from runner.runs.record import STATUSES
 from runner.sweep import settings
 
 OF_COMMANDS = {
@@ -190,7 +191,6 @@ def _runs(word: str) -> Iterator[str]:
     folder = typed if word.endswith("/") else typed.parent
     places = [folder] if word else [Path("runs")]
     for place in places:
-        found = [*place.glob("config.yaml"), *place.glob("*/config.yaml")]
-        found += [*place.glob("*/*/config.yaml"), *place.glob("*/*/*/config.yaml")]
+        found = [path for depth in range(4) for path in place.glob("*/" * depth + sessions.FOLDER)]
         newest = sorted((path.parent for path in found), key=lambda run: run.name, reverse=True)
         yield from (str(run) for run in newest[:MOST_RUNS])

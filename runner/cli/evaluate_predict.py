@@ -25,7 +25,7 @@ from runner.inference.predict import write_predictions
 from runner.inference.session import Request, Worker, evaluate, is_stream
 from runner.recipe import processes
 from runner.recipe.schema import SPLITS, Recipe
-from runner.run_dir.json_files import Fields, JsonObject
+from runner.runs.json_files import Fields, JsonObject
 from runner.training.stopping import StopFlag
 
 WORKER = "runner.cli.evaluate_predict:work"
@@ -74,7 +74,7 @@ def evaluate_runs(arguments: Sequence[str]) -> int:
         ConfigError: if the only run or an override is refused.
         CheckpointError: if its checkpoint is missing or incomplete.
     """
-    from runner.run_dir import discovery
+    from runner.runs import discovery
 
     request, folders = _parse_evaluate(arguments)
     requests = [replace(request, run_dir=run.path) for run in discovery.require_runs(folders)]
@@ -118,7 +118,7 @@ def _evaluated(request: Request) -> Fields:
 
 
 def _record(request: Request, found: Fields) -> None:
-    from runner.run_dir import environment, evaluations
+    from runner.runs import environment, evaluations
 
     checkpoint = os.path.relpath(found["checkpoint"], os.path.realpath(request.run_dir))
     inside = not checkpoint.startswith("..")

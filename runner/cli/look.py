@@ -9,8 +9,8 @@ from pathlib import Path
 from accel.machine.errors import ConfigError
 from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE
-from runner.run_dir import discovery
-from runner.run_dir.record import RunRecord
+from runner.runs import discovery
+from runner.runs.record import RunRecord
 
 MOST_ROWS = 50
 

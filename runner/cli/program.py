@@ -19,7 +19,7 @@ from runner.cli import arguments as command_line
 from runner.exit_codes import DONE, FAILED, INTERRUPTED
 from runner.launch import failures
 from runner.recipe import paths, trust
-from runner.run_dir import numerics
+from runner.runs import numerics
 from runner.training import run_log
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def examine(overrides: Sequence[str], config_name: str) -> Examined:
     """Compose one job; the run that it resumes, if any, is then `recipe.resume`."""
     from runner.launch import rendezvous
     from runner.recipe import composition, hydra_setup, processes
-    from runner.run_dir import directory, resumable
+    from runner.runs import directory, resumable
 
     new = [override for override in overrides if hydra_setup.key_of(override) != "resume"]
     requested = next((o for o in overrides if hydra_setup.key_of(o) == "resume"), "")

@@ -11,7 +11,7 @@ from accel.machine.errors import ConfigError
 from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE
 from runner.recipe import paths
-from runner.run_dir import discovery
+from runner.runs import discovery
 
 PAGE = "report.html"
 SUFFIXES = (".html", ".htm")

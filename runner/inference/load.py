@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import CheckpointError, ConfigError, Problem
 from runner.recipe.schema import Recipe
-from runner.run_dir import directory, environment, provenance, reproduction
-from runner.run_dir.job import Job
-from runner.run_dir.json_files import Fields
+from runner.runs import directory, environment, provenance, reproduction
+from runner.runs.job import Job
+from runner.runs.json_files import Fields
 
 if TYPE_CHECKING:
     from runner.inference.placement import Placement

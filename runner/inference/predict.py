@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError
 from runner.inference.session import Request, Session, Worker, is_stream, opened
-from runner.run_dir import directory, json_files
+from runner.runs import directory, json_files
 
 if TYPE_CHECKING:
     from runner.data.batches import EvalBatches

@@ -32,10 +32,10 @@ from runner.recipe import composition, diagnose, hydra_setup, processes
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories
 from runner.recipe.schema import PLUGINS, Distributed, Recipe, Trainer
-from runner.run_dir import directory, environment, reproduction
-from runner.run_dir.job import Job
-from runner.run_dir.json_files import JsonObject
-from runner.run_dir.numerics import Numerics, choose
+from runner.runs import directory, environment, reproduction
+from runner.runs.job import Job
+from runner.runs.json_files import JsonObject
+from runner.runs.numerics import Numerics, choose
 from runner.training import build, run_log
 from runner.training.stopping import Progress
 

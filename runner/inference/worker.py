@@ -10,8 +10,8 @@ from accel.machine.env import Environment
 from runner.exit_codes import DONE
 from runner.inference.predict import predictions_dropped, write_predictions
 from runner.inference.session import Evaluation, Request, Worker, evaluate
-from runner.run_dir.directory import REQUEST
-from runner.run_dir.json_files import JsonObject, write_json
+from runner.runs.directory import REQUEST
+from runner.runs.json_files import JsonObject, write_json
 
 RESULT = "result.json"
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL, STOPPED
 from runner.launch import bootstrap, failures, rank_logs
 from runner.launch.worker_group import Failure, Place, StopSignals, WorkerGroup
-from runner.run_dir import directory, outcomes
-from runner.run_dir.atomic_update import run_dir_of
-from runner.run_dir.outcomes import Outcome
+from runner.runs import directory, outcomes
+from runner.runs.outcomes import Outcome
+from runner.runs.sessions import run_dir_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -67,14 +67,13 @@ class ThisMachine:
 
     def attempt(self, folder: Path, stops: StopSignals) -> Ended:
         """Run the job in `folder` once."""
-        launch, run_dir = outcomes.new_launch(), run_dir_of(folder)
         with hosted_store() as store:
             number = self.num_processes
-            place = Place(number, 0, number, 0, 1, "localhost", store.port, launch, {})
-            group = workers(folder, launch, place, self._cwd, self._target)
+            place = Place(number, 0, number, 0, 1, "localhost", store.port, folder.name, {})
+            group = workers(folder, place, self._cwd, self._target)
             with stops.running(group):
                 group.wait()
-        return conclude(run_dir, launch, group.failed, outcomes.read_outcomes(run_dir, launch))
+        return conclude(folder, group.failed, outcomes.read_outcomes(folder))
 
     def finish(self, ended: Ended) -> None:
         """Do nothing: nobody waits."""
@@ -91,56 +90,46 @@ def hosted_store() -> Iterator[TCPStore]:
     yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-def workers(folder: Path, launch: str, place: Place, cwd: Path, target: str = TRAIN) -> WorkerGroup:
+def workers(folder: Path, place: Place, cwd: Path, target: str = TRAIN) -> WorkerGroup:
     """Return the workers of an attempt at the job in `folder`, to be started on this machine."""
-    command = bootstrap.command(WORKER, json.dumps(order(folder, launch, cwd, target)))
-    run_dir = run_dir_of(folder)
+    command = bootstrap.command(WORKER, json.dumps(order(folder, cwd, target)))
     return WorkerGroup(
         command,
         place,
-        lambda rank: has_outcome(run_dir, launch, rank),
-        partial(outcomes.note_processes, run_dir, launch),
+        partial(has_outcome, folder),
+        partial(outcomes.note_processes, folder),
     )
 
 
-def order(folder: Path, launch: str, cwd: Path, target: str = TRAIN) -> dict[str, Any]:
+def order(folder: Path, cwd: Path, target: str = TRAIN) -> dict[str, Any]:
     """Return what each worker of an attempt is given; see `runner.launch.worker.main`."""
     return {
-        "run_dir": str(run_dir_of(folder)),
-        "job": str(folder),
-        "launch": launch,
+        "folder": str(folder),
         "target": target,
         "parent": os.getpid(),
         "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
     }
 
 
-def has_outcome(run_dir: Path, launch: str, rank: int) -> bool:
+def has_outcome(folder: Path, rank: int) -> bool:
     """Return whether the process of a rank has recorded how it ended."""
-    return any(outcome.rank == rank for outcome in outcomes.read_outcomes(run_dir, launch))
+    return any(outcome.rank == rank for outcome in outcomes.read_outcomes(folder))
 
 
-def conclude(
-    run_dir: Path, launch: str, failed: Mapping[int, Failure], left: Sequence[Outcome]
-) -> Ended:
+def conclude(folder: Path, failed: Mapping[int, Failure], left: Sequence[Outcome]) -> Ended:
     """Return how an attempt ended.
 
     Args:
-        run_dir: the run directory.
-        launch: the attempt's name.
+        folder: the session.
         failed: how the processes of ranks ended that failed.
         left: the outcomes that processes have left.
     """
     # A process that left no word died in native code or was killed.
     silent = failed.keys() - {outcome.rank for outcome in left}
-    hang = outcomes.read_hang(run_dir, launch)
-    outcomes.forget_processes(run_dir, launch)
+    hang, run_dir = outcomes.read_hang(folder), run_dir_of(folder)
     ended = hang is not None and not hang.is_consequence  # by the watchdog, on every rank
     causes = [_outcome_from_status(run_dir, rank, failed[rank], ended) for rank in sorted(silent)]
     causes += [outcome for outcome in left if outcome.code not in CLEAN]
-    for outcome in left:
-        if outcome.code == DONE:
-            outcome.remove(run_dir, launch)
     if hang is not None and causes:
         causes.append(hang)
     if not causes:

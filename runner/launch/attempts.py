@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from accel.machine import passwords
@@ -16,13 +17,13 @@ from runner.exit_codes import FAILED, INTERRUPTED
 from runner.launch import failures, staging
 from runner.launch.attempt import Ended, Machines, report
 from runner.launch.worker_group import StopSignals
-from runner.run_dir import atomic_update, directory, numerics, outcomes
-from runner.run_dir.outcomes import Outcome
+from runner.runs import directory, numerics, sessions
+from runner.runs.outcomes import Outcome
 from runner.training import run_log
 
 if TYPE_CHECKING:
     from runner.recipe.schema import Recipe
-    from runner.run_dir.job import Job
+    from runner.runs.job import Job
 
 
 def train(machines: Machines, job: Job, recipe: Recipe, local_processes: int) -> int:
@@ -42,23 +43,21 @@ def train(machines: Machines, job: Job, recipe: Recipe, local_processes: int) ->
     try:
         with StopSignals().installed() as stops:
             while True:
-                numerics.record_threads(job.run_dir, recipe, local_processes, current.place)
+                numerics.record_threads(current.place, recipe, local_processes)
                 ended = _attempt(machines, current, stops)
+                _end(current, ended)
                 if limit == 0 or not _restarts(ended, stops):
                     return ended.code
-                left = limit - outcomes.restarts_used(job.run_dir)
-                assert ended.cause is not None
-                failed = outcomes.note_failed(
-                    job.run_dir, ended.cause, machines.num_processes, restarted=left > 0
-                )
+                left = limit - staging.restarts_used(job.run_dir)
+                failed = f"session {current.place.name} failed"
                 if left <= 0:
-                    _tell(job, f"attempt {failed.attempt} failed: {_used_up(job, limit)}")
+                    _tell(job, f"{failed}: {_used_up(job, limit)}")
                     return ended.code
                 current = staging.again(current, recipe)
                 _tell(
                     job,
-                    f"attempt {failed.attempt} failed; restart {limit - left + 1} of {limit} goes "
-                    f"on from {staging.origin(current)}",
+                    f"{failed}; restart {limit - left + 1} of {limit} goes on from "
+                    f"{staging.origin(current)}",
                 )
     except AccelError as error:
         code = failures.exit_code(error)
@@ -69,8 +68,7 @@ def train(machines: Machines, job: Job, recipe: Recipe, local_processes: int) ->
         raise
     finally:
         machines.finish(ended)
-        if current.folder is not None:
-            atomic_update.discard(current.folder)
+        _end(current, ended)
 
 
 def _attempt(machines: Machines, job: Job, stops: StopSignals) -> Ended:
@@ -82,6 +80,11 @@ def _attempt(machines: Machines, job: Job, stops: StopSignals) -> Ended:
             ended = Ended(INTERRUPTED)
         report(ended, job.run_dir, machines.num_processes)
     return ended
+
+
+def _end(job: Job, ended: Ended) -> None:
+    cause = {} if ended.cause is None else {"cause": asdict(ended.cause)}
+    sessions.end(job.place, ended.code, **cause)
 
 
 def _restarts(ended: Ended, stops: StopSignals) -> bool:

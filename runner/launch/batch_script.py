@@ -16,6 +16,7 @@ from runner.exit_codes import STOPPED
 from runner.recipe.nodes import Submit
 from runner.recipe.processes import DEFAULT_CPU_PROCESSES
 from runner.recipe.schema import Distributed, Recipe
+from runner.runs.sessions import run_dir_of
 
 # Kinds of `distributed` that describe one machine: srun starts as many processes on each node.
 ONE_MACHINE = ("none", "auto", "multi_cpu", "multi_gpu")
@@ -87,9 +88,9 @@ def _contradictions(submit: Submit, distributed: Distributed, number: int) -> It
         )
 
 
-def text(recipe: Recipe, run_dir: Path, cwd: str) -> str:
-    """Return the batch script of a run whose job is frozen in its directory."""
-    submit = recipe.submit
+def text(recipe: Recipe, folder: Path, cwd: str) -> str:
+    """Return the batch script of a job that is frozen in the session `folder`."""
+    submit, run_dir = recipe.submit, run_dir_of(folder)
     options = "\n".join(f"#SBATCH {option}" for option in _options(recipe, run_dir, cwd))
     setup = "\n".join(submit.setup) or ":"
     stopped = shlex.quote(f"{run_dir}/logs") + "/slurm-$SLURM_JOB_ID.stopped"
@@ -104,7 +105,7 @@ cancelled=
 trap 'cancelled=yes' TERM  # of scancel and requeue: wait for the processes, which save and stop
 rm -f {stopped}
 {setup}
-{_srun(recipe, run_dir, cwd)}
+{_srun(recipe, folder, cwd)}
 code=$?
 case $code in
   0) if [ -e {stopped} ]; then code={STOPPED}; fi ;;
@@ -147,11 +148,11 @@ def _quoted(text: str) -> str:
     return text if shlex.quote(text) == text else f'"{escaped}"'
 
 
-def _srun(recipe: Recipe, run_dir: Path, cwd: str) -> str:
+def _srun(recipe: Recipe, folder: Path, cwd: str) -> str:
     submit = recipe.submit
     options = ["--kill-on-bad-exit=1", f"--ntasks-per-node={tasks_per_node(recipe)}"]
     if submit.cpus_per_task is not None:  # srun does not take it from sbatch's variables
         options.append(f"--cpus-per-task={submit.cpus_per_task}")
     path = [str(Path(__file__).resolve().parents[2]), cwd]
     code = f"import sys; sys.path += {json.dumps(path)}; {TASK}"
-    return shlex.join(["srun", *options, sys.executable, "-P", "-c", code, str(run_dir)])
+    return shlex.join(["srun", *options, sys.executable, "-P", "-c", code, str(folder)])

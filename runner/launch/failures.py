@@ -20,8 +20,8 @@ from accel.machine.errors import (
 )
 from runner.exit_codes import FAILED, REFUSED
 from runner.recipe import user_frames
-from runner.run_dir import directory
-from runner.run_dir.outcomes import Outcome, describe_exit
+from runner.runs import directory
+from runner.runs.outcomes import Outcome, describe_exit
 
 # Messages of gloo and NCCL when another rank has ended; both raise plain RuntimeErrors.
 COMMUNICATION = re.compile(

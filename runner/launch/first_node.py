@@ -31,10 +31,10 @@ from runner.recipe import nodes, processes
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.schema import Recipe
 from runner.recipe.units import counted
-from runner.run_dir import outcomes
-from runner.run_dir.atomic_update import run_dir_of
-from runner.run_dir.job import Job
-from runner.run_dir.outcomes import Outcome
+from runner.runs import outcomes
+from runner.runs.job import Job
+from runner.runs.outcomes import Outcome
+from runner.runs.sessions import run_dir_of
 
 # How long an elastic run waits for more nodes once there are enough.
 LAST_CALL_SECONDS = 10.0
@@ -57,13 +57,12 @@ class FirstNode:
 
     def attempt(self, folder: Path, stops: StopSignals) -> Ended:
         """Run the job in `folder` once, on the nodes that are there."""
-        launch, run_dir = outcomes.new_launch(), run_dir_of(folder)
         chosen = self._gathered(stops)
         if chosen is None:
-            return attempt.stopped_while_waiting(run_dir, stops.received[0])
+            return attempt.stopped_while_waiting(run_dir_of(folder), stops.received[0])
         with attempt.hosted_store() as store:
-            place = self._start(chosen, folder, launch, store.port)
-            group = attempt.workers(folder, launch, place, Path(self._job.cwd))
+            place = self._start(chosen, folder, store.port)
+            group = attempt.workers(folder, place, Path(self._job.cwd))
             try:
                 with stops.running(group):
                     self._watch(group, chosen, stops)
@@ -74,7 +73,7 @@ class FirstNode:
                     node.connection.send("end")
                 raise
             self._await_ends(chosen)
-        return self._concluded(run_dir, launch, group, chosen)
+        return self._concluded(folder, group, chosen)
 
     def finish(self, ended: Ended) -> None:
         """Tell all nodes, those that wait included, how the run ended."""
@@ -136,7 +135,7 @@ class FirstNode:
         assert refused is not None
         raise refused
 
-    def _start(self, chosen: Sequence[Node], folder: Path, launch: str, port: int) -> Place:
+    def _start(self, chosen: Sequence[Node], folder: Path, port: int) -> Place:
         """Order the other nodes to start their workers, and return the place of those here."""
         first_rank = self._local
         for index, node in enumerate(chosen, start=1):
@@ -145,7 +144,6 @@ class FirstNode:
                 "start",
                 folder=str(folder),
                 digest=staging.digest(folder),
-                launch=launch,
                 first_rank=first_rank,
                 world_size=self.num_processes,
                 node=index,
@@ -161,7 +159,7 @@ class FirstNode:
             1 + len(chosen),
             "localhost",
             port,
-            launch,
+            folder.name,
             self._gloo_variables(chosen),
         )
 
@@ -232,10 +230,8 @@ class FirstNode:
             if not node.has_ended and not node.lost:
                 node.lost = "its workers did not end"
 
-    def _concluded(
-        self, run_dir: Path, launch: str, group: WorkerGroup, chosen: Sequence[Node]
-    ) -> Ended:
-        failed, left = dict(group.failed), outcomes.read_outcomes(run_dir, launch)
+    def _concluded(self, folder: Path, group: WorkerGroup, chosen: Sequence[Node]) -> Ended:
+        failed, left = dict(group.failed), outcomes.read_outcomes(folder)
         for node in chosen:
             node.is_busy = False
             failed |= node.failed
@@ -244,7 +240,7 @@ class FirstNode:
             if node.lost:
                 left.append(_loss(node))
                 self._joining.drop(node)
-        return attempt.conclude(run_dir, launch, failed, left)
+        return attempt.conclude(folder, failed, left)
 
 
 def _loss(node: Node) -> Outcome:

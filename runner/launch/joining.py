@@ -14,9 +14,9 @@ from runner.launch.messages import PROTOCOL, Connection, Lost
 from runner.launch.worker_group import Failure, StopSignals
 from runner.recipe import nodes, resumed_recipe, serialization
 from runner.recipe.schema import Recipe
-from runner.run_dir.job import Job
-from runner.run_dir.outcomes import Outcome
-from runner.run_dir.resumable import AUTO
+from runner.runs.job import Job
+from runner.runs.outcomes import Outcome
+from runner.runs.resumable import AUTO
 
 # A connection that has not said who it is by then is no node's.
 HELLO_SECONDS = 30.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +21,13 @@ from runner.launch.worker_group import StopSignals, Terminated
 from runner.recipe import nodes, processes
 from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
-from runner.run_dir import directory, numerics, outcomes
-from runner.run_dir.atomic_update import run_dir_of
+from runner.runs import directory, numerics, sessions
+from runner.runs.sessions import run_dir_of
 from runner.training import run_log
 from runner.training.stopping import StopFlag
 
 if TYPE_CHECKING:
-    from runner.run_dir.job import Job
+    from runner.runs.job import Job
 
 
 def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
@@ -46,7 +47,7 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     apart = number > 1 or fresh or of_nodes or in_ray or recipe.distributed.max_restarts
     if place is None and apart:
         return _launch_workers(job, recipe, number, local)
-    numerics.record_threads(job.run_dir, recipe, local, job.place)
+    numerics.record_threads(job.place, recipe, local)
     command = shlex.join(passwords.shown(sys.orig_argv))
     with run_log.captured(job.run_dir, f"of {number}: {command}"):
         if place is None:
@@ -107,8 +108,7 @@ def run_adopted(folder: Path, place: Adopted) -> int:
     with StopFlag().installed() as stop:
         code = run_here(folder, place.rank, stop)
         if code not in CLEAN:
-            is_new = folder == run_dir_of(folder)  # a resumed run keeps its files, whatever comes
-            if place.rank == 0 and is_new:
+            if place.rank == 0:
                 directory.remove_unstarted(run_dir_of(folder), code)
             worker.end_process(code)
     return code
@@ -117,8 +117,7 @@ def run_adopted(folder: Path, place: Adopted) -> int:
 def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
     """Run a job in this process, print the cause of a failure, and return the exit code.
 
-    The folder with the frozen job is the run directory, or an attempt in it; for `stop` see
-    `worker.run`.
+    The folder is the session with the frozen job; for `stop` see `worker.run`.
     """
     from runner.launch import worker
 
@@ -129,11 +128,14 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
         return worker.run(folder, stop)
     except KeyboardInterrupt:
         if rank == 0:
+            sessions.end(folder, INTERRUPTED)
             failures.print_interrupted(run_dir)
         return INTERRUPTED
     except BaseException as error:  # also SystemExit: the run is not complete
         outcome = failures.outcome_of(error, rank)
-        outcome.write(run_dir, outcomes.new_launch())
+        outcome.write(folder)
+        if rank == 0:
+            sessions.end(folder, outcome.code, cause=asdict(outcome))
         failures.print_failure(outcome, run_dir)
         return outcome.code
 

@@ -22,8 +22,8 @@ from runner.launch.worker_group import MONITOR_SECONDS, Place, StopSignals
 from runner.recipe import nodes, processes, serialization
 from runner.recipe.nodes import Endpoint
 from runner.recipe.schema import Recipe
-from runner.run_dir import outcomes
-from runner.run_dir.atomic_update import run_dir_of
+from runner.runs import outcomes
+from runner.runs.sessions import run_dir_of
 
 # A node that is cut off ends its workers before the first node starts others.
 OF_NODE_TIMEOUT = 0.7
@@ -141,8 +141,7 @@ class _Member:
             self._connection.send("stop", signal=number)
 
     def _attempt(self, order: dict[str, Any]) -> None:
-        folder, launch = Path(order["folder"]), str(order["launch"])
-        run_dir = run_dir_of(folder)
+        folder = Path(order["folder"])
         if not _is_seen(folder, str(order["digest"])):
             self._connection.send("unseen")
             return
@@ -154,25 +153,24 @@ class _Member:
             order["num_nodes"],
             self._endpoint.host,
             order["port"],
-            launch,
+            folder.name,
             messages.gloo_variables(self._local_addr or self._connection.address),
         )
         print(
             f"node {place.node} of {place.num_nodes}: ranks {place.ranks[0]} to {place.ranks[-1]} "
-            f"of {place.world_size}, run {run_dir}",
+            f"of {place.world_size}, run {run_dir_of(folder)}",
             flush=True,
         )
-        group = attempt.workers(folder, launch, place, Path.cwd())
+        group = attempt.workers(folder, place, Path.cwd())
         with self._stops.running(group):
             while group.poll() and not group.failed:
                 if any(message["kind"] == "end" for message in self._connection.received()):
                     break
                 self._tell_stops()
                 time.sleep(MONITOR_SECONDS)
-        left = outcomes.read_outcomes(run_dir, launch) if run_dir.is_dir() else []
+        left = outcomes.read_outcomes(folder)
         self._connection.send(
             "ended",
-            launch=launch,
             failed={rank: asdict(failure) for rank, failure in group.failed.items()},
             outcomes=[asdict(outcome) for outcome in left if outcome.rank in place.ranks],
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from runner.recipe import user_frames
-from runner.run_dir.outcomes import log_folder
+from runner.runs.outcomes import log_folder
 
 TAIL_BYTES = 64 * 1024
 # Standard error as the launcher has given it, on ranks whose own goes to their log.

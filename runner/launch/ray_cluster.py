@@ -18,7 +18,7 @@ from accel.machine import env, imports
 from accel.machine.errors import ConfigError
 from runner.launch import remote_process
 from runner.recipe import nodes, trust
-from runner.run_dir import numerics
+from runner.runs import numerics
 from runner.training.stopping import HEARD_SIGNALS, handlers_restored
 
 if TYPE_CHECKING:

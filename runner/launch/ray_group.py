@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,9 @@ from runner.launch.remote_process import Place
 from runner.launch.worker_group import GRACE_SECONDS, Failure, StopSignals
 from runner.recipe import processes
 from runner.recipe.schema import Distributed
-from runner.run_dir import outcomes
-from runner.run_dir.atomic_update import run_dir_of
-from runner.run_dir.outcomes import Outcome
+from runner.runs import outcomes
+from runner.runs.outcomes import Outcome
+from runner.runs.sessions import run_dir_of
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, handlers_restored
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ class RayCluster:
             StateError: if Ray cannot start the processes.
             KeyboardInterrupt: on Ctrl-C, when no process is left.
         """
-        launch, run_dir = outcomes.new_launch(), run_dir_of(folder)
-        order = attempt.order(folder, launch, self._cwd)
+        order = attempt.order(folder, self._cwd)
         address = self._distributed.ray.address
         with (
             ray_cluster.connected(address, "distributed.ray.address") as ray,
@@ -80,16 +80,16 @@ class RayCluster:
                 self._distributed,
                 order,
                 self.num_processes,
-                lambda rank: attempt.has_outcome(run_dir, launch, rank),
+                partial(attempt.has_outcome, folder),
                 signals,
             )
             try:
                 failed = group.run()
             except _Stopped:
-                return attempt.stopped_while_waiting(run_dir, signals[0])
+                return attempt.stopped_while_waiting(run_dir_of(folder), signals[0])
             finally:
                 group.close()
-        return attempt.conclude(run_dir, launch, failed, outcomes.read_outcomes(run_dir, launch))
+        return attempt.conclude(folder, failed, outcomes.read_outcomes(folder))
 
     def finish(self, ended: Ended) -> None:
         """Do nothing: nobody waits."""
@@ -222,7 +222,7 @@ class _Group:
 
     def _assigned(self) -> list[dict[str, object]]:
         """Order the actors by node, and return the variables of each rank."""
-        folders = [self._order["run_dir"], *filter(None, [self._order["cwd"]])]
+        folders = [self._order["folder"], *filter(None, [self._order["cwd"]])]
         places: list[Place] = self._wait(
             [one.place.remote(folders) for one in self._actors], "its actors"
         )
@@ -242,7 +242,7 @@ class _Group:
             "MASTER_ADDR": address,
             "MASTER_PORT": self._store.port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
-            "TORCHELASTIC_RUN_ID": self._order["launch"],
+            "TORCHELASTIC_RUN_ID": Path(self._order["folder"]).name,
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
         return [{**common, **own} for own in _ranks(places)]
@@ -261,7 +261,7 @@ class _Group:
             self._running.discard(rank)
             if not self._finished(rank):  # the others may have failed earlier, because of it
                 found = Outcome(rank, time.time(), FAILED, f"Ray has lost it: {event.value}")
-                found.write(Path(self._order["run_dir"]), self._order["launch"])
+                found.write(Path(self._order["folder"]))
                 self._failed_with(rank, FAILED)
 
     def _failed_with(self, rank: int, status: int) -> None:

@@ -8,7 +8,6 @@ until the run is trained.
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -18,9 +17,8 @@ from accel.machine import env
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, launcher, start_run, worker
 from runner.recipe import processes
-from runner.run_dir import atomic_update, directory, lock, numerics, outcomes
-from runner.run_dir.job import Job
-from runner.run_dir.json_files import SUMMARY
+from runner.runs import directory, lock, numerics, outcomes, sessions
+from runner.runs.job import Job
 from runner.training.stopping import STOP_SIGNALS
 
 # A node that has lost power keeps its lock until the file server's lease ends.
@@ -34,11 +32,10 @@ TOO_SHORT = (
 
 
 def main() -> None:
-    """Train the run whose directory is the program's argument, as one of its processes; exit."""
-    run_dir = Path(sys.argv[1])
+    """Train the job whose session is the program's argument, as one of its processes; exit."""
     try:
         with numerics.sleeping_when_idle():
-            code = _train(run_dir)
+            code = _train(Path(sys.argv[1]))
     except KeyboardInterrupt:
         code = INTERRUPTED
     except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
@@ -48,13 +45,14 @@ def main() -> None:
     worker.end_process(code)
 
 
-def _train(run_dir: Path) -> int:
+def _train(folder: Path) -> int:
     place = processes.adopted()
     if place is not None and place.rank > 0:
         code = launcher.follow(place)
         return DONE if code == STOPPED else code
+    run_dir = sessions.run_dir_of(folder)
     before = directory.newest_checkpoint(run_dir)
-    code = _lead(run_dir)
+    code = _lead(folder, run_dir)
     if code != STOPPED:
         return code
     if directory.newest_checkpoint(run_dir) == before and _time_was_up(run_dir):
@@ -69,15 +67,20 @@ def stopped_file(run_dir: Path) -> Path:
     return outcomes.log_folder(run_dir) / f"slurm-{env.read(JOB_ID)}.stopped"
 
 
-def _lead(run_dir: Path) -> int:
+def _lead(folder: Path, run_dir: Path) -> int:
     """Train the run as rank 0, once no other command holds its lock."""
-    job, recipe = Job.load(run_dir)
+    job, recipe = Job.load(folder)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             with lock.held(run_dir):
                 return start_run.continue_in(
-                    run_dir, recipe, job.overrides, job.config_name, log_levels=job.log_levels
+                    run_dir,
+                    recipe,
+                    job.overrides,
+                    job.config_name,
+                    log_levels=job.log_levels,
+                    may_change=True,
                 )
         except lock.HeldError:
             if time.monotonic() > deadline:
@@ -87,5 +90,4 @@ def _lead(run_dir: Path) -> int:
 
 def _time_was_up(run_dir: Path) -> bool:
     """Return whether the signal before the time limit has stopped the run."""
-    summary = json.loads(atomic_update.read(run_dir, SUMMARY) or b"{}")
-    return str(summary.get("reason")).startswith(signal.SIGUSR1.name)
+    return str(sessions.summary(run_dir).get("reason")).startswith(signal.SIGUSR1.name)

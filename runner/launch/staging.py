@@ -1,4 +1,4 @@
-"""The files of one attempt at a run, written beside those of its directory. Free of torch."""
+"""The session that a command, or a restart, adds to a run. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING
 
 from accel.machine.errors import ConfigError
 from runner.recipe import paths
-from runner.run_dir import atomic_update, directory, environment, resumable
-from runner.run_dir.job import JOB, Job
+from runner.runs import directory, environment, sessions
+from runner.runs.job import Job
+from runner.runs.sessions import JOB
 
 if TYPE_CHECKING:
     from runner.recipe.schema import Recipe
 
 
 def staged(requested: Job, recipe: Recipe) -> Job:
-    """Write the job, its recipe and the environment beside those of the run directory.
+    """Write the job, its recipe and the environment to a new session of the run.
 
     Raises:
         ConfigError: if they cannot be written.
     """
     try:
-        written = requested.stage(recipe)
+        written = requested.save(recipe)
         try:
             environment.write_environment(written.place, recipe.data)
-            resumable.mark_incomplete(requested.run_dir, written.place)
         except BaseException:
-            atomic_update.discard(written.place)
+            sessions.discard(written.place)
             raise
     except OSError as error:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
@@ -40,22 +40,21 @@ def staged(requested: Job, recipe: Recipe) -> Job:
 def again(failed: Job, recipe: Recipe) -> Job:
     """Return the job that goes on with a run after `failed`: from its newest complete checkpoint.
 
-    Without one the run begins anew, and the files of the attempt are kept in
-    ``logs/attempt_<n>/``. Requires the run's lock.
+    Without one the run begins anew. Requires the run's lock.
 
     Raises:
         ConfigError: if its files cannot be written.
     """
-    if failed.folder is not None and failed.folder.is_dir():
-        return failed  # it has changed nothing of the run
-    run_dir, requested = failed.run_dir, replace(failed, folder=None, resume_from=None)
-    atomic_update.recover(run_dir)
-    checkpoint = directory.newest_checkpoint(run_dir)
-    if checkpoint is not None:
-        return staged(replace(requested, resume_from=str(checkpoint)), recipe)
-    directory.set_aside(run_dir)
-    atomic_update.commit(staged(requested, recipe).place)
-    return requested
+    checkpoint = directory.newest_checkpoint(failed.run_dir)
+    if checkpoint is None:
+        directory.set_aside(failed.run_dir)
+    origin = None if checkpoint is None else str(checkpoint)
+    return staged(replace(failed, resume_from=origin, restart=True), recipe)
+
+
+def restarts_used(run_dir: Path) -> int:
+    """Return how many restarts a run has had, over all commands that have trained it."""
+    return sum(Job.read(folder)[0].restart for folder in sessions.of_run(run_dir))
 
 
 def origin(job: Job) -> str:

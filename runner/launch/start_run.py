@@ -13,9 +13,9 @@ from accel.machine.errors import AccelError, ConfigError
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher, staging
 from runner.recipe import processes, resumed_recipe, trust
-from runner.run_dir import atomic_update, directory, lock, reproduction, resumable
-from runner.run_dir.job import Job
-from runner.run_dir.resumable import AUTO
+from runner.runs import directory, lock, reproduction, resumable, sessions
+from runner.runs.job import Job
+from runner.runs.resumable import AUTO
 from runner.training import run_log
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def start(
     config_name: str,
     *,
     fresh: bool = False,
-    origin: bytes | None = None,
+    origin: str | None = None,
     auto: bool = False,
     on_claimed: OnClaimed = lambda run_dir: None,
     log_levels: Mapping[str, str] | None = None,
@@ -84,15 +84,15 @@ def freeze(
     overrides: Sequence[str],
     config_name: str,
     *,
-    origin: bytes | None = None,
+    origin: str | None = None,
     auto: bool = False,
     on_frozen: Callable[[Path, Recipe], object],
     log_levels: Mapping[str, str] | None = None,
 ) -> None:
     """Freeze a job as `start` does, start nothing, and call `on_frozen` under the run's lock.
 
-    `on_frozen` gets the run directory and the frozen recipe; whoever trains there later calls
-    `continue_in`. Where it fails for a new run, the directory is removed.
+    `on_frozen` gets the session and the frozen recipe; whoever trains there later calls
+    `continue_in`. Where it fails, the session is removed, and with it the directory of a new run.
 
     Raises:
         ConfigError: as `start` does.
@@ -110,8 +110,11 @@ def freeze(
             if checkpoint is not None:
                 resumable.require_reach(run_dir, checkpoint, frozen)
             staged = staging.staged(_job(run_dir, overrides, config_name, log_levels), frozen)
-            atomic_update.commit(staged.place)
-            on_frozen(run_dir, frozen)
+            try:
+                on_frozen(staged.place, frozen)
+            except BaseException:
+                sessions.discard(staged.place)
+                raise
         return
     run_dir, is_claimed = _claimed(recipe)
     try:
@@ -120,8 +123,7 @@ def freeze(
                 directory.require_unused(run_dir)
             requested = _job(run_dir, overrides, config_name, log_levels)
             frozen = _placed(replace(recipe, resume=None, run_dir=None), requested.cwd)
-            atomic_update.commit(staging.staged(requested, frozen).place)
-            on_frozen(run_dir, frozen)
+            on_frozen(staging.staged(requested, frozen).place, frozen)
     except (directory.UsedError, lock.HeldError):
         raise
     except BaseException:
@@ -130,12 +132,12 @@ def freeze(
 
 
 @contextlib.contextmanager
-def _locked_for_resume(run_dir: Path, origin: bytes) -> Iterator[None]:
+def _locked_for_resume(run_dir: Path, origin: str) -> Iterator[None]:
     with lock.held(run_dir):
         if directory.fingerprint(run_dir) != origin:
             rule = "another command has changed the run meanwhile"
             raise ConfigError.of(str(run_dir), rule, "Give the command again.")
-        atomic_update.recover(run_dir)
+        directory.remove_partials(run_dir)
         yield
 
 
@@ -147,20 +149,22 @@ def continue_in(
     *,
     fresh: bool = False,
     log_levels: Mapping[str, str] | None = None,
+    may_change: bool = False,
 ) -> int:
     """Train the run of a directory to its end, whatever an earlier command has left there.
 
-    It is resumed from its newest complete checkpoint. Without one it begins anew, and earlier logs
-    are kept in ``logs/attempt_<n>/``. Requires the run's lock, which this process holds.
+    It is resumed from its newest complete checkpoint; without one it begins anew. Requires the
+    run's lock, which this process holds.
 
     Raises:
-        ConfigError: if the directory holds a run of another recipe.
+        ConfigError: if a run of another recipe was trained there, unless it `may_change`.
     """
     processes.count(recipe.distributed)
-    atomic_update.recover(run_dir)
+    directory.remove_partials(run_dir)
     requested = _job(run_dir, overrides, config_name, log_levels)
-    if directory.is_run(run_dir):
-        resumable.require_same(run_dir, recipe)
+    if sessions.begun(run_dir):
+        if not may_change:
+            resumable.require_same(run_dir, recipe)
         if (reason := resumable.is_finished(run_dir, recipe)) is not None:
             launcher.release_followers()
             print(f"{run_dir} is finished: {reason}. Nothing is left to do.", flush=True)
@@ -175,8 +179,7 @@ def continue_in(
 def _train_new(requested: Job, recipe: Recipe, fresh: bool) -> int:
     """Freeze a new run in its directory and train it."""
     frozen = _placed(replace(recipe, resume=None, run_dir=None), requested.cwd)
-    atomic_update.commit(staging.staged(requested, frozen).place)
-    return launcher.launch(requested, frozen, fresh=fresh)
+    return launcher.launch(staging.staged(requested, frozen), frozen, fresh=fresh)
 
 
 def as_frozen(recipe: Recipe) -> Recipe:
@@ -194,9 +197,9 @@ def _placed(recipe: Recipe, cwd: str) -> Recipe:
 
 
 def _resume(
-    requested: Job, recipe: Recipe, origin: bytes, fresh: bool, auto: bool, on_claimed: OnClaimed
+    requested: Job, recipe: Recipe, origin: str, fresh: bool, auto: bool, on_claimed: OnClaimed
 ) -> int:
-    """Resume a run. Its files are unchanged until its workers commit the new job."""
+    """Resume a run. Until the first step is made, only the new session is written."""
     run_dir = requested.run_dir
     reason = resumable.is_finished(run_dir, recipe)
     if reason is not None:
@@ -229,10 +232,7 @@ def _train_on(
         for difference in changed:
             print(f"resume: {difference}", flush=True)
     staged = staging.staged(replace(requested, resume_from=str(checkpoint)), recipe)
-    try:
-        return launcher.launch(staged, recipe, fresh=fresh)
-    finally:
-        atomic_update.discard(staged.place)
+    return launcher.launch(staged, recipe, fresh=fresh)
 
 
 def _checkpoint(run_dir: Path) -> Path:

@@ -16,7 +16,8 @@ from accel.machine.errors import ConfigError
 from runner.launch import batch_script, start_run
 from runner.recipe import processes
 from runner.recipe.schema import Recipe
-from runner.run_dir import outcomes, slurm_job
+from runner.runs import outcomes, sessions, slurm_job
+from runner.runs.json_files import write_json
 
 SBATCH = "sbatch"
 # Those of a job that this command itself runs in; sbatch would take some of them for options.
@@ -70,7 +71,7 @@ def submit(
     overrides: Sequence[str],
     config_name: str,
     *,
-    origin: bytes | None = None,
+    origin: str | None = None,
     auto: bool = False,
     log_levels: Mapping[str, str] | None = None,
 ) -> Submitted:
@@ -86,8 +87,8 @@ def submit(
         _require_no_job(Path(recipe.resume))
     submitted: list[Submitted] = []
 
-    def hand_over(run_dir: Path, frozen: Recipe) -> None:
-        submitted.append(_sbatch(run_dir, frozen))
+    def hand_over(folder: Path, frozen: Recipe) -> None:
+        submitted.append(_sbatch(folder, frozen))
 
     start_run.freeze(
         recipe,
@@ -102,26 +103,25 @@ def submit(
 
 
 def _require_no_job(run_dir: Path) -> None:
-    job_id = slurm_job.read(run_dir).get("job")
-    state = slurm_job.queue().get(str(job_id)) if job_id else None
+    job_id = sessions.submitted_job(run_dir)
+    state = slurm_job.queue().get(job_id) if job_id else None
     if state:
         rule = f"Slurm's job {job_id} trains it (state {state})"
         remedy = f"Wait for its end, or end it with `scancel {job_id}`."
         raise ConfigError.of(f"resume={str(run_dir)!r}", rule, remedy)
 
 
-def _sbatch(run_dir: Path, frozen: Recipe) -> Submitted:
-    script = run_dir / slurm_job.SCRIPT
+def _sbatch(folder: Path, frozen: Recipe) -> Submitted:
+    script, run_dir = folder / slurm_job.SCRIPT, sessions.run_dir_of(folder)
     outcomes.log_folder(run_dir)  # Slurm makes no folder
-    script.write_text(batch_script.text(frozen, run_dir, os.getcwd()), encoding="utf-8")
+    script.write_text(batch_script.text(frozen, folder, os.getcwd()), encoding="utf-8")
     given = env.copy()
     variables = {k: v for k, v in given.items() if not k.startswith(OF_SLURM) or k in KEPT}
     command = [SBATCH, "--parsable", str(script)]
     answer = subprocess.run(command, capture_output=True, text=True, env=variables)
     if answer.returncode != 0:
-        script.unlink()
         rule = " ".join(answer.stderr.split()) or f"{SBATCH} ended with {answer.returncode}"
         raise ConfigError.of("runner submit", rule, "Correct submit.*; sinfo lists partitions.")
     job_id = answer.stdout.strip().partition(";")[0]
-    slurm_job.write(run_dir, job_id)
+    write_json(folder / sessions.SUBMITTED, {"job": job_id})
     return Submitted(job_id, run_dir)

@@ -36,8 +36,9 @@ from runner.launch import failures, hangs, rank_logs, torchrun
 from runner.launch.hangs import Report, Stack, Verdict
 from runner.recipe import processes, user_frames
 from runner.recipe.units import parse_duration
-from runner.run_dir import outcomes
-from runner.run_dir.outcomes import Outcome
+from runner.runs import outcomes, sessions
+from runner.runs.outcomes import Outcome
+from runner.runs.sessions import run_dir_of
 from runner.training.stopping import Progress, StopFlag
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Watchdog:
 
     It asks after `limit` seconds without progress. Stacks go to the logs of the run directory. The
     store is shared by all ranks, and by no one else. `on_verdict` is called on the judging rank
-    with each new verdict; None: there is progress again. `launch` is the id of the launch; empty:
-    no parent has noted the processes.
+    with each new verdict; None: there is progress again. `folder` is the session; `alone`: no
+    parent shows the end of the log.
     """
 
     def __init__(
@@ -68,17 +69,18 @@ class Watchdog:
         limit: float,
         rank: int,
         world_size: int,
-        run_dir: Path,
+        folder: Path,
         store: Store,
         on_verdict: Callable[[Verdict | None], None],
-        launch: str = "",
+        *,
+        alone: bool = False,
     ) -> None:
         self._progress, self._limit, self._store = progress, limit, store
         self._on_verdict = on_verdict
         self._rank, self._world_size = rank, world_size
-        self._run_dir, self._launch = run_dir, launch
+        self._folder, self._alone = folder, alone
         self._poll = min(MAX_POLL_SECONDS, limit / 10)
-        self._log = rank_logs.log_file(run_dir, rank).open("a")
+        self._log = rank_logs.log_file(run_dir_of(folder), rank).open("a")
         self._seen, self._since = progress.count, time.monotonic()
         self._round = 0
         self._quiet_until = 0.0
@@ -122,7 +124,7 @@ class Watchdog:
         If the interpreter does not run for the time limit, the process ends, its stacks in its log.
         """
         # A run without a parent, which shows the end of the log, tells it on the terminal.
-        place = self._log if self._launch or self._world_size > 1 else sys.stderr
+        place = sys.stderr if self._alone else self._log
         # Before other ranks lose patience, so that its stack is shown; but a store on a busy
         # machine takes seconds.
         seconds_left = self._limit + 2 * self._patience
@@ -240,7 +242,7 @@ class Watchdog:
         if self._store.check([f"process/{rank}"]):
             found = self._store.get(f"process/{rank}").decode()
         else:
-            found = outcomes.read_processes(self._run_dir, self._launch).get(rank, "")
+            found = outcomes.read_processes(self._folder).get(rank, "")
         host, _, pid = found.partition(" ")
         return host, pid
 
@@ -288,11 +290,11 @@ def limit_of(recipe: Recipe) -> float | None:
 
 @contextlib.contextmanager
 def watching(
-    recipe: Recipe, run_dir: Path, stop: StopFlag, rank: int, world_size: int
+    recipe: Recipe, folder: Path, stop: StopFlag, rank: int, world_size: int
 ) -> Iterator[None]:
     """Watch this process in the context, if the recipe wants it.
 
-    `stop` has the progress of the main thread, and the id of the launch.
+    `folder` is the session. `stop` has the progress of the main thread, and knows of a parent.
     """
     limit = limit_of(recipe)
     if limit is None:
@@ -300,10 +302,10 @@ def watching(
         return
     several = world_size > 1
     store = torchrun.connect("watchdog", STORE_TIMEOUT) if several else HashStore()
-    on_verdict = partial(_report, run_dir, stop.launch)
-    if not several and not stop.launch:
-        on_verdict = partial(_report_alone, run_dir)
-    dog = Watchdog(stop.progress, limit, rank, world_size, run_dir, store, on_verdict, stop.launch)
+    has_parent = stop.session is not None
+    alone = not several and not has_parent
+    on_verdict = partial(_report_alone, folder) if alone else partial(_report, folder, has_parent)
+    dog = Watchdog(stop.progress, limit, rank, world_size, folder, store, on_verdict, alone=alone)
     dog.start()
     try:
         yield
@@ -311,22 +313,22 @@ def watching(
         dog.close()
 
 
-def _report(run_dir: Path, launch: str, verdict: Verdict | None) -> None:
+def _report(folder: Path, has_parent: bool, verdict: Verdict | None) -> None:
     """Report to the parent and the terminal which rank hangs; None: it makes progress again."""
-    if launch:
-        outcomes.note_hang(run_dir, launch, None if verdict is None else _outcome(verdict))
-    if not launch or verdict is None or not verdict.ends:  # else the parent reports it
+    if has_parent:
+        outcomes.note_hang(folder, None if verdict is None else _outcome(verdict))
+    if not has_parent or verdict is None or not verdict.ends:  # else the parent reports it
         _print(verdict)
 
 
-def _report_alone(run_dir: Path, verdict: Verdict | None) -> None:
+def _report_alone(folder: Path, verdict: Verdict | None) -> None:
     """Report that a run of one process hangs, which has no parent: its end is recorded, too."""
     if verdict is None or not verdict.ends:
         _print(verdict)
         return
     outcome = _outcome(verdict)
-    outcome.write(run_dir, outcomes.new_launch())
-    failures.print_failure(outcome, run_dir)
+    sessions.end(folder, outcome.code, cause=asdict(outcome))
+    failures.print_failure(outcome, run_dir_of(folder))
 
 
 def _print(verdict: Verdict | None) -> None:

@@ -23,11 +23,11 @@ from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.launch import failures, rank_logs
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Recipe
-from runner.run_dir import atomic_update, lock
-from runner.run_dir.atomic_update import run_dir_of
-from runner.run_dir.job import Job
-from runner.run_dir.numerics import read as read_numerics
-from runner.run_dir.outcomes import Outcome
+from runner.runs import lock, sessions
+from runner.runs.job import Job
+from runner.runs.numerics import read as read_numerics
+from runner.runs.outcomes import Outcome
+from runner.runs.sessions import run_dir_of
 from runner.training import run_log
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, StopFlag
 
@@ -39,23 +39,23 @@ def main(order: Mapping[str, Any]) -> NoReturn:
     """Be one of several workers, and exit.
 
     Args:
-        order: run_dir, job (the folder with the frozen job), launch (id), target
-            ("module:function"), parent (process id); environment (variables) and cwd, unless they
-            are the parent's.
+        order: folder (the session with the frozen job), target ("module:function"), parent
+            (process id); environment (variables) and cwd, unless they are the parent's.
     """
     parent_watch.die_with(order["parent"])
     env.set_values(order.get("environment", {}))
     if order.get("cwd"):
         os.chdir(order["cwd"])
-    run_dir, rank = Path(order["run_dir"]), Environment.read().rank or 0
+    folder, rank = Path(order["folder"]), Environment.read().rank or 0
+    run_dir = run_dir_of(folder)
     rank_logs.close_input()
     rank_logs.leave_terminal_to_rank_zero(run_dir, rank)
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    stop = StopFlag(order["launch"])
+    stop = StopFlag(folder)
     try:
         with _logged(run_dir, rank), stop.installed():
-            code = _attempt(order, run_dir, rank, stop)
+            code = _attempt(order, folder, rank, stop)
             if code != DONE:
                 end_process(code)  # before the handlers change: Ctrl-C may come at any time
     except KeyboardInterrupt:  # the parent says: end now
@@ -70,11 +70,11 @@ def _logged(run_dir: Path, rank: int) -> contextlib.AbstractContextManager[None]
     return run_log.captured(run_dir, "of rank 0") if rank == 0 else contextlib.nullcontext()
 
 
-def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag) -> int:
+def _attempt(order: Mapping[str, Any], folder: Path, rank: int, stop: StopFlag) -> int:
     # The parent held them back while it started this process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     try:
-        code = load_attribute(order["target"])(Path(order["job"]), stop)
+        code = load_attribute(order["target"])(folder, stop)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit: the run is not complete
@@ -82,16 +82,16 @@ def _attempt(order: Mapping[str, Any], run_dir: Path, rank: int, stop: StopFlag)
         # Written before anything is torn down: other ranks fail as soon as this one ends.
         outcome = failures.outcome_of(error, rank)
         if isinstance(error, failures.LoaderWorkerError) and rank > 0:  # else it is on the terminal
-            crash = rank_logs.crash(rank_logs.log_file(run_dir, rank))
+            crash = rank_logs.crash(rank_logs.log_file(run_dir_of(folder), rank))
             outcome = replace(outcome, traceback="\n".join(crash))
         try:
-            outcome.write(run_dir, order["launch"])
+            outcome.write(folder)
         finally:
             if rank > 0:
                 print(outcome.traceback or outcome.message, file=sys.stderr)
         return outcome.code
     # Without it the parent takes an exit with 0 for the end of a rank that was not complete.
-    Outcome(rank, time.time(), code, stop.reason).write(run_dir, order["launch"])
+    Outcome(rank, time.time(), code, stop.reason).write(folder)
     # The agent takes any other status for a failure and would end the other ranks.
     return DONE if code == STOPPED else code
 
@@ -113,8 +113,8 @@ def end_process(code: int) -> NoReturn:
 def run(folder: Path, stop: StopFlag | None = None) -> int:
     """Train a frozen job, as one of its processes.
 
-    The folder is the run directory with the job, or an attempt in it. Without `stop`, this process
-    listens to the stop signals itself.
+    The folder is that of the job's session. Without `stop`, this process listens to the stop
+    signals itself.
 
     Returns:
         0 where the run is complete or has reached a limit of its own, 75 where a signal stopped it.
@@ -145,7 +145,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     with (
         disk_full.told("the run", job.run_dir),
         of_the_recipe(),
-        watchdog.watching(recipe, job.run_dir, stop, here.rank or 0, here.world_size),
+        watchdog.watching(recipe, job.place, stop, here.rank or 0, here.world_size),
         build.running(recipe, job.run_dir, plan) as accelerator,
     ):
         # The same on all ranks: each builds the same weights.
@@ -164,13 +164,14 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
             on_begin=lambda: _commit(job, accelerator),
         )
         summary = loop.run()
-    return STOPPED if summary["stopped"] == "signal" else DONE
+        code = STOPPED if summary["stopped"] == "signal" else DONE
+        if accelerator.is_main_process:
+            sessions.end(job.place, code, summary=summary)
+    return code
 
 
 def _commit(job: Job, accelerator: Accelerator) -> None:
     """Make the job that the first step was made with the run's own; all ranks call it."""
-    if job.folder is None:
-        return
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        atomic_update.commit(job.folder)
+        sessions.begin(job.place)

@@ -26,7 +26,7 @@ class Frozen:
     overrides: tuple[str, ...] = ()
     config_name: str = hydra_setup.PRIMARY
     cwd: str = "."
-    origin: bytes | None = None
+    origin: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Examined:
     overrides: tuple[str, ...]
     config_name: str
     composed: bool = True
-    origin: bytes | None = None
+    origin: str | None = None
     auto: bool = False
     log_levels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import STYLES, cell, damage
-from runner.run_dir import atomic_update, environment, provenance
-from runner.run_dir.json_files import Fields, JsonObject, finite
-from runner.run_dir.record import MISSING, RunRecord
+from runner.runs import environment, provenance, sessions
+from runner.runs.json_files import Fields, JsonObject, finite
+from runner.runs.record import MISSING, RunRecord
 from runner.training.console import clock, number
 
 # With more runs than these, a run is a row.
@@ -99,7 +99,7 @@ def _code(run: RunRecord) -> Fields:
         found["uncommitted changes"] = shown or "none"
     for package, digest in (run.environment.get("code") or {}).items():
         found[f"package {package}"] = str(digest)[:8]
-    if kept := atomic_update.kept_environments(run.path):
+    if kept := sessions.earlier_environments(run.path):
         found["earlier sessions"] = ", ".join(path.name for path in kept)
     return found
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.reporting import swept_keys
-from runner.run_dir.json_files import number
-from runner.run_dir.record import FINISHED, MISSING, RunRecord
+from runner.runs.json_files import number
+from runner.runs.record import FINISHED, MISSING, RunRecord
 
 # Values of a record that are no metric.
 POSITION = ("step", "epoch", "samples", "split", "time")

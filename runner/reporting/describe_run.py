@@ -18,10 +18,10 @@ from accel.machine.errors import AccelError
 from runner.recipe import keys, resumed_recipe
 from runner.recipe.units import size
 from runner.reporting.run_table import STYLES, cell, described, relative
-from runner.run_dir import atomic_update, directory, json_files, provenance, slurm_job
-from runner.run_dir import record as records
-from runner.run_dir.json_files import Fields, JsonObject, finite
-from runner.run_dir.record import RunRecord
+from runner.runs import directory, provenance, sessions
+from runner.runs import record as records
+from runner.runs.json_files import Fields, JsonObject, finite
+from runner.runs.record import RunRecord
 from runner.training.console import clock, number
 
 CODE = ("git", "code")  # keys of environment.json
@@ -44,8 +44,8 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         "overrides": list(run.job.get("overrides") or ()),
         "cwd": environment.get("cwd"),
         "changes": None if defaults is None else _changes(defaults, run),
-        "earlier_recipes": [path.name for path in atomic_update.kept_recipes(run.path)],
-        "earlier_sessions": [path.name for path in atomic_update.kept_environments(run.path)],
+        "earlier_recipes": [path.name for path in sessions.earlier_recipes(run.path)],
+        "earlier_sessions": [path.name for path in sessions.earlier_environments(run.path)],
         "code": {key: environment[key] for key in CODE if key in environment},
         "packages": dict(environment.get("packages") or {}),
         "machine": {
@@ -139,13 +139,9 @@ def _resume(run: RunRecord) -> str:
 
 def _is_on_slurm(run: RunRecord) -> bool:
     """Return whether a job of `runner submit` trains a run, or did last: no later resume here."""
-    noted = slurm_job.read(run.path)
-    if not noted:
-        return False
-    variables = run.environment.get("variables")
-    last = variables.get("SLURM_JOB_ID") if isinstance(variables, Mapping) else None
-    submitted = json_files.number(noted.get("time")) or 0.0
-    return last == str(noted.get("job")) or run.started <= submitted
+    job = sessions.submitted_job(run.path)
+    variables = run.environment.get("variables") or {}
+    return job is not None and (run.is_submitted or variables.get("SLURM_JOB_ID") == job)
 
 
 # -- for people ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from accel.machine.errors import ConfigError, Problem, Problems, closest, did_you_mean, nearest
 from runner.recipe import keys
-from runner.run_dir.record import MISSING, STATUSES, RunRecord
+from runner.runs.record import MISSING, STATUSES, RunRecord
 
 _FILTER = re.compile(r"(?P<key>[A-Za-z_][\w.]*)(?P<sign>!=|>=|<=|=|<|>)(?P<text>.*)", re.DOTALL)
 MISTAKEN = {

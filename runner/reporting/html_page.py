@@ -25,9 +25,9 @@ from runner.reporting.run_table import (
     newest_first,
     relative,
 )
-from runner.run_dir import record as records
-from runner.run_dir.json_files import number as as_number
-from runner.run_dir.record import MISSING, RunRecord
+from runner.runs import record as records
+from runner.runs.json_files import number as as_number
+from runner.runs.record import MISSING, RunRecord
 from runner.training.console import clock, number
 
 # Values of training that are no learning curve.

@@ -17,7 +17,7 @@ from accel.machine.errors import MissingPackageError
 from runner.reporting import swept_keys
 from runner.reporting.curves import Band
 from runner.reporting.run_table import cell
-from runner.run_dir.record import MISSING, RunRecord
+from runner.runs.record import MISSING, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,9 +20,9 @@ from rich.text import Text
 
 from accel.machine.errors import ConfigError, nearest
 from runner.reporting import filters
-from runner.run_dir import record as records
-from runner.run_dir.json_files import Fields, JsonObject, finite
-from runner.run_dir.record import MISSING, RunRecord
+from runner.runs import record as records
+from runner.runs.json_files import Fields, JsonObject, finite
+from runner.runs.record import MISSING, RunRecord
 from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 
 STYLES = {

@@ -11,8 +11,8 @@ from typing import Any
 
 from runner.recipe import resumed_recipe
 from runner.reporting.filters import leaves
-from runner.run_dir.json_files import JsonObject, finite
-from runner.run_dir.record import CODE, MISSING, RunRecord
+from runner.runs.json_files import JsonObject, finite
+from runner.runs.record import CODE, MISSING, RunRecord
 
 SEED = "seed"
 # Keys of a recipe that change nothing of what a run computes, and how fast it is, neither.

@@ -7,7 +7,6 @@ from the journal and the run directory what is left to do. Free of torch until t
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from accel.machine.errors import ConfigError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
-from runner.run_dir import atomic_update, lock, resumable, study
-from runner.run_dir.json_files import SUMMARY
-from runner.run_dir.study import StudyFile
-from runner.run_dir.sweep_records import FINISHED, PRUNED
+from runner.runs import lock, resumable, sessions, study
+from runner.runs.study import StudyFile
+from runner.runs.sweep_records import FINISHED, PRUNED
 from runner.sweep.journal import FAILED as FAILURE
 from runner.sweep.journal import Journal
 from runner.training import state
@@ -79,13 +77,13 @@ def _locked(
     before = journal.state(number)
     if before.is_complete:
         return DONE
-    summary = summary_of(run_dir)
+    summary = sessions.summary(run_dir)
     if is_finished(summary) and _is_of(run_dir, recipe):  # killed before it could say so
         journal.ended(number, before.attempt, overrides, DONE, **_values(summary, run_dir))
         return DONE
     attempt = journal.started(number, overrides)
     code = train()
-    values = _values(summary_of(run_dir), run_dir) if code == DONE else {}
+    values = _values(sessions.summary(run_dir), run_dir) if code == DONE else {}
     journal.ended(number, attempt, overrides, code, **values)
     return code
 
@@ -97,7 +95,7 @@ def _is_of(run_dir: Path, recipe: Recipe) -> bool:
     """
     also = [("trainer", name) for name in EARLY_LIMITS]
     try:
-        one = not atomic_update.kept_recipes(run_dir)
+        one = not sessions.earlier_recipes(run_dir)
         return one and not resumable.is_changed(run_dir, recipe, also)
     except ConfigError:
         return False
@@ -161,7 +159,7 @@ def recorded_death(
                 if ordered is None or float(str(state.ended.get("time", 0.0))) >= ordered:
                     return
                 begun = journal.started(number, overrides)
-            summary = summary_of(run_dir)
+            summary = sessions.summary(run_dir)
             done = is_finished(summary)
             values = _values(summary, run_dir) if done else {"reason": reason} if reason else {}
             journal.ended(number, begun, overrides, DONE if done else code, **values)
@@ -169,16 +167,6 @@ def recorded_death(
         return
     except (ConfigError, OSError) as error:  # the next command finds out from the run directory
         print(f"job {number:04}: its end could not be recorded: {error}", file=sys.stderr)
-
-
-def summary_of(run_dir: Path) -> Mapping[str, Any]:
-    """Return the summary of a run; empty: there is none, or it is damaged."""
-    content = atomic_update.read(run_dir, SUMMARY)
-    try:
-        found = json.loads(content or b"{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, Mapping) else {}
 
 
 def is_finished(summary: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from accel.machine import env
 from runner.recipe import processes
 from runner.recipe.schema import Recipe
-from runner.run_dir import numerics
+from runner.runs import numerics
 from runner.sweep.settings import AUTO, Jobs
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -25,9 +25,9 @@ from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError, Problem
 from runner.recipe import hydra_setup, paths, resumed_recipe, serialization, sweepers
 from runner.recipe.schema import Recipe
-from runner.run_dir import directory as run_directory
-from runner.run_dir import lock
-from runner.run_dir.directory import SWEEP, SWEEPS
+from runner.runs import directory as run_directory
+from runner.runs import lock
+from runner.runs.directory import SWEEP, SWEEPS
 from runner.sweep.journal import Journal
 from runner.sweep.settings import is_setting
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runner.recipe import hydra_setup, paths
 from runner.recipe.schema import Recipe
-from runner.run_dir.directory import SWEEP
+from runner.runs.directory import SWEEP
 from runner.sweep import directory
 from runner.sweep.directory import Description, Sweep
 from runner.sweep.journal import JobState

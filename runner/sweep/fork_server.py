@@ -24,7 +24,7 @@ from typing import Any
 
 from accel.machine import env, parent_watch
 from runner.launch import bootstrap, rank_logs
-from runner.run_dir import numerics
+from runner.runs import numerics
 from runner.sweep import preload
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS
 

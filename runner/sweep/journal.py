@@ -21,9 +21,9 @@ from typing import Any
 from accel.machine.errors import ConfigError
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.recipe import paths
-from runner.run_dir import slurm_job
-from runner.run_dir.json_files import finite
-from runner.run_dir.sweep_records import (
+from runner.runs import slurm_job
+from runner.runs.json_files import finite
+from runner.runs.sweep_records import (
     COMPLETE,
     ENDED,
     EVENTS,

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from runner.exit_codes import DONE
 from runner.recipe.schema import Recipe
-from runner.run_dir.json_files import METRICS
-from runner.run_dir.outcomes import describe_exit
+from runner.runs.json_files import METRICS
+from runner.runs.outcomes import describe_exit
 from runner.sweep.journal import FAILED, JobState, Journal, status_of
 from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 

@@ -26,10 +26,10 @@ from rich.table import Table
 
 from accel.machine.errors import ConfigError
 from runner.recipe import composition, hydra_setup, processes, sweepers
-from runner.run_dir import numerics
-from runner.run_dir import study as study_files
-from runner.run_dir.study import BEST, StudyFile
-from runner.sweep import attempt, study_settings
+from runner.runs import numerics, sessions
+from runner.runs import study as study_files
+from runner.runs.study import BEST, StudyFile
+from runner.sweep import study_settings
 from runner.sweep.journal import Journal
 from runner.sweep.search_space import Space
 from runner.sweep.settings import AUTO
@@ -246,7 +246,7 @@ class Search:
             remedy = f"Give the data a validation split, or set {sweepers.NODE}.metrics."
             raise ConfigError.of(f"job {job.number:04}", rule, remedy)
         folder = study_files.job_folder(self.sweep_dir, job.number)
-        summary = attempt.summary_of(folder)
+        summary = sessions.summary(folder)
         return study_files.values_of(summary, self.settings.metrics, folder)
 
     def _check_failures(self, found: Jobs) -> None:

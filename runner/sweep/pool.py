@@ -19,8 +19,8 @@ from typing import Protocol
 
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.recipe.schema import Recipe
-from runner.run_dir import lock
-from runner.run_dir.outcomes import describe_exit
+from runner.runs import lock
+from runner.runs.outcomes import describe_exit
 from runner.sweep import attempt
 from runner.sweep.devices import Share
 from runner.sweep.fork_server import Event, Order, ServerDied

@@ -38,7 +38,7 @@ from accel.machine.errors import StateError
 from runner.exit_codes import DONE, FAILED, STOPPED
 from runner.launch import launcher, worker
 from runner.recipe import processes
-from runner.run_dir import slurm_job
+from runner.runs import slurm_job
 from runner.sweep.journal import JobState, Journal
 from runner.sweep.task import Task, closed
 

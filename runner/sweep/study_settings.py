@@ -18,7 +18,7 @@ from runner.recipe import diagnose, hydra_setup, plugin_nodes, sweepers
 from runner.recipe.schema import Recipe
 from runner.recipe.sweepers import NODE
 from runner.recipe.units import parse_duration
-from runner.run_dir.study import BEST, SPLITS
+from runner.runs.study import BEST, SPLITS
 from runner.sweep.search_space import Space
 from runner.training import optuna_study
 from runner.training.optuna_study import PRUNER, SAMPLER

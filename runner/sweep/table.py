@@ -25,8 +25,8 @@ from rich.text import Text
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import DONE, FAILED
 from runner.recipe import hydra_setup, paths
-from runner.run_dir import atomic_update, environment, json_files
-from runner.run_dir.sweep_records import FINISHED, PRUNED
+from runner.runs import environment, json_files, sessions
+from runner.runs.sweep_records import FINISHED, PRUNED
 from runner.sweep import task
 from runner.sweep.directory import Sweep
 from runner.sweep.journal import FAILED as FAILURE
@@ -364,21 +364,18 @@ def _tell_other_code(found: Results) -> None:
     """Say which jobs were trained with other code than the first: files were edited meanwhile."""
     codes: dict[str, list[int]] = {}
     for row in sorted(found.rows, key=lambda row: row.job):
-        run_dir = Path(found.folder, row.run_dir)
-        if row.state.is_complete and (run_dir / environment.FILE).exists():
-            codes.setdefault(_code_of_run(run_dir), []).append(row.job)
-    groups = list(codes.values())
-    for other in groups[1:]:
-        names = ", ".join(f"{job:04}" for job in other)
-        told = f"trained with other Python code than job {groups[0][0]:04}"
-        told += ", which has changed meanwhile"
+        if row.state.is_complete and (trained := sessions.begun(Path(found.folder, row.run_dir))):
+            codes.setdefault(_code_of_sessions(trained), []).append(row.job)
+    for other in list(codes.values())[1:]:
+        first, names = next(iter(codes.values()))[0], ", ".join(f"{job:04}" for job in other)
+        told = f"trained with other Python code than job {first:04}, which has changed meanwhile"
         print(f"{len(other)} of {len(found.rows)} jobs were {told}: {names}", file=sys.stderr)
 
 
-def _code_of_run(run_dir: Path) -> str:
-    """Return a digest of the Python code of all sessions of a run."""
-    files = [*atomic_update.kept_environments(run_dir), run_dir / environment.FILE]
-    return json_files.digest([json_files.read_json(file).get("code") for file in files])
+def _code_of_sessions(folders: Sequence[Path]) -> str:
+    """Return the digests of the user's packages in sessions, each once."""
+    found = [json_files.read_json(one / environment.FILE).get("code") for one in folders]
+    return json_files.digest([one for n, one in enumerate(found) if one not in found[:n]])
 
 
 def _is_new(state: JobState, before: JobState | None) -> bool:

@@ -28,7 +28,7 @@ from accel.machine.errors import ConfigError, MissingPackageError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
 from runner.recipe import composition, hydra_setup, paths
-from runner.run_dir import lock, study
+from runner.runs import lock, study
 from runner.sweep import attempt, directory, pool
 from runner.sweep.devices import Machine
 from runner.sweep.journal import Journal, Objective

@@ -26,9 +26,8 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from runner.run_dir import lock
-from runner.run_dir import study as study_files
-from runner.sweep import attempt
+from runner.runs import lock, sessions
+from runner.runs import study as study_files
 from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
 from runner.training import optuna_study
@@ -128,7 +127,7 @@ class Jobs:
 
     def pruned(self, job: TrialJob) -> bool:
         """Return whether the run of a job has been pruned, perhaps under an earlier trial."""
-        summary = attempt.summary_of(study_files.job_folder(self.sweep_dir, job.number))
+        summary = sessions.summary(study_files.job_folder(self.sweep_dir, job.number))
         decided = PRUNED in self._running(job.trial).user_attrs
         return decided if not summary else summary.get("stopped") == PRUNED
 

@@ -15,7 +15,7 @@ from runner.recipe import engine
 from runner.recipe.factory import STEP_PARTS, Factory, check_factories, factory_of, nodes_of, read
 from runner.recipe.registry import register
 from runner.recipe.schema import Recipe
-from runner.run_dir import directory
+from runner.runs import directory
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.checkpoint.load import read_model
 from accel.comm.ops import broadcast_object_list
 from accel.machine.errors import CheckpointError, Problem
-from runner.run_dir import directory
+from runner.runs import directory
 
 if TYPE_CHECKING:
     from accel import Accelerator

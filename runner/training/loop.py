@@ -17,7 +17,7 @@ from accel.comm.rng import preserved, set_seed
 from accel.machine.errors import AccelError, ConfigError
 from runner.data.batches import with_last
 from runner.recipe.user_frames import one_line
-from runner.run_dir.json_files import SUMMARY, write_json
+from runner.runs.json_files import SUMMARY, write_json
 from runner.training import gradient_check, return_checks
 from runner.training import summary as summaries
 from runner.training.evaluation import Evaluations

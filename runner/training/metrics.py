@@ -15,7 +15,7 @@ import torch
 from accel.machine.errors import AccelError, CheckpointError, Problem
 from accel.machine.passwords import without_passwords
 from accel.machine.tree import recursively_apply
-from runner.run_dir.json_files import METRICS, WEIGHTS_STEP, MetricsFile, finite, read_lines
+from runner.runs.json_files import METRICS, WEIGHTS_STEP, MetricsFile, finite, read_lines
 
 if TYPE_CHECKING:
     import torch

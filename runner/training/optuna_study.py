@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from accel.machine.errors import ConfigError, Problem, nearest
-from runner.run_dir import lock
+from runner.runs import lock
 
 SAMPLER, PRUNER = "sampler", "pruner"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)  # seconds between tries to open a database

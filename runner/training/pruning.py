@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from accel.comm.ops import broadcast_object_list
 from accel.machine.errors import ConfigError
 from accel.machine.imports import require
-from runner.run_dir import study
-from runner.run_dir.study import StudyFile
+from runner.runs import study
+from runner.runs.study import StudyFile
 from runner.training.evaluation import monitored_value
 from runner.training.run import Callback
 from runner.training.state import PRUNED

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from runner.run_dir.directory import RUN_LOG
+from runner.runs.directory import RUN_LOG
 
 BEGIN = "--- process"
 # Sequences of ANSI X3.64: colours and the like, titles of windows, single escapes.

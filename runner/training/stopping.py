@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,11 +62,11 @@ class Processes(Protocol):
 class StopFlag:
     """Whether a stop of this run was requested; boundaries are counted in `progress`.
 
-    `launch` is the id of the launch that this process is a worker of; empty: it is on its own.
+    `session` is the folder where a worker reports to its parent; None: the process is on its own.
     """
 
-    def __init__(self, launch: str = "") -> None:
-        self.launch = launch
+    def __init__(self, session: Path | None = None) -> None:
+        self.session = session
         self.progress = Progress()
         self._requested = ""
         self._decided = ""

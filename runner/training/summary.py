@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runner.recipe.units import counted, size
-from runner.run_dir.json_files import WEIGHTS_STEP
+from runner.runs.json_files import WEIGHTS_STEP
 from runner.training.console import clock, number, short
 
 if TYPE_CHECKING:

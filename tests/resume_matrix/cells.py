@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from runner.runs.job import Job
 from tests.resume_matrix.held import (
     NAME,
     STEPS_PER_EPOCH,
@@ -124,12 +126,8 @@ def _auto(folder: Path, known: Known) -> str:
 
 
 def _limit(run_dir: Path) -> int:
-    from omegaconf import OmegaConf
-
-    for place in (run_dir / ".committed", run_dir):
-        if (place / "config.yaml").exists():
-            return int(OmegaConf.load(place / "config.yaml").trainer.epochs)
-    raise AssertionError(f"{run_dir} has no recipe")
+    plain: Any = Job.read(run_dir)[1]
+    return int(plain["trainer"]["epochs"])
 
 
 def reached(run_dir: Path, last: int, known: Known) -> str:

@@ -74,7 +74,7 @@ def cascade(run_dir: Path, stop: StopFlag) -> int:
         finally:
             # Not earlier: the order is what is tested.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    wait_for_file(run_dir / "logs", "*_rank_1.json")
+    wait_for_file(run_dir, "rank_1.json")
     raise RuntimeError("connection closed by peer")
 
 

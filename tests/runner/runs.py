@@ -8,8 +8,8 @@ import torch
 
 from accel.accelerator import Accelerator
 from runner.recipe import composition, hydra_setup
-from runner.run_dir import directory
-from runner.run_dir.job import Job
+from runner.runs import directory
+from runner.runs.job import Job
 from runner.training import build
 from runner.training.checkpointing import Best
 from tests.helpers import reset_accel

@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from runner.run_dir import directory
+from runner.runs import directory
 from tests.helpers import ROOT, python
 from tests.slurm import SECONDS, Cluster, wait_until
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.recipe import composition, hydra_setup, serialization
-from runner.run_dir.json_files import finite
+from runner.runs import sessions
+from runner.runs.json_files import finite
 
 STARTED = 1_790_000_000.0
 
@@ -63,13 +64,14 @@ def write_run(
         for parent in parents:
             node = node[parent]
         node[leaf] = value
-    text = serialization.yaml_text(recipe)
-    (path / "config.yaml").write_text(text)
+    session = sessions.create(path)
+    (session / "config.yaml").write_text(serialization.yaml_text(recipe))
     given = [f"{k}={v}" for k, v in (values or {}).items()] if overrides is None else overrides
     job: dict[str, Any] = {"overrides": given, "imports": []}
     job |= {"run_dir": str(path), "resume_from": None, "cwd": "/", "config_name": "config"}
-    (path / "job.json").write_text(json.dumps(job))
-    write(path / "environment.json", {
+    (session / "job.json").write_text(json.dumps(job))
+    write(session / "begun.json", {"time": started})
+    write(session / "environment.json", {
         "started": started, "command": ["python", "-m", "runner"], "cwd": "/", "hostname": "vm",
         "packages": packages or {"torch": "2.13.0"}, "git": git, "data": data or {}, "cpu_count": 2,
     })  # fmt: skip
@@ -83,14 +85,14 @@ def write_run(
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if summary:
         found = {"metric": "loss", "mode": "min", "value": best, "step": 10, "checkpoint": None}
-        write(path / "summary.json", {
+        write(session / "ended.json", {"code": 0, "time": started + 90.0, "summary": {
             "name": recipe["name"], "stopped": stopped, "reason": f"{stopped} reached",
             "complete": complete, "step": 10 if metrics == 1 else 20,
             "seconds": 90.0, "samples_per_second": 1500.0,
             "monitor": "loss", "mode": "min", "best": None if best is None else found,
             "metrics": {} if best is None else {"validation": {"loss": best, "accuracy": 0.9}},
             "memory": {"process": 300_000_000, "device": None}, "ended": started + 90.0,
-        })  # fmt: skip
+        }})  # fmt: skip
     return path
 
 
@@ -99,12 +101,43 @@ def write(path: Path, value: object) -> None:
     path.write_text(json.dumps(finite(value)))
 
 
-def write_failure(path: Path, time: float, message: str = "ValueError: no", code: int = 1) -> None:
-    """Write how rank 0 ended."""
-    write(path / "logs" / "launch_1_rank_0.json", {
-        "rank": 0, "time": time, "code": code, "message": message,
+def session_of(path: Path) -> Path:
+    """Return the newest session of a run."""
+    return sessions.of_run(path)[-1]
+
+
+def change_summary(path: Path, **best: object) -> None:
+    """Change what the summary of a run says of its best state."""
+    file = session_of(path) / "ended.json"
+    ended = json.loads(file.read_text())
+    ended["summary"]["best"] |= best
+    write(file, ended)
+
+
+def write_session(path: Path, ended: dict[str, Any] | None = None, *, begun: bool = True) -> Path:
+    """Add a session to a run, with the recipe of the first; `ended` as `ended.json` has it."""
+    first, session = sessions.of_run(path)[0], sessions.create(path)
+    for name in ("config.yaml", "environment.json", "job.json"):
+        (session / name).write_bytes((first / name).read_bytes())
+    if begun:
+        write(session / "begun.json", {"time": STARTED})
+    if ended is not None:
+        write(session / "ended.json", ended)
+    return session
+
+
+def failure(message: str = "ValueError: no", code: int = 1) -> dict[str, Any]:
+    """Return how a session ended that rank 0 has failed."""
+    cause = {
+        "rank": 0, "time": STARTED, "code": code, "message": message,
         "traceback": f'File "model.py", line 3\n{message}', "is_consequence": False,
-    })  # fmt: skip
+    }  # fmt: skip
+    return {"code": code, "time": STARTED, "cause": cause}
+
+
+def write_failure(path: Path, message: str = "ValueError: no", code: int = 1) -> None:
+    """Write how the newest session of a run ended."""
+    write(session_of(path) / "ended.json", failure(message, code))
 
 
 def write_search(folder: Path, name: str = "search") -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from accel.checkpoint import directory
 from accel.machine.errors import AccelError
 from runner.recipe import serialization
-from runner.run_dir.job import Job
+from runner.runs.job import Job
 from tests.helpers import alive
 
 # The variable that marks the processes of one run: whatever they start inherits it.
@@ -95,9 +95,7 @@ def logged(run_dir: Path) -> list[int]:
 def unreadable(run_dir: Path) -> str:
     """Return why a run's job or recipe cannot be read as it was written; empty: it can."""
     try:
-        Job.read(run_dir)
-        text = (run_dir / "config.yaml").read_text()
-        serialization.from_plain(serialization.parse_yaml(text, run_dir / "config.yaml"))
+        serialization.from_plain(Job.read(run_dir)[1])
     except (AccelError, OSError, ValueError, KeyError, TypeError) as error:
         return repr(error)
     return ""

@@ -14,8 +14,9 @@ import pytest
 
 from accel.checkpoint import directory
 from runner.recipe import serialization
-from runner.run_dir.job import Job
+from runner.runs.job import Job
 from tests.helpers import python
+from tests.runner.written_runs import session_of
 from tests.signals import oracle
 from tests.signals.cells import Cell, Run, wait_until
 from tests.signals.oracle import MARK, Expected, Result, Resumed, State, marked
@@ -76,7 +77,7 @@ def test_what_is_expected_is_no_problem(run_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.yaml", "job.json", "metrics.jsonl"])
 @pytest.mark.parametrize("damage", ["cut", "garbage", "gone"])
 def test_a_damaged_file_is_told(run_dir: Path, name: str, damage: str) -> None:
-    path = run_dir / name
+    path = run_dir / name if name == "metrics.jsonl" else session_of(run_dir) / name
     whole = path.read_bytes()
     if damage == "gone":
         path.unlink()

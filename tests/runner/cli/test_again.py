@@ -21,7 +21,7 @@ from runner.launch.worker_group import StopSignals
 from runner.recipe import processes
 from runner.recipe.processes import Adopted
 from tests import commands
-from tests.runner.written_runs import write_run, write_sweep
+from tests.runner.written_runs import session_of, write_run, write_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
 SHORT = ("trainer.max_steps=3", "tracker.log_with=[]", "trainer.limit_eval_batches=1")
@@ -59,7 +59,7 @@ def test_the_same_code_gives_the_same_bits_also_from_a_dirty_work_tree(tmp_path:
     assert weights(first) == weights(second)
     assert f"weights at step 3: bit-equal to those of digits/{first.name}" in told
     assert "had no uncommitted changes, and has uncommitted changes" in told
-    assert (second / "git.diff").is_file()
+    assert (second / "sessions" / "0001" / "git.diff").is_file()
     recipes = [yaml.safe_load((one / "config.yaml").read_text()) for one in (first, second)]
     assert [one.pop("tags") for one in recipes] == [[], ["other"]]
     assert recipes[0] == recipes[1]
@@ -86,7 +86,8 @@ def test_the_frozen_recipe_is_run_with_its_limits(
 ) -> None:
     values = {"trainer.stop_after": 7, "optimizer.lr": 0.25, "seed": 5}
     path = write_run(tmp_path / "a", values)
-    (path / "threads.json").write_text('{"num_threads": 3, "deterministic": false}')
+    file = session_of(path) / "threads.json"
+    file.write_text('{"num_threads": 3, "deterministic": false}')
     assert cli.main(["again", str(path)]) == 0
     ((recipe, _, fresh, threads),) = started
     assert (recipe.trainer.stop_after, recipe.optimizer["lr"], recipe.seed) == (7, 0.25, 5)

@@ -17,8 +17,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     run = tmp_path / "runs" / "digits" / "20260101-120000-aaaa"
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text("")
+    (run / "sessions").mkdir(parents=True)
 
 
 RUN = "runs/digits/20260101-120000-aaaa"

@@ -19,7 +19,7 @@ from runner import cli
 from runner.launch import start_run
 from runner.recipe import factory
 from runner.recipe.schema import Recipe
-from runner.run_dir.job import Job
+from runner.runs.job import Job
 from tests.helpers import python
 from tests.runner.sweep import stand_ins
 
@@ -209,9 +209,10 @@ def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ((job, recipe),) = launched
     assert job.run_dir.parent == tmp_path / "out" / "mine"
     assert Job.load(job.run_dir) == (job, factory.completed(recipe))
+    assert job.place == job.run_dir / "sessions" / "0001"
     assert (job.cwd, job.resume_from, job.imports) == (str(tmp_path), None, ())
-    assert (job.run_dir / "overrides.yaml").read_text().splitlines()[1] == "- seed=3"
-    assert json.loads((job.run_dir / "environment.json").read_text())["cwd"] == str(tmp_path)
+    assert (job.place / "overrides.yaml").read_text().splitlines()[1] == "- seed=3"
+    assert json.loads((job.place / "environment.json").read_text())["cwd"] == str(tmp_path)
 
 
 # -- going on with a run -------------------------------------------------------------------
@@ -220,7 +221,7 @@ def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def resumable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take every run for one with a complete checkpoint."""
-    from runner.run_dir import directory
+    from runner.runs import directory
 
     monkeypatch.setattr(
         directory, "newest_checkpoint", lambda run_dir: Path(run_dir, "checkpoint_0")
@@ -255,7 +256,7 @@ def test_new_overrides_change_the_frozen_recipe(
 ) -> None:
     cpu = ("distributed=multi_cpu", "distributed.num_processes=2")
     run_dir = stopped(tmp_path, "model.width=4", *cpu, "trainer.stop_after=5")
-    frozen = run_dir / "config.yaml"
+    frozen = run_dir / "sessions" / "0001" / "config.yaml"
     frozen.write_text(frozen.read_text().replace("epochs: 20", "epochs: 19"))  # conf/ has changed
     assert cli.main([f"resume={run_dir}", "distributed=none", "trainer.stop_after=5"]) == 0
     (job,) = started

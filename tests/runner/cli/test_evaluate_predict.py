@@ -15,10 +15,10 @@ import pytest
 from runner import cli
 from runner.cli import evaluate_predict
 from runner.inference.load import load
-from runner.run_dir import environment, evaluations, provenance
+from runner.runs import environment, evaluations, provenance
 from tests.helpers import ROOT, about, python
 from tests.runner.runs import make_run
-from tests.runner.written_runs import write_run
+from tests.runner.written_runs import session_of, write_run
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -62,7 +62,7 @@ def test_data_that_has_changed_since_is_said_and_kept_with_the_result(
 ) -> None:
     run_dir = make_run(tmp_path)
     file = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0}
-    (run_dir / "environment.json").write_text(json.dumps({"data": {"data.path": file}}))
+    (session_of(run_dir) / "environment.json").write_text(json.dumps({"data": {"data.path": file}}))
     now = {"data.path": {**file, "bytes": 12}}
     monkeypatch.setattr(environment, "data_files", lambda node: now)
     assert cli.main(["eval", str(run_dir), "--split", "test"]) == 0
@@ -80,7 +80,7 @@ def test_code_that_has_changed_since_is_said_and_kept_with_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path)
-    (run_dir / "environment.json").write_text(json.dumps({"code": {"mypkg": "a"}}))
+    (session_of(run_dir) / "environment.json").write_text(json.dumps({"code": {"mypkg": "a"}}))
     line = ["eval", str(run_dir), "--split", "test"]
     said = "code: not as it was trained with: the Python files of the package mypkg differ"
     for digest in ("a", "b"):
@@ -238,7 +238,7 @@ def test_the_row_has_the_reason_why_processes_failed(
 ) -> None:
     from runner.launch import launcher
     from runner.launch.attempt import Ended
-    from runner.run_dir.outcomes import Outcome
+    from runner.runs.outcomes import Outcome
 
     cause = Outcome(0, 1.0, 2, "a: its weights do not fit. Leave it out.\nmore")
     monkeypatch.setattr(launcher, "run_group", lambda *given, **options: Ended(2, cause))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from tests.runner.written_runs import STARTED, write_failure, write_run, write_sweep
+from tests.runner.written_runs import STARTED, session_of, write_failure, write_run, write_sweep
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,7 @@ def runs(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "digits"
     write_run(folder / "20260101-120000-aaaa", {"optimizer.lr": 0.01}, best=0.4)
     failed = write_run(folder / "20260101-120001-bbbb", summary=False)
-    write_failure(failed, 9e9, "ValueError: no")
+    write_failure(failed)
     (folder / "20260101-120002-cccc").mkdir()
     return folder
 
@@ -130,7 +130,7 @@ def test_no_torch_is_imported(command: str, runs: Path) -> None:
         ("config.yaml", 0.0, "config.yaml is missing or empty"),
         ("environment.json", 0.0, "environment.json is damaged"),
         ("environment.json", None, "environment.json is damaged (it is no mapping)"),
-        ("summary.json", 0.5, "summary.json is damaged"),
+        ("ended.json", 0.5, "ended.json is damaged"),
     ],
 )
 def test_damaged_runs_are_marked(
@@ -138,9 +138,10 @@ def test_damaged_runs_are_marked(
 ) -> None:
     run = write_run(tmp_path / "runs" / "a", metrics=3)
     assert "damaged" not in printed("list", capsys=capsys)
-    content = (run / name).read_bytes()
-    (run / name).write_bytes(b"[1]" if keep is None else content[: int(len(content) * keep)])
-    assert f"runs/a: {said}" in printed("list", capsys=capsys)
+    file = session_of(run) / name
+    content = file.read_bytes()
+    file.write_bytes(b"[1]" if keep is None else content[: int(len(content) * keep)])
+    assert said in printed("list", capsys=capsys)
     assert said in printed("show", "runs/a", capsys=capsys)
 
 
@@ -150,7 +151,7 @@ def test_killed_jobs_of_a_sweep_have_failed_as_its_journal_says(
     from runner.sweep.journal import Journal
 
     sweep = write_sweep(tmp_path / "runs")
-    (sweep / "0003" / "summary.json").unlink()
+    (session_of(sweep / "0003") / "ended.json").unlink()
     lines = (sweep / "journal.jsonl").read_text().splitlines(keepends=True)
     (sweep / "journal.jsonl").write_text("".join(line for line in lines if '"job": 3' not in line))
     how = "its process was ended by SIGKILL (out of memory?)"

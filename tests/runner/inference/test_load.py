@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import runner
 from accel.machine.errors import CheckpointError, ConfigError
 from runner.inference.load import code_now, find_checkpoint, other_code, other_data
-from runner.run_dir import provenance
-from runner.run_dir.reproduction import recorded
+from runner.runs import provenance, sessions
+from runner.runs.reproduction import recorded
 from tests.runner.runs import make_run
 
 
@@ -88,7 +88,7 @@ def test_a_damaged_best_state_is_passed_over_with_a_word(
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.yaml"):
+    with pytest.raises(ConfigError, match="holds sessions"):
         runner.load(tmp_path)
 
 
@@ -96,7 +96,9 @@ FILES = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": Tr
 
 
 def record(run_dir: Path, **content: object) -> None:
-    (run_dir / "environment.json").write_text(json.dumps(content))
+    session = sessions.create(run_dir)
+    (session / "job.json").touch()
+    (session / "environment.json").write_text(json.dumps(content))
 
 
 def code_differences(run_dir: Path) -> list[str]:

@@ -23,11 +23,12 @@ from runner.inference import predict, session
 from runner.recipe import keys
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.schema import Recipe
-from runner.run_dir.job import Job
+from runner.runs.job import Job
 from runner.training import build
 from runner.training.step import SupervisedStep
 from tests.runner.loops import Fit, Points, Stream
 from tests.runner.runs import make_run
+from tests.runner.written_runs import session_of
 
 NUM_TEST = 360
 
@@ -176,7 +177,7 @@ def test_what_is_not_there_is_refused(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert program.run(["eval", str(tmp_path)]) == 2
-    assert "config.yaml" in capsys.readouterr().err
+    assert "a run directory holds sessions" in capsys.readouterr().err
     nowhere = tmp_path / "no" / "where.jsonl"
     assert program.run(["predict", str(run_dir), "--output", str(nowhere)]) == 2
     assert "a folder that exists" in capsys.readouterr().err
@@ -264,9 +265,10 @@ def test_predictions_replace_no_file_of_a_run(
     for _ in range(2):  # its own it does
         assert written(tmp_path, inside, monkeypatch) == 1
     inside.unlink()
-    (tmp_path / "link").symlink_to(run_dir / "config.yaml")
+    recipe = session_of(run_dir) / "config.yaml"
+    (tmp_path / "link").symlink_to(recipe)
     weights = next(run_dir.glob("checkpoints/*/*.safetensors"))
-    for path in (run_dir / "config.yaml", tmp_path / "link", weights):
+    for path in (recipe, tmp_path / "link", weights):
         before = path.read_bytes()
         with pytest.raises(ConfigError, match=f"it is a file of {run_dir}, which predictions"):
             written(tmp_path, path, monkeypatch)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from runner.launch import attempts
+from runner.launch import attempts, staging
 from runner.launch.attempt import Ended
 from runner.launch.worker_group import StopSignals
 from runner.recipe.schema import Distributed, Recipe
-from runner.run_dir import outcomes
-from runner.run_dir.job import Job
-from runner.run_dir.outcomes import Outcome
+from runner.runs import sessions
+from runner.runs.job import Job
+from runner.runs.json_files import read_json
+from runner.runs.outcomes import Outcome
 
 FAILED = Ended(1, Outcome(1, time.time(), 1, "ValueError: the cause"))
 
@@ -32,7 +32,7 @@ class Scripted:
 
     def attempt(self, folder: Path, stops: StopSignals) -> Ended:
         self.folders.append(folder)
-        assert Job.read(folder)[0].run_dir == folder
+        assert Job.read(folder)[0].run_dir == sessions.run_dir_of(folder)
         if self.stop:
             stops.take(15)
         ending = self.endings.pop(0)
@@ -46,10 +46,11 @@ class Scripted:
 
 def train(run_dir: Path, machines: Scripted, max_restarts: int) -> int:
     recipe = Recipe(distributed=Distributed(kind="multi_cpu", max_restarts=max_restarts))
-    job = Job(run_dir)
-    if not (run_dir / "job.json").exists():
-        job.save(recipe)
-    return attempts.train(machines, replace(job), recipe, 2)
+    return attempts.train(machines, Job(run_dir).save(recipe), recipe, 2)
+
+
+def codes(run_dir: Path) -> list[int]:
+    return [read_json(one / "ended.json")["code"] for one in sessions.of_run(run_dir)]
 
 
 def test_a_failure_starts_again_within_the_budget(
@@ -58,12 +59,11 @@ def test_a_failure_starts_again_within_the_budget(
     machines = Scripted([FAILED, FAILED, Ended(0)])
     assert train(tmp_path, machines, 2) == 0
     printed = capfd.readouterr().err
-    assert "attempt 1 failed; restart 1 of 2 goes on from the beginning" in printed
-    assert "attempt 2 failed; restart 2 of 2 goes on from the beginning" in printed
-    kept = tmp_path / "logs" / "attempt_2" / "run.log"
-    assert "attempt 1 failed; restart 1 of 2" in kept.read_text()
-    assert (tmp_path / "logs" / "attempt_2" / "config.yaml").exists()
-    assert outcomes.restarts_used(tmp_path) == 2
+    assert "session 0001 failed; restart 1 of 2 goes on from the beginning" in printed
+    assert "session 0002 failed; restart 2 of 2 goes on from the beginning" in printed
+    assert "session 0001 failed; restart 1 of 2" in (tmp_path / "run.log").read_text()
+    assert codes(tmp_path) == [1, 1, 0]
+    assert staging.restarts_used(tmp_path) == 2
     assert machines.told == Ended(0)
 
 
@@ -72,10 +72,10 @@ def test_the_budget_is_of_the_whole_run(tmp_path: Path, capfd: pytest.CaptureFix
     machines = Scripted([FAILED])
     assert train(tmp_path, machines, 1) == 1
     told = (
-        "attempt 2 failed: distributed.max_restarts=1 are used up over the whole run, and there is"
+        "session 0003 failed: distributed.max_restarts=1 are used up over the whole run, and there"
     )
-    assert f"{told} no complete checkpoint" in capfd.readouterr().err
-    assert [attempt.restarted for attempt in outcomes.read_failed(tmp_path)] == [True, False]
+    assert f"{told} is no complete checkpoint" in capfd.readouterr().err
+    assert codes(tmp_path) == [1, 75, 1]
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_the_budget_is_of_the_whole_run(tmp_path: Path, capfd: pytest.CaptureFix
 def test_other_ends_are_final(ending: Ended | BaseException, code: int, tmp_path: Path) -> None:
     machines = Scripted([ending])
     assert train(tmp_path, machines, 3) == code
-    assert outcomes.read_failed(tmp_path) == []
+    assert codes(tmp_path) == [code]
     assert machines.told is not None
     assert machines.told.code == code
 
 
 def test_a_requested_stop_is_final(tmp_path: Path) -> None:
     assert train(tmp_path, Scripted([FAILED], stop=True), 3) == 1
-    assert outcomes.read_failed(tmp_path) == []
+    assert codes(tmp_path) == [1]

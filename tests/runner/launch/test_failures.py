@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import pytest
 
 from accel.machine.errors import ConfigError, MissingPackageError, Problem
 from runner.launch import launcher, worker
+from runner.runs import outcomes
+from runner.runs.json_files import read_json
 
 REFUSAL = ConfigError(Problem("optimizer.lr=-1", "it is above 0", "Set optimizer.lr=0.1."))
 
@@ -44,8 +45,9 @@ def test_an_error_shows_its_own_frames_alone(
     assert "launch.py" not in printed
     assert "the run failed: ValueError: wrong shape\n" in printed
     assert str(tmp_path) in printed
-    (kept,) = (tmp_path / "logs").glob("*_rank_0.json")
-    assert "second line" in json.loads(kept.read_text())["traceback"]
+    (kept,) = outcomes.read_outcomes(tmp_path)
+    assert "second line" in kept.traceback
+    assert read_json(tmp_path / "ended.json")["cause"]["message"] == kept.message
 
 
 def test_control_c_tells_how_to_go_on(

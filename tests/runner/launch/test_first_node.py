@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.run_dir import outcomes
+from runner.runs import outcomes
 from tests import nodes
 from tests.helpers import about, python
 from tests.nodes import Nodes, Site

@@ -17,7 +17,7 @@ from runner.launch.joining import Joining, Node
 from runner.launch.worker_group import StopSignals
 from runner.recipe import nodes
 from runner.recipe.schema import Distributed, Recipe
-from runner.run_dir.job import Job
+from runner.runs.job import Job
 from tests.helpers import free_port
 
 Join = Callable[..., "Follower"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.launch import launcher
-from runner.run_dir import outcomes
+from runner.runs import outcomes
 from tests.helpers import alive, python
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -188,9 +187,7 @@ def test_control_c_ends_everything_soon(job: str, tmp_path: Path, parents: list[
 
 
 def read_all(run_dir: Path) -> list[outcomes.Outcome]:
-    files = (run_dir / "logs").glob("*.json")
-    found = [outcomes.Outcome(**json.loads(file.read_text())) for file in files]
-    return sorted(found, key=lambda outcome: outcome.time)
+    return outcomes.read_outcomes(run_dir)
 
 
 def test_importing_the_launcher_costs_no_torch() -> None:

@@ -84,7 +84,7 @@ def test_a_run_directory_that_it_does_not_see_is_told(
 ) -> None:
     monkeypatch.setattr(member, "SEEN_SECONDS", 0.2)
     first.message()
-    first.connection.send("start", folder=str(tmp_path), digest="a", launch="launch_1")
+    first.connection.send("start", folder=str(tmp_path), digest="a")
     assert first.message()["kind"] == "unseen"
 
 

@@ -14,8 +14,8 @@ import torch
 from runner.launch import worker
 from runner.recipe import composition, hydra_setup
 from runner.recipe.schema import Recipe
-from runner.run_dir import directory
-from runner.run_dir.job import Job
+from runner.runs import directory
+from runner.runs.job import Job
 from tests.helpers import WorkerError, about, run_distributed
 from tests.runner import loops
 

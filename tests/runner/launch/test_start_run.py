@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -16,11 +15,11 @@ from accel.machine.errors import ConfigError
 from runner import cli
 from runner.launch import launcher, start_run
 from runner.recipe.schema import Recipe
-from runner.run_dir import atomic_update, environment, lock
-from runner.run_dir.job import Job
-from runner.run_dir.outcomes import Outcome
+from runner.runs import lock, sessions
+from runner.runs.job import Job
+from runner.runs.outcomes import Outcome
 from tests.resume_matrix.cells import tree
-from tests.runner.run_dir.test_directory import add_checkpoint
+from tests.runner.runs.test_directory import add_checkpoint
 
 LITTLE = ("name=mine", "tracker.log_with=[]", "trainer.epochs=2")
 
@@ -48,6 +47,7 @@ def one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Start a run that leaves a checkpoint, as a run that is to be resumed does."""
 
     def train(job: Job) -> int:
+        sessions.begin(job.place)
         add_checkpoint(job.run_dir / "checkpoints", 0)
         return 0
 
@@ -55,6 +55,10 @@ def one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert cli.main(list(LITTLE)) == 0
     (run_dir,) = run_dirs(folder)
     return run_dir
+
+
+def finished(run_dir: Path, **summary: Any) -> None:
+    sessions.end(sessions.begun(run_dir)[-1], 0, summary={"complete": True, **summary})
 
 
 # -- new runs ------------------------------------------------------------------------------
@@ -66,7 +70,7 @@ def test_where_nothing_was_started_nothing_is_left(
 ) -> None:
     def refuse(job: Job) -> int:
         assert lock.holder(job.run_dir) is not None
-        Outcome(0, 0.0, code, "no plan for this model").write(job.run_dir, "a")
+        Outcome(0, 0.0, code, "no plan for this model").write(job.place)
         return code
 
     launched(monkeypatch, refuse)
@@ -112,8 +116,9 @@ def test_a_resume_that_fails_changes_nothing(
     assert cli.main([f"resume={run_dir}", "model.width=48"]) == code
     assert seen == [48]
     after = tree(run_dir)
-    assert {name for name in after if before.get(name) != after[name]} <= {".", ".lock"}
-    assert before.keys() == after.keys()
+    changed = {name for name in after if before.get(name) != after[name]} - {".", ".lock"}
+    assert all(name.startswith("sessions") for name in changed)
+    assert {name for name in changed if name in before} <= {"sessions"}
 
 
 def test_a_resume_with_other_code_says_so(
@@ -124,7 +129,6 @@ def test_a_resume_with_other_code_says_so(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("RUNNER_IMPORTS", module.stem)
     run_dir = one_run(tmp_path, monkeypatch)
-    environment.write_environment(run_dir)
     launched(monkeypatch, lambda job: 0)
     for width, is_said in ((1, False), (2, True)):
         module.write_text(f"WIDTH = {width}\n")
@@ -153,11 +157,9 @@ def test_a_recipe_that_changed_while_a_command_started_is_read_again(
     real = lock.held
 
     def late(path: Path) -> Any:
-        (run_dir / "config.yaml").write_text((run_dir / "config.0001.yaml").read_text())
+        sessions.begin(Job(run_dir).save(Recipe(name="mine", seed=4)).place)
         return real(path)
 
-    text = (run_dir / "config.yaml").read_text()
-    (run_dir / "config.0001.yaml").write_text(text.replace("epochs: 2", "epochs: 4"))
     monkeypatch.setattr(lock, "held", late)
     assert cli.main([f"resume={run_dir}"]) == 2
     assert "another command has changed the run meanwhile" in capsys.readouterr().err
@@ -167,8 +169,7 @@ def test_a_finished_run_says_so_and_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = one_run(tmp_path, monkeypatch)
-    summary = {"complete": True, "stopped": "epochs", "step": 40, "epochs_completed": 2}
-    (run_dir / "summary.json").write_text(json.dumps(summary))
+    finished(run_dir, stopped="epochs", step=40, epochs_completed=2)
     before = tree(run_dir)
     for line in (
         [f"resume={run_dir}"],
@@ -193,12 +194,11 @@ def test_a_finished_run_that_goes_on_says_so_as_soon_as_it_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = one_run(tmp_path, monkeypatch)
-    early = {"complete": True, "stopped": "callback", "reason": "no better", "step": 20}
-    (run_dir / "summary.json").write_text(json.dumps(early))
+    finished(run_dir, stopped="callback", reason="no better", step=20)
 
     def killed_after_its_first_step(job: Job) -> int:
-        assert json.loads((run_dir / "summary.json").read_text()) == early
-        atomic_update.commit(job.place)
+        assert sessions.summary(run_dir)["stopped"] == "callback"
+        sessions.begin(job.place)
         return -9
 
     launched(monkeypatch, killed_after_its_first_step)
@@ -264,7 +264,7 @@ def test_a_chosen_directory_is_the_run_itself(
         return 0
 
     launched(monkeypatch, train)
-    (tmp_path / "mine" / ".attempt-1234abcd").mkdir(parents=True)  # of a command that was killed
+    (tmp_path / "mine" / "sessions" / "0001").mkdir(parents=True)  # of a command that was killed
     (tmp_path / "mine" / ".lock").touch()
     (tmp_path / "mine" / "logs").mkdir()
     for log in ("slurm-7.out", "logs/7.err", "log.txt"):  # of the command itself
@@ -290,7 +290,7 @@ def test_the_run_of_a_chosen_directory_begins_anew_without_a_checkpoint(
     launched(monkeypatch, lambda job: len(list(job.run_dir.glob("metrics.jsonl"))))
     assert cli.main(command) == 0
     assert "no complete checkpoint lies there. The run begins anew" in capsys.readouterr().out
-    assert (tmp_path / "mine" / "logs" / "attempt_1" / "metrics.jsonl").exists()
+    assert (tmp_path / "mine" / "sessions" / "0001" / "metrics.jsonl").exists()
     assert Job.read(tmp_path / "mine")[1]["run_dir"] is None
     assert cli.main([*command, "seed=5"]) == 2
     assert "its recipe is another (seed is 0 there, 5 here)" in capsys.readouterr().err
@@ -387,9 +387,9 @@ def frozen(recipe: Recipe, on_frozen: Callable[[Path, Recipe], object]) -> None:
 def test_a_frozen_job_is_trained_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Path] = []
 
-    def on_frozen(run_dir: Path, recipe: Recipe) -> None:
-        assert lock.holder(run_dir) is not None
-        found.append(run_dir)
+    def on_frozen(folder: Path, recipe: Recipe) -> None:
+        assert lock.holder(sessions.run_dir_of(folder)) is not None
+        found.append(sessions.run_dir_of(folder))
 
     frozen(Recipe(name="mine", seed=3), on_frozen)
     (run_dir,) = found
@@ -399,8 +399,7 @@ def test_a_frozen_job_is_trained_later(tmp_path: Path, monkeypatch: pytest.Monke
     assert (job.overrides, recipe.seed) == (("seed=3",), 3)
     launched(monkeypatch, lambda job: 0)
     assert start_run.continue_in(run_dir, recipe, job.overrides, "config") == 0
-    assert not list(run_dir.glob("logs/attempt_*"))
-    assert not list(run_dir.glob("config.0*"))
+    assert [one.name for one in sessions.of_run(run_dir)] == ["0001", "0002"]
 
 
 def test_nothing_is_left_of_a_job_that_nobody_takes(tmp_path: Path) -> None:

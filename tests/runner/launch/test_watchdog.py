@@ -105,8 +105,8 @@ def test_a_process_that_is_alone_is_ended_where_it_hangs(tmp_path: Path) -> None
     assert ended.returncode == 1
     assert 'File "<string>", line 1' in ended.stderr
     assert "the run failed: it hangs: no progress for" in ended.stderr
-    (outcome,) = tmp_path.glob("logs/*_rank_0.json")
-    assert json.loads(outcome.read_text())["message"].startswith("it hangs: no progress for")
+    cause = json.loads((tmp_path / "ended.json").read_text())["cause"]
+    assert cause["message"].startswith("it hangs: no progress for")
 
 
 def test_native_code_that_keeps_the_interpreter_ends_with_its_stack(tmp_path: Path) -> None:

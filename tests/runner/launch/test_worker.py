@@ -12,7 +12,7 @@ from runner.exit_codes import FAILED
 from runner.launch import launcher, worker
 from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
-from runner.run_dir.job import Job
+from runner.runs.job import Job
 
 # -- endings -------------------------------------------------------------------------------
 

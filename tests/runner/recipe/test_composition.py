@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from runner.recipe import composition, factory, hydra_setup
-from runner.run_dir import directory
-from runner.run_dir.job import Job
+from runner.runs import directory
+from runner.runs.job import Job
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
 

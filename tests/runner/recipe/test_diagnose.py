@@ -64,7 +64,7 @@ REFUSALS = {
     "distributed=multi_node": ("distributed=multi_node", "Give distributed.rdzv_endpoint="),
     "seed=1,2": ("seed=1,2", "Add -m"),
     "resume=nowhere": ("resume='nowhere'", "there is no such directory", "runs/<name>"),
-    "resume=.": ("resume='.'", "a run directory holds a config.yaml"),
+    "resume=.": ("resume='.'", "a run directory holds sessions"),
     "name=a/b": ("name='a/b'", "names a folder"),
     "trainer.epochs=[1": ("trainer.epochs=[1", "cannot be read"),
     "evl": ("evl", "Did you mean 'eval'?"),

@@ -13,8 +13,10 @@ from runner.recipe.resumed_recipe import (
     refusals,
 )
 from runner.recipe.schema import Recipe
-from runner.run_dir import directory
+from runner.runs import directory
+from tests.resume_matrix.cells import tree
 from tests.runner.runs import make_run
+from tests.runner.written_runs import session_of
 
 
 def resumed(run_dir: Path, line: list[str], *, trains: bool = True) -> composition.Examined:
@@ -53,7 +55,7 @@ def test_the_scale_may_be_chosen_where_there_was_no_scaler() -> None:
 
 def test_a_resumed_run_is_refused_what_an_evaluation_is_not(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
-    before = (run_dir / "config.yaml").read_bytes()
+    before = tree(run_dir)
     with hydra_setup.session():
         line = ["seed=7", "optimizer=sgd", "optimizer.lr=0.5", "name=x"]
         problems = resumed(run_dir, line).problems
@@ -63,7 +65,7 @@ def test_a_resumed_run_is_refused_what_an_evaluation_is_not(tmp_path: Path) -> N
         assert "name=x with resume: the run stays where it is (name=digits)" in told
         assert not resumed(run_dir, ["optimizer.lr=0.5"]).problems
         assert not resumed(run_dir, ["seed=7"], trains=False).problems
-    assert (run_dir / "config.yaml").read_bytes() == before
+    assert tree(run_dir) == before
 
 
 def own_file(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
@@ -103,7 +105,7 @@ def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
     file.write_text(f"# @package _global_\n{switched}optimizer:\n  lr: 0.1\ntags: [a]\n")
     run_dir = make_run(tmp_path / "runs", "experiment=own", "fsdp.cpu_offload=true", "seed=3")
     if lost == "config":  # the primary file, in place of the experiment
-        path = run_dir / "job.json"
+        path = session_of(run_dir) / "job.json"
         path.write_text(path.read_text().replace('"config_name": "config"', '"config_name": "x"'))
     file.rename(file.with_name("renamed.yaml"))
     with hydra_setup.session():

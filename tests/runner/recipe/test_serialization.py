@@ -14,7 +14,7 @@ from accel.machine.enums import DDPCommunicationHookType
 from accel.machine.errors import ConfigError
 from runner.recipe import serialization
 from runner.recipe.schema import Recipe
-from runner.run_dir.job import Job
+from runner.runs.job import Job
 from tests.runner.recipe.test_schema import problems
 
 

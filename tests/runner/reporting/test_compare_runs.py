@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from runner.reporting import compare_runs
-from runner.run_dir.record import MISSING, RunRecord
-from tests.runner.written_runs import write_run
+from runner.runs.record import MISSING, RunRecord
+from tests.runner.written_runs import session_of, write_run
 
 GIT = {"sha": "b" * 40, "branch": "main", "dirty": False}
 
@@ -94,12 +94,12 @@ def test_a_recipe_that_cannot_be_read_makes_no_key_different(tmp_path: Path) -> 
 
 def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
     found = runs(tmp_path)
-    (found[0].path / "summary.json").write_text("")
+    (session_of(found[0].path) / "ended.json").write_text("")
     compared = compare_runs.compare(found)
     status = dict(compared.rows["result"])["status"]
     assert status[0].endswith(" (damaged)")
     assert status[1] == "finished"
     text = shown(compared)
-    assert "r0: summary.json is damaged" in text
+    assert "r0: sessions/0001/ended.json is damaged" in text
     assert "null" not in text
     assert json.loads(compare_runs.as_json(compared))["problems"][1] == []

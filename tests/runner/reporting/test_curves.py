@@ -10,8 +10,8 @@ import pytest
 
 from runner.reporting import curves, swept_keys
 from runner.reporting.curves import Curve
-from runner.run_dir import discovery
-from runner.run_dir.record import RunRecord
+from runner.runs import discovery
+from runner.runs.record import RunRecord
 from tests.runner.written_runs import write_run, write_sweep
 
 

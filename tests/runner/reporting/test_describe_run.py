@@ -12,9 +12,15 @@ from rich.console import Console
 from accel.checkpoint import directory as checkpoints
 from accel.checkpoint.directory import Manifest
 from runner.reporting import describe_run
-from runner.run_dir import evaluations
-from runner.run_dir.record import RunRecord
-from tests.runner.written_runs import STARTED, write_failure, write_run
+from runner.runs import evaluations
+from runner.runs.record import RunRecord
+from tests.runner.written_runs import (
+    session_of,
+    write,
+    write_failure,
+    write_run,
+    write_session,
+)
 
 
 def text(found: dict[str, object]) -> str:
@@ -62,7 +68,7 @@ def test_a_run_is_described(tmp_path: Path) -> None:
 
 def test_a_failed_run_says_why(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", summary=False, metrics=2)
-    write_failure(path, STARTED + 5, "ValueError: [x]")
+    write_failure(path, "ValueError: [x]")
     shown = text(describe_run.describe(RunRecord(path), None))
     assert "failed  ValueError: [x]" in shown
     assert 'File "model.py", line 3' in shown
@@ -80,15 +86,15 @@ def test_a_broken_run_is_described_as_such(tmp_path: Path) -> None:
 
 def test_earlier_code_of_a_run_is_said(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a")
-    (path / "environment.0001.json").write_text("{}")
+    write(write_session(path) / "environment.json", {"packages": {"torch": "2.9"}})
     shown = text(describe_run.describe(RunRecord(path), None))
-    assert "earlier sessions had other code, versions or data: environment.0001.json" in shown
+    assert "earlier sessions had other code, versions or data: 0001" in shown
 
 
 @pytest.mark.parametrize("content", [None, '{"git": {'])
 def test_without_a_record_git_is_not_known(content: str | None, tmp_path: Path) -> None:
     path = write_run(tmp_path / "a")
-    lost = path / "environment.json"
+    lost = session_of(path) / "environment.json"
     lost.unlink() if content is None else lost.write_text(content)
     shown = text(describe_run.describe(RunRecord(path), None))
     assert "no git work tree" not in shown
@@ -96,16 +102,14 @@ def test_without_a_record_git_is_not_known(content: str | None, tmp_path: Path) 
 
 
 def test_a_submitted_run_is_resumed_by_another_job(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a", summary=False, started=STARTED)
-    recorded = json.loads((path / "environment.json").read_text())
+    path = write_run(tmp_path / "a", summary=False)
 
-    def command(since: float, **variables: str) -> str:
-        content = {**recorded, "started": STARTED + since, "variables": variables}
-        (path / "environment.json").write_text(json.dumps(content))
+    def command(**variables: str) -> str:
+        write(write_session(path) / "environment.json", {"variables": variables})
         return describe_run._resume(RunRecord(path))
 
-    assert command(0.0, SLURM_JOB_ID="7") == f"runner resume={path}"  # typed in a job
-    (path / "slurm.json").write_text(json.dumps({"job": "7", "time": STARTED + 1, "host": "a"}))
-    assert command(0.0) == f"runner submit resume={path}"  # it has not begun
-    assert command(2.0, SLURM_JOB_ID="7") == f"runner submit resume={path}"
-    assert command(3.0) == f"runner resume={path}"  # resumed on this machine since
+    assert command(SLURM_JOB_ID="7") == f"runner resume={path}"  # typed in a job
+    write(write_session(path, begun=False) / "submitted.json", {"job": "7"})
+    assert describe_run._resume(RunRecord(path)) == f"runner submit resume={path}"
+    assert command(SLURM_JOB_ID="7") == f"runner submit resume={path}"
+    assert command() == f"runner resume={path}"  # resumed on this machine since

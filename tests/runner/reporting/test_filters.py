@@ -8,7 +8,7 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from runner.reporting import filters
-from runner.run_dir.record import RunRecord
+from runner.runs.record import RunRecord
 from tests.runner.written_runs import write_run
 
 

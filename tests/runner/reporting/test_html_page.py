@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from runner.reporting import html_page
-from runner.run_dir import discovery
-from tests.runner.written_runs import write_failure, write_run, write_search, write_sweep
+from runner.runs import discovery
+from tests.runner.written_runs import (
+    change_summary,
+    session_of,
+    write_failure,
+    write_run,
+    write_search,
+    write_sweep,
+)
 
 VOID = {"meta", "br"}
 
@@ -49,7 +56,7 @@ def page(folder: Path) -> tuple[str, Checked]:
 def test_the_page_of_a_sweep(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path)
     failed = write_run(sweep / "0012", {"model.width": 99}, summary=False)
-    write_failure(failed, 9e9, "ValueError: <script>alert(1)</script>")
+    write_failure(failed, "ValueError: <script>alert(1)</script>")
     text, checked = page(tmp_path)
     assert "<script>alert" not in text
     assert "runs &amp; &lt;more&gt;" in text
@@ -112,7 +119,7 @@ def test_runs_without_anything_make_a_page(tmp_path: Path) -> None:
 def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
     for name in "ab":
         write_run(tmp_path / name)
-    (tmp_path / "a" / "environment.json").write_text("{")
+    (session_of(tmp_path / "a") / "environment.json").write_text("{")
     text, _ = page(tmp_path)
     assert "2 runs: 2 finished" in text
     assert text.count('<span class="broken"> (damaged)</span>') == 1
@@ -155,9 +162,7 @@ def test_runs_of_different_code_are_not_averaged(tmp_path: Path) -> None:
 
 def test_objectives_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / f"{n}", best=0.5 - n / 10) for n in range(3)]
-    text = (folders[0] / "summary.json").read_text()
-    text = text.replace('"metric": "loss", "mode": "min"', '"metric": "accuracy", "mode": "max"')
-    (folders[0] / "summary.json").write_text(text)
+    change_summary(folders[0], metric="accuracy", mode="max")
     found = html_page.read(discovery.find_runs([tmp_path]))
     assert [run.path.name for run in found.runs] == ["2", "1", "0"]
     assert [run.path.name for run in found.judged] == ["2", "1"]

@@ -13,8 +13,8 @@ import pytest
 from accel.machine.errors import MissingPackageError
 from runner.reporting import plots
 from runner.reporting.curves import Band
-from runner.run_dir import discovery
-from runner.run_dir.record import RunRecord
+from runner.runs import discovery
+from runner.runs.record import RunRecord
 from tests.runner.written_runs import write_run, write_search
 
 PNG = b"\x89PNG"

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from accel.machine.errors import ConfigError
 from runner.reporting import run_table
-from runner.run_dir.record import RunRecord
-from tests.runner.written_runs import STARTED, write, write_run
+from runner.runs.record import RunRecord
+from tests.runner.written_runs import STARTED, change_summary, write_run
 
 
 @pytest.fixture
@@ -51,9 +51,7 @@ def test_an_infinite_objective_is_never_the_best(mode: str, tmp_path: Path) -> N
     found = []
     for number, best in enumerate(values):
         path = write_run(tmp_path / str(number), best=best)
-        summary = json.loads((path / "summary.json").read_text())
-        summary["best"]["mode"] = mode
-        write(path / "summary.json", summary)
+        change_summary(path, mode=mode)
         found.append(RunRecord(path))
     names = [run.path.name for run in run_table.in_order(found, "objective")]
     assert names == (["4", "1", "0", "3", "2"] if mode == "min" else ["1", "4", "0", "3", "2"])
@@ -65,9 +63,7 @@ def test_objectives_of_other_metrics_stand_behind(tmp_path: Path) -> None:
         [("accuracy", 0.1), ("loss", 0.3), ("accuracy", 0.9), ("loss", 0.2), ("loss", 0.4)]
     ):
         path = write_run(tmp_path / str(number), best=best)
-        summary = json.loads((path / "summary.json").read_text())
-        summary["best"] |= {"metric": metric, "mode": "max" if metric == "accuracy" else "min"}
-        write(path / "summary.json", summary)
+        change_summary(path, metric=metric, mode="max" if metric == "accuracy" else "min")
         found.append(RunRecord(path))
     shown = ["".join(r.path.name for r in run_table.in_order(found, "objective", reverse=reverse))
              for reverse in (False, True)]  # fmt: skip

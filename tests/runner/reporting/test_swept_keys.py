@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.reporting import curves, html_page, swept_keys
-from runner.run_dir import discovery
-from runner.run_dir.record import MISSING, RunRecord
+from runner.runs import discovery
+from runner.runs.record import MISSING, RunRecord
 from tests.runner.written_runs import write_run, write_search
 
 KEYS = ["optimizer", "optimizer.lr", "optimizer.momentum"]

@@ -49,5 +49,5 @@ def _make(folder: Path, number: int, pending: int) -> list[str]:
             more = {"metric": "loss", "step": 9, "best_step": 7, "seconds": 1.5}
             file.write(json.dumps({"event": "ended", **common, **end, **place, **more}) + "\n")
             sweep.run_dir(job).mkdir()
-            (sweep.run_dir(job) / "config.yaml").touch()
+            (sweep.run_dir(job) / "sessions").mkdir()
     return ["-m", *given]

@@ -40,7 +40,7 @@ class StandIn:
         attempt = journal.started(order.number, given["overrides"])
         run_dir = journal.path.parent / f"{order.number:04}"
         run_dir.mkdir(exist_ok=True)
-        (run_dir / "config.yaml").touch()
+        (run_dir / "sessions").mkdir(exist_ok=True)
         self.on_start(order)
         if code >= 0:
             value = self.objectives.get(order.number, float(order.number)) if code == 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +10,12 @@ import pytest
 
 from runner.launch import launcher
 from runner.recipe.schema import Recipe, Trainer
-from runner.run_dir import lock
-from runner.run_dir.job import Job
+from runner.runs import lock, sessions
+from runner.runs.job import Job
 from runner.sweep import attempt
 from runner.sweep.journal import Journal
-from tests.runner.run_dir.test_directory import add_checkpoint
+from tests.runner.runs.test_directory import add_checkpoint
+from tests.runner.written_runs import write_run
 
 RECIPE = Recipe(trainer=Trainer(max_steps=5))
 SUMMARY = {
@@ -39,7 +39,8 @@ def trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
         assert lock.holder(job.run_dir) is not None
         launched.append(job)
-        return ENDS.pop(0)(job.run_dir)
+        sessions.begin(job.place)
+        return ENDS.pop(0)(job.place)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "launch", launch)
@@ -50,23 +51,23 @@ def trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
 ENDS: list[Callable[[Path], int]] = []
 
 
-def finish(run_dir: Path) -> int:
-    (run_dir / "summary.json").write_text(json.dumps(SUMMARY))
+def finish(session: Path) -> int:
+    sessions.end(session, 0, summary=SUMMARY)
     return 0
 
 
-def stop(run_dir: Path) -> int:
-    add_checkpoint(run_dir / "checkpoints", 0)
+def stop(session: Path) -> int:
+    add_checkpoint(sessions.run_dir_of(session) / "checkpoints", 0)
     return 75
 
 
-def fail(run_dir: Path) -> int:
-    (run_dir / "metrics.jsonl").write_text("early")
+def fail(session: Path) -> int:
+    (sessions.run_dir_of(session) / "metrics.jsonl").write_text("early")
     return 1
 
 
-def die(run_dir: Path) -> int:
-    finish(run_dir)
+def die(session: Path) -> int:
+    finish(session)
     raise SystemExit(0)
 
 
@@ -99,9 +100,8 @@ def test_a_failed_job_without_a_checkpoint_begins_anew(trains: list[Job], tmp_pa
     ENDS.extend([fail, finish])
     assert [run(tmp_path), run(tmp_path)] == [1, 0]
     assert trains[1].resume_from is None
-    kept = tmp_path / "0000" / "logs" / "attempt_1"
+    kept = tmp_path / "0000" / "sessions" / "0001"
     assert (kept / "metrics.jsonl").read_text() == "early"
-    assert (kept / "config.yaml").exists()
     assert Journal(tmp_path).state(0).attempts == 2
 
 
@@ -144,10 +144,10 @@ def test_a_job_that_another_command_trains_is_busy(trains: list[Job], tmp_path: 
 def test_errors_and_interrupts_are_recorded(
     trains: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(run_dir: Path) -> int:
+    def interrupt(session: Path) -> int:
         raise KeyboardInterrupt
 
-    def broken(run_dir: Path) -> int:
+    def broken(session: Path) -> int:
         raise ValueError("disk on fire")
 
     ENDS.extend([interrupt, broken])
@@ -162,8 +162,9 @@ def test_the_death_of_a_process_is_recorded_by_another(
     summary: dict[str, object], status: str, tmp_path: Path
 ) -> None:
     Journal(tmp_path).started(0, ["seed=0"])
-    (tmp_path / "0000").mkdir()
-    (tmp_path / "0000" / "summary.json").write_text(json.dumps(summary))
+    session = write_run(tmp_path / "0000", summary=False) / "sessions" / "0001"
+    if summary:
+        sessions.end(session, 0, summary=summary)
     attempt.recorded_death(tmp_path, 0, ["seed=0"], 1)
     attempt.recorded_death(tmp_path, 0, ["seed=0"], 1)  # once is enough
     assert Journal(tmp_path).state(0).status == status

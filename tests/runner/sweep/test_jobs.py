@@ -101,7 +101,8 @@ def test_each_job_of_another_launcher_trains_its_own_recipe(tmp_path: Path) -> N
     assert found == [(1, 1e-3), (1, 1e30), (2, 1e-3), (2, 1e30)], ended.stdout + ended.stderr
     assert {recipe["name"] for recipe in recipes(tmp_path)} == {"one"}
     environments = [
-        json.loads(p.read_text()) for p in tmp_path.glob("runs/*/sweep-*/*/environment.json")
+        json.loads(p.read_text())
+        for p in tmp_path.glob("runs/*/sweep-*/*/sessions/*/environment.json")
     ]
     assert all("hydra/launcher=joblib" in found["command"] for found in environments)
     # A failed job is a failed exit of the whole.

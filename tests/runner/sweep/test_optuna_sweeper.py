@@ -18,8 +18,9 @@ from rich.console import Console
 
 from accel.machine.errors import ConfigError
 from runner.recipe import hydra_setup, sweepers
-from runner.run_dir import study as study_files
-from runner.run_dir.json_files import SUMMARY
+from runner.runs import sessions
+from runner.runs import study as study_files
+from runner.runs.json_files import SUMMARY
 from runner.sweep import optuna_sweeper
 from runner.sweep.journal import Journal
 from runner.sweep.optuna_sweeper import STUDY, Search
@@ -28,6 +29,7 @@ from runner.sweep.study_settings import Settings
 from runner.sweep.task import JobFailed, JobStopped
 from runner.training import optuna_study
 from tests.runner.sweep.kills import killed_sweep
+from tests.runner.written_runs import session_of, write_run, write_session
 
 SPACE = ("optimizer.lr=tag(log, interval(1e-4,1e-1))", "seed=1,2")
 Objective = Callable[[int, dict[str, str]], Any]
@@ -160,13 +162,17 @@ def measured(folder: Path, lacking: Sequence[int] = ()) -> Objective:
 
     def objective(number: int, given: dict[str, str]) -> None:
         run_dir = study_files.job_folder(folder, number)
-        run_dir.mkdir(exist_ok=True)
+        if run_dir.exists():
+            write_session(run_dir)
+        else:
+            write_run(run_dir, summary=False)
+        session = session_of(run_dir)
         rate = float(given["optimizer.lr"])
         metrics = {"validation": {"accuracy": 1.0}}
         if number not in lacking:
             metrics["validation"]["loss"] = rate
         summary = {"best": None, "metrics": metrics, "seconds": 1 / rate}
-        (run_dir / SUMMARY).write_text(json.dumps(summary))
+        sessions.end(session, 0, summary=summary)
 
     return objective
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.run_dir import lock
+from runner.runs import lock
 from runner.sweep import attempt, pool
 from runner.sweep.fork_server import Event, Order, ServerDied
 from runner.sweep.journal import Journal

@@ -10,7 +10,7 @@ import pytest
 
 from runner import cli
 from runner.exit_codes import FAILED, REFUSED
-from runner.run_dir import study as study_files
+from runner.runs import study as study_files
 from tests.runner.sweep import databases, stand_ins
 from tests.runner.sweep.stand_ins import StandIn
 

@@ -78,9 +78,10 @@ def test_the_best_job_is_shown_with_its_command(sweep: Sweep) -> None:
 
 def test_jobs_of_other_code_are_named(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (0, 1, 2):
-        folder = sweep.path / f"{number:04}"
-        folder.mkdir(exist_ok=True)
-        (folder / "environment.json").write_text(json.dumps({"code": {"mine": number // 2}}))
+        session = sweep.path / f"{number:04}" / "sessions" / "0001"
+        session.mkdir(parents=True)
+        (session / "begun.json").write_text("{}")
+        (session / "environment.json").write_text(json.dumps({"code": {"mine": number // 2}}))
     table.conclude("own", sweep, [0, 1, 2], {})
     told = "1 of 5 jobs were trained with other Python code than job 0000, which has changed"
     assert f"{told} meanwhile: 0002" in capsys.readouterr().err

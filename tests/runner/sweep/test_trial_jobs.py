@@ -10,12 +10,14 @@ import pytest
 from optuna.trial import TrialState
 
 from runner.recipe import hydra_setup, sweepers
-from runner.run_dir import study as study_files
+from runner.runs import sessions
+from runner.runs import study as study_files
 from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
 from runner.sweep.trial_jobs import COMMANDS, Jobs, TrialJob
 from runner.training import optuna_study
 from tests.helpers import python
+from tests.runner.written_runs import write_run
 
 KILLED = """
 import os, signal, sys
@@ -144,8 +146,8 @@ def test_a_run_whose_end_was_not_told_in_time_is_pruned_by_its_summary(tmp_path:
         first, second = jobs.take(2)
         for job, stopped in ((first, "pruned"), (second, "max_steps")):
             folder = study_files.job_folder(tmp_path, job.number)
-            folder.mkdir()
-            (folder / "summary.json").write_text(f'{{"stopped": "{stopped}"}}')
+            session = write_run(folder, summary=False) / "sessions" / "0001"
+            sessions.end(session, 0, summary={"stopped": stopped})
         assert (jobs.pruned(first), jobs.pruned(second)) == (True, False)
 
 

@@ -13,8 +13,8 @@ from optuna.trial import TrialState
 
 from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
-from runner.run_dir import study
-from runner.run_dir.study import StudyFile
+from runner.runs import study
+from runner.runs.study import StudyFile
 from runner.training import optuna_study, pruning
 from runner.training.optuna_study import JOB
 from tests.helpers import run_distributed

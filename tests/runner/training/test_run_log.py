@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from runner.cli import program
-from runner.run_dir.directory import RUN_LOG
+from runner.runs.directory import RUN_LOG
 from runner.training import run_log
 from runner.training.console import Display
 from runner.training.run_log import RunLog

@@ -1,0 +1,361 @@
+"""The directory of a run: claimed once, described, found again. Imports no torch by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from accel.checkpoint import directory as checkpoints
+from accel.machine.errors import CheckpointError, ConfigError, Problem, Problems
+from runner.exit_codes import FAILED, OF_SIGNAL, REFUSED
+from runner.recipe import paths
+from runner.recipe.composition import Frozen
+from runner.recipe.schema import Recipe
+from runner.runs import json_files, lock, sessions
+from runner.runs.job import Job
+from runner.runs.sessions import CONFIG, JOB
+
+logger = logging.getLogger(__name__)
+
+LOGS, RUN_LOG = "logs", "run.log"
+# A sweep's folder lies beside runs, ``sweep-<time>-<digest>``, and is described by this file.
+SWEEPS, SWEEP = "sweep-", "sweep.json"
+REQUEST = "request.json"  # what processes of an evaluation are asked for
+MOST_NAMED = 4  # entries of a directory that is refused
+# Of a run that SIGTERM or SIGUSR1 met while it waited for its machines.
+MET_WAITING = (OF_SIGNAL + signal.SIGTERM, OF_SIGNAL + signal.SIGUSR1)
+# What a run writes before its first step.
+BEFORE_TRAINING = (sessions.FOLDER, lock.FILE, LOGS, RUN_LOG, "tensorboard", checkpoints.FOLDER)
+
+
+class UsedError(ConfigError):
+    """The directory that a new run should have holds something else."""
+
+
+def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
+    """Create and return a directory that no other run has: ``<output_dir>/<name>/<time>-<id>``.
+
+    Raises:
+        ConfigError: if the name is no single folder name, or the place cannot be written.
+    """
+    if name in ("", ".", "..") or Path(name).name != name:
+        rule = "it is the name of one folder"
+        raise ConfigError.of(f"name={name!r}", rule, "Use letters, digits, '-' and '_'.")
+    folder = Path(output_dir).expanduser().absolute() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = folder / f"{stamp()}-{secrets.token_hex(2)}"
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        rule = f"runs are written there, and that failed ({paths.failure(error)})"
+        remedy = "Give output_dir=<a folder you may write to>."
+        raise ConfigError.of(f"output_dir={str(output_dir)!r}", rule, remedy) from error
+
+
+def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
+    """Create the directory that a person has chosen for a new run, and return its absolute path.
+
+    Raises:
+        ConfigError: if it holds anything, is no directory, or cannot be written.
+    """
+    path = Path(run_dir).expanduser().absolute()
+    require_unused(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        what = "a link to what is not there" if path.is_symlink() else "no directory"
+        rule = f"a run has a directory of its own, and that is {what}"
+        raise ConfigError.of(f"run_dir={str(run_dir)!r}", rule, "Name another folder.") from error
+    except OSError as error:
+        rule = f"a run is written there, and that failed ({paths.failure(error)})"
+        raise ConfigError.of(f"run_dir={str(run_dir)!r}", rule, "Name another folder.") from error
+    return path
+
+
+def require_unused(path: Path) -> None:
+    """Raise a UsedError if a directory that is to be a new run's holds anything.
+
+    A lock, logs of the shell or the scheduler that runs the command, and leftovers of commands that
+    were killed before they had a recipe, do not count.
+
+    Raises:
+        ConfigError: also if the directory cannot be read.
+    """
+    value = f"run_dir={str(path)!r}"
+    try:
+        present = sorted(one.name for one in path.iterdir() if not _is_before_a_run(one))
+    except (FileNotFoundError, NotADirectoryError):
+        return  # claiming it says what is wrong
+    except OSError as error:
+        rule = f"a run is written there, and that failed ({paths.failure(error)})"
+        raise ConfigError.of(value, rule, "Name another folder.") from error
+    if is_run(path):
+        remedy = f"Resume it with resume={shlex.quote(str(path))}, or name another directory."
+        raise UsedError.of(value, "the directory holds another run", remedy)
+    if present:
+        more = f" and {len(present) - MOST_NAMED} more" if len(present) > MOST_NAMED else ""
+        rule = (
+            f"a new run needs an empty directory; it holds {', '.join(present[:MOST_NAMED])}{more}"
+        )
+        remedy = f"Name another directory, such as run_dir={shlex.quote(str(path / 'run'))}."
+        raise UsedError.of(value, rule, remedy)
+
+
+def owner_of_file(path: Path) -> Path | None:
+    """Return the directory of the run or the sweep that a file lies in; None: it lies in none."""
+    folders = Path(os.path.realpath(path)).parents
+    found = next((one for one in folders if (one / SWEEP).is_file() or is_run(one)), None)
+    return None if found is None else sessions.run_dir_of(found)
+
+
+def _is_before_a_run(path: Path) -> bool:
+    """Return whether a command has such a file in a run directory before there is a recipe."""
+    name = path.name
+    is_partial = name.startswith(".") and ".partial-" in name
+    is_log = path.suffix in (".log", ".out", ".err", ".txt") and name != RUN_LOG
+    is_own = name in (lock.FILE, LOGS, sessions.FOLDER)
+    return is_own or is_partial or is_log
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory holds a run."""
+    return sessions.current(path) is not None
+
+
+def stamp() -> str:
+    """Return the time as names of directories have it."""
+    return f"{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def claimed(output_dir: str | os.PathLike[str], name: str) -> list[Path]:
+    """Return all directories of runs called `name`, oldest first."""
+    folder = Path(output_dir).expanduser().absolute() / name
+    found = folder.iterdir() if folder.is_dir() else iter(())
+    runs = (path for path in found if path.name[0] != "." and not path.name.startswith(SWEEPS))
+    return sorted((path for path in runs if path.is_dir()), key=_sort_key)
+
+
+def _sort_key(run_dir: Path) -> tuple[str, int]:
+    # Runs claimed within one second differ in the time at which their recipe was written.
+    stamp, first = run_dir.name.rpartition("-")[0], next(iter(sessions.of_run(run_dir)), None)
+    return stamp, 0 if first is None else (first / JOB).stat().st_mtime_ns
+
+
+def is_request(path: Path) -> bool:
+    """Return whether a folder is that of the processes of an evaluation: it holds no run."""
+    return (path / REQUEST).is_file()
+
+
+def problems(recipe: Recipe) -> list[Problem]:
+    """Return what is wrong with the folders that a new run would write to."""
+    found = Problems()
+    for check in (_check_run_dir, _check_states_folder):
+        try:
+            check(recipe)
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+def _check_run_dir(recipe: Recipe) -> None:
+    if recipe.run_dir is not None and recipe.resume is None:
+        require_unused(Path(recipe.run_dir).expanduser().absolute())
+
+
+def _check_states_folder(recipe: Recipe) -> None:
+    """Raise if states cannot be written where the recipe wants them, or another run has its own."""
+    wanted = recipe.checkpoint.project.project_dir
+    if wanted is None or recipe.resume is not None:
+        return
+    place = Path(wanted).expanduser().absolute()
+    present = checkpoints.checkpoints(place / checkpoints.FOLDER)
+    if present:
+        value = f"checkpoint.project.project_dir={wanted}"
+        rule = f"a run has a folder of its own, and {present[-1].parent} holds checkpoints"
+        run = run_of(present[-1])
+        remedy = (
+            "Give another folder, or leave it out: output_dir= moves a run with its checkpoints. "
+            f"To go on with the run there{f' ({run})' if run else ''}: resume=<its directory>."
+        )
+        raise ConfigError.of(value, rule, remedy)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return
+    except OSError as error:
+        value = f"checkpoint.project.project_dir={wanted}"
+        rule = f"states are written there, and that failed ({paths.failure(error)})"
+        remedy = "Give a folder that you may write to, or leave it out."
+        raise ConfigError.of(value, rule, remedy) from error
+
+
+def frozen(run_dir: str | os.PathLike[str]) -> Frozen:
+    """Return the recorded recipe of a run, from which another one is composed.
+
+    Raises:
+        ConfigError: if it is no run directory.
+    """
+    origin = fingerprint(Path(run_dir))
+    job, plain = Job.read(Path(run_dir))
+    return Frozen(plain, tuple(job.overrides), job.config_name, job.cwd, origin)
+
+
+def fingerprint(run_dir: Path) -> str:
+    """Return the name of the session from which a resume composes its recipe."""
+    folder = sessions.current(run_dir)
+    return "" if folder is None else folder.name
+
+
+def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
+    """Return where a run's checkpoints lie: in the run directory, or where its recipe says.
+
+    Raises:
+        ConfigError: if it is no run directory.
+    """
+    job, plain = Job.read(Path(run_dir))
+    node: Any = plain
+    for key in ("checkpoint", "project"):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    if not isinstance(node, Mapping):
+        rule = f"its {CONFIG} is no recipe: it has no checkpoint.project"
+        raise ConfigError.of(str(run_dir), rule, "Name a folder such as runs/<name>/<time>-<id>.")
+    elsewhere = node.get("project_dir")
+    # A relative folder is seen from where the run was started.
+    root = job.run_dir if elsewhere is None else Path(job.cwd) / elsewhere
+    return root / checkpoints.FOLDER
+
+
+def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
+    """Return a run's newest complete checkpoint; broken ones are named and skipped."""
+    return checkpoints.newest_complete(checkpoint_folder(run_dir), owner(Path(run_dir)))
+
+
+def own_checkpoints(run_dir: Path) -> list[Path]:
+    """Return a run's checkpoints, complete or not; without a recipe those in its directory."""
+    try:
+        folder = checkpoint_folder(run_dir)
+    except ConfigError:
+        folder = run_dir / checkpoints.FOLDER
+    return list(filter(owner(run_dir), checkpoints.checkpoints(folder)))
+
+
+def owner(run_dir: Path) -> Callable[[Path], bool]:
+    """Return a function that returns whether a checkpoint belongs to a run.
+
+    Checkpoints in the run directory do. Any other folder may also hold checkpoints of other runs:
+    the manifest names the run.
+    """
+    inside, names = os.path.realpath(run_dir), _run_names(run_dir)
+
+    def owns(path: Path) -> bool:
+        return Path(os.path.realpath(path)).is_relative_to(inside) or run_of(path) in names
+
+    return owns
+
+
+def run_of(path: Path) -> str | None:
+    """Return the name of the run that has written a checkpoint; None: it does not say."""
+    try:
+        found = checkpoints.read_manifest(path).metadata.get("run")
+    except CheckpointError:
+        return None
+    return None if found is None else str(found)
+
+
+def _run_names(run_dir: Path) -> set[str | None]:
+    try:  # it may have been renamed
+        recorded = Path(json.loads(sessions.read(run_dir, JOB) or b"{}")["run_dir"]).name
+    except (ValueError, KeyError, TypeError):
+        recorded = run_dir.name
+    return {None, run_dir.name, recorded}
+
+
+def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
+    """Return the absolute path of a run directory that exists.
+
+    `asked_by` is the prefix of the value in an error, e.g. "resume=".
+
+    Raises:
+        ConfigError: if it is no run directory.
+    """
+    path = Path(os.path.abspath(os.path.expanduser(run_dir)))
+    if not is_run(path):
+        rule = (
+            f"a run directory holds {sessions.FOLDER}"
+            if path.is_dir()
+            else "there is no such directory"
+        )
+        remedy = "Name a directory such as runs/<name>/<time>-<id>."
+        raise ConfigError.of(f"{asked_by}{os.fspath(run_dir)!r}", rule, remedy)
+    return path
+
+
+# -- runs that came to nothing -------------------------------------------------------------
+
+
+def worth_keeping(run_dir: Path, code: int) -> bool:
+    """Return whether a run that ended with `code` leaves anything to use or to look at.
+
+    One in which a step was made always does, and one with a checkpoint; one that failed, or that a
+    stop signal met while it waited for its machines, also if its processes have written logs. Files
+    that are not the runner's are always kept.
+    """
+    if code not in (REFUSED, FAILED, *MET_WAITING):
+        return True
+    logs = any((run_dir / LOGS).glob("rank_*.log")) and code != REFUSED
+    trained = sessions.begun(run_dir) or own_checkpoints(run_dir)
+    others = any(one.name not in BEFORE_TRAINING for one in run_dir.iterdir())
+    return bool(trained) or logs or others
+
+
+def remove_unstarted(run_dir: Path, code: int, *, with_parents: bool = True) -> None:
+    """Remove the directory of a new run that ended with `code`, unless it is worth keeping.
+
+    Folders above that held nothing else go along, unless a person has chosen the directory. It is
+    out of sight at once, so that no other rank writes its outcome there.
+    """
+    if not run_dir.is_dir() or worth_keeping(run_dir, code):
+        return
+    hidden = run_dir.with_name(f".{run_dir.name}.removed-{secrets.token_hex(4)}")
+    run_dir.rename(hidden)
+    shutil.rmtree(hidden)
+    if not with_parents:
+        return
+    with contextlib.suppress(OSError):  # other runs lie there
+        run_dir.parent.rmdir()
+        run_dir.parent.parent.rmdir()
+
+
+def set_aside(run_dir: Path) -> None:
+    """Move what a run has measured to its newest session, so that it begins anew.
+
+    Logs are appended to, and incomplete checkpoints are removed. Requires the run's lock.
+    """
+    shutil.rmtree(run_dir / checkpoints.FOLDER, ignore_errors=True)
+    for folder in sessions.of_run(run_dir)[-1:]:
+        for name in (json_files.METRICS, json_files.SUMMARY, "tensorboard"):
+            if (run_dir / name).exists():
+                os.replace(run_dir / name, folder / name)
+
+
+def remove_partials(run_dir: Path) -> None:
+    """Remove partial files of commands that were killed. Requires the run's lock."""
+    for folder in (run_dir, run_dir / checkpoints.FOLDER, *sessions.of_run(run_dir)):
+        for path in folder.glob(".*.partial-*"):
+            if path.is_file():
+                path.unlink()

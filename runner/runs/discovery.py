@@ -1,0 +1,104 @@
+"""Runs and sweeps below folders. Free of torch; nothing is written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from accel.machine.errors import ConfigError, Problem
+from runner.runs import sessions, sweep_records
+from runner.runs.json_files import JsonObject
+from runner.runs.record import RunRecord
+
+SWEEP, SWEEP_PREFIX, JOURNAL = "sweep.json", "sweep-", sweep_records.FILE
+DEFAULT_FOLDER = "runs"
+DEPTH = 6
+NO_RUNS = ("tensorboard", "logs")  # folders of a sweep, of a folder for each job
+_STAMPED = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
+_NUMBERED = re.compile(r"\d{4,}")
+
+
+def find_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
+    """Return the runs that lie in folders or below, jobs of sweeps among them, each once.
+
+    A directory that is named as those of runs and has no recipe is one of them, too: it is broken.
+
+    Raises:
+        ConfigError: naming each folder that is not there.
+    """
+    problems: list[Problem] = []
+    found: dict[str, RunRecord] = {}
+    for folder in folders:
+        path = Path(os.path.abspath(os.path.expanduser(folder)))
+        if not path.is_dir():
+            rule = "it is a file" if path.exists() else "there is no such folder"
+            remedy = "Name a run, a sweep, or a folder of runs such as runs/digits."
+            problems += ConfigError.of(os.fspath(folder), rule, remedy).problems
+            continue
+        for run in _walk(path, DEPTH):
+            found.setdefault(os.path.realpath(run.path), run)
+    ConfigError.raise_if(problems)
+    return list(found.values())
+
+
+def require_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
+    """Return the runs of folders as `find_runs`, each folder having at least one.
+
+    Raises:
+        ConfigError: naming each folder that is not there, or has no run.
+    """
+    found: dict[str, RunRecord] = {}
+    problems: list[Problem] = []
+    for folder in folders:
+        runs = find_runs([folder])
+        if not runs:
+            rule = f"no run lies there: a run directory holds {sessions.FOLDER}"
+            remedy = "Name a run, a sweep, or a folder of runs; runner list shows those in runs."
+            problems += ConfigError.of(os.fspath(folder), rule, remedy).problems
+        found |= {str(run.path): run for run in runs if str(run.path) not in found}
+    ConfigError.raise_if(problems)
+    return list(found.values())
+
+
+def is_sweep(path: Path) -> bool:
+    """Return whether a directory is that of a sweep."""
+    return (path / SWEEP).is_file() or (
+        path.name.startswith(SWEEP_PREFIX) and (path / JOURNAL).is_file()
+    )
+
+
+def _walk(path: Path, depth: int) -> Iterator[RunRecord]:
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except OSError:  # not ours to read
+        return
+    names = {entry.name for entry in entries}
+    if sessions.FOLDER in names or _STAMPED.fullmatch(path.name):
+        yield RunRecord(path, *_of_sweep(path))
+        return
+    folders = [entry for entry in entries if entry.name[0] != "." and entry.is_dir()]
+    if SWEEP in names or (path.name.startswith(SWEEP_PREFIX) and JOURNAL in names):
+        journal = sweep_records.last_of_each_job(path)
+        for entry in folders:
+            if _NUMBERED.fullmatch(entry.name):
+                yield RunRecord(Path(entry.path), path.name, journal.get(int(entry.name)))
+            elif depth > 0 and entry.name not in NO_RUNS:  # another sweep may lie there
+                yield from _walk(Path(entry.path), depth - 1)
+        return
+    if depth > 0:
+        for entry in folders:
+            yield from _walk(Path(entry.path), depth - 1)
+
+
+def _of_sweep(path: Path) -> tuple[str | None, JsonObject | None]:
+    if not _NUMBERED.fullmatch(path.name) or not is_sweep(path.parent):
+        return None, None
+    return path.parent.name, sweep_records.last_of_each_job(path.parent).get(int(path.name))
+
+
+def swept_overrides(run: RunRecord) -> list[str]:
+    """Return the overrides of a job of a sweep, as its journal or its job.json has them."""
+    found = run.journal.get("overrides") or run.job.get("overrides") or []
+    return [str(override) for override in found]

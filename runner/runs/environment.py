@@ -1,0 +1,209 @@
+"""Versions, machine, code and data of a session: `environment.json`. Imports no torch by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from accel.machine import passwords
+from accel.machine.env import read
+from accel.strategies.table import specs
+from runner.recipe import paths, trust
+from runner.runs import provenance
+from runner.runs.json_files import Fields, JsonObject, write_json
+
+logger = logging.getLogger(__name__)
+
+FILE = "environment.json"
+PACKAGES = (
+    *("accel-runner", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tensorboard"),
+    *("rich", "scikit-learn", "torchdata"),
+    *(name for spec in specs() for name in spec.packages),
+)
+VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID")
+MACHINE = {"platform": "the platform", "cpu": "the CPU", "device": "the accelerator"}
+MOST_FILES = 2_000  # of a folder of data, the rest is not looked at
+
+
+def write_environment(run_dir: str | os.PathLike[str], data: object = None) -> dict[str, object]:
+    """Write `environment.json` and any `git.diff` to a run, or an attempt in it; return it.
+
+    `data` is the recipe's node of the data factory, whose files are noted.
+    """
+    root = Path(run_dir)
+    found = describe(data, root / provenance.DIFF)
+    write_json(root / FILE, found)
+    return found
+
+
+def describe(data: object = None, diff_to: Path | None = None) -> dict[str, object]:
+    """Return versions, machine, code and data of this process; a patch goes to `diff_to`."""
+    return {
+        "started": time.time(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hostname": platform.node(),
+        "command": passwords.shown(sys.orig_argv),  # Hydra is given another line
+        "cwd": os.getcwd(),
+        "packages": versions(),
+        "device": _device(),
+        "cpu": _cpu(),
+        "cpu_count": os.cpu_count(),
+        "variables": {name: value for name in VARIABLES if (value := read(name)) is not None},
+        "git": provenance.git_state(os.getcwd(), diff_to),
+        "code": provenance.package_digests(trust.trusted()),
+        "data": data_files(data),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a run depends on, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            logger.debug("%s is not installed", name)
+    return found
+
+
+def _device() -> dict[str, object]:
+    """Return the machine's accelerator; asks no driver for more than how many there are."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return {"type": "cpu", "count": 1}
+    device, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    kind = "cpu" if device is None else device.type
+    found: dict[str, object] = {"type": kind, "count": count}
+    if kind == "cuda":
+        found["cuda"] = torch.version.cuda
+        # Asking for names would make a context on the device in a process that may not need one.
+        if torch.cuda.is_initialized():
+            found["names"] = [torch.cuda.get_device_name(i) for i in range(count)]
+    return found
+
+
+def _cpu() -> str:
+    """Return the model of the processor, on which the last bits of sums depend."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+# -- data ----------------------------------------------------------------------------------
+
+
+def data_files(node: object) -> dict[str, JsonObject]:
+    """Return path, number of files, bytes and newest change of what a data factory is given.
+
+    By dotted key. Contents are not read; paths that the factory chooses itself are not known.
+    """
+    return {key: _state(path) for key, path in _paths(node, "data")}
+
+
+def _paths(node: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _paths(value, f"{key}.{name}")
+    elif isinstance(node, (list, tuple)):
+        for number, value in enumerate(node):
+            yield from _paths(value, f"{key}.{number}")
+    elif isinstance(node, str) and node and key.rpartition(".")[2] not in ("name", "_target_"):
+        path = os.path.expanduser(node)
+        with contextlib.suppress(OSError, ValueError):  # a text that is no name of a file
+            if os.path.exists(path):
+                yield key, os.path.abspath(path)
+
+
+def _state(path: str) -> JsonObject:
+    number, total, newest = 0, 0, 0.0
+    for file in [Path(path)] if os.path.isfile(path) else paths.files_below(path):
+        if number == MOST_FILES:
+            break
+        with contextlib.suppress(OSError):
+            found = file.stat()
+            number, total = number + 1, total + found.st_size
+            newest = max(newest, found.st_mtime)
+    return {"path": path, "files": number, "bytes": total, "newest": newest}
+
+
+def described_data(found: Fields) -> str:
+    """Return e.g. "2 files of 400 bytes, newest of 2026-01-31 12:00:00"."""
+    number = found.get("files")
+    newest = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.get("newest") or 0))
+    files = f"{number} file{'' if number == 1 else 's'}"
+    return f"{files} of {found.get('bytes')} bytes, newest of {newest}"
+
+
+# -- two environments ----------------------------------------------------------------------
+
+
+def differences(then: Fields, now: Fields) -> dict[str, list[str]]:
+    """Return how two recorded environments differ under "code", "versions" and "data"."""
+    return {
+        "code": provenance.code_differences(then, now),
+        "versions": version_differences(then, now),
+        "data": data_differences(then, now),
+    }
+
+
+def version_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how the versions of packages and of Python differ in two recorded environments."""
+    before, after = then.get("packages") or {}, now.get("packages") or {}
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    absent = "not installed"
+    return [
+        f"{name} was {before.get(name, absent)}, and is {after.get(name, absent)}" for name in names
+    ] + _changes(then, now, {"python": "Python"})
+
+
+def machine_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how platform, processor and accelerator differ in two recorded environments."""
+    return _changes(then, now, MACHINE)
+
+
+def _changes(then: Fields, now: Fields, subjects: Mapping[str, str]) -> list[str]:
+    return [
+        f"{subject} was {_plain(then[key])}, and is {_plain(now.get(key))}"
+        for key, subject in subjects.items()
+        if key in then and then[key] != now.get(key)
+    ]
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={item}" for name, item in value.items() if name != "names")
+    return str(value)
+
+
+def data_differences(then: Fields, now: Fields, but_for: Iterable[str] = ()) -> list[str]:
+    """Return how recorded data files differ, a sentence for each key.
+
+    Files that were not there then are no difference: a factory may write a cache.
+
+    Args:
+        then: content of a run's environment.json.
+        now: that of another, or of this process.
+        but_for: dotted keys that a command has changed; they are not compared.
+    """
+    before, after = then.get("data") or {}, now.get("data") or {}
+    lines = []
+    for key, old in before.items():
+        new, given = after.get(key), any(f"{key}.".startswith(f"{one}.") for one in but_for)
+        if given:
+            continue
+        if new is None:
+            lines.append(f"{key}: {old.get('path')} is not there")
+        elif any(old.get(name) != new.get(name) for name in ("files", "bytes", "newest")):
+            lines.append(f"{key}: {described_data(old)} then, {described_data(new)} now")
+    return lines

@@ -1,0 +1,120 @@
+"""One frozen job: the only input of the processes of a run. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from accel.checkpoint import directory as checkpoints
+from accel.machine.errors import ConfigError, Problem
+from runner.recipe import paths, serialization, trust
+from runner.recipe.schema import Recipe
+from runner.runs import sessions
+from runner.runs.sessions import CONFIG, JOB, OVERRIDES
+
+
+@dataclass(frozen=True)
+class Job:
+    """The claimed directory of a run and the command that started it.
+
+    It resumes from the checkpoint `resume_from`; None: from the beginning. It needs the user's
+    packages `imports`; code in `cwd`, where it was started, can be imported. `log_levels` are those
+    of loggers by name. `restart`: it counts for `distributed.max_restarts`. Its files are in the
+    session `folder`; None: they are not written.
+    """
+
+    run_dir: Path
+    overrides: tuple[str, ...] = ()
+    resume_from: str | None = None
+    imports: tuple[str, ...] = ()
+    cwd: str = "."
+    config_name: str = "config"
+    log_levels: Mapping[str, str] = field(default_factory=dict)
+    restart: bool = False
+    folder: Path | None = field(default=None, compare=False)
+
+    @property
+    def place(self) -> Path:
+        """The folder of this job's session; before it is saved, the run directory."""
+        return self.folder or self.run_dir
+
+    def save(self, frozen: Recipe) -> Job:
+        """Write the recipe and this job to a new session of the run; return the job there."""
+        staged = replace(self, folder=sessions.create(self.run_dir))
+        try:
+            staged._write(frozen)
+        except BaseException:
+            sessions.discard(staged.place)
+            raise
+        return staged
+
+    def _write(self, frozen: Recipe) -> None:
+        content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "folder"}
+        content["run_dir"] = str(self.run_dir)
+        files = {
+            CONFIG: serialization.yaml_text(serialization.frozen_plain(frozen)),
+            OVERRIDES: serialization.yaml_text(list(self.overrides)),
+            JOB: json.dumps(content, indent=2) + "\n",
+        }
+        for name, text in files.items():
+            checkpoints.write_atomically(self.place / name, text.encode())
+
+    @classmethod
+    def load(cls, run_dir: str | Path) -> tuple[Job, Recipe]:
+        """Read a run directory, and import the packages that this process trusts.
+
+        The packages that a run directory requires are checked against those trusted here: a
+        directory from another machine does not decide which code runs.
+
+        Raises:
+            ConfigError: if it is no run directory, or needs a package that is not trusted.
+        """
+        job, plain = cls.read(run_dir)
+        paths.move_project_last()
+        lacking = [name for name in job.imports if name not in trust.trusted()]
+        ConfigError.raise_if([_untrusted(name, job.run_dir) for name in lacking])
+        trust.import_packages()
+        return job, serialization.from_plain(plain)
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> tuple[Job, dict[str, object]]:
+        """Read the job and the recipe, as plain containers, of a run or of a session.
+
+        Nothing is imported.
+
+        Raises:
+            ConfigError: if it is no run directory, or one of its files is damaged.
+        """
+        folder = Path(run_dir).resolve()
+        files = {name: sessions.read(folder, name) for name in (CONFIG, JOB)}
+        for name, content in files.items():
+            if not content:
+                raise _no_run(folder, f"{name} is missing or empty")
+        text = (files[CONFIG] or b"").decode("utf-8", errors="replace")
+        plain = serialization.parse_yaml(text, folder / CONFIG)
+        place = sessions.run_dir_of(folder)  # it may have been moved
+        try:
+            found = json.loads(files[JOB] or b"")
+            found |= {"run_dir": place, "folder": sessions.current(folder)}
+            found |= {name: tuple(found[name]) for name in ("overrides", "imports")}
+            return cls(**found), plain
+        except (ValueError, TypeError, KeyError) as error:
+            raise _no_run(folder, f"{JOB} is damaged ({error})") from error
+
+
+def _no_run(folder: Path, wrong: str) -> ConfigError:
+    return ConfigError.of(
+        str(folder),
+        f"it is no run directory: {wrong if folder.is_dir() else 'there is no such folder'}",
+        "Name a folder such as runs/<name>/<time>-<id>.",
+    )
+
+
+def _untrusted(name: str, run_dir: Path) -> Problem:
+    return Problem(
+        f"{run_dir}",
+        f"the run needs the package {name!r}, which is not trusted here",
+        f"Start from its project's folder, or give --import {name}.",
+    )

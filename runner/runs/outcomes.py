@@ -1,0 +1,131 @@
+"""How a process of a run ended, written to a small file, so that the parent can name the cause.
+
+A group of processes ends in a cascade: one fails, then the others in their collectives with it. The
+elastic agent sees only which one exited first. Each process therefore writes its outcome with
+the time at which it occurred; the earliest entry is the cause.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from runner.recipe import paths
+from runner.runs.json_files import write_json
+
+HANG = "hang.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended.
+
+    Attributes:
+        rank: the process.
+        time: seconds since the epoch at which it happened.
+        code: exit code of the command: 1 failed, 2 refused, 75 stopped with state saved.
+        message: the outcome in one line.
+        traceback: reduced to the user's frames; empty where it would not help.
+        is_consequence: whether it is an error of communication, as the end of another rank causes.
+        full: the full traceback, for the log.
+    """
+
+    rank: int
+    time: float
+    code: int
+    message: str
+    traceback: str = ""
+    is_consequence: bool = False
+    full: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Write this to ``<folder>/rank_<rank>.json``; `folder` is that of the session.
+
+        Without it, nothing was started, and rank 0 has reported the reason. On a full disk, it goes
+        to the system's folder for temporary files.
+        """
+        if not folder.is_dir():
+            return
+        try:
+            write_json(folder / f"rank_{self.rank}.json", asdict(self))
+        except FileNotFoundError:
+            if folder.is_dir():
+                raise
+        except OSError as error:
+            if error.errno not in paths.FULL:
+                raise
+            name = f"{_prefix(folder)}rank_{self.rank}.json"
+            write_json(Path(tempfile.gettempdir()) / name, asdict(self))
+
+
+def _prefix(folder: Path) -> str:
+    """Return how the names of a session's files begin outside of its folder."""
+    return f"runner-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}-"
+
+
+def describe_exit(status: int) -> str:
+    """Describe how a process ended, by its exit status."""
+    if status >= 0:
+        return f"exited with {status}"
+    likely = " (out of memory?)" if status == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}{likely}"
+
+
+def log_folder(run_dir: Path) -> Path:
+    """Return the run's folder for logs; make it where it is not there.
+
+    Raises:
+        FileNotFoundError: if there is no run directory (any more).
+    """
+    folder = run_dir / "logs"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def note_hang(folder: Path, hang: Outcome | None) -> None:
+    """Write down which rank hangs, for the parent; None: none does any more."""
+    path = folder / HANG
+    if hang is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_json(path, asdict(hang))
+
+
+def read_hang(folder: Path) -> Outcome | None:
+    """Return which rank hung at the end; None: none did."""
+    path = folder / HANG
+    return Outcome(**json.loads(path.read_text())) if path.exists() else None
+
+
+def note_processes(folder: Path, pids: Mapping[int, int]) -> None:
+    """Write down the processes of this machine's ranks, before they say anything themselves."""
+    if not pids:
+        return
+    found = {rank: f"{socket.gethostname()} {pid}" for rank, pid in pids.items()}
+    with contextlib.suppress(OSError):  # a full disk; the watchdog then says less
+        write_json(folder / f"processes_{min(pids)}.json", found)
+
+
+def read_processes(folder: Path) -> dict[int, str]:
+    """Return host and process id of the ranks, as far as they were noted."""
+    found: dict[int, str] = {}
+    for file in folder.glob("processes_*.json"):
+        found |= {int(rank): who for rank, who in json.loads(file.read_text()).items()}
+    return found
+
+
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """Return the outcomes of the processes of a session, earliest first."""
+    elsewhere = Path(tempfile.gettempdir()).glob(f"{_prefix(folder)}rank_*.json")
+    files = [*folder.glob("rank_*.json"), *elsewhere]
+    found = [Outcome(**json.loads(file.read_text())) for file in files]
+    return sorted(found, key=lambda outcome: outcome.time)

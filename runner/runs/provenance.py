@@ -1,0 +1,296 @@
+"""Record which code a run was made from: commit, uncommitted changes, sources of packages.
+
+Git is asked by two commands at once and has a time limit; patches have a size limit, so that
+recording delays no run. Free of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from runner.runs import json_files
+from runner.runs.json_files import Fields, JsonObject
+
+logger = logging.getLogger(__name__)
+
+DIFF = "git.diff"
+GIT = ("git", "--no-optional-locks")  # another git command of the user's may hold the index
+# What a user's configuration may change, so that `git apply` no longer takes the patch.
+DIFF_FORMAT = ("-c", "diff.noprefix=false", "-c", "diff.relative=false")
+GIT_SECONDS = 20.0
+# The folder of a run or a sweep, by the path of a file that only these have.
+_OF_RUN = re.compile(r"(.*?)(/sessions/\d+/job\.json|/sweep\.json)")
+MOST_DIFF_BYTES = 10_000_000
+MOST_SOURCES, MOST_SOURCE_BYTES = 2_000, 20_000_000
+MOST_NAMES = 3
+_PLAIN = re.compile(rb"[\w./+-]+")
+
+
+def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> JsonObject:
+    """Return commit, branch and uncommitted changes of the work tree that a folder lies in.
+
+    Args:
+        folder: any folder of the work tree.
+        diff_to: file for the uncommitted changes as a patch for `git apply`, untracked Python files
+            included; None: none is written. A patch above `MOST_DIFF_BYTES` is left out.
+
+    Returns:
+        sha, branch, dirty (tracked files differ from the commit), diff_sha256, untracked (names of
+        Python files, those of runs and sweeps left out), untracked_sha256, diff_complete. Without a
+        work tree: `reason` alone.
+    """
+    status = _start(folder, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all")
+    root = _start(folder, "rev-parse", "--show-toplevel")
+    if status is None or root is None:
+        return {"reason": "git is not installed"}
+    text, top = _output(status), _output(root)
+    if text is None or top is None:
+        return {"reason": f"{os.fspath(folder)} lies in no git work tree, or git gave no answer"}
+    found = _parsed(text.split("\0"))
+    patch = _diff(folder) if found["dirty"] else b""
+    place, names = Path(top.strip()), _own_sources(found["untracked"])
+    created = _creation_patch(place, names)
+    found |= {
+        "diff_sha256": hashlib.sha256(patch).hexdigest() if patch else None,
+        "untracked": names,
+        "untracked_sha256": _digest_of_sources(place, names),
+        "diff_complete": len(patch) + len(created) <= MOST_DIFF_BYTES,
+    }
+    if diff_to is not None and patch + created and found["diff_complete"]:
+        diff_to.write_bytes(patch + created)
+    return found
+
+
+def _start(folder: str | os.PathLike[str], *arguments: str) -> subprocess.Popen[bytes] | None:
+    try:
+        return subprocess.Popen(
+            [*GIT, "-C", os.fspath(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        logger.debug("git %s: %s", " ".join(arguments), error)
+        return None
+
+
+def _output(process: subprocess.Popen[bytes]) -> str | None:
+    """Return the output of git; None if it failed, or gave no answer in time."""
+    with process:
+        try:
+            out, _ = process.communicate(timeout=GIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None
+    return None if process.returncode else out.decode("utf-8", errors="surrogateescape")
+
+
+def _parsed(entries: Sequence[str]) -> JsonObject:
+    """Return what `git status --porcelain=v2 --branch -z` lists.
+
+    Source: https://git-scm.com/docs/git-status#_porcelain_format_version_2
+    """
+    found: JsonObject = {"sha": None, "branch": None, "dirty": False, "untracked": []}
+    for entry in entries:
+        kind, _, rest = entry.partition(" ")
+        if entry.startswith("# branch.oid "):
+            sha = entry.rpartition(" ")[2]
+            found["sha"] = None if sha == "(initial)" else sha
+        elif entry.startswith("# branch.head "):
+            found["branch"] = entry.removeprefix("# branch.head ")
+        elif kind in ("1", "2", "u"):
+            found["dirty"] = True
+        elif kind == "?":
+            found["untracked"].append(rest)
+    return found
+
+
+def _own_sources(names: Sequence[str]) -> list[str]:
+    """Return the untracked Python files that lie in no run and no sweep."""
+    folders = {match[1] for match in map(_OF_RUN.fullmatch, names) if match}
+    return [
+        name
+        for name in names
+        if name.endswith(".py") and not any(name.startswith(f"{folder}/") for folder in folders)
+    ]
+
+
+def _diff(folder: str | os.PathLike[str]) -> bytes:
+    """Return the changes of tracked files as a patch, cut off one byte behind the limit."""
+    plain = ("--no-color", "--no-ext-diff", "--no-textconv")
+    process = _start(folder, *DIFF_FORMAT, "diff", "HEAD", "--binary", *plain)
+    if process is None or process.stdout is None:
+        return b""
+    with process:
+        patch = process.stdout.read(MOST_DIFF_BYTES + 1)
+        if len(patch) > MOST_DIFF_BYTES:
+            process.kill()
+    return patch
+
+
+# -- untracked files -----------------------------------------------------------------------
+
+
+def _creation_patch(root: Path, names: Sequence[str]) -> bytes:
+    """Return a patch for `git apply` that creates text files; others are left out.
+
+    `git diff HEAD` leaves untracked files out, and a new module is one of them until `git add`.
+    """
+    patches = []
+    for name in names[:MOST_SOURCES]:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            content = (root / name).read_bytes()
+            if b"\0" not in content:
+                patches.append(_creation(name, content))
+    return b"".join(patches)
+
+
+def _creation(name: str, content: bytes) -> bytes:
+    """Return a patch that creates one file.
+
+    Source: https://git-scm.com/docs/diff-format#generate_patch_text_with_p
+    """
+    old, new = _quoted(f"a/{name}"), _quoted(f"b/{name}")
+    head = b"diff --git %s %s\nnew file mode 100644\n" % (old, new)
+    if not content:
+        return head
+    ended = content.endswith(b"\n")
+    number = content.count(b"\n") + (not ended)
+    lines = b"+" + content.removesuffix(b"\n").replace(b"\n", b"\n+") + b"\n"
+    end = b"" if ended else b"\\ No newline at end of file\n"
+    return head + b"--- /dev/null\n+++ %s\n@@ -0,0 +1,%d @@\n" % (new, number) + lines + end
+
+
+def _quoted(name: str) -> bytes:
+    """Return a name as patches have it: in quotes, with octal bytes, if it is not plain."""
+    raw = name.encode(errors="surrogateescape")
+    if _PLAIN.fullmatch(raw):
+        return raw
+    characters = (bytes([byte]) for byte in raw)
+    return b'"%s"' % b"".join(c if _PLAIN.fullmatch(c) else b"\\%03o" % ord(c) for c in characters)
+
+
+# -- sources of packages -------------------------------------------------------------------
+
+
+def package_digests(packages: Iterable[str]) -> dict[str, str | None]:
+    """Return a digest of the Python files of each package; None: it is too large, or not found.
+
+    Nothing is imported.
+    """
+    return {name: _package_digest(name) for name in packages}
+
+
+def _package_digest(name: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError) as error:
+        logger.debug("%s: %s", name, error)
+        return None
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    if not folders:
+        file = Path(spec.origin or "")
+        return _digest_of_sources(file.parent, [file.name]) if file.is_file() else None
+    root = Path(folders[0])
+    names = sorted(str(one.relative_to(root)) for one in root.rglob("*.py"))
+    return _digest_of_sources(root, names)
+
+
+def _digest_of_sources(root: Path, names: Sequence[str]) -> str | None:
+    """Return a digest of files; None: there are none, or too many."""
+    digest, size = hashlib.sha256(), 0
+    if not names or len(names) > MOST_SOURCES:
+        return None
+    for name in names:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            content = (root / name).read_bytes()
+            size += len(content)
+            if size > MOST_SOURCE_BYTES:
+                return None
+            digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape"))
+            digest.update(content)
+    return digest.hexdigest()
+
+
+# -- in words ------------------------------------------------------------------------------
+
+
+def code_differences(then: Fields, now: Fields) -> list[str]:
+    """Return how the code of two recorded environments differs, a sentence each; [] if it does not.
+
+    Args:
+        then: content of a run's environment.json.
+        now: that of another, or of this process.
+    """
+    before, after = then.get("code") or {}, now.get("code") or {}
+    changed = [name for name in before if name in after and before[name] != after[name]]
+    return _git_differences(then.get("git") or {}, now.get("git") or {}) + [
+        f"the Python files of the package {package} differ" for package in changed
+    ]
+
+
+def code_id(recorded: Fields) -> str:
+    """Return a short name of recorded code, equal for equal code; empty: none is known.
+
+    It begins with the project's commit, and has a digest of all that `code_differences` compares.
+    """
+    git = recorded.get("git") or {}
+    parts = [git.get("sha"), git.get("diff_sha256"), git.get("untracked_sha256")]
+    if "dirty" not in git and not recorded.get("code"):
+        return ""
+    digest = json_files.digest([parts, recorded.get("code")])
+    return f"{git['sha'][:8]}-{digest[:6]}" if git.get("sha") else digest[:8]
+
+
+def _git_differences(before: Fields, after: Fields) -> list[str]:
+    known = "dirty" in before, "dirty" in after
+    if known == (False, False):
+        return []
+    if not all(known):
+        where = "then" if known[1] else "now"
+        return [f"the project has no git state {where}: its code cannot be compared by commit"]
+    lines = []
+    if before.get("sha") != after.get("sha"):
+        lines.append(f"the project was at commit {short_sha(before)}, and is at {short_sha(after)}")
+    if any(before.get(key) != after.get(key) for key in ("diff_sha256", "untracked_sha256")):
+        was, present = uncommitted(before), uncommitted(after)
+        same = "of other contents " if was == present else ""
+        lines.append(f"the project had {was}, and has {present} {same}".rstrip())
+    return lines
+
+
+def uncommitted(git: Fields) -> str:
+    """Return e.g. "uncommitted changes (1 untracked Python file: new.py)"."""
+    names = git.get("untracked") or []
+    if not names:
+        return "uncommitted changes" if git.get("dirty") else "no uncommitted changes"
+    listed = ", ".join(names[:MOST_NAMES]) + (", …" if len(names) > MOST_NAMES else "")
+    found = f"{len(names)} untracked Python file{'' if len(names) == 1 else 's'}: {listed}"
+    return f"uncommitted changes ({'tracked files, and ' if git.get('dirty') else ''}{found})"
+
+
+def short_sha(git: Fields) -> str:
+    """Return the first digits of a recorded commit, or that there was none."""
+    return str(git["sha"])[:10] if git.get("sha") else "no commit"
+
+
+def described_git(git: Fields | None) -> str:
+    """Return e.g. "1a2b3c4d5e on main, with uncommitted changes (git.diff)"."""
+    if not git or "dirty" not in git:
+        return (git or {}).get("reason") or "no git work tree"
+    where = f"{short_sha(git)} on {git.get('branch')}"
+    if not git["dirty"] and not git.get("untracked"):
+        return where
+    is_kept = git.get("diff_complete", True)
+    kept = DIFF if is_kept else f"not kept: more than {MOST_DIFF_BYTES:,} bytes"
+    return f"{where}, with {uncommitted(git)} ({kept})"

@@ -1,0 +1,383 @@
+"""One run as its files describe it, read as far as it is asked for. Free of torch and OmegaConf.
+
+A thousand runs are listed in seconds: of a recipe, only the nodes that are asked for are parsed.
+Nothing is written, nothing imported; a file that is damaged or missing is said in `problems`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from accel.checkpoint import directory as checkpoints
+from runner import exit_codes
+from runner.runs import environment, evaluations, json_files, lock, provenance, sessions
+from runner.runs.json_files import METRICS, WEIGHTS_STEP, Fields, JsonObject, number
+from runner.runs.sessions import CONFIG, JOB
+
+RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
+FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
+SUBMITTED = "submitted"  # to Slurm, and not begun
+STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
+ENDED_WITH = {exit_codes.FAILED: FAILED, exit_codes.REFUSED: FAILED, exit_codes.STOPPED: STOPPED}
+NODES = ("name", "model", "data", "trainer")  # of every recipe
+CODE = "code"  # a key beside those of recipes
+BEST = "best.json"
+FALLING = ("loss", "bits", "error", "perplexity")  # in names of metrics whose best is the least
+TAIL_BYTES = 8192
+MISSING = object()
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_NODE = re.compile(r"^([A-Za-z_]\w*):", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The value that a run is judged by: the best, or the last measured, of a monitored metric.
+
+    Attributes:
+        metric: its name.
+        mode: "min" or "max", which is better.
+        value: as measured on the validation set.
+    """
+
+    metric: str
+    mode: str
+    value: float
+
+
+class RunRecord:
+    """One run directory, read lazily.
+
+    Attributes:
+        path: the run directory.
+        sweep: the name of the directory of its sweep; None: it is no job of one.
+        journal: the last record of the job's newest attempt in the sweep's journal; empty: none.
+    """
+
+    def __init__(self, path: Path, sweep: str | None = None, journal: Fields | None = None) -> None:
+        self.path = path
+        self.sweep = sweep
+        self.journal = dict(journal or {})
+        self._problems: list[str] = []
+        self._nodes: JsonObject = {}
+
+    @property
+    def problems(self) -> list[str]:
+        """What is damaged or could not be read, a sentence each."""
+        self._examine()
+        return list(self._problems)
+
+    def _examine(self) -> None:
+        """Read every file, so that each problem is noted."""
+        _ = self.recipe_text, self.job, self.ended, self.environment, self.evaluations
+        _ = self.last, self.status, self.objective, self.recipe
+
+    # -- the recipe ------------------------------------------------------------------------
+
+    @cached_property
+    def job(self) -> Fields:
+        """The content of job.json; empty where it is damaged."""
+        return self._json(JOB)
+
+    @cached_property
+    def recipe_text(self) -> str:
+        """The recipe as YAML; empty where it is lost."""
+        text = (self._content(CONFIG) or b"").decode("utf-8", errors="replace")
+        if not text.strip():
+            self._note(f"{CONFIG} is missing or empty")
+        return text
+
+    @cached_property
+    def _is_recipe(self) -> bool:
+        """Whether there is a recipe, judged by nodes that each one has."""
+        lacking = [name for name in NODES if name not in self._places]
+        if lacking and self.recipe_text.strip():
+            self._note(f"{CONFIG} is no recipe, or truncated: it has no {', '.join(lacking)}")
+        return not lacking
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """Begin and end of the text of each node of the recipe."""
+        found = [(match[1], match.start()) for match in _NODE.finditer(self.recipe_text)]
+        ends = [*(start for _, start in found), len(self.recipe_text)][1:]
+        return {name: (at, end) for (name, at), end in zip(found, ends, strict=True)}
+
+    def node(self, name: str) -> Any:
+        """Return a node of the recipe as plain containers; `MISSING` where there is none."""
+        if name not in self._nodes:
+            self._nodes[name] = self._parse(name) if name in self._places else MISSING
+        return self._nodes[name]
+
+    def _parse(self, name: str) -> Any:
+        start, end = self._places[name]
+        try:
+            return yaml.load(self.recipe_text[start:end], _LOADER)[name]
+        except (yaml.YAMLError, TypeError, KeyError) as error:
+            reason = next(iter(str(error).splitlines()), "")
+            self._note(f"{CONFIG} is damaged at {name} ({reason})")
+            return MISSING
+
+    def value(self, key: str) -> Any:
+        """Return the value at a dotted key of the recipe; `MISSING` where it has no such key.
+
+        The key `CODE`, which no recipe has, is that of `code`.
+        """
+        if key == CODE:
+            return self.code
+        name, *rest = key.split(".")
+        found = self.node(name)
+        for part in rest:
+            if not isinstance(found, Mapping) or part not in found:
+                return MISSING
+            found = found[part]
+        return found
+
+    @cached_property
+    def recipe(self) -> JsonObject:
+        """The recipe as plain containers, as far as it can be read."""
+        nodes = {name: self.node(name) for name in self._places}
+        return {name: node for name, node in nodes.items() if node is not MISSING}
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether the recipe can be read as a whole, so that its keys can be compared."""
+        return self.status != BROKEN and len(self.recipe) == len(self._places)
+
+    @property
+    def name(self) -> str:
+        """The name of the run; without a recipe, that of the folder that it lies in."""
+        found = self.value("name")
+        return found if isinstance(found, str) else self.path.parent.name
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags of the run."""
+        found = self.value("tags")
+        return [str(tag) for tag in found] if isinstance(found, list) else []
+
+    # -- its course ------------------------------------------------------------------------
+
+    @cached_property
+    def session(self) -> Path | None:
+        """The folder of the session whose recipe is the run's; None: it is no run."""
+        return sessions.current(self.path)
+
+    @cached_property
+    def ended(self) -> Fields:
+        """How its newest session ended; empty: it did not. A try leaves a complete run as it is."""
+        found = [self._loaded(one / sessions.ENDED) for one in sessions.of_run(self.path)[-1:]]
+        current = {} if self.session is None else self._loaded(self.session / sessions.ENDED)
+        is_complete = (current.get("summary") or {}).get("complete") is True
+        return current if is_complete else next(iter(found), {})
+
+    @cached_property
+    def summary(self) -> Fields:
+        """The newest summary that a session of it has; empty: none has."""
+        for folder in reversed(sessions.begun(self.path)):
+            if found := self._loaded(folder / sessions.ENDED).get("summary"):
+                return dict(found)
+        return {}
+
+    @cached_property
+    def environment(self) -> Fields:
+        """The content of environment.json; empty where there is none."""
+        return self._json(environment.FILE)
+
+    @cached_property
+    def code(self) -> str:
+        """A short name of the code of its newest session: equal for equal code."""
+        return provenance.code_id(self.environment) or "unknown"
+
+    @cached_property
+    def evaluations(self) -> list[Fields]:
+        """What `runner eval` has measured, oldest first."""
+        found = self._loaded(self.path / evaluations.EVAL)
+        return list(found.get("evaluations") or ())
+
+    @cached_property
+    def holder(self) -> lock.Holder | None:
+        """Who trains in it; None: nobody."""
+        return lock.holder(self.path)
+
+    @cached_property
+    def started(self) -> float:
+        """When its newest attempt was started, in seconds since the epoch."""
+        found = number(self.environment.get("started"))
+        return self._written() if found is None else found
+
+    @property
+    def failure(self) -> Fields:
+        """How the first process that failed in the newest session ended; empty: none did."""
+        return self.ended.get("cause") or {}
+
+    @cached_property
+    def status(self) -> str:
+        """One of `STATUSES`."""
+        if self.holder is not None:
+            return RUNNING
+        if not self._is_recipe:
+            return BROKEN
+        if self.journal.get("status") == PRUNED:
+            return PRUNED
+        if summary := self.ended.get("summary"):
+            return FINISHED if summary.get("complete") is True else STOPPED
+        if self.ended:
+            return ENDED_WITH.get(self.ended["code"], CUT_OFF)
+        if self._is_failed_job:
+            return FAILED
+        return SUBMITTED if self.is_submitted else CUT_OFF
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether its newest session is one that waits for Slurm, or waited in vain."""
+        return any((one / sessions.SUBMITTED).exists() for one in sessions.of_run(self.path)[-1:])
+
+    @property
+    def _is_failed_job(self) -> bool:
+        """Whether the journal has the newest attempt as failed; a killed process says nothing."""
+        # A job that was resumed by itself since is not in the journal.
+        at = number(self.journal.get("time")) or 0.0
+        return self.journal.get("status") == FAILED and at >= self.started
+
+    @property
+    def reason(self) -> str:
+        """Why the run is in its status, in a few words; may be empty."""
+        if self.status == RUNNING:
+            return str(self.holder)
+        if self.status == BROKEN:
+            return "; ".join(dict.fromkeys(self.problems))
+        if self.status == SUBMITTED:
+            return f"Slurm's job {sessions.submitted_job(self.path)} has not begun"
+        if self.status == FAILED and self.failure:
+            return str(self.failure.get("message") or "")
+        if self.status == FAILED:
+            return self.journal.get("reason") or "the journal of its sweep names no reason"
+        if self.status == CUT_OFF:
+            return "it was ended without saving: by Ctrl-C, a kill, or a loss of power"
+        return str(self.summary.get("reason") or "")
+
+    @cached_property
+    def last(self) -> Fields:
+        """The newest record of metrics.jsonl; empty where there is none."""
+        for line in self.tail():
+            with contextlib.suppress(ValueError):
+                return json_files.loads(line)
+        return {}
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps made, as far as is known."""
+        settled = self.summary if self.status in (FINISHED, STOPPED, PRUNED) else self.last
+        found = settled.get("step")
+        return self.summary.get("step") if found is None else found
+
+    @property
+    def seconds(self) -> float | None:
+        """Time spent on the run, over all attempts."""
+        settled = self.status in (FINISHED, STOPPED, PRUNED)
+        return number(self.summary.get("seconds") if settled else self.last.get("time"))
+
+    @cached_property
+    def objective(self) -> Objective | None:
+        """The best value of the monitored metric, else the last; None: none is known."""
+        best = (self.summary.get("best") if not self._is_behind else None) or {}
+        if best.get("value") is None:
+            path = self.path / checkpoints.FOLDER / BEST
+            best = self._loaded(path)
+        metric = str(best.get("metric") or self.summary.get("monitor") or "")
+        mode = best.get("mode") or self._mode(metric)
+        value = best.get("value")
+        if value is None:
+            measured = (self.summary.get("metrics") or {}).get("validation") or {}
+            value = measured.get(metric)
+        value = number(value)
+        return None if value is None or not metric else Objective(metric, str(mode), value)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the summary is of an earlier attempt than the newest."""
+        return self.status in (RUNNING, CUT_OFF, FAILED)
+
+    def _mode(self, metric: str) -> str:
+        given = self.value("checkpoint.mode")
+        if given in ("min", "max"):
+            return str(given)
+        recorded = (self.summary.get("best") or {}).get("mode") or self.summary.get("mode")
+        return str(recorded or usual_mode(metric))
+
+    # -- files -----------------------------------------------------------------------------
+
+    def tail(self) -> list[bytes]:
+        """Return the last lines of metrics.jsonl, newest first."""
+        try:
+            with (self.path / METRICS).open("rb") as file:
+                start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+                file.seek(start)
+                return file.read().splitlines()[start > 0 :][::-1]  # the first may be cut
+        except OSError:
+            return []
+
+    def records(self) -> Iterator[Fields]:
+        """Yield the records of metrics.jsonl, oldest first; lines that are damaged are skipped.
+
+        The step of the weights that were tested is no measurement, and is left out.
+        """
+        with contextlib.suppress(OSError), (self.path / METRICS).open("rb") as file:
+            for number_, line in enumerate(file, start=1):
+                try:
+                    record = json_files.loads(line)
+                except ValueError:
+                    if line.endswith(b"\n"):  # else it was cut off by a kill
+                        self._note(f"{METRICS} is damaged at line {number_}")
+                    continue
+                yield {k: v for k, v in record.items() if k != WEIGHTS_STEP}
+
+    def _written(self) -> float:
+        with contextlib.suppress(OSError):
+            return self.path.stat().st_mtime
+        return 0.0
+
+    def _content(self, name: str) -> bytes | None:
+        try:
+            return None if self.session is None else (self.session / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._note(f"{name} cannot be read ({error.strerror})")
+            return None
+
+    def _json(self, name: str) -> Fields:
+        content = self._content(name)
+        return {} if content is None else self._parsed(name, content)
+
+    def _loaded(self, path: Path) -> Fields:
+        """Return what a JSON file below the run directory holds; empty where there is none."""
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return {}
+        return self._parsed(str(path.relative_to(self.path)), content)
+
+    def _parsed(self, name: str, content: bytes) -> Fields:
+        try:
+            return json_files.loads(content)
+        except ValueError as error:
+            self._note(f"{name} is damaged ({error})")
+            return {}
+
+    def _note(self, problem: str) -> None:
+        if problem not in self._problems:
+            self._problems.append(problem)
+
+
+def usual_mode(metric: str) -> str:
+    """Return whether the best of a metric is the "min" or the "max", by its name."""
+    return "min" if any(word in metric for word in FALLING) else "max"

@@ -1,0 +1,162 @@
+"""L1: a run as its files describe it: its status above all, also where files are damaged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.runs import lock, record
+from runner.runs.record import MISSING, RunRecord
+from tests.runner.written_runs import (
+    STARTED,
+    failure,
+    write_failure,
+    write_run,
+    write_session,
+)
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    run = RunRecord(write_run(tmp_path / "a", {"tags": ["x"], "optimizer.lr": 1e-05}, best=0.25))
+    assert (run.status, run.name, run.tags) == ("finished", "digits", ["x"])
+    assert (run.step, run.seconds) == (20, 90.0)
+    assert run.objective == record.Objective("loss", "min", 0.25)
+    assert run.value("optimizer.lr") == 1e-5
+    assert run.value("optimizer.nothing") is MISSING
+    assert run.problems == []
+
+
+@pytest.mark.parametrize(
+    ("complete", "summary", "more", "begun", "status"),
+    [
+        (True, True, None, False, "finished"),
+        (False, True, None, False, "stopped"),
+        (False, False, None, False, "interrupted"),
+        (True, True, {}, True, "interrupted"),  # resumed further, and killed
+        (True, True, failure(), False, "finished"),  # a try changes nothing
+        (False, True, failure(), False, "failed"),
+        (False, False, failure(), True, "failed"),
+        (False, False, failure(code=2), False, "failed"),
+        (False, False, failure(code=130), True, "interrupted"),
+        (False, False, {"code": 75}, False, "stopped"),  # while it waited for its machines
+    ],
+)
+def test_the_status_is_that_of_the_newest_session(
+    complete: bool,
+    summary: bool,
+    more: dict[str, Any] | None,
+    begun: bool,
+    status: str,
+    tmp_path: Path,
+) -> None:
+    path = write_run(tmp_path / "a", complete=complete, summary=summary)
+    if more is not None:
+        write_session(path, more or None, begun=begun)
+    assert RunRecord(path).status == status
+
+
+def test_a_run_that_was_resumed_after_its_summary_is_interrupted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", stopped="signal", complete=False, metrics=7)
+    write_session(path)
+    run = RunRecord(path)
+    assert run.status == "interrupted"
+    assert run.step == 70  # of metrics.jsonl, not of the summary
+    assert run.objective is not None
+    assert run.objective.metric == "loss"
+
+
+def test_a_locked_run_is_running(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", summary=False, metrics=3)
+    with lock.held(path):
+        run = RunRecord(path)
+        assert run.status == "running"
+        assert str(os.getpid()) in run.reason
+        assert (run.step, run.seconds) == (30, 3.0)
+    assert RunRecord(path).status == "interrupted"
+
+
+def test_a_pruned_job_is_pruned(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", stopped="callback")
+    assert RunRecord(path, "sweep-x", {"status": "pruned"}).status == "pruned"
+
+
+DEATH = "its process was ended by SIGKILL (out of memory?)"
+ENDED = {"event": "ended", "status": "failed", "reason": DEATH, "time": STARTED + 50}
+INTERRUPTION = "it was ended without saving: by Ctrl-C, a kill, or a loss of power"
+
+
+@pytest.mark.parametrize(
+    ("journal", "status", "reason"),
+    [
+        (ENDED, "failed", DEATH),
+        ({**ENDED, "reason": None}, "failed", "the journal of its sweep names no reason"),
+        ({**ENDED, "time": STARTED - 50}, "interrupted", INTERRUPTION),  # resumed by itself since
+        ({**ENDED, "status": "interrupted"}, "interrupted", INTERRUPTION),
+        ({"event": "started", "time": STARTED}, "interrupted", INTERRUPTION),
+        ({}, "interrupted", INTERRUPTION),
+    ],
+)
+def test_a_killed_job_has_failed_where_its_sweep_says_so(
+    journal: dict[str, object], status: str, reason: str, tmp_path: Path
+) -> None:
+    run = RunRecord(write_run(tmp_path / "0000", summary=False, metrics=3), "sweep-x", journal)
+    assert (run.status, run.reason, run.step) == (status, reason, 30)
+
+
+def test_a_failure_of_an_earlier_session_is_not_that_of_a_killed_one(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "0000", summary=False)
+    write_failure(path)
+    write_session(path)
+    run = RunRecord(path, "sweep-x", ENDED)
+    assert (run.status, run.reason, run.failure) == ("failed", DEATH, {})
+
+
+def test_the_end_that_a_run_has_recorded_counts_before_that_of_the_journal(tmp_path: Path) -> None:
+    finished = RunRecord(write_run(tmp_path / "0000"), "sweep-x", ENDED)
+    stopped = write_run(tmp_path / "0001", stopped="signal", complete=False)
+    failed = write_run(tmp_path / "0002", summary=False)
+    write_failure(failed)
+    interrupted = write_run(tmp_path / "0003", summary=False)
+    write_failure(interrupted, code=130)
+    assert finished.status == "finished"
+    assert RunRecord(stopped, "sweep-x", ENDED).status == "stopped"
+    assert RunRecord(failed, "sweep-x", ENDED).reason == "ValueError: no"
+    assert RunRecord(interrupted, "sweep-x", ENDED).status == "interrupted"
+    running = write_run(tmp_path / "0004", summary=False)
+    with lock.held(running):
+        assert RunRecord(running, "sweep-x", ENDED).status == "running"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "job.json", "environment.json", "ended.json"])
+@pytest.mark.parametrize("content", [b"", b"\0\0\0", b"{", b"[]", b"\xff\xfe: ["])
+def test_a_damaged_file_is_said_and_never_an_error(
+    name: str, content: bytes, tmp_path: Path
+) -> None:
+    path = write_run(tmp_path / "a", metrics=2)
+    (path / "sessions" / "0001" / name).write_bytes(content)
+    run = RunRecord(path)
+    assert run.status in record.STATUSES
+    assert isinstance(run.name, str)
+    assert run.tags == []
+    assert run.recipe is not None
+    assert (run.step, run.seconds, run.started, run.reason, run.objective) is not None
+    if name != "config.yaml" and content != b"":
+        assert name in " ".join(run.problems)
+
+
+def test_a_directory_without_a_recipe_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    run = RunRecord(tmp_path / "a")
+    assert run.status == "broken"
+    assert run.reason == "config.yaml is missing or empty"
+    assert run.value("optimizer.lr") is MISSING
+
+
+def test_a_line_that_is_cut_off_is_not_the_last(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", summary=False, metrics=2)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "spl')
+    assert RunRecord(path).step == 20

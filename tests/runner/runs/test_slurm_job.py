@@ -1,0 +1,45 @@
+"""Jobs of Slurm, as its commands show them (R3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel.machine import env
+from accel.machine.errors import StateError
+from runner.runs import slurm_job
+from tests.slurm import Cluster, wait_until
+
+
+def test_the_own_job_as_squeue_shows_it() -> None:
+    nothing = dict.fromkeys(("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))
+    with env.patched(**nothing):
+        assert slurm_job.own_id() is None
+    with env.patched(**{**nothing, "SLURM_JOB_ID": 4}):
+        assert slurm_job.own_id() == "4"
+    with env.patched(SLURM_JOB_ID=5, SLURM_ARRAY_JOB_ID=4, SLURM_ARRAY_TASK_ID=1):
+        assert slurm_job.own_id() == "4_1"
+
+
+@pytest.mark.slurm
+def test_jobs_in_the_queue(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    submit = ["sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 60"]
+    array = slurm_cluster.ask(*submit, "--array=0-2", "--hold")
+    one = slurm_cluster.ask(*submit)
+    slurm_cluster.wait_for(one, "RUNNING")
+    with env.patched(**slurm_cluster.variables, SLURM_JOB_ID=one):
+        found = slurm_job.queue()
+        held = {f"{array}_{index}": "PENDING" for index in range(3)}
+        assert found == {**held, one: "RUNNING"}
+        assert slurm_job.field("JobState") == "RUNNING"
+        assert slurm_job.field("PreemptTime") == "None"
+        slurm_job.cancel(*found, state=slurm_job.PENDING)
+        wait_until(lambda: slurm_job.queue() == {one: "RUNNING"}, "they are still there")
+        slurm_job.requeue()
+        wait_until(lambda: slurm_job.queue() != {one: "RUNNING"}, "it was not requeued")
+        slurm_job.cancel(one)
+        wait_until(lambda: slurm_job.queue() == {}, "it is still there")
+        slurm_job.cancel()
+    with env.patched(SLURM_CONF=str(tmp_path)), pytest.raises(StateError, match="squeue"):
+        slurm_job.queue()
