@@ -17,7 +17,7 @@ from runner.cli import evaluate_predict
 from runner.inference.load import load
 from runner.runs import environment, evaluations, provenance
 from tests.helpers import ROOT, about, python
-from tests.runner.runs import make_run
+from tests.runner.trained_runs import make_run
 from tests.runner.written_runs import session_of, write_run
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

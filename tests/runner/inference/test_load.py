@@ -14,7 +14,7 @@ from accel.machine.errors import CheckpointError, ConfigError
 from runner.inference.load import code_now, find_checkpoint, other_code, other_data
 from runner.runs import provenance, sessions
 from runner.runs.reproduction import recorded
-from tests.runner.runs import make_run
+from tests.runner.trained_runs import make_run
 
 
 def weights_of(run_dir: Path, number: int, index: int = 0) -> dict[str, torch.Tensor]:

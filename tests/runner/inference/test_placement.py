@@ -12,7 +12,7 @@ from accel.utils import has_offloaded_params
 from runner.cli import program
 from runner.inference import session
 from runner.inference.placement import Placement, parse_limits
-from tests.runner.runs import make_run
+from tests.runner.trained_runs import make_run
 
 SMALL = {"cpu": "100KB"}  # of a model of 700
 

@@ -27,7 +27,7 @@ from runner.runs.job import Job
 from runner.training import build
 from runner.training.step import SupervisedStep
 from tests.runner.loops import Fit, Points, Stream
-from tests.runner.runs import make_run
+from tests.runner.trained_runs import make_run
 from tests.runner.written_runs import session_of
 
 NUM_TEST = 360

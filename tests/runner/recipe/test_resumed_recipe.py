@@ -15,7 +15,7 @@ from runner.recipe.resumed_recipe import (
 from runner.recipe.schema import Recipe
 from runner.runs import directory
 from tests.resume_matrix.cells import tree
-from tests.runner.runs import make_run
+from tests.runner.trained_runs import make_run
 from tests.runner.written_runs import session_of
 
 

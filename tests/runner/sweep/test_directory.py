@@ -12,7 +12,7 @@ from runner.recipe import serialization
 from runner.recipe.schema import Recipe
 from runner.sweep import directory
 from runner.sweep.directory import Description
-from tests.runner.runs import make_run
+from tests.runner.trained_runs import make_run
 
 
 def described(*seeds: int, digest: str = "abcd1234", **changed: object) -> Description:
