@@ -94,9 +94,7 @@ def _code(run: RunRecord) -> Fields:
     git = run.environment.get("git") or {}
     if "dirty" in git:
         found = {"commit": provenance.short_sha(git), "branch": git.get("branch")}
-        digests = [git.get(key) for key in ("diff_sha256", "untracked_sha256")]
-        shown = ", ".join(str(one)[:8] for one in digests if one)
-        found["uncommitted changes"] = shown or "none"
+        found["uncommitted changes"] = str(git.get("diff_sha256") or "none")[:8]
     for package, digest in (run.environment.get("code") or {}).items():
         found[f"package {package}"] = str(digest)[:8]
     if kept := sessions.earlier_environments(run.path):

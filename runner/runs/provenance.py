@@ -1,7 +1,6 @@
 """Record which code a run was made from: commit, uncommitted changes, sources of packages.
 
-Git is asked by two commands at once and has a time limit; patches have a size limit, so that
-recording delays no run. Free of torch.
+Git has a time limit, and patches have a size limit, so that recording delays no run. Free of torch.
 """
 
 from __future__ import annotations
@@ -12,10 +11,13 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from accel.machine import env
 from runner.runs import json_files
 from runner.runs.json_files import Fields, JsonObject
 
@@ -25,13 +27,20 @@ DIFF = "git.diff"
 GIT = ("git", "--no-optional-locks")  # another git command of the user's may hold the index
 # What a user's configuration may change, so that `git apply` no longer takes the patch.
 DIFF_FORMAT = ("-c", "diff.noprefix=false", "-c", "diff.relative=false")
+TOP_LEVEL = ("rev-parse", "--show-toplevel")
+STATUS = ("status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all")
+PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv")
+MARK_NEW = (
+    *("--literal-pathspecs", "add", "--intent-to-add"),
+    *("--pathspec-from-file=-", "--pathspec-file-nul"),
+)
+EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # what a first commit is compared with
 GIT_SECONDS = 20.0
 # The folder of a run or a sweep, by the path of a file that only these have.
 _OF_RUN = re.compile(r"(.*?)(/sessions/\d+/job\.json|/sweep\.json)")
 MOST_DIFF_BYTES = 10_000_000
 MOST_SOURCES, MOST_SOURCE_BYTES = 2_000, 20_000_000
 MOST_NAMES = 3
-_PLAIN = re.compile(rb"[\w./+-]+")
 
 
 def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> JsonObject:
@@ -43,54 +52,39 @@ def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> Js
             included; None: none is written. A patch above `MOST_DIFF_BYTES` is left out.
 
     Returns:
-        sha, branch, dirty (tracked files differ from the commit), diff_sha256, untracked (names of
-        Python files, those of runs and sweeps left out), untracked_sha256, diff_complete. Without a
-        work tree: `reason` alone.
+        sha, branch, dirty (tracked files differ from the commit), untracked (names of Python files,
+        those of runs and sweeps left out), diff_sha256, diff_complete. Without a work tree:
+        `reason` alone.
     """
-    status = _start(folder, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all")
-    root = _start(folder, "rev-parse", "--show-toplevel")
-    if status is None or root is None:
+    try:
+        root, status = (_git(os.fspath(folder), *one) for one in (TOP_LEVEL, STATUS))
+    except FileNotFoundError:
         return {"reason": "git is not installed"}
-    text, top = _output(status), _output(root)
-    if text is None or top is None:
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.debug("%s", error)
         return {"reason": f"{os.fspath(folder)} lies in no git work tree, or git gave no answer"}
-    found = _parsed(text.split("\0"))
-    patch = _diff(folder) if found["dirty"] else b""
-    place, names = Path(top.strip()), _own_sources(found["untracked"])
-    created = _creation_patch(place, names)
-    found |= {
-        "diff_sha256": hashlib.sha256(patch).hexdigest() if patch else None,
-        "untracked": names,
-        "untracked_sha256": _digest_of_sources(place, names),
-        "diff_complete": len(patch) + len(created) <= MOST_DIFF_BYTES,
-    }
-    if diff_to is not None and patch + created and found["diff_complete"]:
-        diff_to.write_bytes(patch + created)
+    found = _parsed(os.fsdecode(status).split("\0"))
+    patch = b""
+    if found["dirty"] or found["untracked"]:
+        patch = _patch(os.fsdecode(root).strip(), found["sha"] or EMPTY_TREE, found["untracked"])
+    found["diff_sha256"] = hashlib.sha256(patch).hexdigest() if patch else None
+    found["diff_complete"] = len(patch) <= MOST_DIFF_BYTES
+    if diff_to is not None and patch and found["diff_complete"]:
+        diff_to.write_bytes(patch)
     return found
 
 
-def _start(folder: str | os.PathLike[str], *arguments: str) -> subprocess.Popen[bytes] | None:
-    try:
-        return subprocess.Popen(
-            [*GIT, "-C", os.fspath(folder), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-    except OSError as error:
-        logger.debug("git %s: %s", " ".join(arguments), error)
-        return None
-
-
-def _output(process: subprocess.Popen[bytes]) -> str | None:
-    """Return the output of git; None if it failed, or gave no answer in time."""
-    with process:
-        try:
-            out, _ = process.communicate(timeout=GIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return None
-    return None if process.returncode else out.decode("utf-8", errors="surrogateescape")
+def _git(folder: str, *arguments: str, given: bytes = b"", **variables: str) -> bytes:
+    """Return the output of git; a SubprocessError if it fails or gives no answer in time."""
+    return subprocess.run(
+        [*GIT, "-C", folder, *arguments],
+        input=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**env.copy(), **variables},
+        timeout=GIT_SECONDS,
+        check=True,
+    ).stdout
 
 
 def _parsed(entries: Sequence[str]) -> JsonObject:
@@ -98,7 +92,8 @@ def _parsed(entries: Sequence[str]) -> JsonObject:
 
     Source: https://git-scm.com/docs/git-status#_porcelain_format_version_2
     """
-    found: JsonObject = {"sha": None, "branch": None, "dirty": False, "untracked": []}
+    found: JsonObject = {"sha": None, "branch": None, "dirty": False}
+    untracked = []
     for entry in entries:
         kind, _, rest = entry.partition(" ")
         if entry.startswith("# branch.oid "):
@@ -109,8 +104,8 @@ def _parsed(entries: Sequence[str]) -> JsonObject:
         elif kind in ("1", "2", "u"):
             found["dirty"] = True
         elif kind == "?":
-            found["untracked"].append(rest)
-    return found
+            untracked.append(rest)
+    return found | {"untracked": _own_sources(untracked)}
 
 
 def _own_sources(names: Sequence[str]) -> list[str]:
@@ -123,59 +118,31 @@ def _own_sources(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _diff(folder: str | os.PathLike[str]) -> bytes:
-    """Return the changes of tracked files as a patch, cut off one byte behind the limit."""
-    plain = ("--no-color", "--no-ext-diff", "--no-textconv")
-    process = _start(folder, *DIFF_FORMAT, "diff", "HEAD", "--binary", *plain)
-    if process is None or process.stdout is None:
-        return b""
-    with process:
-        patch = process.stdout.read(MOST_DIFF_BYTES + 1)
-        if len(patch) > MOST_DIFF_BYTES:
-            process.kill()
-    return patch
+def _patch(root: str, commit: str, untracked: Sequence[str]) -> bytes:
+    """Return the uncommitted changes and new files as a patch, cut off one byte behind the limit.
 
-
-# -- untracked files -----------------------------------------------------------------------
-
-
-def _creation_patch(root: Path, names: Sequence[str]) -> bytes:
-    """Return a patch for `git apply` that creates text files; others are left out.
-
-    `git diff HEAD` leaves untracked files out, and a new module is one of them until `git add`.
+    New files are marked in a copy of the index, so that `git diff` has them, too.
     """
-    patches = []
-    for name in names[:MOST_SOURCES]:
-        with contextlib.suppress(OSError):  # removed meanwhile
-            content = (root / name).read_bytes()
-            if b"\0" not in content:
-                patches.append(_creation(name, content))
-    return b"".join(patches)
-
-
-def _creation(name: str, content: bytes) -> bytes:
-    """Return a patch that creates one file.
-
-    Source: https://git-scm.com/docs/diff-format#generate_patch_text_with_p
-    """
-    old, new = _quoted(f"a/{name}"), _quoted(f"b/{name}")
-    head = b"diff --git %s %s\nnew file mode 100644\n" % (old, new)
-    if not content:
-        return head
-    ended = content.endswith(b"\n")
-    number = content.count(b"\n") + (not ended)
-    lines = b"+" + content.removesuffix(b"\n").replace(b"\n", b"\n+") + b"\n"
-    end = b"" if ended else b"\\ No newline at end of file\n"
-    return head + b"--- /dev/null\n+++ %s\n@@ -0,0 +1,%d @@\n" % (new, number) + lines + end
-
-
-def _quoted(name: str) -> bytes:
-    """Return a name as patches have it: in quotes, with octal bytes, if it is not plain."""
-    raw = name.encode(errors="surrogateescape")
-    if _PLAIN.fullmatch(raw):
-        return raw
-    characters = (bytes([byte]) for byte in raw)
-    return b'"%s"' % b"".join(c if _PLAIN.fullmatch(c) else b"\\%03o" % ord(c) for c in characters)
+    with tempfile.TemporaryDirectory() as place:
+        index = Path(place, "index")
+        variable = {"GIT_INDEX_FILE": str(index)}
+        try:
+            own = os.fsdecode(_git(root, "rev-parse", "--git-path", "index")).strip()
+            with contextlib.suppress(FileNotFoundError):  # nothing was ever added
+                shutil.copy(Path(root, own), index)
+            if untracked:
+                _git(root, *MARK_NEW, given=os.fsencode("\0".join(untracked)), **variable)
+            command = [*GIT, "-C", root, *DIFF_FORMAT, "diff", commit, "--binary", *PLAIN]
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, env=env.copy() | variable
+            ) as process:
+                assert process.stdout is not None
+                patch = process.stdout.read(MOST_DIFF_BYTES + 1)
+                process.kill()
+                return patch
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.warning("The uncommitted changes could not be recorded: %s", error)
+            return b""
 
 
 # -- sources of packages -------------------------------------------------------------------
@@ -245,7 +212,7 @@ def code_id(recorded: Fields) -> str:
     It begins with the project's commit, and has a digest of all that `code_differences` compares.
     """
     git = recorded.get("git") or {}
-    parts = [git.get("sha"), git.get("diff_sha256"), git.get("untracked_sha256")]
+    parts = [git.get("sha"), git.get("diff_sha256")]
     if "dirty" not in git and not recorded.get("code"):
         return ""
     digest = json_files.digest([parts, recorded.get("code")])
@@ -262,7 +229,7 @@ def _git_differences(before: Fields, after: Fields) -> list[str]:
     lines = []
     if before.get("sha") != after.get("sha"):
         lines.append(f"the project was at commit {short_sha(before)}, and is at {short_sha(after)}")
-    if any(before.get(key) != after.get(key) for key in ("diff_sha256", "untracked_sha256")):
+    if before.get("diff_sha256") != after.get("diff_sha256"):
         was, present = uncommitted(before), uncommitted(after)
         same = "of other contents " if was == present else ""
         lines.append(f"the project had {was}, and has {present} {same}".rstrip())
