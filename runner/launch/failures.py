@@ -103,7 +103,7 @@ def print_failure(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> No
         who = f"rank {outcome.rank} failed first" if num_processes > 1 else "the run failed"
         lines = [outcome.traceback.rstrip(), f"{who}: {outcome.message}"]
         # That of an evaluation's processes is removed.
-        if not directory.is_request(run_dir) and directory.worth_keeping(run_dir, outcome.code):
+        if not directory.is_request(run_dir):
             lines.append(f"run: {run_dir}")
     print(*(line for line in lines if line), sep="\n", file=sys.stderr, flush=True)
 

@@ -9,7 +9,6 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -18,7 +17,7 @@ from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import CheckpointError, ConfigError, Problem, Problems
-from runner.exit_codes import FAILED, OF_SIGNAL, REFUSED
+from runner.exit_codes import REFUSED
 from runner.recipe import paths
 from runner.recipe.composition import Frozen
 from runner.recipe.schema import Recipe
@@ -33,10 +32,9 @@ LOGS, RUN_LOG = "logs", "run.log"
 SWEEPS, SWEEP = "sweep-", "sweep.json"
 REQUEST = "request.json"  # what processes of an evaluation are asked for
 MOST_NAMED = 4  # entries of a directory that is refused
-# Of a run that SIGTERM or SIGUSR1 met while it waited for its machines.
-MET_WAITING = (OF_SIGNAL + signal.SIGTERM, OF_SIGNAL + signal.SIGUSR1)
 # What a run writes before its first step.
 BEFORE_TRAINING = (sessions.FOLDER, lock.FILE, LOGS, RUN_LOG, "tensorboard", checkpoints.FOLDER)
+SHELL_LOGS = (".log", ".out", ".err", ".txt")  # of the scheduler that runs the command
 
 
 class UsedError(ConfigError):
@@ -89,21 +87,21 @@ def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
 def require_unused(path: Path) -> None:
     """Raise a UsedError if a directory that is to be a new run's holds anything.
 
-    A lock, logs of the shell or the scheduler that runs the command, and leftovers of commands that
-    were killed before they had a recipe, do not count.
+    Tries at a run that made no step do not count, nor do logs of the shell or the scheduler that
+    runs the command.
 
     Raises:
         ConfigError: also if the directory cannot be read.
     """
     value = f"run_dir={str(path)!r}"
     try:
-        present = sorted(one.name for one in path.iterdir() if not _is_before_a_run(one))
+        present = sorted(one.name for one in path.iterdir() if not _is_of_a_try(one))
     except (FileNotFoundError, NotADirectoryError):
         return  # claiming it says what is wrong
     except OSError as error:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
         raise ConfigError.of(value, rule, "Name another folder.") from error
-    if is_run(path):
+    if sessions.begun(path) or sessions.is_queued(path):
         remedy = f"Resume it with resume={shlex.quote(str(path))}, or name another directory."
         raise UsedError.of(value, "the directory holds another run", remedy)
     if present:
@@ -122,13 +120,15 @@ def owner_of_file(path: Path) -> Path | None:
     return None if found is None else sessions.run_dir_of(found)
 
 
-def _is_before_a_run(path: Path) -> bool:
-    """Return whether a command has such a file in a run directory before there is a recipe."""
-    name = path.name
-    is_partial = name.startswith(".") and ".partial-" in name
-    is_log = path.suffix in (".log", ".out", ".err", ".txt") and name != RUN_LOG
-    is_own = name in (lock.FILE, LOGS, sessions.FOLDER)
-    return is_own or is_partial or is_log
+def _is_of_a_try(path: Path) -> bool:
+    """Return whether a command has such a file in a run directory before the first step."""
+    if path.name == checkpoints.FOLDER:
+        return not any(path.iterdir())
+    return (
+        path.name in BEFORE_TRAINING
+        or (path.name.startswith(".") and ".partial-" in path.name)
+        or path.suffix in SHELL_LOGS
+    )
 
 
 def is_run(path: Path) -> bool:
@@ -308,28 +308,15 @@ def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:
 # -- runs that came to nothing -------------------------------------------------------------
 
 
-def worth_keeping(run_dir: Path, code: int) -> bool:
-    """Return whether a run that ended with `code` leaves anything to use or to look at.
-
-    One in which a step was made always does, and one with a checkpoint; one that failed, or that a
-    stop signal met while it waited for its machines, also if its processes have written logs. Files
-    that are not the runner's are always kept.
-    """
-    if code not in (REFUSED, FAILED, *MET_WAITING):
-        return True
-    logs = any((run_dir / LOGS).glob("rank_*.log")) and code != REFUSED
-    trained = sessions.begun(run_dir) or own_checkpoints(run_dir)
-    others = any(one.name not in BEFORE_TRAINING for one in run_dir.iterdir())
-    return bool(trained) or logs or others
-
-
 def remove_unstarted(run_dir: Path, code: int, *, with_parents: bool = True) -> None:
-    """Remove the directory of a new run that ended with `code`, unless it is worth keeping.
+    """Remove the directory of a new run that was refused, where nothing is in it but the try.
 
     Folders above that held nothing else go along, unless a person has chosen the directory. It is
     out of sight at once, so that no other rank writes its outcome there.
     """
-    if not run_dir.is_dir() or worth_keeping(run_dir, code):
+    if code != REFUSED or not run_dir.is_dir() or own_checkpoints(run_dir):
+        return
+    if sessions.begun(run_dir) or any(one.name not in BEFORE_TRAINING for one in run_dir.iterdir()):
         return
     hidden = run_dir.with_name(f".{run_dir.name}.removed-{secrets.token_hex(4)}")
     run_dir.rename(hidden)

@@ -129,7 +129,7 @@ def _patch(root: str, commit: str, untracked: Sequence[str]) -> bytes:
         try:
             own = os.fsdecode(_git(root, "rev-parse", "--git-path", "index")).strip()
             with contextlib.suppress(FileNotFoundError):  # nothing was ever added
-                shutil.copy(Path(root, own), index)
+                shutil.copy2(Path(root, own), index)  # git compares its time with the files'
             if untracked:
                 _git(root, *MARK_NEW, given=os.fsencode("\0".join(untracked)), **variable)
             command = [*GIT, "-C", root, *DIFF_FORMAT, "diff", commit, "--binary", *PLAIN]

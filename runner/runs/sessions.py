@@ -117,6 +117,12 @@ def summary(run_dir: Path) -> Fields:
     return {} if folder is None else read_json(folder / ENDED).get("summary") or {}
 
 
+def is_queued(run_dir: Path) -> bool:
+    """Return whether a run's newest session was handed to Slurm and has come to no end."""
+    newest = of_run(run_dir)[-1:]
+    return any((one / SUBMITTED).exists() and not (one / ENDED).exists() for one in newest)
+
+
 def submitted_job(run_dir: Path) -> str | None:
     """Return the job of Slurm that a run was handed to last; None: to none."""
     for folder in reversed(of_run(run_dir)):

@@ -64,23 +64,35 @@ def finished(run_dir: Path, **summary: Any) -> None:
 # -- new runs ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [1, 2])
 def test_where_nothing_was_started_nothing_is_left(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(job: Job) -> int:
         assert lock.holder(job.run_dir) is not None
-        Outcome(0, 0.0, code, "no plan for this model").write(job.place)
-        return code
+        Outcome(0, 0.0, 2, "no plan for this model").write(job.place)
+        return 2
 
     launched(monkeypatch, refuse)
-    assert cli.main(list(LITTLE)) == code
+    assert cli.main(list(LITTLE)) == 2
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("code", "left"), [(1, "metrics.jsonl"), (1, "logs/rank_1.log"), (2, "mine"), (75, "x")]
-)
+def test_a_run_that_failed_before_its_first_step_is_shown_and_its_folder_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(job: Job) -> int:
+        sessions.end(job.place, 1)
+        return 1
+
+    launched(monkeypatch, fail)
+    line = [*LITTLE, "run_dir=a/b"]
+    assert [cli.main(line), cli.main(line)] == [1, 1]
+    assert len(sessions.of_run(tmp_path / "a" / "b")) == 2
+    assert cli.main(["list", "a"]) == 0
+    assert "failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("code", "left"), [(1, "metrics.jsonl"), (2, "mine"), (75, "x")])
 def test_what_may_be_of_use_is_kept(
     code: int, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,13 +371,12 @@ def test_a_chosen_directory_is_resumed_automatically(
     assert resumed == [None, str(tmp_path / "a" / "b" / "checkpoints" / "checkpoint_0")]
 
 
-@pytest.mark.parametrize("code", [1, 2])
 def test_a_chosen_directory_goes_if_nothing_was_started_and_its_parent_stays(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched(monkeypatch, lambda job: code)
+    launched(monkeypatch, lambda job: 2)
     (tmp_path / "a").mkdir()
-    assert cli.main([*LITTLE, "run_dir=a/b"]) == code
+    assert cli.main([*LITTLE, "run_dir=a/b"]) == 2
     assert [path.name for path in tmp_path.rglob("*")] == ["a"]
 
 

@@ -76,7 +76,9 @@ def test_a_chosen_directory_is_empty(held: str, words: str, tmp_path: Path) -> N
     (tmp_path / ".lock").touch()
     assert directory.claim_chosen(tmp_path) == tmp_path
     if held == "sessions":
-        Job(tmp_path).save(Recipe())
+        session = Job(tmp_path).save(Recipe()).place
+        assert directory.claim_chosen(tmp_path) == tmp_path  # it has made no step
+        sessions.begin(session)
     else:
         (tmp_path / held).write_text("{}")
     with pytest.raises(directory.UsedError, match=words):

@@ -118,15 +118,13 @@ def test_old_checkpoints_of_another_run_are_not_pruned(tmp_path: Path) -> None:
     assert {"checkpoint_0", "checkpoint_1"} < left
 
 
-def test_checkpoints_elsewhere_are_worth_keeping(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_elsewhere_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = new_run(tmp_path, checkpoint=shared(tmp_path))
     add(tmp_path / "all" / "checkpoints", 0, 6, "another")
     failures.print_interrupted(run_dir)
     assert "before the first checkpoint" in capsys.readouterr().err
-    assert not directory.worth_keeping(run_dir, REFUSED)
     add(tmp_path / "all" / "checkpoints", 1, 6, run_dir.name)
     failures.print_interrupted(run_dir)
     assert "resume=" in capsys.readouterr().err
-    assert directory.worth_keeping(run_dir, REFUSED)
+    directory.remove_unstarted(run_dir, REFUSED)
+    assert run_dir.is_dir()
