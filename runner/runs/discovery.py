@@ -96,9 +96,3 @@ def _of_sweep(path: Path) -> tuple[str | None, JsonObject | None]:
     if not _NUMBERED.fullmatch(path.name) or not is_sweep(path.parent):
         return None, None
     return path.parent.name, sweep_records.last_of_each_job(path.parent).get(int(path.name))
-
-
-def swept_overrides(run: RunRecord) -> list[str]:
-    """Return the overrides of a job of a sweep, as its journal or its job.json has them."""
-    found = run.journal.get("overrides") or run.job.get("overrides") or []
-    return [str(override) for override in found]
