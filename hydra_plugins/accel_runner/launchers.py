@@ -31,6 +31,21 @@ class TaskLauncher(Launcher):
         self.task = task_function  # type: ignore[assignment]
 
 
+class OtherLauncher(TaskLauncher):
+    """A launcher that composes jobs with Hydra, which has its own word for ``group=null``."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        super().__init__()
+        self._launcher = launcher
+
+    def launch(self, job_overrides: Overrides, initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run jobs to their ends; their objectives are the results."""
+        from runner.recipe import hydra_setup
+
+        jobs = [hydra_setup.for_hydra(overrides) for overrides in job_overrides]
+        return self._launcher.launch(jobs, initial_job_idx)
+
+
 class LocalLauncher(TaskLauncher):
     """Runs jobs on this machine, in forks of a warm server."""
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
 class ProjectSearchPath(SearchPathPlugin):
-    """Appends the `conf` folders of the user's project; other applications keep their path."""
+    """Makes the shipped `conf` whole: its schema, and the `conf` folders of the user's project.
+
+    Any Hydra program may compose it; others keep their search path.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append them."""
-        paths = sys.modules.get("runner.recipe.paths")  # not imported: it is another application
+        """Append the folders."""
+        from runner.recipe import paths
+
         main = [found.path for found in search_path.get_path() if found.provider == "main"]
-        if paths is None or main != [str(paths.conf_folder())]:
+        if [Path(path.removeprefix("file://")).resolve() for path in main] != [
+            paths.conf_folder().resolve()
+        ]:
             return
+        from runner.recipe import hydra_setup
+
+        hydra_setup.prepare()
         for folder in paths.project_conf_folders():
             search_path.append("project", f"file://{folder}")
         for place in paths.given_conf_folders:

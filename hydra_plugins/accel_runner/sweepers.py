@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.plugins import Plugins
-from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+
+from hydra_plugins.accel_runner.launchers import OtherLauncher, TaskLauncher
 
 if TYPE_CHECKING:
     from runner.sweep.task import Task
@@ -19,7 +20,7 @@ class TaskSweeper(Sweeper):
     """Base of sweepers over the task of the runner's sweeps, under any launcher."""
 
     task: Task
-    launcher: Launcher
+    launcher: TaskLauncher
 
     def __init__(self, **settings: object) -> None:
         self.settings = settings
@@ -31,9 +32,10 @@ class TaskSweeper(Sweeper):
         self.task = task_function  # type: ignore[assignment]
         self.sweep_dir = str(config.hydra.sweep.dir)
         self.config_name = str(config.hydra.job.config_name)
-        self.launcher = Plugins.instance().instantiate_launcher(
+        launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
+        self.launcher = launcher if isinstance(launcher, TaskLauncher) else OtherLauncher(launcher)
 
 
 class KnownJobs(TaskSweeper):

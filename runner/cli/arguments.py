@@ -15,8 +15,8 @@ from runner.recipe import keys
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
-class ParserExit(Exception):
-    """A subcommand's parser has printed its help or an error, and wants to exit with `code`."""
+class Exit(Exception):
+    """The command ends with `code`; what there is to say has been printed."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -50,12 +50,12 @@ def _parser() -> _Parser:
 
 
 class CommandParser(commands.CommandParser):
-    """Raises `ParserExit` instead of exiting: a SystemExit can only come from the user's code."""
+    """Raises `Exit` instead of exiting: a SystemExit can only come from the user's code."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         if message:
             self._print_message(message, sys.stderr)
-        raise ParserExit(status)
+        raise Exit(status)
 
 
 def long_flags() -> list[str]:
@@ -128,10 +128,13 @@ def take_imports(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def for_hydra(flags: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
     """Return the command line that Hydra gets, flags first."""
+    from runner.recipe import hydra_setup
+
     line = ["--config-name", flags.config_name]
     switches = ("multirun", "shell_completion", "hydra_help", "resolve")
     line += [f"--{name.replace('_', '-')}" for name in switches if getattr(flags, name)]
     for name in ("cfg", "package", "info"):
         if getattr(flags, name):
             line += [f"--{name}", getattr(flags, name)]
-    return [*line, *overrides]
+    with hydra_setup.session():
+        return [*line, *hydra_setup.for_hydra(overrides), *hydra_setup.FIXED]

@@ -5,24 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import functools
 import os
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from accel.machine.env import Environment
 from accel.machine.errors import AccelError, ConfigError
-from runner.cli.arguments import CommandParser
+from runner.cli.arguments import CommandParser, Exit
 from runner.exit_codes import DONE, FAILED, OF_SIGNAL
 from runner.inference import worker
 from runner.inference.placement import WORDS, Placement, parse_limits
-from runner.inference.predict import write_predictions
-from runner.inference.session import Request, Worker, evaluate, is_stream
+from runner.inference.session import Request, Worker, is_stream
 from runner.recipe import processes
 from runner.recipe.schema import SPLITS, Recipe
 from runner.runs.json_files import Fields, JsonObject
@@ -32,38 +29,14 @@ WORKER = "runner.cli.evaluate_predict:work"
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The exit code and the cause of an evaluation that failed, among several."""
-
-    code: int
-    cause: str
-
-
-class _GroupFailed(Exception):
-    """Processes of an evaluation have failed with this exit code and cause; it has been printed."""
+class _Failed(Exit):
+    """Processes of an evaluation have failed, which has been printed."""
 
     def __init__(self, code: int, cause: str) -> None:
-        super().__init__(code, cause)
-        self.code, self.cause = code, cause
+        super().__init__(code)
+        self.cause = cause
 
 
-def _codes_returned(
-    command: Callable[[Sequence[str]], int],
-) -> Callable[[Sequence[str]], int]:
-    """Return a command that ends with the code of processes that failed, which have said why."""
-
-    @functools.wraps(command)
-    def run(arguments: Sequence[str]) -> int:
-        try:
-            return command(arguments)
-        except _GroupFailed as failure:
-            return failure.code
-
-    return run
-
-
-@_codes_returned
 def evaluate_runs(arguments: Sequence[str]) -> int:
     """Measure runs on their data sets, print a table, and write it to eval.json of each.
 
@@ -74,47 +47,52 @@ def evaluate_runs(arguments: Sequence[str]) -> int:
         ConfigError: if the only run or an override is refused.
         CheckpointError: if its checkpoint is missing or incomplete.
     """
+    from runner.reporting import run_table
     from runner.runs import discovery
 
     request, folders = _parse_evaluate(arguments)
     requests = [replace(request, run_dir=run.path) for run in discovery.require_runs(folders)]
     if len(requests) == 1:
-        _show_one(requests[0], _evaluated(requests[0]))
+        found = _evaluated(requests[0])
+        if found is not None:
+            _show_one(requests[0], found)
         return DONE
-    results = {one.run_dir: _tried(one) for one in requests}
-    if _is_main():
-        _show_table(requests, results)
-    return _code(list(results.values()))
-
-
-def _code(results: Sequence[Fields | Failed]) -> int:
-    codes = [one.code for one in results if isinstance(one, Failed)]
+    results = [(one.run_dir, _tried(one)) for one in requests]
+    rows = [(path, one.cause if isinstance(one, _Failed) else one) for path, one in results if one]
+    if len(rows) == len(results):  # else another process prints
+        run_table.show_evaluations(rows, run_table.console_for_tables())
+    codes = [one.code for _, one in results if isinstance(one, _Failed)]
     return FAILED if codes and len(codes) < len(results) else max(codes, default=DONE)
 
 
-def _tried(request: Request) -> Fields | Failed:
+def _tried(request: Request) -> Fields | _Failed | None:
     """Evaluate one run of several: a failure does not keep the others from it."""
     from runner.launch import failures
 
     try:
         return _evaluated(request)
-    except _GroupFailed as failure:
+    except _Failed as failure:
         if failure.code >= OF_SIGNAL:  # also Ctrl-C
             raise
-        return Failed(failure.code, failure.cause)
+        return failure
     except AccelError as error:
-        return Failed(failures.report(error), str(error).splitlines()[0])
+        return _Failed(failures.report(error), str(error).splitlines()[0])
 
 
-def _evaluated(request: Request) -> Fields:
+def _evaluated(request: Request) -> Fields | None:
     """Measure a run, write the result to its eval.json, and return it."""
-    if request.num_processes > 1 and processes.adopted() is None:
-        found: Fields = _by_processes(request)
-    else:
-        found = worker.plain(evaluate(request))
-    if _is_main():
+    found = _done(request)
+    if found is not None:
         _record(request, found)
     return found
+
+
+def _done(request: Request) -> JsonObject | None:
+    """Evaluate or predict on as many processes as requested; return the result on rank 0."""
+    place = processes.adopted()
+    if request.num_processes > 1 and place is None:
+        return _by_processes(request)
+    return worker.attempt(request, 0 if place is None else place.rank)
 
 
 def _record(request: Request, found: Fields) -> None:
@@ -152,21 +130,9 @@ def _show_one(request: Request, found: Fields) -> None:
 
     for split, metrics in found["metrics"].items():
         rows = [(name, number(value)) for name, value in metrics.items()]
-        Display(enabled=_is_main()).final(f"{request.run_dir.name} · {split}", rows)
+        Display(enabled=True).final(f"{request.run_dir.name} · {split}", rows)
 
 
-def _show_table(requests: Sequence[Request], results: Mapping[Path, Fields | Failed]) -> None:
-    from runner.reporting import run_table
-
-    rows = [
-        (one.run_dir, found.cause if isinstance(found, Failed) else found)
-        for one in requests
-        for found in (results[one.run_dir],)
-    ]
-    run_table.show_evaluations(rows, run_table.console_for_tables())
-
-
-@_codes_returned
 def predict(arguments: Sequence[str]) -> int:
     """Write a run's predictions for a data set, one JSON object per sample and line.
 
@@ -179,17 +145,10 @@ def predict(arguments: Sequence[str]) -> int:
     if request.num_processes > 1 and streamed:
         rule = "several processes write a file, not a pipe"
         raise ConfigError.of(f"--output {request.output}", rule, "Leave --processes out.")
-    if request.num_processes > 1 and processes.adopted() is None:
-        count = _by_processes(request)["count"]
-    elif request.num_processes > 1:
-        place = processes.adopted()
-        result = worker.attempt(request, 0 if place is None else place.rank)
-        count = None if result is None else result["count"]
-    else:
-        count = write_predictions(request)
-    stream = sys.stderr if streamed else sys.stdout
-    if _is_main():
-        print(f"{count} predictions written to {request.output}", file=stream)
+    found = _done(request)
+    if found is not None:
+        stream = sys.stderr if streamed else sys.stdout
+        print(f"{found['count']} predictions written to {request.output}", file=stream)
     return DONE
 
 
@@ -197,14 +156,15 @@ def _by_processes(request: Request) -> JsonObject:
     """Let fresh processes do what a request asks for, and return what rank 0 has found.
 
     Raises:
-        _GroupFailed: if one of them fails, which has been reported.
+        _Failed: if one of them fails, which has been reported.
         ConfigError: if the request is refused.
     """
     from runner.launch import launcher
     from runner.training import run_log
 
     run_log.announce(request.run_dir.name)
-    with _folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="runner-inference-") as place:
+        folder = Path(place)
         output = None if request.output is None else Path(os.path.abspath(request.output))
         run_dir = Path(os.path.abspath(request.run_dir))
         worker.write_request(folder, replace(request, run_dir=run_dir, output=output))
@@ -212,7 +172,7 @@ def _by_processes(request: Request) -> JsonObject:
         if ended.code != DONE:
             message = "" if ended.cause is None else ended.cause.message
             lines = message.splitlines() or ["its processes failed"]
-            raise _GroupFailed(ended.code, lines[0])
+            raise _Failed(ended.code, lines[0])
         return worker.read_result(folder)
 
 
@@ -226,22 +186,6 @@ def work(folder: Path, stop: StopFlag) -> int:
         return watchdog.watching(recipe, folder, stop, here.rank or 0, here.world_size)
 
     return worker.run(folder, Worker(stop, watch))
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """Give a folder for the request, the result and the logs of processes."""
-    folder = Path(tempfile.mkdtemp(prefix="runner-inference-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_main() -> bool:
-    """Return whether this process prints and writes: of a launcher's, rank 0."""
-    place = processes.adopted()
-    return place is None or place.rank == 0
 
 
 def _run_dirs(words: Sequence[str]) -> list[str]:

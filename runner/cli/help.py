@@ -113,7 +113,7 @@ def of_groups(overrides: Sequence[str]) -> str:
     from runner.recipe import diagnose, factory, hydra_setup, serialization
 
     with hydra_setup.session():
-        config, problems, _ = diagnose.examine(overrides, hydra_setup.PRIMARY)
+        config, problems = diagnose.examine(overrides, hydra_setup.PRIMARY)
         ConfigError.raise_if(problems)
         recipe, problems = serialization.examine(hydra_setup.plain(config))
     ConfigError.raise_if([*trust.missing_packages(), *problems])

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel.commands.program import COMMANDS as OF_ACCEL
@@ -47,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         imports, rest = command_line.take_imports(arguments)
         with _trusting(imports), numerics.sleeping_when_idle():
-            code = _run(rest)
+            code = _command(rest)()
             print(end="", flush=True)  # here, where a closed pipe is handled
             return code
     except KeyboardInterrupt:
@@ -57,10 +58,41 @@ def run(arguments: Sequence[str]) -> int:
         # The interpreter flushes the buffer at its exit, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except command_line.ParserExit as end:
+    except command_line.Exit as end:
         return end.code
     except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
         return failures.report(error)
+
+
+def _command(arguments: Sequence[str]) -> Callable[[], int]:
+    """Return what a command line asks for."""
+    name = arguments[0] if arguments else ""
+    if name in OF_ACCEL:
+        raise ConfigError.of(f"runner {name}", "it is accel's", f"Write accel {name}.")
+    if name in SUBCOMMANDS:
+        return partial(load_attribute(SUBCOMMANDS[name]), arguments[1:])
+    flags = command_line.parse(arguments)
+    overrides = command_line.searched(flags)
+    if flags.help:
+        return partial(_help, overrides)
+    if flags.version:
+        return _version
+    if flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
+        return partial(_complete, overrides[0].partition("=")[2])
+    if flags.shell_completion or flags.hydra_help or flags.info:
+        return partial(_hydra, command_line.for_hydra(flags, overrides), _no_task)
+    overrides = last_of_each(overrides)
+    of_hydra = flags.cfg in ("hydra", "all")
+    if flags.multirun and of_hydra:
+        rule = "of a sweep the jobs are listed"
+        raise ConfigError.of(f"--cfg {flags.cfg} with --multirun", rule, "Write --cfg job.")
+    if flags.dry_run or (flags.cfg and flags.multirun):
+        return partial(_list, overrides, flags)
+    if of_hydra:
+        return partial(_hydra, command_line.for_hydra(flags, overrides), _no_task)
+    if flags.cfg:
+        return partial(_show, overrides, flags)
+    return partial(_train_all if flags.multirun else _train, overrides, flags.config_name)
 
 
 @contextlib.contextmanager
@@ -71,36 +103,8 @@ def _trusting(imports: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def _run(arguments: Sequence[str]) -> int:
-    command = arguments[0] if arguments else ""
-    if command in OF_ACCEL:
-        raise ConfigError.of(f"runner {command}", "it is accel's", f"Write accel {command}.")
-    if command in SUBCOMMANDS:
-        return int(load_attribute(SUBCOMMANDS[command])(arguments[1:]))
-    flags = command_line.parse(arguments)
-    overrides = command_line.searched(flags)
-    if flags.help:
-        return _help(overrides)
-    if flags.version:
-        return _version()
-    if flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
-        return _complete(overrides[0].partition("=")[2])
-    if flags.shell_completion or flags.hydra_help or flags.info:
-        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
-    overrides = _last_of_each(overrides)
-    if flags.multirun and flags.cfg in ("hydra", "all"):
-        rule = "of a sweep the jobs are listed"
-        raise ConfigError.of(f"--cfg {flags.cfg} with --multirun", rule, "Write --cfg job.")
-    if flags.dry_run or (flags.cfg and flags.multirun):
-        return _list(overrides, flags)
-    if flags.cfg in ("hydra", "all"):
-        return _hydra(command_line.for_hydra(flags, _for_hydra(overrides)), _no_task)
-    if flags.cfg:
-        return _show(overrides, flags.config_name, flags.package, flags.resolve)
-    return _train(overrides, flags.config_name, flags.multirun)
-
-
-def _last_of_each(overrides: Sequence[str]) -> list[str]:
+def last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Return the last override of each key, and say which others it overrides."""
     from runner.recipe import diagnose
 
     for line in diagnose.overridden(overrides):
@@ -132,69 +136,48 @@ def _version() -> int:
     return DONE
 
 
-def _show(overrides: Sequence[str], config_name: str, package: str | None, resolve: bool) -> int:
-    """Print the composed recipe; with `resolve` also the arguments at a factory's default."""
+def _show(overrides: Sequence[str], flags: argparse.Namespace) -> int:
+    """Print the composed recipe; with --resolve also the arguments at a factory's default."""
     from omegaconf import OmegaConf
 
     from runner.recipe import composition, factory, hydra_setup, keys
 
     with hydra_setup.session(overrides):
-        examined = examine(overrides, config_name)
+        examined = examine(overrides, flags.config_name)
     _require_names([examined], _import_packages_named(examined.recipe))
     recipe = composition.require(examined)
-    if resolve:
+    if flags.resolve:
         ConfigError.raise_if([*trust.missing_packages(), *factory.check_factories(recipe)])
         recipe = factory.completed(recipe)
     shown = OmegaConf.create(composition.to_yaml(recipe))
-    if package is not None:
+    if flags.package is not None:
         content: Any = OmegaConf.to_container(shown)
         known = keys.known_keys(content)
-        if package not in known:
-            value, rule = f"--package {package}", "the recipe has no such node"
-            raise ConfigError.of(value, rule, keys.suggestion(package, known))
-        shown = OmegaConf.select(shown, package)
+        if flags.package not in known:
+            value, rule = f"--package {flags.package}", "the recipe has no such node"
+            raise ConfigError.of(value, rule, keys.suggestion(flags.package, known))
+        shown = OmegaConf.select(shown, flags.package)
     print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else shown)
     return DONE
 
 
-def _train(overrides: Sequence[str], config_name: str, multirun: bool) -> int:
-    """Train one job, or those of a sweep; all are composed and checked before the first starts."""
+def _train(overrides: Sequence[str], config_name: str) -> int:
+    """Train one job, which is checked before it starts."""
+    from runner.launch import launcher, member, rendezvous, start_run
     from runner.recipe import processes
+    from runner.training import build
 
     place = processes.adopted()
     if place is not None:
         parent_watch.die_alone_with(os.getppid())
-    if place is not None and place.rank > 0:
-        from runner.launch import launcher
-
-        return launcher.follow(place)
-    if place is not None and multirun:
-        rule = "a sweep starts the processes of each job itself"
-        remedy = "Start it without torchrun, mpirun or srun."
-        raise ConfigError.of("--multirun on processes of a launcher", rule, remedy)
-    if trust.asked_for():  # packages of the user's import torch
-        run_log.announce("runner")
-    if not multirun:
-        return _train_one(overrides, config_name)
-    return _train_all(overrides, config_name, trust.missing_packages())
-
-
-def _train_one(overrides: Sequence[str], config_name: str) -> int:
-    from runner.launch import member, rendezvous, start_run
-    from runner.recipe import hydra_setup
-    from runner.sweep import jobs, settings
-    from runner.training import build
-
-    ConfigError.raise_if(settings.misplaced(overrides))
-    with hydra_setup.session(overrides):
-        examined = examine(overrides, config_name)
-    problems = [*trust.missing_packages(), *jobs.misplaced(overrides)]
-    _require_names([examined], problems)
+        if place.rank > 0:
+            return launcher.follow(place)
+    examined, missing = checked(overrides, config_name)
     if rendezvous.is_member(examined.recipe.distributed):
         return member.follow(examined.recipe)
     run_log.announce(examined.recipe.name)
     with rendezvous.ending_with() as ended:
-        build.require([examined], problems)
+        build.require([examined], missing)
         return ended(
             start_run.start(
                 examined.recipe,
@@ -205,6 +188,25 @@ def _train_one(overrides: Sequence[str], config_name: str) -> int:
                 log_levels=examined.log_levels,
             )
         )
+
+
+def checked(overrides: Sequence[str], config_name: str) -> tuple[Examined, list[Problem]]:
+    """Compose one job, and raise what is wrong with it that can be found without torch.
+
+    Returns:
+        The job, and the problems of the user's packages.
+    """
+    from runner.recipe import hydra_setup
+    from runner.sweep import jobs, settings
+
+    ConfigError.raise_if(settings.misplaced(overrides))
+    if trust.asked_for():  # packages of the user's import torch
+        run_log.announce("runner")
+    with hydra_setup.session(overrides):
+        examined = examine(overrides, config_name)
+    missing = [*trust.missing_packages(), *jobs.misplaced(overrides)]
+    _require_names([examined], missing)
+    return examined, missing
 
 
 def examine(overrides: Sequence[str], config_name: str) -> Examined:
@@ -220,8 +222,6 @@ def examine(overrides: Sequence[str], config_name: str) -> Examined:
         run_dir = directory.existing(value, "resume=")
         return _resumed(composition.resumed(directory.frozen(run_dir), new), str(run_dir))
     examined = composition.new_run(overrides, config_name)
-    for line in examined.notes:
-        print(line, file=sys.stderr)
     if examined.problems:
         return examined
     if examined.recipe.resume is None:
@@ -267,12 +267,20 @@ def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> N
     ConfigError.raise_if(list(problems))
 
 
-def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Problem]) -> int:
+def _train_all(overrides: Sequence[str], config_name: str) -> int:
     """Train the jobs of a sweep, each in processes of its own, where the launcher puts them."""
     from runner.launch import rendezvous
+    from runner.recipe import processes
     from runner.sweep import command
     from runner.training import build
 
+    if processes.adopted() is not None:
+        rule = "a sweep starts the processes of each job itself"
+        remedy = "Start it without torchrun, mpirun or srun."
+        raise ConfigError.of("--multirun on processes of a launcher", rule, remedy)
+    if trust.asked_for():  # packages of the user's import torch
+        run_log.announce("runner")
+    missing = trust.missing_packages()
     request = command.Request.of(overrides, config_name)
 
     def require(examined: Sequence[Examined]) -> None:
@@ -288,21 +296,17 @@ def _train_all(overrides: Sequence[str], config_name: str, missing: Sequence[Pro
 
 def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     """Print the jobs of a sweep, or one recipe's check, and start nothing."""
-    from runner.recipe import hydra_setup
-    from runner.sweep import command, jobs
+    from runner.sweep import command
     from runner.training import build
 
     if not flags.multirun:
-        with hydra_setup.session(overrides):
-            examined = examine(overrides, flags.config_name)
-        found = [examined]
-        missing = [*trust.missing_packages(), *jobs.misplaced(overrides)]
-        _require_names(found, missing)
+        one, missing = checked(overrides, flags.config_name)
+        found, note = [one], ""
     else:
         missing = trust.missing_packages()
         request = command.Request.of(overrides, flags.config_name)
         found = command.examine(request, lambda found: _require_names(found, missing))
-    note = command.note(request) if flags.multirun else ""
+        note = command.note(request)
     if flags.cfg:
         print("\n".join([*([f"# {note}"] if note else ()), *command.recipe_lines(found)]))
         return DONE
@@ -320,20 +324,12 @@ def _no_task(config: DictConfig) -> None:
     """Train nothing: Hydra only prints information."""
 
 
-def _for_hydra(overrides: Sequence[str]) -> list[str]:
-    from runner.recipe import hydra_setup
-
-    with hydra_setup.session():
-        return [*hydra_setup.opened(overrides), *hydra_setup.FIXED]
-
-
 def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:
     """Run Hydra's own main, which calls `task` with each job; return the code it ends with."""
     import hydra
 
     from runner.recipe import diagnose, hydra_setup
 
-    hydra_setup.prepare()
     main = hydra.main(
         version_base=hydra_setup.VERSION_BASE,
         config_path=str(paths.conf_folder()),

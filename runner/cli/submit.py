@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: if the recipe is refused, there is no Slurm, or it refuses the job.
     """
     from runner.launch import batch_script, submit
-    from runner.recipe import diagnose, hydra_setup
+    from runner.recipe import hydra_setup
     from runner.sweep import jobs
     from runner.training import build, run_log
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     _require_single(flags.multirun, flags.cfg)
     if not flags.dry_run:
         submit.require_slurm()
-    overrides = diagnose.unique(command_line.searched(flags))
+    overrides = program.last_of_each(command_line.searched(flags))
     if trust.asked_for():
         run_log.announce("runner")
     missing = [*trust.missing_packages(), *jobs.misplaced(overrides, submits=True)]

@@ -84,18 +84,6 @@ def num_given(key: str, by_name: bool) -> int:
     return from_registry if by_name else by_target
 
 
-def with_node_key(error: ConfigError, kind: str, key: str) -> ConfigError:
-    """Return the error with the node's own key in place of the kind of factory."""
-    return ConfigError(
-        *(
-            Problem(
-                problem.value.replace(f"{kind}.name", f"{key}.name"), problem.rule, problem.remedy
-            )
-            for problem in error.problems
-        )
-    )
-
-
 def unregistered(recipe: Recipe) -> bool:
     """Return whether a recipe names factories that are not registered so far."""
     return any(
@@ -111,11 +99,11 @@ def wrong_names(recipe: Recipe) -> list[Problem]:
         try:
             name, target, _ = name_and_arguments(key, node, registry)
             if target is None:
-                registry.require(str(name))
+                registry.require(str(name), key)
             elif (distrusted := trust.distrust(target, f"{key}._target_")) is not None:
                 problems.append(distrusted)
         except ConfigError as error:
-            problems += with_node_key(error, registry.kind, key).problems
+            problems += error.problems
     return problems
 
 
@@ -203,10 +191,7 @@ def factory_of(key: str, node: object, registry: Registry) -> Factory:
     if target is not None:
         label = str(target).rpartition(".")[2]
         return Factory(key, label, False, trust.resolve(str(target), f"{key}._target_"), arguments)
-    try:
-        return Factory(key, str(name), True, registry.get(str(name)), arguments)
-    except ConfigError as error:
-        raise with_node_key(error, registry.kind, key) from error
+    return Factory(key, str(name), True, registry.get(str(name), key), arguments)
 
 
 def check_factories(recipe: Recipe) -> list[Problem]:

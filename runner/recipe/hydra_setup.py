@@ -8,26 +8,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from accel.machine.errors import ConfigError, Problem, Problems
-from runner.recipe import keys, launchers, paths, sweepers
-from runner.recipe.schema import PLUGINS, Recipe
-from runner.recipe.serialization import to_plain
+from runner.recipe import launchers, paths, sweepers
+from runner.recipe.keys import FACTORY_NODES
+from runner.recipe.schema import PLUGINS
+from runner.recipe.serialization import to_plain, typed
 
 VERSION_BASE = "1.3"
 SCHEMA, TYPES = "recipe_schema", "recipe_types"
@@ -55,30 +56,10 @@ def prepare() -> None:
     for name, plugin in others.items():  # of another package: its defaults are one choice
         store.store(group=name, name="default", node=plugin.kind, provider="runner")
     places = [TYPES, *({name: None} for name in others), "_self_"]
-    store.store(name=TYPES, node=schema(), provider="runner")
+    store.store(name=TYPES, node=typed(), provider="runner")
     store.store(name=SCHEMA, node={"defaults": places}, provider="runner")
     launchers.store()
     sweepers.store()  # after the plugins, one of which may have such a name
-
-
-def schema() -> DictConfig:
-    """Return the typed schema, with enumerations as the words that YAML has for them.
-
-    It is open: unknown keys are reported after composing, all at once.
-    """
-    node: DictConfig = OmegaConf.structured(Recipe)
-    _spell_out(node)
-    return node
-
-
-def _spell_out(node: DictConfig) -> None:
-    OmegaConf.set_struct(node, False)
-    for name in node:
-        value = None if OmegaConf.is_missing(node, name) else node[name]
-        if isinstance(value, DictConfig):
-            _spell_out(value)
-        elif isinstance(value, Enum):
-            node[name] = value.value
 
 
 @contextlib.contextmanager
@@ -88,7 +69,6 @@ def session(overrides: Sequence[str] = ()) -> Iterator[None]:
     Groups and files are looked up in the folders of `hydra.searchpath`, too, if it is among the
     overrides (`--config-dir`).
     """
-    prepare()
     outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     given, paths.given_conf_folders = paths.given_conf_folders, _searched(overrides)
     GlobalHydra.instance().clear()
@@ -144,11 +124,29 @@ def own_files() -> Iterator[tuple[Path, str]]:
             yield path, f"conf/{path.relative_to(folder).as_posix()}"
 
 
-def file_of(group: str, option: str) -> object:
-    """Return the content of the file that a choice stands for; None: there is no such file."""
-    found = (Path(folder, group, f"{option}.yaml") for folder in _sources("file"))
-    path = next((path for path in found if path.is_file()), None)
-    return None if path is None else OmegaConf.load(path)
+def own_nodes(choices: Sequence[str], config_name: str) -> Iterator[tuple[str, DictConfig]]:
+    """Yield the content of each chosen file of the user's, with its name in messages.
+
+    The content lies at its place in a recipe.
+
+    Raises:
+        Exception: Hydra's and OmegaConf's own, if a file cannot be read.
+    """
+    names = {name for _, name in own_files()}
+    for default in chosen_files(choices, config_name):
+        name = f"conf/{default.config_path}.yaml"
+        if name in names:
+            content = _content(str(default.config_path))
+            node = OmegaConf.create()
+            package = default.package or ""
+            if package:
+                OmegaConf.update(node, package, content)
+            yield name, node if package else content
+
+
+def _content(name: str) -> Any:
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    return next(one for one in sources if one.is_config(name)).load_config(name).config
 
 
 def groups() -> list[str]:
@@ -174,22 +172,10 @@ def compose(
     """
     config = composed_with_hydra(choices, config_name)
     ConfigError.raise_if([*_shadowed(), *_forbidden_settings(config.hydra)])
-    renamed = _nodes_of_other_factories(config)
-    ConfigError.raise_if(_without_effect(choices, renamed, config))
-    if renamed:  # the arguments of their files belong to another factory
-        others = [choice for choice in choices if key_of(choice) not in renamed]
-        off = [f"{node}=null" for node in renamed]
-        without = composed_with_hydra([*others, *off], config_name)
-        OmegaConf.set_struct(config, False)
-        for node in renamed:
-            config[node] = without[node]
     OmegaConf.set_struct(config, False)
-    off = [key_of(choice) for choice in choices if switches_off(choice)]
-    nodes = schema() if off else {}  # it takes a while, and jobs are many
-    for node in filter(nodes.__contains__, off):
-        config[node] = nodes[node]  # an experiment may give it values, which come later
-    for node, name in _missing_values(config):
-        config[node][name] = MISSING
+    for node in [key_of(choice) for choice in choices if switches_off(choice)]:
+        if node in typed():
+            config[node] = typed()[node]  # an experiment may give it values, which come later
     _merge_trackers(config, choices, config_name)
     config.hydra.job.num, config.hydra.job.id = number, str(number)
     own = [override for override in task if not key_of(override).startswith("hydra")]
@@ -207,7 +193,7 @@ def composed_with_hydra(overrides: Sequence[str], config_name: str) -> DictConfi
         Exception: Hydra's and OmegaConf's own.
     """
     return hydra_compose(
-        config_name, overrides=[*FIXED, *opened(overrides)], return_hydra_config=True
+        config_name, overrides=[*FIXED, *for_hydra(overrides)], return_hydra_config=True
     )
 
 
@@ -215,104 +201,27 @@ def _merge_trackers(config: DictConfig, choices: Sequence[str], config_name: str
     """Use the trackers of all files of ``tracker=[a,b]``: Hydra keeps the last file's list."""
     if "tracker" in config.hydra.runtime.choices or "tracker" not in config:
         return
-    names = chosen_files(choices, config_name)
-    options = [name.removeprefix("tracker/") for name in names if name.startswith("tracker/")]
-    loaded = [file_of("tracker", option) for option in options]
-    chosen = [list(file.get("log_with") or ()) for file in loaded if isinstance(file, DictConfig)]
-    if not options:
-        config.tracker.log_with = []
-    elif chosen and config.tracker.log_with == chosen[-1]:  # else an experiment has another list
-        config.tracker.log_with = list(dict.fromkeys(name for names in chosen for name in names))
+    names = [str(default.config_path) for default in chosen_files(choices, config_name)]
+    lists = [list(_content(n).get("log_with") or ()) for n in names if n.startswith("tracker/")]
+    if not lists or config.tracker.log_with == lists[-1]:  # else an experiment has another list
+        config.tracker.log_with = list(dict.fromkeys(itertools.chain(*lists)))
 
 
-def chosen_files(overrides: Sequence[str], config_name: str) -> list[str]:
-    """Return the files that a recipe is composed from, as group/option; their values don't matter.
+def chosen_files(overrides: Sequence[str], config_name: str) -> list[ResultDefault]:
+    """Return the files that a recipe is composed from, in order; their values don't matter.
 
     Raises:
         Exception: Hydra's own, if there is no such file.
     """
     loader = GlobalHydra.instance().config_loader()
-    found = loader.compute_defaults_list(config_name, [*FIXED, *opened(overrides)], RunMode.RUN)
-    return [str(default.config_path) for default in found.defaults]
-
-
-def _without_effect(
-    choices: Sequence[str], renamed: Sequence[str], config: DictConfig
-) -> list[Problem]:
-    """Return the problems of files chosen on the command line for nodes that name others."""
-    problems = Problems()
-    for choice in choices:
-        node = key_of(choice)
-        if node in renamed:
-            own = factory_named(file_of(node, choice.partition("=")[2]))
-            named = factory_named(config[node])
-            other = next((name for name in named if name and name not in own), "nothing")
-            problems.add(
-                choice,
-                f"a file that comes later, such as an experiment, names {other} there",
-                f"Leave it out, give '{node}={{name: …}}', or write `- override /{node}: …` in the "
-                "defaults list of that file, which the command line then overrides.",
-            )
-    return problems
-
-
-def _nodes_of_other_factories(config: DictConfig) -> list[str]:
-    """Return the nodes whose chosen file has arguments for another factory than they name."""
-    renamed = []
-    for node in keys.FACTORY_NODES:
-        chosen = config.hydra.runtime.choices.get(node)
-        own = factory_named(file_of(node, chosen)) if chosen else (None, None)
-        if any(own) and own != factory_named(config[node]):
-            renamed.append(node)
-    return renamed
-
-
-def factory_named(node: object) -> tuple[object, object]:
-    """Return the `name` and the `_target_` of a node."""
-    if isinstance(node, (DictConfig, Mapping)):
-        return node.get("name"), node.get("_target_")
-    return None, None
-
-
-def _missing_values(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield (node, key) of each mandatory value (``???``) of a chosen file that was not given.
-
-    The composed node has the schema's default there: OmegaConf merges no missing value over one.
-    """
-    for node, chosen in config.hydra.runtime.choices.items():
-        own = file_of(node, chosen) if chosen and node in config else None
-        for name in own if isinstance(own, DictConfig) else ():
-            if OmegaConf.is_missing(own, name) and config[node].get(name) is None:
-                yield node, str(name)
-
-
-def won_over_choices(choices: Sequence[str], config: DictConfig) -> list[str]:
-    """Return a line for each value of a file chosen on the command line that another file replaced.
-
-    An experiment comes last, so that its values win over those of ``model=cnn``.
-    """
-    lines = []
-    for choice in choices:
-        group, _, option = choice.partition("=")
-        own = file_of(group, option) if group in config and group != "experiment" else None
-        node = config.get(group) if own is not None else None
-        if not isinstance(own, DictConfig) or not isinstance(node, DictConfig):
-            continue
-        given: Any = OmegaConf.to_container(own, resolve=False)
-        taken: Any = to_plain(OmegaConf.to_container(node, resolve=False))
-        lines += [
-            f"{group}.{name}={taken[name]} of a file that comes later is taken, not {value} of "
-            f"{choice}"
-            for name, value in given.items()
-            if name in taken and value != "???" and value != taken[name]
-        ]
-    return lines
+    words = [*FIXED, *for_hydra(overrides)]
+    return list(loader.compute_defaults_list(config_name, words, RunMode.RUN).defaults)
 
 
 def plain(config: DictConfig) -> dict[str, object]:
     """Return a composed recipe as plain containers, interpolations resolved."""
-    content = to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
-    return dict(content)
+    content = dict(to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True)))
+    return content | {name: content.get(name) or None for name in FACTORY_NODES}
 
 
 # -- overrides -----------------------------------------------------------------------------
@@ -321,9 +230,7 @@ def plain(config: DictConfig) -> dict[str, object]:
 def merge(own: Sequence[str], new: Sequence[str]) -> list[str]:
     """Return `own` overrides and then `new` ones, which replace those of their keys and below."""
     chosen = tuple(f"{key_of(override)}." for override in new)
-    out = {key_of(override) for override in new if takes_out(override)}
-    kept = [o for o in own if key_of(o) in out or not f"{key_of(o)}.".startswith(chosen)]
-    return [*kept, *new]
+    return [*(o for o in own if not f"{key_of(o)}.".startswith(chosen)), *new]
 
 
 def key_of(override: str) -> str:
@@ -336,44 +243,10 @@ def switches_off(choice: str) -> bool:
     return choice.startswith("~") or choice.partition("=")[2] in ("null", "[]")
 
 
-def takes_out(override: str) -> bool:
-    """Return whether an override takes out an argument of a factory, or another free key.
-
-    An earlier override of the key is kept with it, so that no file needs to have the key.
-    """
-    return override.startswith("~") and keys.is_free(key_of(override))
-
-
-def opened(overrides: Sequence[str]) -> list[str]:
-    """Return overrides as Hydra wants them.
-
-    Open mappings take keys with or without a ``+``, present or not, and a group is switched off by
-    ``group=null``.
-    """
-    return [_opened(override) for override in overrides]
-
-
-def _opened(override: str) -> str:
-    key, _, value = override.partition("=")
-    of_plugin = sweepers.opened(key, value) or launchers.opened(key, value)
-    if of_plugin is not None:
-        return of_plugin
-    if value == "null" and key in groups():
-        return f"{key}=[]" if key == "callbacks" else f"~{key}"
-    mapping = value.startswith("{") and "." in key and keys.node_of(key) is None
-    if key[:1] == "+" and key[:2] != "++" and keys.is_free(key[1:]):
-        return f"+{override}"
-    known = key[:1] not in ("+", "~")
-    return f"++{override}" if known and (keys.is_free(key) or mapping) else override
-
-
-def closed(override: str) -> str:
-    """Return an override of `opened` as it is written on a command line."""
-    if override.startswith("~"):
-        return f"{key_of(override)}=null"
-    if override == "callbacks=[]":
-        return "callbacks=null"
-    return override.removeprefix("++")
+def for_hydra(overrides: Sequence[str]) -> list[str]:
+    """Return overrides for Hydra, whose grammar leaves a group out by an empty list of files."""
+    off = {f"{group}=null" for group in groups()}
+    return [f"{key_of(one)}=[]" if one in off else one for one in overrides]
 
 
 def not_swept(overrides: Sequence[str]) -> list[str]:
@@ -412,7 +285,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides of each job of a sweep, in the basic sweeper's order.
 
     Raises:
-        ConfigError: if a value is a range without steps or values, or would switch a group off.
+        ConfigError: if a value is a range without steps or values.
     """
     choices: list[list[str]] = []
     problems = Problems()
@@ -427,9 +300,6 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
             if not choices[-1]:
                 problems.add(line, "it has no values", f"Give {key}=a,b,c.")
-            elif override.key_or_group in groups() and f"{key}=null" in choices[-1]:
-                rule = "a sweep goes through the files of a group"
-                problems.add(line, rule, f"Start the job with {key}=null by itself.")
     problems.raise_if()
     return [list(job) for job in itertools.product(*choices)]
 
@@ -452,7 +322,7 @@ def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
             "Set output_dir and name, or leave it out. Open are: " + ", ".join(OPEN_TO_USERS) + ".",
         )
         for override in overrides
-        if re.match(r"hydra([./@]|$)", key_of(override))
+        if re.split(r"[./@]", key_of(override))[0] == "hydra"
         and not key_of(override).startswith(OPEN_TO_USERS)
     ]
 
@@ -460,34 +330,24 @@ def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
 def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
     """Yield settings of Hydra's node in files that would run code or change the process."""
     node: Any = OmegaConf.to_container(hydra, resolve=False)
-    sweeper = node.get("sweeper") or {}
-    params = sweeper.get("params")
-    if params and not sweepers.is_own(sweeper):
-        yield Problem(
-            f"hydra.sweeper.params={params}",
-            "the values of a sweep are given on its command line, or belong to a search",
-            "Start with -m key=a,b; or write `- override /hydra/sweeper: optuna` in its defaults.",
-        )
+    sweeper, mode = node.get("sweeper") or {}, str(node.get("mode") or "RUN").rpartition(".")[2]
+    harmless = ("version", "disable_existing_loggers")
     found = {
+        "hydra.sweeper.params": None if sweepers.is_own(sweeper) else sweeper.get("params"),
         "hydra.callbacks": node.get("callbacks"),
         "hydra.job.env_set": node["job"].get("env_set"),
         "hydra.job.env_copy": node["job"].get("env_copy"),
-        **{f"hydra.{name}": _log_settings(node[name]) for name in ("job_logging", "hydra_logging")},
+        "hydra.mode": None if mode == "RUN" else mode,
     }
+    for logs in ("job_logging", "hydra_logging"):
+        found[f"hydra.{logs}"] = {k: v for k, v in node[logs].items() if v and k not in harmless}
     for key, value in found.items():
         if value:
             yield Problem(
                 f"{key}={value}",
-                "a recipe does not change the process it runs in",
-                "Take it out of the file. Set variables in the shell that starts the runner.",
+                "a recipe does not change the command or the process that it runs in",
+                "Take it out. Sweep with -m; ranges need `- override /hydra/sweeper: optuna`.",
             )
-    if str(node.get("mode") or "RUN").rpartition(".")[2] != "RUN":
-        yield Problem(f"hydra.mode={node['mode']}", "the command line decides", "Use -m.")
-
-
-def _log_settings(node: Mapping[str, object]) -> dict[str, object]:
-    harmless = ("version", "disable_existing_loggers")
-    return {name: value for name, value in node.items() if value and name not in harmless}
 
 
 def _shadowed() -> Iterator[Problem]:

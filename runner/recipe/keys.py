@@ -17,7 +17,6 @@ from accel.machine.errors import (
     CheckpointError,
     ConfigError,
     Problem,
-    Problems,
     closest,
     did_you_mean,
 )
@@ -100,14 +99,15 @@ def typed_keys(kind: type = Recipe, prefix: str = "") -> Iterator[str]:
 
 def known_keys(recipe: Mapping[str, object]) -> list[str]:
     """Return the keys of the schema and those of a composed recipe, dotted."""
-    return sorted({*typed_keys(), *_keys_of(recipe)})
+    return sorted({*typed_keys(), *keys_of(recipe)})
 
 
-def _keys_of(node: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+def keys_of(node: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of nested mappings, nodes included."""
     for name, value in node.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
-            yield from _keys_of(value, f"{prefix}{name}.")
+            yield from keys_of(value, f"{prefix}{name}.")
 
 
 def unknown_key(key: str, known: Sequence[str], value: str = "") -> Problem:
@@ -179,37 +179,6 @@ def key_for(name: str) -> str | None:
         return key
     same_leaf = [key for key in typed if key.rpartition(".")[2] == name]
     return same_leaf[0] if len(same_leaf) == 1 else None
-
-
-def pairs(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Return the overrides without words such as ``seed 3``, and the problems of those."""
-    kept: list[str] = []
-    problems = Problems()
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        value = _value_of(word, words)
-        if value is None:
-            kept.append(word)
-            continue
-        written, num_words = value
-        shown = " ".join([word, *words[:num_words]])
-        del words[:num_words]
-        rule = "a value is given as key=value, without spaces"
-        problems.add(shown, rule, f"Write {key_for(word)}={written}")
-    return kept, problems
-
-
-def _value_of(word: str, following: Sequence[str]) -> tuple[str, int] | None:
-    """Return the value that stands behind a bare key, and how many words that are."""
-    bare = word.rstrip(":=")
-    if not following or "=" in bare or key_for(word) is None or word.startswith("-"):
-        return None
-    if following[0] == "=" and len(following) > 1 and bare == word:
-        return following[1], 2
-    if "=" not in following[0] and key_for(following[0]) is None:
-        return following[0], 1
-    return None
 
 
 # -- errors of the engine ------------------------------------------------------------------

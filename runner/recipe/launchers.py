@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from accel.machine.errors import MissingPackageError, Problem, nearest
 from accel.machine.imports import is_available
@@ -38,16 +39,10 @@ OPEN = ("resources", "runtime_env")
 def store() -> None:
     """Make the launcher known to Hydra's configuration."""
     calls = {"_target_": f"{MODULE}.{CLASS}", "_recursive_": False}  # nothing below is a call
-    node = {**calls, **DEFAULTS}
+    node = OmegaConf.create({**calls, **DEFAULTS})
+    for name in OPEN:
+        OmegaConf.set_struct(node[name], False)
     ConfigStore.instance().store(group=GROUP, name=RAY, node=node, provider="runner")
-
-
-def opened(key: str, value: str) -> str | None:
-    """Return an override of an open mapping of `hydra.launcher` as Hydra wants it; else None."""
-    head = key.removeprefix(f"{NODE}.").partition(".")[0]
-    if not key.startswith(f"{NODE}.") or head not in OPEN:
-        return None
-    return f"++{key}={value}"
 
 
 def require() -> None:

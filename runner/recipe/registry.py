@@ -51,26 +51,22 @@ class Registry:
         """Return every known name, sorted."""
         return sorted({*self._builtin, *self._factories})
 
-    def get(self, name: str) -> Callable[..., object]:
+    def get(self, name: str, key: str = "") -> Callable[..., object]:
         """Return the factory called `name`, importing it if it is built in.
 
         Raises:
-            ConfigError: if there is none; the message names the nearest.
+            ConfigError: if there is none; the message names the node `key` and the nearest.
         """
-        self.require(name)
+        self.require(name, key)
         if name not in self._factories:
             self._factories[name] = load_attribute(self._builtin[name])
         return self._factories[name]
-
-    def loaded(self, name: str) -> Callable[..., object] | None:
-        """Return the factory called `name` if it has been imported, or None."""
-        return self._factories.get(name)
 
     def built_in(self, name: str) -> str | None:
         """Return ``"module:attribute"`` of a built-in factory, or None."""
         return self._builtin.get(name)
 
-    def require(self, name: str) -> None:
+    def require(self, name: str, key: str = "") -> None:
         """Raise if there is no factory called `name`; nothing is imported.
 
         Raises:
@@ -79,7 +75,7 @@ class Registry:
         if name not in self.names():
             decorator = self.kind.removesuffix("s")
             raise ConfigError.of(
-                f"{self.kind}.name={name!r}",
+                f"{key or self.kind}.name={name!r}",
                 f"no {self.kind} factory has that name",
                 f"{nearest(name, self.names())} Register your own with "
                 f"@register.{decorator}({name!r}) in a package named by [tool.runner] imports.",

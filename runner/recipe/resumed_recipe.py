@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accel.machine.errors import Problem, Problems
-from runner.recipe import keys
 
 # These say when one invocation stops; a resumed run does not inherit them.
 PER_INVOCATION = (("resume",), ("run_dir",), ("trainer", "stop_after"), ("trainer", "max_time"))
@@ -80,61 +79,6 @@ def refusals(frozen: Mapping[str, object], changed: Mapping[str, object]) -> lis
             )
             problems.add(f"{key}={after} with resume", rule, remedy)
     return problems
-
-
-def carry_over(frozen: object, before: object, after: object, at: str = "") -> Any:
-    """Return `frozen` with what differs between `before` and `after` taken from `after`.
-
-    These are today's compositions of the run's own overrides, and of those and the new ones, which
-    may choose whole groups. Other changes of files in `conf/` are ignored. A node at the dotted key
-    `at` that names another factory is that of `after`: the arguments are another's.
-    """
-    if before == after:
-        return frozen
-    if not isinstance(frozen, Mapping) or not isinstance(before, Mapping):
-        return after
-    if not isinstance(after, Mapping):
-        return after
-    if keys.names_factory(at) and _names(before) != _names(after):
-        return after
-    missing = object()
-    result = {}
-    for key in [*frozen, *(key for key in after if key not in frozen)]:
-        value = carry_over(
-            frozen.get(key, missing),
-            before.get(key, missing),
-            after.get(key, missing),
-            f"{at}.{key}" if at else str(key),
-        )
-        if value is not missing:
-            result[key] = value
-    return result
-
-
-def _names(node: Mapping[str, object]) -> tuple[object, object]:
-    """Return the factory that a node names, whose arguments no other one has."""
-    return node.get("name"), node.get("_target_")
-
-
-def imposed(changed: Mapping[str, Any], after: object, given: Iterable[str]) -> Mapping[str, Any]:
-    """Return `changed` with the values of dotted keys taken from `after`, where it has them.
-
-    `carry_over` keeps what two compositions of today have in common; a key that the new command
-    line names has the value that it names, also where today's files say the same.
-    """
-    for key in given:
-        *parents, leaf = key.split(".")
-        target = changed = dict(changed)
-        source = after
-        for parent in parents:
-            source = source.get(parent) if isinstance(source, Mapping) else None
-            if not isinstance(source, Mapping) or not isinstance(target.get(parent), Mapping):
-                break
-            target[parent] = target = dict(target[parent])
-        else:
-            if isinstance(source, Mapping) and leaf in source:
-                target[leaf] = source[leaf]
-    return changed
 
 
 def absolute(path: str | None, cwd: str | os.PathLike[str]) -> str | None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel.config.checks import FieldDefaults
 from accel.machine.errors import ConfigError, Problem
 from runner.recipe import factory, keys, trust
 from runner.recipe.schema import PLUGINS, Recipe
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 Node = TypeVar("Node")
 
@@ -22,6 +26,34 @@ CALLABLES = (
     "precision.fp8_torchao.module_filter_func",
     *(f"{name}.{field}" for name, plugin in PLUGINS.items() for field in plugin.callables),
 )
+
+
+@functools.cache
+def typed() -> DictConfig:
+    """Return the schema as OmegaConf checks it, with enumerations as the words that YAML has.
+
+    It is open: arguments of factories and `_target_` need no ``+``, and unknown keys are reported
+    after composing, all at once. It is not to be changed.
+    """
+    from omegaconf import OmegaConf
+
+    node: DictConfig = OmegaConf.structured(Recipe)
+    for name in (*keys.FACTORY_NODES, "callbacks"):
+        node[name] = {}
+    _open(node)
+    return node
+
+
+def _open(node: DictConfig) -> None:
+    from omegaconf import DictConfig, OmegaConf
+
+    OmegaConf.set_struct(node, False)
+    for name in node if not node._is_none() else ():
+        value = node._get_node(name)
+        if isinstance(value, DictConfig):
+            _open(value)
+        elif not OmegaConf.is_missing(node, name) and isinstance(node[name], Enum):
+            node[name] = node[name].value
 
 
 def from_plain(plain: Mapping[str, object]) -> Recipe:
@@ -68,12 +100,16 @@ def _node(
 ) -> Node:
     """Build one node; on problems, add them to `problems` and return the default."""
     arguments: dict[str, Any] = {}
-    inner = keys.nodes(kind)
+    made = _class_of(kind, values.get("_target_"), prefix, problems)
+    inner = keys.nodes(made)
     for name, value in values.items():
         nested = inner.get(name)
+        if name == "_target_":
+            continue
         if name not in inner:
             key = f"{prefix}{name}"
             valid = [k for k in known if k != key and not k.startswith(f"{key}.")]
+            valid += [f"{prefix}{field}" for field in inner]
             key, value = _first_leaf(key, value)
             problems.append(keys.unknown_key(key, valid, f"={value}"))
         elif nested is not None and isinstance(value, Mapping):
@@ -81,13 +117,26 @@ def _node(
         else:
             arguments[name] = value
     try:
-        return kind(**arguments)
+        return made(**arguments)
     except ConfigError as error:
-        problems += [_with_recipe_key(problem, kind, prefix) for problem in error.problems]
+        problems += [_with_recipe_key(problem, made, prefix) for problem in error.problems]
         fallback = kind()
-        for name in [name for name in arguments if inner[name] is not None]:
+        for name in [name for name in arguments if inner[name] and name in keys.nodes(kind)]:
             setattr(fallback, name, arguments[name])
         return fallback
+
+
+def _class_of(kind: type[Node], target: object, prefix: str, problems: list[Problem]) -> type[Node]:
+    """Return the class of a node: `kind`, or a trusted subclass that `_target_` names."""
+    if target is None:
+        return kind
+    try:
+        found = trust.resolve(str(target), f"{prefix}_target_", subclass_of=kind)
+    except ConfigError as error:
+        problems += error.problems
+        return kind
+    assert isinstance(found, type)
+    return found
 
 
 def _first_leaf(key: str, value: object) -> tuple[str, object]:
@@ -104,9 +153,10 @@ def _with_recipe_key(problem: Problem, kind: type, prefix: str) -> Problem:
 def to_plain(value: Any) -> Any:
     """Return a recipe, or a part of one, as dicts, lists and scalars: what was given, no more."""
     if isinstance(value, FieldDefaults):
-        return to_plain(value.given_fields())
+        return {**_target_of(type(value)), **to_plain(value.given_fields())}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        plain = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {**_target_of(type(value)), **plain}
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -120,6 +170,17 @@ def to_plain(value: Any) -> Any:
     if callable(value):
         return f"{value.__module__}.{value.__qualname__}"
     return value
+
+
+def _target_of(kind: type) -> dict[str, str]:
+    """Return the `_target_` of a node whose class is not the schema's own."""
+    own = kind in _schema_classes()
+    return {} if own else {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+@functools.cache
+def _schema_classes() -> frozenset[type | None]:
+    return frozenset((Recipe, *map(keys.node_of, keys.typed_keys())))
 
 
 def frozen_plain(recipe: Recipe, *, complete: bool = True) -> dict[str, object]:
@@ -166,7 +227,7 @@ def parse_yaml(text: str, path: Path) -> dict[str, object]:
         if not found:  # `null` or {}: with the defaults it would be a user's recipe
             raise ValueError("it has no keys")
         _require_strategies(OmegaConf.to_container(found), path)
-        merged = OmegaConf.merge(OmegaConf.structured(Recipe), found)
+        merged = OmegaConf.merge(typed(), found)
         return dict(to_plain(OmegaConf.to_container(merged, resolve=True)))
     except UnknownStrategyError:
         raise

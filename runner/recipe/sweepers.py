@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 MODULE, CLASS = "hydra_plugins.accel_runner.sweepers", "OptunaSweeper"
 NODE, GROUP = "hydra.sweeper", "hydra/sweeper"
@@ -62,20 +63,12 @@ def store() -> None:
     """Make the sweepers known to Hydra's configuration."""
     calls = {"_target_": TARGET, "_recursive_": False}  # nothing below is a call
     for name, keys in OWN.items():
-        node = {**calls, **keys}
+        node = OmegaConf.create({**calls, **keys})
+        for key in OPEN:
+            OmegaConf.set_struct(node[key], False)
         ConfigStore.instance().store(group=GROUP, name=name, node=node, provider="runner")
 
 
 def is_own(node: Mapping[str, object]) -> bool:
     """Return whether `hydra.sweeper` is one of the runner's own sweepers."""
     return node.get("_target_") == TARGET
-
-
-def opened(key: str, value: str) -> str | None:
-    """Return an override of an open mapping of `hydra.sweeper` as Hydra wants it; else None."""
-    head, _, inner = key.removeprefix(f"{NODE}.").partition(".")
-    if not key.startswith(f"{NODE}.") or head not in OPEN:
-        return None
-    if not inner and head in ("sampler", "pruner") and not value.startswith("{"):
-        inner = "name"
-    return f"++{NODE}.{head}{'.' if inner else ''}{inner}={value}"

@@ -167,8 +167,13 @@ def _how_to_trust(package: str) -> str:
     )
 
 
-def resolve(name: str, key: str) -> Callable[..., object]:
+def resolve(name: str, key: str, subclass_of: type | None = None) -> Callable[..., object]:
     """Import an object that a recipe names, if both the name and the object are trusted.
+
+    Args:
+        name: dotted.
+        key: of the recipe, for messages.
+        subclass_of: the documented class of a node, of which it is this one or a subclass.
 
     Raises:
         ConfigError: if it is not trusted, or there is no such thing.
@@ -177,12 +182,19 @@ def resolve(name: str, key: str) -> Callable[..., object]:
     if problem is not None:
         raise ConfigError(problem)
     found = _locate(name, key)
-    home = _defining_name(found)
-    if not callable(found) or home is None or not _is_in_any(home, (*DEFINED_IN, *trusted())):
+    value, home = f"{key}={name}", _defining_name(found)
+    if not callable(found):
+        rule = f"it is no class or function but {type(found).__name__}"
+        raise ConfigError.of(value, rule, "Name a class or function of your own.")
+    own: tuple[str, ...] = ()
+    if subclass_of is not None:
+        if not (isinstance(found, type) and issubclass(found, subclass_of)):
+            rule = f"the node is {subclass_of.__name__} or a subclass of it"
+            raise ConfigError.of(value, rule, "Name such a class, or leave _target_ out.")
+        own = ("accel", "runner", subclass_of.__module__)
+    if home is None or not _is_in_any(home, (*DEFINED_IN, *own, *trusted())):
         rule = f"it resolves to {home or type(found).__name__}, which is not trusted"
-        if not callable(found):
-            rule = f"it is no class or function but {type(found).__name__}"
-        raise ConfigError.of(f"{key}={name}", rule, "Name a class or function of your own.")
+        raise ConfigError.of(value, rule, "Name a class or function of your own.")
     return found
 
 

@@ -185,8 +185,6 @@ def _known(request: Request, check: Require, server: _Server) -> _Known:
             server.get()  # it imports while the other jobs are composed
         examined = jobs.examine(lists, name)
     check(examined)
-    for note in dict.fromkeys(note for job in examined for note in job.notes):
-        print(note, file=sys.stderr)
     search = _search(request, choice, examined)
     described = _described(request, choice, examined, digest, here, search)
     if sweep is not None:
@@ -367,13 +365,13 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     sweeper = jobs.KNOWN if choice.known else choice.sweeper
     chosen = [f"hydra/launcher={launcher}", f"hydra/sweeper={sweeper}"]
     with hydra_setup.session():
-        opened = [*hydra_setup.opened(given), *hydra_setup.FIXED]
+        own = [*hydra_setup.for_hydra(given), *hydra_setup.FIXED]
     where = [f"hydra.sweep.dir='{sweep.path}'", "hydra.sweep.subdir=."]
     if launcher == slurm.LAUNCHER:
         name = str(sweep.description.recipe["name"])
         target = f"hydra.launcher._target_={launchers.MODULE}.SlurmLauncher"
         where += [target, f"hydra.job.name='{name}'"]
-    return [*line, *opened, *chosen, *where]
+    return [*line, *own, *chosen, *where]
 
 
 def _store_own() -> None:
@@ -400,13 +398,13 @@ def listing(examined: Sequence[Examined], problems: Sequence[Problem] = ()) -> l
         f"{len(examined)} jobs; all have: {' '.join(_in_order(examined, common)) or 'nothing'}"
     ]
     for number, job in enumerate(examined):
-        own = [hydra_setup.closed(one) for one in job.overrides if one not in common]
+        own = [one for one in job.overrides if one not in common]
         lines.append(f"{number:04}  {' '.join(own)}".rstrip())
     return lines
 
 
 def _in_order(examined: Sequence[Examined], common: set[str]) -> list[str]:
-    return [hydra_setup.closed(one) for one in examined[0].overrides if one in common]
+    return [one for one in examined[0].overrides if one in common]
 
 
 def recipe_lines(examined: Sequence[Examined]) -> Iterator[str]:
@@ -417,7 +415,7 @@ def recipe_lines(examined: Sequence[Examined]) -> Iterator[str]:
     for number, job in enumerate(examined):
         here = serialization.to_plain(_recipe(job))
         found = resumed_recipe.differences(first, here)
-        yield f"# {number:04}  {' '.join(map(hydra_setup.closed, job.overrides))}".rstrip()
+        yield f"# {number:04}  {' '.join(job.overrides)}".rstrip()
         yield from (f"{key}: {value}" for key, _, value in found)
 
 

@@ -369,7 +369,7 @@ def best_trials(newest: Mapping[int, FrozenTrial], study: optuna.Study) -> dict[
 def command(overrides: Sequence[str], config_name: str) -> str:
     """Return the command that trains one job alone."""
     name = [] if config_name == hydra_setup.PRIMARY else ["--config-name", config_name]
-    words = [*name, *(hydra_setup.closed(override) for override in overrides)]
+    words = [*name, *overrides]
     return shlex.join(["python", "-m", "runner", *words])
 
 

@@ -139,7 +139,7 @@ class Space:
         lines = [*own, *(f"{key}={value}" for key, value in listed)]
         fixed: list[str] = []
         found: dict[str, Parameter] = {}
-        for line in hydra_setup.opened(lines):
+        for line in lines:
             parsed = parsed_override(line, problems)
             if parsed is None:
                 continue
@@ -153,7 +153,7 @@ class Space:
                 continue
             if _is_fraction(distribution) and keys.hint_of(parsed.key_or_group) in WHOLE:
                 value = parsed.get_value_string()
-                shown, rule = hydra_setup.closed(line), "it is a whole number"
+                shown, rule = line, "it is a whole number"
                 problems.add(shown, rule, f"Write {parsed.key_or_group}='int({value})'.")
                 continue
             prefix = parsed.get_key_element().removesuffix(parsed.key_or_group)
@@ -189,7 +189,7 @@ class Space:
             needed = self._needed(parameter)
             for value in parameter.examples():
                 found.append(self._probe({**needed, parameter.key: value}))
-        unique = dict.fromkeys(tuple(map(hydra_setup.closed, job)) for job in found)
+        unique = dict.fromkeys(map(tuple, found))
         return [list(job) for job in unique]
 
     def _needed(self, parameter: Parameter) -> dict[str, str]:
@@ -211,7 +211,7 @@ class Space:
     def _overrides(self, chosen: Mapping[str, str]) -> list[str]:
         prefixes = {one.key: one.prefix for one in self.parameters}
         swept = [f"{prefixes[key]}{key}={value}" for key, value in chosen.items()]
-        return [*self.fixed, *hydra_setup.opened(swept)]
+        return [*self.fixed, *swept]
 
 
 def _is_fraction(distribution: BaseDistribution) -> bool:
@@ -246,14 +246,14 @@ def parsed_override(line: str, problems: Problems) -> Override | None:
     except HydraException as error:
         rule = f"it cannot be read: {str(error).splitlines()[0]}"
         remedy = "Ranges are interval(a,b), range(a,b,step), choice(a,b), tag(log, interval(a,b))."
-        problems.add(hydra_setup.closed(line), rule, remedy)
+        problems.add(line, rule, remedy)
         return None
 
 
 def distribution_of(found: Override) -> BaseDistribution:
     """Return the values of a swept key; a ConfigError if there are none."""
     sweep: Any = found.value()
-    line = hydra_setup.closed(str(found.input_line))
+    line = str(found.input_line)
     tags = sweep.tags if isinstance(sweep, Sweep) else set()
     for tag in sorted(tags - {LOG}):
         raise ConfigError.of(line, f"there is no tag {tag!r}", "The one tag is log.")

@@ -40,7 +40,7 @@ from runner.launch import launcher, worker
 from runner.recipe import processes
 from runner.runs import slurm_job
 from runner.sweep.journal import JobState, Journal
-from runner.sweep.task import Task, closed
+from runner.sweep.task import Task
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
@@ -79,7 +79,7 @@ class _Array:
     def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> Sequence[JobReturn]:
         task = self._task
         jobs = {
-            task.number(first + index): closed(overrides)
+            task.number(first + index): list(overrides)
             for index, overrides in enumerate(job_overrides)
         }
         journal = Journal(Path(task.folder))

@@ -275,7 +275,7 @@ def show(found: Results, command: str, console: Console) -> None:
 def command_of(row: Row, config_name: str) -> str:
     """Return the command line that trains a job's recipe alone."""
     flags = [] if config_name == hydra_setup.PRIMARY else ["--config-name", config_name]
-    kept = [hydra_setup.closed(one) for one in row.overrides if not _is_of_launchers(one)]
+    kept = [one for one in row.overrides if not _is_of_launchers(one)]
     return shlex.join(["python", "-m", "runner", *flags, *kept])
 
 

@@ -102,10 +102,9 @@ class Task:
     # -- by the sweeper of known jobs ------------------------------------------------------
 
     def pending_overrides(self) -> list[list[str]]:
-        """Return the overrides of the jobs to run, as Hydra wants them."""
+        """Return the overrides of the jobs to run."""
         jobs = directory.read(Path(self.folder)).description.jobs
-        with hydra_setup.session():
-            return [_of_recipe(jobs[number].overrides) for number in self.numbers or ()]
+        return [_of_recipe(jobs[number].overrides) for number in self.numbers or ()]
 
     # -- on this machine -------------------------------------------------------------------
 
@@ -136,8 +135,8 @@ class Task:
             dict(self.log_levels),
         )
         tasks, refused = [], {}
-        for index, opened in enumerate(job_overrides):
-            number, overrides = self.number(first + index), closed(opened)
+        for index, overrides in enumerate(job_overrides):
+            number = self.number(first + index)
             try:
                 recipe = self._recipe_later(number, overrides)
             except Exception as error:
@@ -157,9 +156,9 @@ class Task:
         from hydra.core.utils import JobReturn, JobStatus
 
         returned = []
-        for index, opened in enumerate(job_overrides):
+        for index, overrides in enumerate(job_overrides):
             number = self.number(first + index)
-            answer = JobReturn(overrides=list(opened))
+            answer = JobReturn(overrides=list(overrides))
             try:
                 answer.return_value = self._answer(number, codes.get(number, FAILED))
                 answer.status = JobStatus.COMPLETED
@@ -203,7 +202,10 @@ class Task:
 
         job = HydraConfig.get()
         number = self.number(int(job.job.num))
-        overrides = closed(job.overrides.task)
+        overrides = list(map(str, job.overrides.task))
+        if self.numbers is not None:  # as they were typed
+            jobs = directory.read(Path(self.folder)).description.jobs
+            overrides = _of_recipe(jobs[number].overrides)
         if self.is_stopped:
             return self._answer(number, STOPPED)
         with self.in_launcher_process(number):
@@ -317,15 +319,9 @@ def _stop_here(number: int, frame: FrameType | None) -> None:
     raise SystemExit(STOPPED)
 
 
-def closed(overrides: Sequence[str]) -> list[str]:
-    """Return a job's overrides as they are written on a command line."""
-    return [hydra_setup.closed(str(override)) for override in overrides]
-
-
 def _of_recipe(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a job's recipe, without those of Hydra's own node."""
-    own = [one for one in overrides if not hydra_setup.key_of(one).startswith("hydra")]
-    return hydra_setup.opened(own)
+    return [one for one in overrides if not hydra_setup.key_of(one).startswith("hydra")]
 
 
 # -- stopping ------------------------------------------------------------------------------

@@ -31,12 +31,11 @@ LINES = {
     "runner --import x trainer.log": ["trainer.log_every="],
     "runner -m precision=b": ["precision=bf16", "precision=bf16_weights"],
     "runner -m hydra/sweeper=o": ["hydra/sweeper=optuna"],
-    "runner -m hydra.launcher.num_": ["hydra.launcher.num_cpus=", "hydra.launcher.num_gpus="],
     "runner sub": ["submit", "submit.", "submit="],
     "runner model=byte_gpt model.num": ["model.num_heads=", "model.num_layers="],
-    "python -m runner trainer.drop_last=": ["trainer.drop_last=false", "trainer.drop_last=true"],
+    "python -m runner trainer.drop_last=": ["trainer.drop_last=false"],
     "runner 'trai": [],
-    "runner precision=nope optimizer.weight": ["optimizer.weight_decay="],
+    "runner precision=nope optimizer.weight": [],
 }
 
 

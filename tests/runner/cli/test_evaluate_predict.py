@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from runner.cli import evaluate_predict
 from runner.inference.load import load
 from runner.runs import environment, evaluations, provenance
 from tests.helpers import ROOT, about, python
@@ -220,17 +219,6 @@ def test_several_runs_are_a_table_and_one_that_fails_leaves_the_others(
     assert "the run has no checkpoint in" in err
     assert "last" not in err
     assert evaluations.read(runs[1])[0]["metrics"]["test"]["loss"] > 0
-
-
-def test_2_means_that_none_of_several_runs_was_measured() -> None:
-    refused, failed = evaluate_predict.Failed(2, "refused"), evaluate_predict.Failed(1, "failed")
-    for results, code in (
-        ([{}, {}], 0),
-        ([{}, refused], 1),
-        ([refused, failed, {}], 1),
-        ([refused, refused], 2),
-    ):
-        assert evaluate_predict._code(results) == code
 
 
 def test_the_row_has_the_reason_why_processes_failed(

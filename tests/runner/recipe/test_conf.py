@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accel.config import fp8, handlers, training
 from accel.machine.enums import DDPCommunicationHookType, DynamoBackend
-from runner.recipe import composition, keys, paths, serialization
+from runner.recipe import composition, engine, keys, paths, serialization
 from runner.recipe.factory import check_factories
 from runner.recipe.schema import DataLoader, Recipe
+from tests.helpers import SECONDS, python
 
 CONF = paths.conf_folder()
 # A step that builds its own models leaves these null.
@@ -196,3 +200,72 @@ def test_every_key_of_the_schema_is_a_key_of_the_composed_recipe() -> None:
                 break
             node = node[part]
     assert missing == []
+
+
+@dataclasses.dataclass
+class OwnScaler(handlers.GradScalerKwargs):
+    """A user's own handler, with a key of its own."""
+
+    patience: int = 3
+
+
+def test_a_node_is_a_trusted_subclass_of_the_documented_class(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RUNNER_IMPORTS", __name__.partition(".")[0])
+    own = f"precision.scaler._target_={__name__}.OwnScaler"
+    words = ["precision=fp16", own, "precision.scaler.patience=4", "precision.scaler.init_scale=8"]
+    found = composition.require(composition.new_run(words, "config"))
+    assert found.precision.scaler == OwnScaler(patience=4, init_scale=8.0)
+    recorded = serialization.parse_yaml(composition.to_yaml(found), tmp_path)
+    assert serialization.from_plain(recorded).precision.scaler == found.precision.scaler
+    assert engine.arguments(found, None)["kwargs_handlers"][3] is found.precision.scaler
+
+    te = ["precision=fp8_te", "precision.fp8_te._target_=accel.FP8RecipeKwargs"]
+    older = composition.require(composition.new_run([*te, "precision.fp8_te.backend=TE"], "config"))
+    assert isinstance(older.precision.fp8_te, fp8.FP8RecipeKwargs)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("precision.scaler._target_=accel.AutocastKwargs", "GradScalerKwargs or a subclass"),
+        ("precision.scaler._target_=os.system", "the package 'os' is not trusted"),
+        (f"precision.scaler._target_={__name__}.OwnScaler", "is not trusted"),
+        ("precision.scaler.patience=3", "no such key"),
+    ],
+)
+def test_another_class_is_refused(override: str, expected: str) -> None:
+    (problem,) = composition.new_run(["precision=fp16", override], "config").problems
+    assert expected in str(problem)
+
+
+PROGRAM = """
+import hydra
+from hydra.utils import instantiate
+
+@hydra.main(config_path={conf!r}, config_name="config", version_base="1.3")
+def main(config):
+    for node in (config.fsdp, config.precision.scaler, config.compile, config.profile):
+        print(type(instantiate(node)).__name__)
+    print(config.model.depth, config.trainer.epochs)
+
+main()
+"""
+
+
+def test_another_hydra_program_composes_conf_and_instantiates_its_nodes(tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(PROGRAM.format(conf=str(CONF)))
+    words = ("fsdp=full_shard", "precision=fp16", "compile=eager", "profile=trace")
+    ran = subprocess.run(
+        python("other.py", *words, "model.depth=3"),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert ran.stdout.split() == [
+        "FullyShardedDataParallelPlugin",
+        *("GradScalerKwargs", "TorchDynamoPlugin", "ProfileKwargs", "3", "20"),
+    ], ran.stderr

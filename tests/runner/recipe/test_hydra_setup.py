@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra.errors import HydraException
 
 from accel.machine.errors import ConfigError
-from runner.recipe import composition, hydra_setup
+from runner.recipe import composition, diagnose, hydra_setup
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
 
@@ -16,28 +17,16 @@ def test_new_overrides_replace_older_ones_of_their_node() -> None:
     own = ["seed=1", "model.width=3", "model=cnn", "trainer.epochs=2"]
     assert hydra_setup.merge(own, ["seed=2"]) == [*own[1:], "seed=2"]
     assert hydra_setup.merge(own, ["model=gpt"]) == ["seed=1", "trainer.epochs=2", "model=gpt"]
-    taken_out = hydra_setup.merge(own, ["~model.width"])
-    assert taken_out == [*own, "~model.width"]
 
 
-@pytest.mark.parametrize(
-    ("override", "opened"),
-    [
-        ("seed=1", "seed=1"),
-        ("model.width=3", "++model.width=3"),
-        ("+model.width=3", "++model.width=3"),
-        ("scheduler=null", "~scheduler"),
-        ("callbacks=null", "callbacks=[]"),
-        ("~model.width", "~model.width"),
-    ],
-)
-def test_open_mappings_take_keys_with_and_without_a_plus(override: str, opened: str) -> None:
-    assert hydra_setup.opened([override]) == [opened]
-
-
-def test_what_was_opened_is_shown_as_it_was_written() -> None:
-    written = ["model.width=3", "scheduler=null", "callbacks=null", "seed=1"]
-    assert [hydra_setup.closed(one) for one in hydra_setup.opened(written)] == written
+def test_hydra_itself_composes_what_a_person_writes() -> None:
+    """Arguments of factories need no plus; a typo elsewhere is refused."""
+    written = ["model.depth=3", "scheduler=null", "fsdp=full_shard", "fsdp._target_=x", "seed=1"]
+    found = hydra_setup.composed_with_hydra(written, "config")
+    assert (found.model.depth, found.fsdp._target_, found.seed) == (3, "x", 1)
+    assert found.scheduler == {}
+    with pytest.raises(HydraException):
+        hydra_setup.composed_with_hydra(["optimzer.lr=1"], "config")
 
 
 def test_a_sweep_is_the_product_of_its_values() -> None:
@@ -49,16 +38,18 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("override", "rule"),
-    [
-        ("optimizer.lr=interval(0,1)", "goes through lists of values"),
-        ("scheduler=cosine,null", "goes through the files of a group"),
-    ],
-)
-def test_sweeps_without_a_list_of_values_are_refused(override: str, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule):
-        hydra_setup.expand([override])
+def test_sweeps_without_a_list_of_values_are_refused() -> None:
+    with pytest.raises(ConfigError, match="goes through lists of values"):
+        hydra_setup.expand(["optimizer.lr=interval(0,1)"])
+
+
+def test_values_behind_a_space_are_written_with_an_equals_sign() -> None:
+    words = ["seed", "3", "name=x", "trainer.epochs", "=", "5", "seed=", "epochs"]
+    told = [(one.value, one.remedy) for one in diagnose.unreadable(words)]
+    assert ("seed", "Write seed=3") in told
+    assert ("trainer.epochs", "Write trainer.epochs=5") in told
+    assert ("epochs", "Write trainer.epochs=…") in told
+    assert not {"name=x", "seed="} & {value for value, _ in told}
 
 
 def test_each_value_of_a_sweep_is_in_a_probe() -> None:

@@ -67,16 +67,6 @@ def test_the_key_that_a_word_stands_for(word: str, key: str | None) -> None:
     assert keys.key_for(word) == key
 
 
-def test_values_behind_a_space_are_taken_out() -> None:
-    words = ["seed", "3", "name=x", "trainer.epochs", "=", "5", "model=cnn", "epochs"]
-    kept, problems = keys.pairs(words)
-    assert kept == ["name=x", "model=cnn", "epochs"]
-    assert [(problem.value, problem.remedy) for problem in problems] == [
-        ("seed 3", "Write seed=3"),
-        ("trainer.epochs = 5", "Write trainer.epochs=5"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("key", "remedy"),
     [

@@ -51,8 +51,6 @@ def test_open_mappings_of_a_launcher_take_any_key() -> None:
     found = settings(*given)
     assert found["runtime_env"] == {"env_vars": {"WORD": "a"}}
     assert found["resources"] == {"tpu": 1}
-    assert launchers.opened("hydra.launcher.num_cpus", "1") is None
-    assert launchers.opened("hydra.sweeper.params", "1") is None
 
 
 def test_everything_that_is_wrong_is_named() -> None:
