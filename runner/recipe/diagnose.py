@@ -238,14 +238,9 @@ def _rename(node: str, key: str, value: Any, config: DictConfig) -> None:
     """Empty a node whose factory is not the one that a value at `key` names."""
     given = value if node == key else {key.rpartition(".")[2]: value}
     now = OmegaConf.select(config, node)
-    if factory_named(now) != factory_named({str(name): item for name, item in given.items()}):
+    named = {str(name): item for name, item in given.items()}
+    if hydra_setup.factory_named(now) != hydra_setup.factory_named(named):
         OmegaConf.update(config, node, {}, merge=False, force_add=True)
-
-
-def factory_named(node: object) -> tuple[object, object]:
-    """Return the `name` and the `_target_` of a node."""
-    found = node if isinstance(node, (DictConfig, Mapping)) else {}
-    return found.get("name"), found.get("_target_")
 
 
 def _take_out(key: str, line: str, known: Sequence[str], config: DictConfig) -> Problem | None:
@@ -364,8 +359,8 @@ def _missing_file(name: str, config_name: str) -> Problem:
     if not group and option == config_name:
         rule = "there is no such file in any conf folder"
         return Problem(f"--config-name {config_name}", rule, nearest(option, options_of("")))
-    plugin, remedy = foreign_names.plugin(group, option), nearest(option, options_of(group))
-    return plugin or Problem(f"{group}={option}", "there is no such file", remedy)
+    remedy = nearest(option, options_of(group))
+    return Problem(f"{group}={option}", "there is no such file", remedy)
 
 
 def placed(problem: Problem, choices: Sequence[str], config_name: str) -> Problem:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accel.machine.errors import Problem
 from accel.strategies.table import plugins
 
 _STRATEGIES = " or ".join(f"{found.name}=…" for found in plugins() if found.kind is not None)
@@ -75,19 +74,6 @@ _OPTIONS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
     },
 }
-_PLUGINS = {
-    "hydra/launcher": {
-        "joblib": "hydra-joblib-launcher",
-        "submitit_local": "hydra-submitit-launcher",
-        "submitit_slurm": "hydra-submitit-launcher",
-        "ray_aws": "hydra-ray-launcher",
-        "rq": "hydra-rq-launcher",
-    },
-    "hydra/sweeper": {
-        "ax": "hydra-ax-sweeper",
-        "nevergrad": "hydra-nevergrad-sweeper",
-    },
-}
 
 
 def remedy(key: str, known: Sequence[str] = ()) -> str | None:
@@ -108,15 +94,6 @@ def remedy(key: str, known: Sequence[str] = ()) -> str | None:
 def option(group: str, value: object) -> str | None:
     """Return the file of a group that another name stands for, or None."""
     return _OPTIONS.get(group, {}).get(str(value).lower())
-
-
-def plugin(group: str, value: str) -> Problem | None:
-    """Return the problem that a plugin of Hydra's is not installed, with the package to install."""
-    package = _PLUGINS.get(group, {}).get(value)
-    if package is None:
-        return None
-    rule = "it is a plugin of Hydra's that is not installed"
-    return Problem(f"{group}={value}", rule, f"Install it with `pip install {package}`.")
 
 
 def renamed(name: str) -> str | None:

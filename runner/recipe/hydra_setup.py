@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ PRIMARY = "config"
 FIXED = (
     "hydra.run.dir=.",
     "hydra.output_subdir=null",
-    "hydra.job.chdir=false",
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 )
@@ -173,6 +172,7 @@ def compose(
     config = composed_with_hydra(choices, config_name)
     ConfigError.raise_if([*_shadowed(), *_forbidden_settings(config.hydra)])
     OmegaConf.set_struct(config, False)
+    _take_inline_nodes(config, choices, config_name)
     for node in [key_of(choice) for choice in choices if switches_off(choice)]:
         if node in typed():
             config[node] = typed()[node]  # an experiment may give it values, which come later
@@ -195,6 +195,38 @@ def composed_with_hydra(overrides: Sequence[str], config_name: str) -> DictConfi
     return hydra_compose(
         config_name, overrides=[*FIXED, *for_hydra(overrides)], return_hydra_config=True
     )
+
+
+def _take_inline_nodes(config: DictConfig, choices: Sequence[str], config_name: str) -> None:
+    """Leave out files of factories that a later file, such as an experiment, names otherwise.
+
+    Hydra merges both, but the arguments of the one are not those of the other.
+    """
+    files = {node: config.hydra.runtime.choices.get(node) for node in FACTORY_NODES}
+    own = {node: factory_named(_content(f"{node}/{file}")) for node, file in files.items() if file}
+    inline = [node for node, found in own.items() if found != factory_named(config[node])]
+    problems = [
+        Problem(
+            choice,
+            "a file that comes later, such as an experiment, names another factory",
+            f"Give '{key_of(choice)}={{name: …}}', or write `- override /{key_of(choice)}: …` in "
+            "the defaults list of that file, which the command line then overrides.",
+        )
+        for choice in choices
+        if key_of(choice) in inline
+    ]
+    ConfigError.raise_if(problems)
+    if inline:
+        off = [f"{node}=null" for node in inline]
+        without = composed_with_hydra([*choices, *off], config_name)
+        for node in inline:
+            config[node] = without[node]
+
+
+def factory_named(node: object) -> tuple[object, object]:
+    """Return the `name` and the `_target_` of a node."""
+    found = node if isinstance(node, (DictConfig, Mapping)) else {}
+    return found.get("name"), found.get("_target_")
 
 
 def _merge_trackers(config: DictConfig, choices: Sequence[str], config_name: str) -> None:
@@ -337,6 +369,7 @@ def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
         "hydra.callbacks": node.get("callbacks"),
         "hydra.job.env_set": node["job"].get("env_set"),
         "hydra.job.env_copy": node["job"].get("env_copy"),
+        "hydra.job.chdir": node["job"].get("chdir"),
         "hydra.mode": None if mode == "RUN" else mode,
     }
     for logs in ("job_logging", "hydra_logging"):

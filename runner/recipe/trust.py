@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from accel.machine import env
@@ -91,26 +90,32 @@ def import_packages() -> None:
     Raises:
         ConfigError: naming every missing package, and where it is requested.
     """
+    ConfigError.raise_if(missing_packages())
+
+
+def missing_packages() -> list[Problem]:
+    """Import the user's packages, and return the problems of those that fail."""
     problems = Problems()
-    for name, place in trusted().items():
+    try:
+        named = trusted()
+    except ConfigError as error:
+        return list(error.problems)
+    for name, place in named.items():
+        value = f"{name!r}, named by {place}"
         if not all(part.isidentifier() for part in name.split(".")):
             rule, remedy = "it is no name of a package", "Write the name that `import` takes."
-            problems.add(f"{name!r}, named by {place}", rule, remedy)
+            problems.add(value, rule, remedy)
             continue
         try:
-            _import(name, f"{name!r}, named by {place}")
+            _import(name, value)
         except ConfigError as error:
             problems += error.problems
         except ModuleNotFoundError as error:
-            own = error.name is not None and (
-                name == error.name or name.startswith(f"{error.name}.")
-            )
+            own = f"{name}.".startswith(f"{error.name}.")
             rule = "there is no such package" if own else f"importing it needs {error.name!r}"
-            remedy = f"Install {error.name!r}" + (
-                ", or run from the folder that it lies in." if own else "."
-            )
-            problems.add(f"{name!r}, named by {place}", rule, remedy)
-    problems.raise_if()
+            where = ", or run from the folder that it lies in." if own else "."
+            problems.add(value, rule, f"Install {error.name!r}{where}")
+    return problems
 
 
 def _import(module: str, value: str) -> types.ModuleType:
@@ -121,15 +126,6 @@ def _import(module: str, value: str) -> types.ModuleType:
         rule = f"importing {module} ended in SystemExit({error.code!r})"
         remedy = "Call sys.exit only under `if __name__ == '__main__'`."
         raise ConfigError.of(value, rule, remedy) from error
-
-
-def missing_packages() -> list[Problem]:
-    """Import the user's packages, and return the problems of those that fail."""
-    try:
-        import_packages()
-    except ConfigError as error:
-        return list(error.problems)
-    return []
 
 
 def distrust(name: str, key: str) -> Problem | None:
@@ -144,27 +140,15 @@ def distrust(name: str, key: str) -> Problem | None:
         return Problem(f"{key}={name}", "it is private", "Name a public class or function.")
     if _is_in_any(name, (*ALLOWED, *trusted())):
         return None
-    return Problem(f"{key}={name}", _distrust_reason(package), _how_to_trust(package))
-
-
-def _distrust_reason(package: str) -> str:
     known = ", ".join(dict.fromkeys((*ALLOWED, *trusted())))
-    try:
-        missing = importlib.util.find_spec(package) is None
-    except ValueError:  # a module without a spec, such as __main__
-        missing = False
-    if missing:
-        return f"there is no package {package!r} here, and a recipe names only code of {known}"
-    return f"the package {package!r} is not trusted: a recipe names only code of {known}"
-
-
-def _how_to_trust(package: str) -> str:
-    if package in sys.stdlib_module_names:
-        return "Call it in a function of a package of your own, and name that."
-    return (
-        "If you trust it, add to your pyproject.toml:\n    [tool.runner]\n"
+    rule = f"the package {package!r} is not trusted: a recipe names only code of {known}"
+    remedy = (
+        f"If you trust it, add to your pyproject.toml:\n    [tool.runner]\n"
         f'    imports = ["{package}"]\nor give --import {package}.'
     )
+    if package in sys.stdlib_module_names:
+        remedy = "Call it in a function of a package of your own, and name that."
+    return Problem(f"{key}={name}", rule, remedy)
 
 
 def resolve(name: str, key: str, subclass_of: type | None = None) -> Callable[..., object]:
@@ -235,16 +219,12 @@ def _locate(name: str, key: str) -> object:
 def _attribute(found: object, parts: list[str], name: str, key: str) -> object:
     for part in parts:
         if not hasattr(found, part):
-            place = getattr(found, "__name__", str(found))
-            close = closest(part, _public(found))
+            close = closest(part, [other for other in dir(found) if not other.startswith("_")])
+            rule = f"{getattr(found, '__name__', found)} has no {part!r}"
             remedy = did_you_mean(close) if close else "Name one that is there."
-            raise ConfigError.of(f"{key}={name}", f"{place} has no {part!r}", remedy)
+            raise ConfigError.of(f"{key}={name}", rule, remedy)
         found = getattr(found, part)
     return found
-
-
-def _public(found: object) -> Iterator[str]:
-    return (name for name in dir(found) if not name.startswith("_"))
 
 
 def _is_in_any(name: str, packages: tuple[str, ...]) -> bool:

@@ -13,7 +13,6 @@ from accel.machine.imports import is_available
 from runner.recipe import (
     composition,
     diagnose,
-    foreign_names,
     hydra_setup,
     launchers,
     plugin_nodes,
@@ -258,6 +257,5 @@ def _not_installed(overrides: Sequence[str]) -> list[Problem]:
         if name in known:
             continue
         rule = f"there is no such {kind} here, but {', '.join(sorted(known))}"
-        unknown = Problem(override, rule, nearest(name, known))
-        problems.append(foreign_names.plugin(key, name) or unknown)
+        problems.append(Problem(override, rule, nearest(name, known)))
     return [*problems, *hydra_setup.hydra_problems(overrides)]

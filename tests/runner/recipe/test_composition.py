@@ -236,6 +236,18 @@ def inline(tmp_path: Path) -> str:
     return f"hydra.searchpath=['file://{tmp_path}']"
 
 
+def test_an_experiment_names_a_factory_inline(inline: str) -> None:
+    """It gets none of the arguments of the group's file; another file is refused."""
+    given = ["experiment=own", inline]
+    with hydra_setup.session(given):
+        found = composition.require(composition.new_run(given, "config"))
+        assert found.optimizer == {"name": "sgd_own", "lr": 1}
+        (problem,) = composition.new_run([*given, "optimizer=sgd"], "config").problems
+        assert problem.value == "optimizer=sgd"
+        words = [*given, "optimizer={name: sgd}"]
+        assert composition.new_run(words, "config").recipe.optimizer == {"name": "sgd"}
+
+
 def test_a_group_that_is_left_out_is_out_under_an_experiment_too(inline: str) -> None:
     for words in (["scheduler=null", "callbacks=null"], ["~scheduler", "callbacks=[]"]):
         given = ["experiment=own", *words, inline]

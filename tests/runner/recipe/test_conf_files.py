@@ -45,6 +45,7 @@ def test_a_file_that_is_shadowed_is_refused(
         ("job_logging: {root: {handlers: [x]}, handlers: {x: {(): os.system}}}", "job_logging"),
         ("sweeper: {params: {seed: '1,2'}}", "hydra.sweeper.params"),
         ("mode: MULTIRUN", "hydra.mode"),
+        ("job: {chdir: true}", "hydra.job.chdir"),
     ],
 )
 def test_a_file_cannot_reach_the_process(
