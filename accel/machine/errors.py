@@ -45,8 +45,10 @@ class Problem:
 _KNOWN = "Known names: "
 # What people write elsewhere, where the name most like it in letters is another thing.
 _ELSEWHERE = {
-    **dict.fromkeys(("fp32", "float32", "32", "full", "none"), "no"),
-    **{"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8"},
+    **dict.fromkeys(("fp32", "float32", "32", "32-true", "full", "single", "none"), "no"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
+    **dict.fromkeys(("float16", "half", "16", "16-mixed", "16-true", "amp"), "fp16"),
+    **{"float8": "fp8"},
     **{"gpu": "cuda", "--use_cpu": "--cpu", "--use-cpu": "--cpu"},
 }
 

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from accel.machine.errors import ConfigError, Problem, closest, did_you_mean, nearest
-from runner.recipe import foreign_names, hydra_setup, keys, paths
+from accel.machine.errors import ConfigError, Problem, closest, nearest
+from runner.recipe import hydra_setup, keys, paths
 from runner.recipe.schema import PLUGINS, Recipe
 from runner.recipe.serialization import typed
 
@@ -143,15 +143,9 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
         return Problem(override, f"{group} has one place in a recipe", f"Write {group}=…")
     value = None if parsed.is_delete() else parsed.value()
     for option in value if isinstance(value, list) else [] if value is None else [value]:
-        meant = foreign_names.option(group, option)
-        if not isinstance(option, str) and meant is None:
-            rule = f"{group}= takes the name of a file of conf/{group}"
-            remedy = f"Choose one of {', '.join(known)}; set single values with {group}.key=…"
-            return Problem(override, rule, remedy)
         if option not in known:
-            rule = f"{group} is one of {', '.join(known)}"
-            remedy = did_you_mean(meant) if meant else nearest(str(option), known)
-            return Problem(f"{group}={option}", rule, remedy)
+            rule = f"{group} is one of {', '.join(known)}; {group}.key=… sets a value"
+            return Problem(f"{group}={option}", rule, nearest(str(option), known))
     has_place = group in PLUGINS or (paths.conf_folder() / group).is_dir()
     if (parsed.is_add() or parsed.is_force_add()) and has_place:
         rule = f"{group} has a place in every recipe"
@@ -230,7 +224,8 @@ def set_value(config: DictConfig, key: str, value: object, line: str) -> Problem
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, AssertionError, TypeError) as failure:
         reason = str(getattr(failure, "msg", None) or failure).splitlines()[0]
-        return Problem(line, _rule_of(key) or reason, "Correct the value.")
+        remedy = "Write its keys below it." if keys.node_of(key) else "Correct the value."
+        return Problem(line, _rule_of(key) or reason, remedy)
     return None
 
 

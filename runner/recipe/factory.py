@@ -15,7 +15,7 @@ from inspect import Parameter
 from typing import Any
 
 from accel.machine.errors import AccelError, ConfigError, Problem, Problems, nearest, text_of
-from runner.recipe import foreign_names, trust, user_frames
+from runner.recipe import keys, trust, user_frames
 from runner.recipe.keys import FACTORY_NODES
 from runner.recipe.registry import Registry, register
 from runner.recipe.schema import Recipe
@@ -361,7 +361,7 @@ def _unknown(
     for name, value in arguments.items():
         if name in signature.parameters or (signature.open and not name.startswith("_")):
             continue
-        remedy = foreign_names.remedy(name) if name.startswith("_") else None
+        remedy = keys.remedy(name) if name.startswith("_") else None
         remedy = remedy or nearest(name, signature.parameters)
         if not signature.parameters:
             remedy = "It takes no arguments."

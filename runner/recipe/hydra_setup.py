@@ -104,7 +104,7 @@ def packages() -> list[str]:
 def files() -> Iterator[tuple[Path, Path]]:
     """Yield each file of the folders that recipes are read from, with its folder, in order."""
     for folder in map(Path, _sources("file")):
-        for path in sorted(paths.files_below(folder, ".yaml")):
+        for path in paths.files_below(folder, ".yaml"):
             yield folder, path
 
 

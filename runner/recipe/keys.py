@@ -6,6 +6,7 @@ Free of torch.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import types
 import typing
@@ -20,7 +21,7 @@ from accel.machine.errors import (
     closest,
     did_you_mean,
 )
-from runner.recipe import foreign_names
+from accel.strategies.table import plugins
 from runner.recipe.schema import Recipe
 
 _NODES: dict[type, dict[str, type | None]] = {}  # cache of `nodes`
@@ -29,6 +30,69 @@ UNKNOWN = "a recipe has no such key"
 FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
 
 COMMANDS = ("eval", "predict", "list", "show", "compare", "report", "again", "submit")
+# -- what people type from habit ------------------------------------------------------------
+
+_STRATEGIES = " or ".join(f"{found.name}=…" for found in plugins() if found.kind is not None)
+_CHECKPOINTED = " or ".join(
+    f"{found.name}.activation_checkpointing=true"
+    for found in plugins()
+    if hasattr(found.kind, "activation_checkpointing")
+)
+_EVALUATIONS = "trainer.eval_every=… counts optimizer steps; null evaluates after each epoch."
+_CALLED = "Leave it out: the runner calls the factory itself."
+
+# The last part of a key as other tools name it, with the key here, or the sentence that helps.
+HABITS: dict[str, str] = {
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "warmup": "scheduler.warmup",
+    "warmup_steps": "scheduler.warmup",
+    "warmup_ratio": "scheduler.warmup",
+    "batch_size": "trainer.global_batch_size",
+    "train_batch_size": "trainer.global_batch_size",
+    "per_device_train_batch_size": "trainer.micro_batch_size",
+    "per_device_eval_batch_size": "trainer.eval_batch_size",
+    "max_epochs": "trainer.epochs",
+    "num_epochs": "trainer.epochs",
+    "num_train_epochs": "trainer.epochs",
+    "devices": "distributed.num_processes",
+    "gpus": "distributed.num_processes",
+    "num_gpus": "distributed.num_processes",
+    "nproc_per_node": "distributed.num_processes",
+    "gradient_clip_val": "trainer.clip_grad_norm",
+    "max_grad_norm": "trainer.clip_grad_norm",
+    "accumulate_grad_batches": "trainer.accumulation.num_steps",
+    "gradient_accumulation_steps": "trainer.accumulation.num_steps",
+    "eval_steps": "trainer.eval_every",
+    "val_check_interval": _EVALUATIONS,
+    "check_val_every_n_epoch": _EVALUATIONS,
+    "log_every_n_steps": "trainer.log_every",
+    "logging_steps": "trainer.log_every",
+    "save_steps": "checkpoint.every_steps",
+    "save_last": "checkpoint.at_end",
+    "save_total_limit": "checkpoint.project.total_limit",
+    "save_top_k": "checkpoint.project.total_limit",
+    "workers": "dataloader.num_workers",
+    "num_workers": "dataloader.num_workers",
+    "default_root_dir": "output_dir",
+    "logdir": "output_dir",
+    "checkpoint_dir": "checkpoint.project.project_dir",
+    "resume_from_checkpoint": "resume",
+    "ckpt_path": "resume",
+    "report_to": "tracker.log_with",
+    "logger": "Choose tracker=wandb, or another file of that group.",
+    "accelerator": "Choose distributed=multi_gpu, or distributed.device=cuda.",
+    "strategy": f"Choose distributed=multi_gpu, and {_STRATEGIES}.",
+    "mixed_precision": "Choose precision=bf16.",
+    "precision": "Choose precision=bf16.",
+    "fast_dev_run": "Choose debug=fdr.",
+    "init_from": "Load weights in the factory of the model; resume=… continues a run.",
+    "gradient_checkpointing": f"Call torch.utils.checkpoint in the model, or set {_CHECKPOINTED}.",
+    "hparams_search": "Start with -m hydra/sweeper=optuna.",
+    "device_map": "It is a flag of runner eval and runner predict: --device-map auto.",
+    **dict.fromkeys(("_partial_", "_args_", "_recursive_", "_convert_"), _CALLED),
+}
 
 
 def nodes(kind: type[Any]) -> Mapping[str, type | None]:
@@ -117,39 +181,37 @@ def unknown_key(key: str, known: Sequence[str], value: str = "") -> Problem:
 
 def suggestion(key: str, known: Sequence[str]) -> str:
     """Return the sentence that names the likeliest of the dotted keys `known`."""
-    habit = foreign_names.remedy(key, known)
+    habit = remedy(key, known)
     if habit is not None:
         return habit
     parent, _, leaf = key.rpartition(".")
-    same_leaf = [k for k in known if k.rpartition(".")[2] == leaf]
-    longer = [k for k in known if k.startswith(parent) and k.endswith(f"_{leaf}")]
-    corrected = _corrected(key, known)
-    for candidates in (longer, corrected, same_leaf) if parent else (same_leaf, longer, corrected):
-        if candidates:
-            return did_you_mean(*candidates[:3])
-    while parent and parent not in known:
-        parent = parent.rpartition(".")[0]
-    place = f"The keys of {parent}" if parent else "The keys"
-    return f"{place}: {', '.join(_children(parent, known))}."
+    same_leaf = [k for k in known if k.rpartition(".")[2] == leaf][:3]
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
+    if parent and not siblings:
+        found = difflib.get_close_matches(key, known, 1) or same_leaf
+    else:
+        close = closest(leaf, siblings)
+        found = same_leaf or ([siblings[close]] if close else [])
+    if found:
+        return did_you_mean(*found)
+    place = f"The keys of {parent}" if siblings and parent else "The keys"
+    names = siblings or [k for k in known if "." not in k]
+    return f"{place}: {', '.join(names)}."
 
 
-def _children(parent: str, known: Sequence[str]) -> list[str]:
-    return [leaf for head, _, leaf in (k.rpartition(".") for k in known) if head == parent]
+def remedy(key: str, known: Sequence[str] = ()) -> str | None:
+    """Return the remedy for a key under the name of another tool, or None.
 
-
-def _corrected(key: str, known: Sequence[str]) -> list[str]:
-    """Return `key` with each mistyped part replaced by the nearest one; [] if a part has none."""
-    corrected = ""
-    for part in key.split("."):
-        close = part
-        if not corrected or not is_free(f"{corrected}.{part}"):
-            names = _children(corrected, known)
-            found = part if part in names else closest(part, names)
-            if found is None:
-                return []
-            close = found
-        corrected = f"{corrected}.{close}" if corrected else close
-    return [corrected]
+    `known` are the keys of the recipe; those of the optimizer and the schedule may lack there.
+    """
+    leaf = key.rpartition(".")[2]
+    found = HABITS.get(leaf, "")
+    if " " in found:
+        return found if leaf != key or leaf not in known else None
+    free = found.startswith(("optimizer.", "scheduler."))
+    return (
+        f"Did you mean {found!r}?" if found not in ("", key) and (free or found in known) else None
+    )
 
 
 def switched_off(key: str, recipe: Mapping[str, object]) -> str | None:
@@ -175,8 +237,9 @@ def key_for(name: str) -> str | None:
     head = name.partition(".")[0]
     if name in typed or ("." in name and head in (*FACTORY_NODES, "callbacks")):
         return name
-    if (key := foreign_names.renamed(name)) is not None:
-        return key
+    habit = HABITS.get(name, " ")
+    if " " not in habit:
+        return habit
     same_leaf = [key for key in typed if key.rpartition(".")[2] == name]
     return same_leaf[0] if len(same_leaf) == 1 else None
 

@@ -46,37 +46,11 @@ def conf_folder() -> Path:
     )
 
 
-def files_below(
-    folder: str | os.PathLike[str],
-    suffix: str = "",
-    above: frozenset[str] = frozenset(),
-) -> Iterator[Path]:
-    """Yield the files of a folder, then those below it, in the order of names, through links too.
-
-    A link back to a folder `above` it is not followed, and what cannot be read is passed over.
-    """
-    real = os.path.realpath(folder)
-    if real in above:
-        return
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    folders = []
-    for entry in entries:
-        if _is_folder(entry):
-            folders.append(entry.path)
-        elif entry.name.endswith(suffix):
-            yield Path(entry.path)
-    for below in folders:
-        yield from files_below(below, suffix, above | {real})
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself, or a file that the file server does not show
-        return False
+def files_below(folder: str | os.PathLike[str], suffix: str = "") -> Iterator[Path]:
+    """Yield the files of a folder, then those below it, in the order of names, through links."""
+    for here, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()
+        yield from (Path(here, name) for name in sorted(names) if name.endswith(suffix))
 
 
 def default_files() -> dict[str, str]:

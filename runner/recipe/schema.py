@@ -26,11 +26,11 @@ from accel.config.training import (
     TorchDynamoPlugin,
 )
 from accel.machine.enums import LoggerType, PrecisionType, RNGType
-from accel.machine.errors import ConfigError, Problem, Problems, did_you_mean, nearest
+from accel.machine.errors import ConfigError, Problem, Problems, nearest
 from accel.plan.arguments import conflicts
 from accel.strategies.spec import PluginSpec
 from accel.strategies.table import plugins
-from runner.recipe import foreign_names, nodes
+from runner.recipe import nodes
 from runner.recipe.nodes import RayPlacement, Submit
 from runner.recipe.units import parse_duration
 
@@ -145,12 +145,7 @@ class Precision:
             self.mode = "no"
         problems = Problems()
         check_given(self, "mode", problems)
-        meant = foreign_names.option("precision", self.mode)
-        if meant is not None:
-            rule = f"it is one of {', '.join(PrecisionType.list())}"
-            problems.add(f"Precision.mode={self.mode!r}", rule, did_you_mean(meant))
-        else:
-            check_choice(self, "mode", PrecisionType.list(), problems)
+        check_choice(self, "mode", PrecisionType.list(), problems)
         check_choice(self, "weights", ("bf16",), problems)
         if self.weights == "bf16" and self.mode != "bf16":
             problems.add(

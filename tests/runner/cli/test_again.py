@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,7 @@ import yaml
 
 from accel.machine import env
 from runner import cli
-from runner.exit_codes import STOPPED
 from runner.launch import start_run
-from runner.launch.worker_group import StopSignals
 from runner.recipe import processes
 from runner.recipe.processes import Adopted
 from tests import commands
@@ -74,7 +70,7 @@ def started(monkeypatch: pytest.MonkeyPatch, elsewhere: None) -> list[Any]:
     jobs: list[Any] = []
 
     def record(recipe: Any, overrides: Any, name: str, **more: Any) -> int:
-        jobs.append((recipe, tuple(overrides), more["fresh"], env.read("OMP_NUM_THREADS")))
+        jobs.append((recipe, tuple(overrides), env.read("OMP_NUM_THREADS")))
         return 0
 
     monkeypatch.setattr(start_run, "start", record)
@@ -89,11 +85,10 @@ def test_the_frozen_recipe_is_run_with_its_limits(
     file = session_of(path) / "threads.json"
     file.write_text('{"num_threads": 3, "deterministic": false}')
     assert cli.main(["again", str(path)]) == 0
-    ((recipe, _, fresh, threads),) = started
+    ((recipe, _, threads),) = started
     assert (recipe.trainer.stop_after, recipe.optimizer["lr"], recipe.seed) == (7, 0.25, 5)
     assert recipe.resume is None
     assert threads == "3"
-    assert not fresh
     out = capsys.readouterr().out
     assert "torch was 2.13.0, and is" in out
     assert "data       as recorded" in out
@@ -108,33 +103,6 @@ def test_overrides_change_it_even_where_a_resume_could_not(
     assert (recipe.seed, "momentum" in recipe.optimizer) == (9, True)
     assert {"seed=9", "optimizer=sgd"} <= set(overrides)
     assert "overrides  seed=9 optimizer=sgd" in capsys.readouterr().out
-
-
-def test_a_sweep_means_all_its_jobs(started: list[Any], tmp_path: Path) -> None:
-    assert cli.main(["again", str(write_sweep(tmp_path, (1e-3,)))]) == 0
-    assert [job[0].model["width"] for job in started] == [16, 16, 32, 32]
-    assert all(fresh for _, _, fresh, _ in started)
-
-
-def complete_too_late() -> int:
-    with StopSignals().installed():  # those of the run, which is complete
-        os.kill(os.getpid(), signal.SIGTERM)
-    return 0
-
-
-@pytest.mark.parametrize("end", [complete_too_late, lambda: STOPPED], ids=["too late", "stopped"])
-def test_a_stop_signal_begins_no_other_run_and_those_left_are_counted(
-    end: Callable[[], int],
-    started: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    record = start_run.start
-    monkeypatch.setattr(start_run, "start", lambda *given, **more: record(*given, **more) or end())
-    assert cli.main(["again", str(write_sweep(tmp_path, (1e-3,)))]) == STOPPED
-    assert len(started) == 1
-    assert "3 of 4 runs are not begun." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -172,21 +140,6 @@ def test_a_dry_run_on_processes_of_a_launcher_ends_on_each(
     assert started == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_several_runs_on_processes_of_a_launcher_are_refused_on_each(
-    rank: int,
-    started: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    sweep = write_sweep(tmp_path, (1e-3,))
-    monkeypatch.setattr(processes, "adopted", lambda: Adopted(rank, 0, 2, 1))
-    assert cli.main(["again", str(sweep)]) == 2
-    assert "runner again with 4 runs on processes of a launcher" in capsys.readouterr().err
-    assert started == []
-
-
 def test_a_broken_run_is_refused(
     started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,7 +149,11 @@ def test_a_broken_run_is_refused(
     assert "it is no run directory" in capsys.readouterr().err
 
 
-def test_a_sweep_is_refused_with_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_is_made_again(
+    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["again", "A", "-m", "seed=0,1"]) == 2
-    assert "a run is made again once" in (found := capsys.readouterr().err)
-    assert "runner -m seed=0,1" in found
+    assert "Give the command of the run with -m" in capsys.readouterr().err
+    assert cli.main(["again", str(write_sweep(tmp_path, (1e-3,)))]) == 2
+    assert "holds 4" in capsys.readouterr().err
+    assert started == []

@@ -46,7 +46,7 @@ REFUSALS = {
     "~trainer.epochs": ("~trainer.epochs", "Give trainer.epochs=…"),
     "deterministic=2": ("deterministic=2", "true or false"),
     "~model.widht": ("~model.widht: there is no such key", "Did you mean '~model.width'?"),
-    "trainer=1": ("trainer=1", "the name of a file of conf/trainer"),
+    "trainer=1": ("trainer=1", "trainer is one of default"),
     "trainer.accumulation=1": ("trainer.accumulation=1", "keys of its own"),
     "model=cnm": ("model=cnm", "Did you mean 'cnn'?"),
     "model@x=cnn": ("model@x=cnn", "one place"),

@@ -7,10 +7,9 @@ import re
 import pytest
 
 from accel.machine.errors import CheckpointError, ConfigError, Problem
-from runner.recipe import foreign_names, keys, paths
+from runner.recipe import keys, paths
 from runner.recipe.factory import read
 from runner.recipe.registry import register
-from runner.recipe.schema import Recipe
 
 KNOWN = [*keys.typed_keys(), "optimizer.lr"]
 
@@ -89,13 +88,11 @@ def test_every_target_of_a_habit_exists() -> None:
         for name in getattr(register, node).names():
             factory = getattr(register, node).get(name)
             known |= {f"{node}.{argument}" for argument in read(factory).parameters}
-    for found in foreign_names.HABITS.values():
+    for found in keys.HABITS.values():
         if " " not in found:
             assert found in known, found
         for key, value in re.findall(r"(?<![\w/])([\w.]+)=(\w+)", found):
             assert key in known or f"{key}/{value}.yaml" in files, found
-    for group in foreign_names._OPTIONS:
-        assert hasattr(Recipe(), group)
 
 
 @pytest.mark.parametrize(
