@@ -31,11 +31,10 @@ class TaskLauncher(Launcher):
         self.task = task_function  # type: ignore[assignment]
 
 
-class OtherLauncher(TaskLauncher):
+class OtherLauncher:
     """A launcher that composes jobs with Hydra, which has its own word for ``group=null``."""
 
     def __init__(self, launcher: Launcher) -> None:
-        super().__init__()
         self._launcher = launcher
 
     def launch(self, job_overrides: Overrides, initial_job_idx: int) -> Sequence[JobReturn]:

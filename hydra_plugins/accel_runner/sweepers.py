@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
@@ -20,7 +21,7 @@ class TaskSweeper(Sweeper):
     """Base of sweepers over the task of the runner's sweeps, under any launcher."""
 
     task: Task
-    launcher: TaskLauncher
+    launcher: Launcher
 
     def __init__(self, **settings: object) -> None:
         self.settings = settings
@@ -35,7 +36,8 @@ class TaskSweeper(Sweeper):
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
-        self.launcher = launcher if isinstance(launcher, TaskLauncher) else OtherLauncher(launcher)
+        own = isinstance(launcher, TaskLauncher)
+        self.launcher = launcher if own else cast(Launcher, OtherLauncher(launcher))
 
 
 class KnownJobs(TaskSweeper):

@@ -44,7 +44,7 @@ def _parser() -> _Parser:
     add("-cn", "--config-name", default="config")
     add("-cd", "--config-dir", action="append", default=[])
     add("-sc", "--shell-completion", action="store_true")
-    add("-i", "--info", choices=INFO)
+    add("-i", "--info", nargs="?", const="all", choices=INFO)
     add("--hydra-help", action="store_true")
     return parser
 
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         remedy = "Add a folder of your own with --config-dir DIR; ./conf is read anyway."
         raise ConfigError.of(refused[0], rule, remedy)
     parser = _parser()
-    known, unknown = parser.parse_known_intermixed_args(_with_info(arguments))
+    known, unknown = parser.parse_known_intermixed_args(list(arguments))
     flags = [name for action in parser._actions for name in action.option_strings]
     problems = [
         _unknown(flag, arguments, [*flags, "--import"]) for flag in unknown if flag.startswith("-")
@@ -100,15 +100,6 @@ def _unknown(flag: str, arguments: Sequence[str], flags: Sequence[str]) -> Probl
     if not given and following and "=" not in following[0] and not following[0].startswith("--"):
         value = following[0]
     return Problem(flag, rule, f"Keys have no dashes: write {key}={value or '…'}")
-
-
-def _with_info(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with a bare ``--info`` spelled out, so that it takes no override."""
-    following = [*arguments[1:], ""]
-    return [
-        "--info=all" if flag in ("--info", "-i") and following[index] not in INFO else flag
-        for index, flag in enumerate(arguments)
-    ]
 
 
 def searched(flags: argparse.Namespace) -> list[str]:

@@ -14,30 +14,12 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
-from runner.cli.arguments import INFO, long_flags
+from runner.cli.arguments import long_flags
 from runner.recipe import hydra_setup
 from runner.recipe.keys import COMMANDS
-from runner.recipe.schema import SPLITS
 from runner.runs import sessions
 from runner.sweep import settings
 
-FLAGS = {
-    "eval": ("--split", "--checkpoint", "--processes", "--help"),
-    "predict": ("--split", "--checkpoint", "--output", "--processes", "--help"),
-    "list": ("--sort", "--reverse", "--limit", "--columns", "--json", "--csv", "--help"),
-    "show": ("--json", "--help"),
-    "compare": ("--json", "--help"),
-    "report": ("--output", "--help"),
-    "again": ("--dry-run", "--help"),
-    "submit": ("--dry-run", "--help"),
-}
-VALUES = {
-    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
-    **dict.fromkeys(("--info", "-i"), INFO),
-    "--split": SPLITS,
-    "--checkpoint": ("best", "last"),
-    **dict.fromkeys(("--output", "--config-dir", "-cd", "--package", "-p", "--import"), ()),
-}
 MOST_RUNS = 50
 SWEEP_KEYS = tuple(f"{settings.PREFIX}.{name}=" for name in settings.KEYS)
 
@@ -61,11 +43,9 @@ def candidates(line: str) -> list[str]:
 
 
 def _candidates(words: Sequence[str], word: str) -> Iterator[str]:
-    command, before = next(iter(words), ""), words[-1] if words else ""
-    if before in VALUES:
-        yield from VALUES[before]
-    elif word.startswith("-"):
-        yield from FLAGS.get(command, long_flags())
+    command = next(iter(words), "")
+    if word.startswith("-"):
+        yield from () if command in COMMANDS else long_flags()
     elif command in COMMANDS and command != "submit" and "=" not in word:
         yield from _runs(word)
     elif word.startswith("resume="):

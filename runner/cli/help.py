@@ -14,29 +14,17 @@ from accel.machine.errors import ConfigError
 from runner import exit_codes
 from runner.recipe import keys, paths, trust
 from runner.recipe.factory import STEP_PARTS, Factory, shown_type
-from runner.recipe.schema import PLUGINS, Checkpoint, Distributed, Precision, Recipe, Trainer
+from runner.recipe.schema import PLUGINS, Recipe
 
 WIDTH = 100
-MAIN_KEYS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
-    ("", Recipe, ("name", "output_dir", "seed", "deterministic", "resume", "run_dir")),
-    ("distributed", Distributed, ("num_processes", "nnodes", "rdzv_endpoint", "max_restarts")),
-    ("precision", Precision, ("mode",)),
-    (
-        "trainer",
-        Trainer,
-        (
-            *(
-                "epochs",
-                "max_steps",
-                "max_time",
-                "hang_timeout",
-                "global_batch_size",
-                "micro_batch_size",
-            ),
-            *("eval_every", "log_every", "clip_grad_norm", "limit_train_batches"),
-        ),
-    ),
-    ("checkpoint", Checkpoint, ("every_steps", "every_epochs", "monitor")),
+MAIN_KEYS = (
+    *("name", "output_dir", "seed", "deterministic", "resume", "run_dir"),
+    *("distributed.num_processes", "distributed.nnodes", "distributed.rdzv_endpoint"),
+    *("distributed.max_restarts", "precision.mode", "trainer.epochs", "trainer.max_steps"),
+    *("trainer.max_time", "trainer.hang_timeout", "trainer.global_batch_size"),
+    *("trainer.micro_batch_size", "trainer.eval_every", "trainer.log_every"),
+    *("trainer.clip_grad_norm", "trainer.limit_train_batches", "checkpoint.every_steps"),
+    *("checkpoint.every_epochs", "checkpoint.monitor"),
 )
 USAGE = """\
 runner trains a PyTorch model that a recipe describes.
@@ -166,8 +154,9 @@ def _groups() -> str:
 
 def _main_keys() -> str:
     lines = ["Main keys (all of them, with their values: runner --cfg job)"]
-    for node, kind, names in MAIN_KEYS:
-        lines += entries(node, kind, names)
+    for key in MAIN_KEYS:
+        node, _, name = key.rpartition(".")
+        lines += _entry(key, _meanings(keys.node_of(node) or Recipe)[name], 36)
     nodes = ", ".join((*keys.FACTORY_NODES, "callbacks.<x>"))
     how = f"a registered factory for {nodes}; its arguments are set beside it"
     lines += _entry("<node>.name", how, 36)
@@ -175,13 +164,10 @@ def _main_keys() -> str:
     return "\n".join(lines) + "\n"
 
 
-def entries(node: str, kind: type, names: Sequence[str] = ()) -> list[str]:
-    """Return lines with the meaning of the fields of a node; all of them without `names`."""
-    meanings = _meanings(kind)
-    lines: list[str] = []
-    for name in names or meanings:
-        lines += _entry(f"{node}.{name}" if node else name, meanings[name], 36)
-    return lines
+def entries(node: str, kind: type) -> list[str]:
+    """Return lines with the meaning of the fields of a node."""
+    meanings = _meanings(kind).items()
+    return [line for name, text in meanings for line in _entry(f"{node}.{name}", text, 36)]
 
 
 def _entry(head: str, meaning: str, indent: int = 16) -> Iterator[str]:

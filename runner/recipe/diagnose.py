@@ -224,8 +224,7 @@ def set_value(config: DictConfig, key: str, value: object, line: str) -> Problem
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, AssertionError, TypeError) as failure:
         reason = str(getattr(failure, "msg", None) or failure).splitlines()[0]
-        remedy = "Write its keys below it." if keys.node_of(key) else "Correct the value."
-        return Problem(line, _rule_of(key) or reason, remedy)
+        return Problem(line, _rule_of(key) or reason, "Correct the value.")
     return None
 
 
@@ -295,8 +294,12 @@ def translate(error: Exception, config_name: str, choices: Sequence[str] = ()) -
     try:
         for name, node in hydra_setup.own_nodes(choices, config_name):
             config, content = typed().copy(), OmegaConf.to_container(node, resolve=False)
-            found = [(key, set_value(config, key, value, "")) for key, value in _leaves(content)]
-            wrong += [dataclasses.replace(one, value=f"{name}: {key}") for key, one in found if one]
+            for key, value in _leaves(content):
+                found = set_value(config, key, value, f"{name}: {key}: {value}")
+                if found is not None and key in hydra_setup.groups():
+                    remedy = f"Write `- override /{key}: …` in the defaults list, or keys below it."
+                    found = dataclasses.replace(found, remedy=remedy)
+                wrong += [] if found is None else [found]
     except MISTAKES as failure:  # such as a defaults list that Hydra refuses
         error = failure
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

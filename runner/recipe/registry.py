@@ -32,14 +32,13 @@ class Registry:
         """
 
         def decorate(factory: F) -> F:
-            taken = self._factories.get(name)
-            origin = _origin(factory)
-            same = taken is not None and _origin(taken) == origin
-            if (taken is not None and not same) or self._builtin.get(name, origin) != origin:
-                other = self._builtin.get(name) or _origin(taken)
+            origin = taken = _origin(factory)
+            if name in self.names():
+                taken = self._builtin.get(name) or _origin(self._factories[name])
+            if taken != origin:
                 raise ConfigError.of(
                     f"@register.{self.kind}({name!r}) on {origin}",
-                    f"the name belongs to {other}",
+                    f"the name belongs to {taken}",
                     "Choose another name.",
                 )
             self._factories[name] = factory

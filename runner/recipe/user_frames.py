@@ -12,6 +12,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from accel.machine import env
@@ -88,11 +89,13 @@ def formatted(error: BaseException) -> list[str]:
     found = traceback.TracebackException.from_exception(error)
     if env.read(VARIABLE) not in (None, "", "0"):
         return list(found.format())
-    if _keep_own(found) or _has_own_text(found):
-        return list(found.format())
+    parts = [without_inner("".join(one.format(chain=False)).splitlines()) for one in chain(found)]
+    own = [lines for lines in parts if any(map(FRAME.match, lines))]
+    if own:
+        shown = own if parts[-1] in own else [*own, parts[-1]]
+        return ["\n\n".join("\n".join(lines) for lines in shown) + "\n"]
     if isinstance(error, AccelError):
         return []
-    found = traceback.TracebackException.from_exception(error)
     if not found.stack:
         return list(found.format())
     last = found.stack[-1]
@@ -100,31 +103,12 @@ def formatted(error: BaseException) -> list[str]:
     return [*found.format_exception_only(), f"({where}; {VARIABLE}=1 shows the traceback)\n"]
 
 
-def _keep_own(found: traceback.TracebackException) -> bool:
-    """Reduce an error and its causes to frames of the user's; return whether any is left."""
-    for name in ("__cause__", "__context__"):
-        inner = getattr(found, name)
-        if inner is not None and not _keep_own(inner):
-            setattr(found, name, None)
-    own = [frame for frame in found.stack if is_own(frame.filename)]
-    for frame in own:
-        frame.colno = None  # the line is enough: no row of carets below it
-    found.stack = traceback.StackSummary.from_list(own)
-    _shorten_text(found)
-    kept = found.__cause__ is not None or found.__context__ is not None
-    syntax = is_own(getattr(found, "filename", None) or "<none>")
-    return bool(own) or kept or syntax
-
-
-def _has_own_text(found: traceback.TracebackException) -> bool:
-    """Return whether the message quotes a traceback of another process with the user's frames."""
-    return any(is_own(path) for path in re.findall(r'File "([^"]+)", line', str(found)))
-
-
-def _shorten_text(found: traceback.TracebackException) -> None:
-    text = getattr(found, "_str", None)
-    if isinstance(text, str) and _has_own_text(found):
-        found._str = "\n".join(without_inner(text.splitlines()))  # type: ignore[attr-defined]
+def chain(found: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield the causes of an error, the first one first, and then the error."""
+    inner = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    if inner is not None:
+        yield from chain(inner)
+    yield found
 
 
 def without_inner(lines: list[str]) -> list[str]:

@@ -80,7 +80,7 @@ def test_the_refusal_prints_the_line_to_add() -> None:
     problem = trust.distrust("wine.model.MLP", "model._target_")
     assert problem is not None
     assert '[tool.runner]\n    imports = ["wine"]\nor give --import wine.' in problem.remedy
-    assert "no package 'wine'" in problem.rule
+    assert "'wine' is not trusted" in problem.rule
 
 
 def test_trust_comes_from_the_project_above_the_working_directory(
