@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import cli, exit_codes
+from runner import cli
 from runner.cli import help
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -37,8 +37,3 @@ def test_help_on_a_group_lists_its_arguments(capsys: pytest.CaptureFixture[str])
     assert "optimizer.nesterov" in out
     assert "callbacks.early_stopping.patience int = 3  number of evaluations" in out
     assert "checkpoint.every_steps" in out
-
-
-def test_the_help_lists_the_exit_codes() -> None:
-    for code, meaning in exit_codes.MEANINGS.items():
-        assert f"  {code:<4} {meaning}\n" in help.text()

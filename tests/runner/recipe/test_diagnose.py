@@ -207,17 +207,6 @@ def test_a_package_that_is_not_trusted(capsys: pytest.CaptureFixture[str]) -> No
     assert lines[1:3] == ["    [tool.runner]", '    imports = ["wine"]']
 
 
-def test_a_gpu_that_is_not_there(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from runner.recipe import processes
-
-    monkeypatch.setattr(processes, "num_accelerators", lambda: 0)
-    (line,) = refused("distributed=multi_gpu", capsys=capsys)
-    assert line.startswith("distributed=multi_gpu")
-    assert "distributed=multi_cpu" in line
-
-
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [("optimzer.lr=1", "Did you mean 'optimizer.lr'?"), ("model.name=cnm", "Did you mean 'cnn'?")],

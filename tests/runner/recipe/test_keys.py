@@ -15,23 +15,6 @@ KNOWN = [*keys.typed_keys(), "optimizer.lr"]
 
 
 @pytest.mark.parametrize(
-    ("key", "free"),
-    [
-        ("model.width", True),
-        ("callbacks.early_stopping.patience", True),
-        ("distributed.ddp.comm_state_option.matrix_approximation_rank", True),
-        ("tracker.init_kwargs.wandb", True),
-        ("trainer.epochs", False),
-        ("precision.foo", False),
-        ("model", False),
-        ("optimzer.lr", False),
-    ],
-)
-def test_which_keys_are_open(key: str, free: bool) -> None:
-    assert keys.is_free(key) is free
-
-
-@pytest.mark.parametrize(
     ("key", "meant"),
     [
         ("optimzer.lr", "'optimizer.lr'"),
@@ -48,37 +31,6 @@ def test_which_keys_are_open(key: str, free: bool) -> None:
 )
 def test_the_key_that_was_meant(key: str, meant: str) -> None:
     assert meant in keys.suggestion(key, keys.known_keys({"optimizer": {"lr": 1}}))
-
-
-@pytest.mark.parametrize(
-    ("word", "key"),
-    [
-        ("--seed", "seed"),
-        ("--trainer.max-steps", "trainer.max_steps"),
-        ("epochs", "trainer.epochs"),
-        ("--learning-rate", "optimizer.lr"),
-        ("model.width:", "model.width"),
-        ("--unheard-of", None),
-        ("eval", None),
-    ],
-)
-def test_the_key_that_a_word_stands_for(word: str, key: str | None) -> None:
-    assert keys.key_for(word) == key
-
-
-@pytest.mark.parametrize(
-    ("key", "remedy"),
-    [
-        ("lr", "Did you mean 'optimizer.lr'?"),
-        ("trainer.warmup_steps", "Did you mean 'scheduler.warmup'?"),
-        ("trainer.per_device_train_batch_size", "Did you mean 'trainer.micro_batch_size'?"),
-        ("logger", "Choose tracker=wandb"),
-        ("trainer.gradient_checkpointing", "fsdp.activation_checkpointing=true"),
-        ("optimizer._partial_", "Leave it out"),
-    ],
-)
-def test_the_name_of_another_tool_has_a_remedy(key: str, remedy: str) -> None:
-    assert remedy in keys.suggestion(key, KNOWN)
 
 
 def test_every_target_of_a_habit_exists() -> None:

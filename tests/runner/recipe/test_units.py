@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel.machine.errors import ConfigError
-from runner.recipe.units import nearest_multiples, parse_duration
+from runner.recipe.units import parse_duration
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,3 @@ def test_durations(value: object, seconds: float | None) -> None:
 def test_a_duration_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.max_time=.*HH:MM:SS"):
         parse_duration(value)
-
-
-@pytest.mark.parametrize(
-    ("value", "divisor", "expected"), [(10, 4, [8, 12]), (3, 4, [4]), (8, 4, [8, 12])]
-)
-def test_multiples_next_to_a_value_are_positive(
-    value: int, divisor: int, expected: list[int]
-) -> None:
-    assert nearest_multiples(value, divisor) == expected

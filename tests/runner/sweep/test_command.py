@@ -124,15 +124,6 @@ def test_a_list_of_jobs(server: StandIn, tmp_path: Path) -> None:
     assert cli.main(["-m", "sweep.list=jobs.txt", "model.width=4"]) == 2
 
 
-def test_an_experiment_that_wins_over_a_choice_is_named_once(
-    server: StandIn, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """C2."""
-    line = ["-m", "experiment=bytes_gpt", "optimizer=adamw", "seed=1,2"]
-    assert cli.main(line) == 0
-    assert capsys.readouterr().err.count("optimizer.lr=0.003 of a file") == 1
-
-
 def test_two_commands_that_begin_together_share_one_sweep(
     server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

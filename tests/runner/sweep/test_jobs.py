@@ -231,7 +231,6 @@ def _descendants(root: int) -> list[int]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (["-m", "hydra/launcher=rq", "seed=1,2"], "pip install hydra-rq-launcher"),
         (["-m", "hydra/launcher=jobblib", "seed=1,2"], "Did you mean 'joblib'"),
         (["-m", "hydra/launcher=joblib", "sweep.jobs=2", "seed=1,2"], "Leave one of them out"),
         (["-m", "run_dir=here", "seed=1,2"], "Give sweep.dir=DIR."),
