@@ -56,15 +56,14 @@ def new_run(overrides: Sequence[str], config_name: str, number: int = 0) -> Exam
     """
     given = tuple(overrides)
     config, problems = diagnose.examine(overrides, config_name, number)
-    choices = diagnose.sorted_words(overrides).choices if config else []
     try:
         found, wrong = serialization.examine(hydra_setup.plain(config))
     except OmegaConfBaseException as error:
-        problems.append(diagnose.placed(unresolved(error), choices, config_name))
+        problems.append(diagnose.placed(unresolved(error), overrides, config_name))
         return Examined(Recipe(), problems, given, config_name, composed=False)
     for one in wrong:
         unknown = one.rule == keys.UNKNOWN
-        problems.append(diagnose.placed(one, choices, config_name) if unknown else one)
+        problems.append(diagnose.placed(one, overrides, config_name) if unknown else one)
     levels = hydra_setup.log_levels(overrides) if config and not problems else {}
     composed = len(config) > 0
     return Examined(found, problems, given, config_name, composed=composed, log_levels=levels)

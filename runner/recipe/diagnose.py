@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from accel.machine.errors import ConfigError, Problem, closest, nearest
+from accel.machine.errors import ConfigError, Problem, closest, did_you_mean, nearest
 from runner.recipe import hydra_setup, keys, paths
 from runner.recipe.schema import PLUGINS, Recipe
 from runner.recipe.serialization import typed
@@ -142,10 +142,14 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
     if parsed.package is not None:
         return Problem(override, f"{group} has one place in a recipe", f"Write {group}=…")
     value = None if parsed.is_delete() else parsed.value()
-    for option in value if isinstance(value, list) else [] if value is None else [value]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for option in map(str, values):
         if option not in known:
-            rule = f"{group} is one of {', '.join(known)}; {group}.key=… sets a value"
-            return Problem(f"{group}={option}", rule, nearest(str(option), known))
+            others = [
+                name for name in PLUGINS if option in options_of(name) and option != "default"
+            ]
+            remedy = did_you_mean(f"{others[0]}={option}") if others else nearest(option, known)
+            return Problem(f"{group}={option}", f"{group} is one of {', '.join(known)}", remedy)
     has_place = group in PLUGINS or (paths.conf_folder() / group).is_dir()
     if (parsed.is_add() or parsed.is_force_add()) and has_place:
         rule = f"{group} has a place in every recipe"
@@ -361,9 +365,9 @@ def _missing_file(name: str, config_name: str) -> Problem:
     return Problem(f"{group}={option}", "there is no such file", remedy)
 
 
-def placed(problem: Problem, choices: Sequence[str], config_name: str) -> Problem:
+def placed(problem: Problem, overrides: Sequence[str], config_name: str) -> Problem:
     """Return the problem of a key with the file of the user's that sets it."""
-    key = problem.value.partition("=")[0]
+    key, choices = problem.value.partition("=")[0], sorted_words(overrides).choices
     for name, node in hydra_setup.own_nodes(choices, config_name):
         content: Any = OmegaConf.to_container(node, resolve=False)
         if key not in keys.keys_of(content):

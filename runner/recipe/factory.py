@@ -227,13 +227,10 @@ def completed(recipe: Recipe) -> Recipe:
             continue
         assert isinstance(node, Mapping)
         nodes[key] = {**node, **factory.defaults()}
-    head = "callbacks."
-    callbacks = {key.removeprefix(head): node for key, node in nodes.items() if head in key}
-    if callbacks:
-        callbacks = {**recipe.callbacks, **callbacks}
-        nodes = {key: node for key, node in nodes.items() if head not in key}
-        nodes["callbacks"] = callbacks
-    return replace(recipe, **nodes)
+    callbacks = recipe.callbacks
+    if isinstance(callbacks, Mapping):
+        callbacks = {name: nodes.pop(f"callbacks.{name}", node) for name, node in callbacks.items()}
+    return replace(recipe, **nodes, callbacks=callbacks)
 
 
 def _step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[Problem]:
