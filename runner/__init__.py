@@ -20,9 +20,9 @@ _HOMES = {
     "register": "runner.recipe.registry",
     "Callback": "runner.training.run",
     "Objective": "runner.training.step",
-    "clip_gradients": "runner.training.optimizer_step",
-    "keep_valid": "runner.training.optimizer_step",
-    "optimizer_step": "runner.training.optimizer_step",
+    "clip_gradients": "runner.training.step",
+    "keep_valid": "runner.training.step",
+    "optimizer_step": "runner.training.step",
     "Step": "runner.training.step",
     "SupervisedStep": "runner.training.step",
 }

@@ -6,12 +6,12 @@ from runner.data.batches import Window as Window
 from runner.data.datasets import Data as Data
 from runner.inference.load import load as load
 from runner.recipe.registry import register as register
-from runner.training.optimizer_step import clip_gradients as clip_gradients
-from runner.training.optimizer_step import keep_valid as keep_valid
-from runner.training.optimizer_step import optimizer_step as optimizer_step
 from runner.training.run import Callback as Callback
 from runner.training.step import Objective as Objective
 from runner.training.step import Step as Step
 from runner.training.step import SupervisedStep as SupervisedStep
+from runner.training.step import clip_gradients as clip_gradients
+from runner.training.step import keep_valid as keep_valid
+from runner.training.step import optimizer_step as optimizer_step
 
 __all__: list[str]

@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from runner.builtin.optimizers import linear
 from runner.data.batches import Window
-from runner.training.optimizer_step import optimizer_step
-from runner.training.step import Step
+from runner.training.step import Step, optimizer_step
 
 if TYPE_CHECKING:
     from accel import Accelerator

@@ -135,6 +135,7 @@ class TrainBatches:
         self.dims = accelerator.parallel_dims
         self.recipe = recipe
         self.plan = plan
+        self._round_size = plan.round_size
         self.streamed = isinstance(data.train, IterableDataset)
         config = recipe.dataloader
         size = plan.round_size if config.split_batches else plan.micro_batch
@@ -197,7 +198,7 @@ class TrainBatches:
         try:
             for start in range(skip_steps * window, total, window):
                 real = min(window, total - start)
-                rounds = -(-real // self.plan.round_size)
+                rounds = -(-real // self._round_size)
                 fetched = itertools.islice(batches, rounds)
                 yield self._window([self._micro(b, real, j) for j, b in enumerate(fetched)], real)
             next(batches, None)  # lets the loader end its pass
@@ -209,7 +210,7 @@ class TrainBatches:
         micro, plan = self.plan.micro_batch, self.plan
         if plan.dp_size == 1:
             return MicroBatch(batch)
-        start = index * plan.round_size + self.dims.dp_rank * micro
+        start = index * self._round_size + self.dims.dp_rank * micro
         return MicroBatch(batch, _valid(real - start, micro))
 
     def _window(self, micro_batches: list[MicroBatch], num_samples: int) -> Window:
@@ -252,13 +253,13 @@ class TrainBatches:
         plan = self.plan
         for batch in batches:
             if not self.loader.end_of_dataloader:
-                yield MicroBatch(batch), plan.round_size
+                yield MicroBatch(batch), self._round_size
                 continue
             size = min(batch_length(batch, plan.micro_batch), plan.micro_batch)
             if plan.dp_size == 1:
                 yield MicroBatch(batch), size
                 continue
-            real = self.loader.remainder or plan.round_size
+            real = self.loader.remainder or self._round_size
             mine = real - self.dims.dp_rank * size
             yield MicroBatch(batch, _valid(mine, size)), real
 

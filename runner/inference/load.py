@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +109,8 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
     folder, owns = directory.checkpoint_folder(run_dir), directory.owner(run_dir)
     newest = functools.partial(checkpoints.newest_complete, folder, owns)
     if which in (BEST, None):
+        best = _best(run_dir)
         try:
-            best = _best(folder, owns)
             if best is not None or which == BEST:
                 return _verified(best, run_dir, BEST)
         except CheckpointError as error:
@@ -143,30 +143,20 @@ def described(path: Path, run_dir: Path) -> str:
     """Return e.g. "runs/digits/…/checkpoints/checkpoint_3 (step 60, the best)"."""
     step = checkpoints.read_manifest(path).metadata.get("step")
     words = [] if step is None else [f"step {step}"]
-    if path == _best(path.parent, directory.owner(run_dir), tolerant=True):
+    if path == _best(run_dir):
         words.append("the best")
     return f"{path} ({', '.join(words)})" if words else str(path)
 
 
 def is_substitute(path: Path, run_dir: Path) -> bool:
     """Return whether a run keeps a best state, and `path` is another one."""
-    try:
-        best = _best(directory.checkpoint_folder(run_dir), directory.owner(run_dir))
-    except CheckpointError:
-        return True
-    return best is not None and best != path
+    return _best(run_dir) not in (None, path)
 
 
-def _best(folder: Path, owns: Callable[[Path], bool], tolerant: bool = False) -> Path | None:
-    from runner.training.checkpointing import read_best
+def _best(run_dir: Path) -> Path | None:
+    from runner.training.checkpointing import best_checkpoint
 
-    try:
-        best = read_best(folder, owns)
-    except CheckpointError:
-        if tolerant:
-            return None
-        raise
-    return None if best is None else folder / best.checkpoint
+    return best_checkpoint(directory.checkpoint_folder(run_dir), directory.owner(run_dir))
 
 
 def _verified(path: Path | None, run_dir: Path, which: str) -> Path:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError
@@ -111,14 +111,12 @@ def _predictions(session: Session) -> Iterator[dict[str, object]]:
 
 
 def _of_one_set(session: Session, batches: EvalBatches) -> Iterator[dict[str, object]]:
-    from runner.training import return_checks
-
     step, count, names = session.step, 0, None
     owner = _predicting(step)
     several = session.accelerator.num_processes > 1
     for index, batch in enumerate(batches):
         size = batches.own_size_of(batch) if several else batches.size_of(index, batch)
-        rows = return_checks.rows(owner, step.predict(batch), size, names)
+        rows = rows_of(owner, step.predict(batch), size, names)
         if names is None:
             _require_small(owner, rows[0])
         names = names or list(rows[0])
@@ -159,3 +157,71 @@ def _predicting(step: Step) -> object:
 
     handed_on = type(step).predict is SupervisedStep.predict
     return getattr(step, "objective", step) if handed_on else step
+
+
+# -- rows ----------------------------------------------------------------------------------
+
+
+def rows_of(
+    owner: object, value: object, num_samples: int | None, names: Sequence[str] | None = None
+) -> list[dict[str, object]]:
+    """Return the result of `predict` as one mapping of plain values per sample.
+
+    Each tensor [B, ...] of nested mappings and tuples is a column with a dotted name; so is a list
+    of B other values, such as texts, or tensors of different lengths. `owner` is the step or
+    objective that was called; `num_samples` is B, None: not known; `names` are the columns of the
+    batches before, None: there is none.
+
+    Raises:
+        ConfigError: if a column has not one row per sample, holds a type that JSON lacks, or is not
+            that of the batches before.
+    """
+    from runner.training.step import refused, shown
+
+    rule = "a prediction has one row for each sample of the batch"
+    rule += f", which has {num_samples}" if num_samples is not None else ""
+    remedy = "Return a tensor [B, ...], or several by name, of the B samples that are given."
+    columns: dict[str, list[object]] = {}
+    for name, column in _columns(value, "prediction"):
+        found = f"shape {list(column.shape)}" if hasattr(column, "shape") else shown(column)
+        found += f" for {name!r}" if isinstance(value, Mapping) else ""
+        try:
+            rows = _plain(column)
+        except TypeError as error:
+            rule, remedy = f"JSON has no type for {error}", "Return tensors, numbers or texts."
+            raise refused(owner, "predict", found, rule, remedy) from None
+        if num_samples is None:
+            num_samples = len(rows) if isinstance(rows, list) else 0
+        if not isinstance(rows, list) or len(rows) != num_samples or not rows:
+            raise refused(owner, "predict", found, rule, remedy)
+        columns[name] = rows
+    if not columns:
+        raise refused(owner, "predict", f"{shown(value)} without values", rule, remedy)
+    if names is not None and list(names) != list(columns):
+        rule = f"the batches before gave {', '.join(names)}"
+        remedy = "Return the same names for every batch."
+        raise refused(owner, "predict", f"values for {', '.join(columns)}", rule, remedy)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _columns(node: object, name: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each column of nested mappings and tuples."""
+    if isinstance(node, (Mapping, tuple)):
+        inner = node if isinstance(node, Mapping) else dict(enumerate(node))
+        for key, column in inner.items():
+            yield from _columns(column, f"{prefix}{key}", f"{prefix}{key}.")
+    else:
+        yield name, node
+
+
+def _plain(value: Any) -> object:
+    """Return a value in types of JSON; raises TypeError, naming a type that JSON lacks."""
+    if value is None or isinstance(value, (bool, int, float, str, os.PathLike)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # a tensor, or an array of another library
+        return _plain(value.tolist())
+    raise TypeError(type(value).__name__)

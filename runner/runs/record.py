@@ -18,6 +18,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from accel.checkpoint import directory as checkpoints
+from accel.machine.errors import CheckpointError
 from runner import exit_codes
 from runner.runs import environment, evaluations, json_files, lock, provenance, sessions
 from runner.runs.json_files import METRICS, WEIGHTS_STEP, Fields, JsonObject, number
@@ -30,7 +31,6 @@ STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROK
 ENDED_WITH = {exit_codes.FAILED: FAILED, exit_codes.REFUSED: FAILED, exit_codes.STOPPED: STOPPED}
 NODES = ("name", "model", "data", "trainer")  # of every recipe
 CODE = "code"  # a key beside those of recipes
-BEST = "best.json"
 FALLING = ("loss", "bits", "error", "perplexity")  # in names of metrics whose best is the least
 TAIL_BYTES = 8192
 MISSING = object()
@@ -290,8 +290,7 @@ class RunRecord:
         """The best value of the monitored metric, else the last; None: none is known."""
         best = (self.summary.get("best") if not self._is_behind else None) or {}
         if best.get("value") is None:
-            path = self.path / checkpoints.FOLDER / BEST
-            best = self._loaded(path)
+            best = self._best_saved()
         metric = str(best.get("metric") or self.summary.get("monitor") or "")
         mode = best.get("mode") or self._mode(metric)
         value = best.get("value")
@@ -300,6 +299,13 @@ class RunRecord:
             value = measured.get(metric)
         value = number(value)
         return None if value is None or not metric else Objective(metric, str(mode), value)
+
+    def _best_saved(self) -> Fields:
+        """Return what the newest readable checkpoint says of the best state; empty: nothing."""
+        for path in reversed(checkpoints.checkpoints(self.path / checkpoints.FOLDER)):
+            with contextlib.suppress(CheckpointError):
+                return checkpoints.read_manifest(path).metadata.get("best") or {}
+        return {}
 
     @property
     def _is_behind(self) -> bool:

@@ -21,7 +21,7 @@ from runner.runs.study import StudyFile
 from runner.runs.sweep_records import FINISHED, PRUNED
 from runner.sweep.journal import FAILED as FAILURE
 from runner.sweep.journal import Journal
-from runner.training import state
+from runner.training import run as training
 
 if TYPE_CHECKING:
     from runner.recipe.schema import Recipe
@@ -187,7 +187,7 @@ def _values(summary: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     """Return what the journal records of a finished run, for the table."""
     best = summary.get("best") or {}
     found = {
-        "status": PRUNED if summary.get("stopped") == state.PRUNED else FINISHED,
+        "status": PRUNED if summary.get("stopped") == training.PRUNED else FINISHED,
         "objective": objective(summary),
         "objective_step": best.get("step", summary.get("step")),
         "metric": summary.get("monitor"),
@@ -206,7 +206,7 @@ def _searched(summary: Mapping[str, Any], searched: StudyFile, run_dir: Path) ->
     A run without them has failed for the search, though it has come to its end.
     """
     metrics = list(searched.metrics)
-    pruned = summary.get("stopped") == state.PRUNED
+    pruned = summary.get("stopped") == training.PRUNED
     if metrics == [study.BEST]:
         return {} if pruned else _judged([objective(summary)])
     named: dict[str, object] = {"metric": None, "mode": None}

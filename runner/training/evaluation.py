@@ -14,8 +14,8 @@ import torch
 from accel.comm.ops import broadcast_object_list
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError, nearest
-from runner.training import return_checks
-from runner.training.state import Stop
+from runner.training.run import Stop
+from runner.training.step import checked_metrics, checked_tensors
 from runner.training.stopping import TIME_IS_UP
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from accel import Accelerator
     from runner.data.batches import EvalBatches
-    from runner.training.metrics import Recorder
-    from runner.training.run import Run
+    from runner.training.loop import Loop
     from runner.training.step import Step
 
 
@@ -69,7 +68,7 @@ def evaluate(
     with preserved(), evaluation_mode(step), torch.no_grad():
         values = _measure(accelerator, step, batches, on_batch)
         _check_counts(step, values, num_samples)
-        metrics = return_checks.metrics(_measuring(step), step.summarize(values))
+        metrics = checked_metrics(_measuring(step), step.summarize(values))
     # Sums of floats on several devices may differ in the last bit; decisions must not.
     shared = [metrics]
     if accelerator.num_processes > 1:
@@ -86,7 +85,7 @@ def _measure(
     """Return each value of all samples: [N, ...]."""
     parts: dict[str, list[torch.Tensor]] = {}
     for index, batch in enumerate(batches, start=1):
-        values = return_checks.tensors(_measuring(step), "evaluate", step.evaluate(batch))
+        values = checked_tensors(_measuring(step), "evaluate", step.evaluate(batch))
         measured = accelerator.gather_for_metrics(values)
         for name, value in measured.items():
             parts.setdefault(name, []).append(value)
@@ -168,30 +167,26 @@ def evaluate_sets(
 class Evaluations:
     """Evaluates the validation and the test data of a run, and updates its metrics, best and stop.
 
-    A request to stop interrupts an evaluation. `notify` calls an event of the callbacks.
-    `improved`: the present state is the best so far, and not marked as such yet. `repeated`: the
-    step that the run was resumed from was evaluated here, maybe again.
+    A request to stop interrupts an evaluation. `improved`: no checkpoint says yet that the present
+    state is the best.
     """
 
     def __init__(
         self,
-        run: Run,
+        loop: Loop,
         sets: Mapping[str, Mapping[str, EvalBatches]],
         plateaus: Sequence[ReduceLROnPlateau],
-        recorder: Recorder,
-        notify: Callable[..., None],
     ) -> None:
-        self._run, self._sets, self._plateaus = run, sets, plateaus
-        self._recorder, self._notify = recorder, notify
+        self._loop, self._sets, self._plateaus = loop, sets, plateaus
         self._nan_noted = False
-        self.improved = self.repeated = False
+        self.improved = False
 
     def check(self, num_batches: int) -> None:
         """Measure a few batches before the first step, to find mistakes; nothing is recorded.
 
         The validation data are measured, or the test data where there are none.
         """
-        run, progress = self._run, self._run.stop_flag.progress
+        loop, progress = self._loop, self._loop.stop_flag.progress
         split = next((one for one in ("validation", "test") if self._sets[one]), None)
         if split is None:
             return
@@ -201,9 +196,9 @@ class Evaluations:
             return False
 
         try:
-            with progress.slow_phase("the check of the evaluation"), buffers_kept(run.step):
+            with progress.slow_phase("the check of the evaluation"), buffers_kept(loop.step):
                 metrics = evaluate_sets(
-                    run.accelerator, run.step, self._sets[split], on_batch, num_batches
+                    loop.accelerator, loop.step, self._sets[split], on_batch, num_batches
                 )
         except Exception as error:
             error.add_note(
@@ -212,88 +207,69 @@ class Evaluations:
             )
             raise
         if split == "validation":
-            monitored_value(metrics, run.monitor)
-            self._notify("on_sanity_check", metrics)
-
-    def due(self) -> bool:
-        """Return whether the validation data is yet to be evaluated at this step boundary."""
-        run, every = self._run, self._run.recipe.trainer.eval_every
-        state = run.state
-        wanted = state.step_in_epoch == 0 if every is None else state.step % every == 0
-        missing = bool(self._sets["validation"]) and 0 < state.step != state.evaluated_step
-        return missing and (wanted or run.complete)
-
-    def validate_if_due(self) -> None:
-        """Evaluate the validation data if it is due; a run that a signal has stopped does not."""
-        stopped = self._run.stopped
-        if self.due() and (stopped is None or stopped.kind != "signal"):
-            self.validate()
-
-    def resume(self) -> None:
-        """Evaluate the restored state if that was due when it was saved, or is due now."""
-        if self._run.state.evaluation_due or self.due():
-            self.validate()
-            self.repeated = self._run.state.evaluated_step == self._run.state.step
+            monitored_value(metrics, loop.monitor)
+            loop.notify("on_sanity_check", metrics)
 
     def validate(self) -> None:
         """Evaluate the validation data once per step, and note whether the state is the best."""
-        run, state = self._run, self._run.state
-        if not self._sets["validation"] or state.evaluated_step == state.step:
+        loop, state = self._loop, self._loop.state
+        if not self._sets["validation"] or state.step in (0, state.evaluated_step):
             return
         metrics = self._evaluate("validation")
         if metrics is None:
             return
-        value = monitored_value(metrics, run.monitor)
+        value = monitored_value(metrics, loop.monitor)
         state.evaluated_step = state.step
         if math.isnan(value) and not self._nan_noted:
             self._nan_noted = True
-            run.display.note(
-                f"{run.monitor} is not a number (validation, step {state.step}): such a state is "
+            loop.display.note(
+                f"{loop.monitor} is not a number (validation, step {state.step}): such a state is "
                 "never the best, and counts as no improvement."
             )
-        improved = state.improves(value, run.mode)
+        improved = state.improves(value, loop.mode)
         if improved:
             state.best, state.best_step = value, state.step
-            self.improved = run.recipe.checkpoint.save_best
+            self.improved = loop.recipe.checkpoint.save_best
+            loop.saver.follow_best()
         for scheduler in self._plateaus:
             scheduler.step(value)
         self._report("validation", metrics, "best" if improved else "")
 
     def test(self, step: int) -> None:
         """Evaluate the test data, if there is any, with the weights of `step`."""
-        run = self._run
+        loop = self._loop
         if not self._sets["test"]:
             return
         metrics = self._evaluate("test")
         if metrics is not None:
-            run.weights_step = step
+            loop.weights_step = step
             self._report("test", metrics, f"weights of step {step}", step)
 
     def _evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split; None if the evaluation was interrupted by a stop."""
-        run, stop_flag = self._run, self._run.stop_flag
+        loop, stop_flag = self._loop, self._loop.stop_flag
 
         def on_batch(batches: EvalBatches, index: int) -> bool:
-            run.display.evaluating(split, index, batches.num_batches)
-            agreed = stop_flag.agreed(run.accelerator, "evaluation")
+            loop.display.evaluating(split, index, batches.num_batches)
+            agreed = stop_flag.agreed(loop.accelerator, "evaluation")
             return agreed and stop_flag.reason != TIME_IS_UP
 
         try:
-            with run.watch.paused(), stop_flag.progress.slow_phase(f"evaluation ({split})"):
-                return evaluate_sets(run.accelerator, run.step, self._sets[split], on_batch)
+            with loop.watch.paused(), stop_flag.progress.slow_phase(f"evaluation ({split})"):
+                return evaluate_sets(loop.accelerator, loop.step, self._sets[split], on_batch)
         except Interrupted:
-            run.stopped = Stop("signal", f"{stop_flag.reason} received in evaluation")
+            loop.stopped = Stop("signal", f"{stop_flag.reason} received in evaluation")
             return None
 
     def _report(
         self, split: str, metrics: dict[str, float], mark: str, weights_step: int | None = None
     ) -> None:
-        run = self._run
-        run.metrics[split] = metrics
-        self._recorder.write(split, metrics, run.seconds, weights_step=weights_step)
-        run.display.evaluation(split, run.state.step, run.state.epoch_number, metrics, mark)
-        with run.stop_flag.progress.slow_phase("on_evaluate"):
-            self._notify("on_evaluate", split, dict(metrics))
+        loop = self._loop
+        loop.metrics[split] = metrics
+        loop.recorder.write(split, metrics, loop.seconds, weights_step=weights_step)
+        loop.display.evaluation(split, loop.state.step, loop.state.epoch_number, metrics, mark)
+        with loop.stop_flag.progress.slow_phase("on_evaluate"):
+            loop.notify("on_evaluate", split, dict(metrics))
 
 
 @contextmanager

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from accel.machine.errors import ConfigError, Problem, closest
 from runner.data.datasets import Data
 from runner.recipe.schema import SPLITS
-from runner.training.return_checks import shown
 from runner.training.run import Callback
-from runner.training.step import Objective, Step
+from runner.training.step import Objective, Step, shown
 
 SIMILAR = 0.85  # from which a method's name is taken for a misspelt one
 # What the factory of each node returns.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accel.config.handlers import GradScalerKwargs
     from runner.data.datasets import Data
     from runner.recipe.schema import Recipe
-    from runner.training.run import Run
+    from runner.training.loop import Loop
     from runner.training.step import Step
 
 
@@ -96,7 +96,7 @@ class Hyperparameters:
         """Take the hyperparameters that the checkpoint was written with."""
         self.saved = dict(state)
 
-    def resume(self, loop: Run) -> None:
+    def resume(self, loop: Loop) -> None:
         """Apply changes of the recipe since the checkpoint to a restored loop.
 
         Raises:
@@ -355,30 +355,6 @@ class ScheduleState:
         scheduler.best = math.inf if scheduler.mode == "min" else -math.inf
         scheduler.num_bad_epochs = 0
         return True
-
-
-def follow_mode(run: Run, name: str, scheduler: ReduceLROnPlateau) -> None:
-    """Give a scheduler that monitors the run's metric the mode in which the metric improves.
-
-    Raises:
-        ConfigError: if the run has no validation data, or the recipe gives it the other mode.
-    """
-    if not run.data.sets("validation"):
-        rule = "it follows a validation metric"
-        remedy = "Give the data set a validation part, or choose another scheduler."
-        raise ConfigError.of("scheduler ReduceLROnPlateau without validation data", rule, remedy)
-    if scheduler.mode == run.mode:
-        return
-    node = run.recipe.scheduler
-    # "max" is nobody's default; "min" counts as given only where the recipe says so.
-    if scheduler.mode == "max" or (isinstance(node, Mapping) and "mode" in node):
-        raise ConfigError.of(
-            f"scheduler mode={scheduler.mode} of {name!r}",
-            f"it follows {run.monitor}, whose best is the {run.mode}imum",
-            f"Leave it out, or set checkpoint.mode={scheduler.mode}.",
-        )
-    worst = math.inf if run.mode == "min" else -math.inf
-    scheduler.load_state_dict({"mode": run.mode, "best": worst})
 
 
 def is_replayed(scheduler: object) -> bool:

@@ -7,33 +7,41 @@ values that all ranks share, so that none waits for another in a collective.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.checkpoint import directory
 from accel.comm.rng import preserved, set_seed
 from accel.machine.errors import AccelError, ConfigError
-from runner.data.batches import with_last
+from runner.data.batches import TrainBatches, eval_batches, with_last
+from runner.data.datasets import num_samples
+from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
+from runner.recipe.units import parse_duration
 from runner.recipe.user_frames import one_line
 from runner.runs.json_files import SUMMARY, write_json
-from runner.training import gradient_check, return_checks
+from runner.training import gradient_check, setup
 from runner.training import summary as summaries
+from runner.training.checkpointing import RunState, Saver, Stateful
+from runner.training.console import Display
 from runner.training.evaluation import Evaluations
-from runner.training.metrics import NonFiniteError, Recorder, StepMeter, TrainLog
-from runner.training.run import Callback, Run
-from runner.training.setup import TrainedLayers, prepare, profiler
+from runner.training.hyperparameters import Hyperparameters
+from runner.training.metrics import NonFiniteError, Recorder, TrainLog
+from runner.training.run import Callback, Schedule, Stop, Stopwatch, TrainState
+from runner.training.step import checked_tensors
 from runner.training.stopping import TIME_IS_UP, StopFlag
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.profiler import profile
 
     from accel import Accelerator
     from runner.data.batches import Window
     from runner.data.datasets import Data
     from runner.recipe.schema import Recipe
-    from runner.training.console import Display
     from runner.training.step import Step
 
 
@@ -41,13 +49,38 @@ class LateError(AccelError):
     """A mistake that was found after a step was trained: the run has failed, not been refused."""
 
 
-class Loop(Run):
+class Loop:
     """Trains, evaluates and saves one run.
 
-    The accelerator is built for `plan`, and the step is not prepared yet. `resume_from` is a
-    checkpoint of this run; None: from the beginning. The display is by default on standard output
-    of rank 0. `on_begin` is called on every process once the state is loaded and the first step is
-    made, or none is to be made; before that, nothing of the run directory changes.
+    Args:
+        recipe: the run's recipe.
+        run_dir: its directory.
+        accelerator: the engine, built for `plan`.
+        step: owns the models and optimizers, which are not prepared yet.
+        data: the data sets.
+        callbacks: by name.
+        resume_from: a checkpoint of this run; None: from the beginning.
+        stop_flag: requests to stop, and how far this process has come.
+        display: prints notes and tables, on rank 0; by default on standard output.
+        on_begin: called on every process once the state is loaded and the first step is made, or
+            none is to be made; before that, nothing of the run directory changes.
+
+    Attributes:
+        plan: batch sizes, accumulation steps and the number of steps.
+        state: step, epoch and sample counters.
+        stopped: why training ended; None before.
+        monitor: metric by which states are compared.
+        mode: whether its best is the "max" or the "min".
+        metrics: the last evaluation of each split, by metric.
+        weights_step: the step whose weights were tested; None: there was no test yet.
+        remeasured: whether a resume changed the data or the objective that evaluations measure by.
+        results: entries that callbacks add to summary.json.
+        rows: (label, text) that callbacks add to the final table.
+        schedulers: learning-rate schedulers, by the name of their optimizer.
+        saver: writes checkpoints, and knows the best and the last.
+        watch: measures the time spent on training.
+        deadline: value of `time.monotonic` at which time is up; None: never.
+        num_parameters: parameters of all models: (all, trainable).
     """
 
     def __init__(
@@ -64,22 +97,87 @@ class Loop(Run):
         display: Display | None = None,
         on_begin: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(
-            recipe,
-            run_dir,
-            accelerator,
-            step,
-            data,
-            resume_from=resume_from,
-            stop_flag=stop_flag,
-            display=display,
-        )
-        self.callbacks = dict(callbacks or {})
-        self.meter = StepMeter(accelerator.comm)
-        self.recorder = Recorder(accelerator, recipe, self.run_dir, self.state)
-        self._log = TrainLog(self, self.meter, self.recorder)
+        self.recipe, self.run_dir, self.accelerator = recipe, Path(run_dir), accelerator
+        self.step, self.data, self.callbacks = step, data, dict(callbacks or {})
+        self.resume_from = None if resume_from is None else str(resume_from)
+        self.stop_flag = stop_flag or StopFlag()
+        self.display = display or Display(enabled=accelerator.is_main_process)
         self._on_begin = on_begin
         self._begun = self._saving = False
+        self.plan = self._plan()
+        self.state = TrainState()
+        self.stopped: Stop | None = None
+        self.schedule = Schedule(recipe, self.plan.total_steps)
+        self.monitor = recipe.checkpoint.monitor or step.monitor
+        self.mode = recipe.checkpoint.mode or step.mode
+        self.metrics: dict[str, dict[str, float]] = {}
+        self.weights_step: int | None = None
+        self.remeasured = False
+        self.results: dict[str, object] = {}
+        self.rows: list[tuple[str, str]] = []
+        self.watch = Stopwatch()
+        max_time = parse_duration(recipe.trainer.max_time)
+        self.deadline = None if max_time is None else time.monotonic() + max_time
+        self._samples_before, self._seconds_before = 0, 0.0
+        self.num_parameters = setup.count_parameters(accelerator, step.models)
+        self.model_names = [type(model).__name__ for model in step.models.values()]
+        self.saver = Saver(accelerator, recipe.checkpoint, self.state, self.run_dir)
+        self.recorder = Recorder(accelerator, recipe, self.run_dir, self.state)
+        self.log = TrainLog(self)
+        self._prepare()
+
+    def _plan(self) -> BatchPlan:
+        """Return the batch plan; a resumed run's begins at the position of its checkpoint."""
+        position = None
+        if self.resume_from is not None:
+            recorded = directory.read_manifest(self.resume_from).metadata
+            names = ("step", "epoch", "samples_in_epoch")
+            position = Position(*(recorded.get(name, 0) for name in names))
+        size, dp_size = num_samples(self.data.train), self.accelerator.parallel_dims.dp_size
+        return plan_batches(self.recipe.trainer, dp_size, size, position)
+
+    def _prepare(self) -> None:
+        """Hand models, optimizers, loaders and schedules to the engine."""
+        recipe, accelerator, step, data = self.recipe, self.accelerator, self.step, self.data
+        setup.prepare_models(accelerator, step)
+        self._layers = setup.TrainedLayers(self)
+        self._batches = TrainBatches(accelerator, data, recipe, self.plan)
+        sets = {
+            split: eval_batches(accelerator, data, recipe, split)
+            for split in ("validation", "test")
+        }
+        if recipe.checkpoint.monitor is not None and not sets["validation"]:
+            raise ConfigError.of(
+                f"checkpoint.monitor={recipe.checkpoint.monitor} without validation data",
+                "it names a validation metric",
+                "Give the data set a validation part, or leave the monitor out.",
+            )
+        monitored = (self.monitor, self.mode)
+        total = self.plan.total_steps
+        self._hyperparameters = Hyperparameters(recipe, step, data, total, monitored)
+        self.schedulers = setup.make_schedulers(step, total)
+        plateaus = setup.plateaus(self)
+        self._hyperparameters.scheduled(step, self.schedulers)
+        self._stepping: list[tuple[LRScheduler, Any]] = [
+            (scheduler, step.optimizers[name])
+            for name, scheduler in self.schedulers.items()
+            if name not in plateaus
+        ]
+        self._evaluations = Evaluations(self, sets, list(plateaus.values()))
+        parts: dict[str, Stateful] = {
+            **{"train": self.state, "meter": self.log.meter, "recipe": self._hyperparameters},
+            **{f"scheduler.{name}": one for name, one in self._hyperparameters.parts.items()},
+        }
+        for name, callback in self.callbacks.items():
+            if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+                parts[f"callbacks.{name}"] = callback
+        self._saved = RunState(parts)
+        accelerator.register_for_checkpointing(self._saved)
+        self._on_step = [
+            callback
+            for callback in self.callbacks.values()
+            if type(callback).on_step is not Callback.on_step
+        ]
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -90,14 +188,13 @@ class Loop(Run):
         it is complete, stop_after or signal when it is to be resumed.
         """
         try:
-            self._prepare()
             self._resume()
             self.display.header(self.recipe.name, summaries.header_rows(self))
             gradient_check.check(self)
             if self.resume_from is None and self.recipe.trainer.sanity_steps:
                 self._evaluations.check(self.recipe.trainer.sanity_steps)
             self.recorder.open(resumed=self.resume_from is not None)
-            self._notify("on_start")
+            self.notify("on_start")
             self.display.start(self.state.step, *summaries.limits_of(self))
             self._train()
             with self.stop_flag.progress.slow_phase("the end of the run"):
@@ -112,9 +209,9 @@ class Loop(Run):
 
     def _train(self) -> None:
         self.check_limits(resumed=True)
-        self._evaluations.resume()
+        self._validate_if_due()  # a signal may have interrupted it
         anomalies = torch.autograd.set_detect_anomaly(self.recipe.trainer.detect_anomaly)
-        with anomalies, gradient_check.torch_explained(self.state), profiler(self) as profiling:
+        with anomalies, gradient_check.torch_explained(self.state), self._profiler() as profiling:
             while self.stopped is None:
                 self._train_epoch(profiling)
 
@@ -122,7 +219,7 @@ class Loop(Run):
         """Train to the end of the epoch under way, or to a stop within it."""
         state = self.state
         before, skipped = state.step, state.step_in_epoch
-        windows = self._prepared.train_batches.epoch(state.epoch, skip_steps=skipped)
+        windows = self._batches.epoch(state.epoch, skip_steps=skipped)
         with contextlib.closing(windows):
             for window, last in with_last(windows, skipped, self.plan.steps_per_epoch):
                 self._train_step(window)
@@ -143,22 +240,22 @@ class Loop(Run):
             state.end_epoch()
             self.check_limits(resumed=True)
             self.check_requests()
-            self._save_and_evaluate()
+            self._evaluate_and_save()
 
     def _train_step(self, window: Window) -> None:
-        self._trained_layers.follow()
-        given = self.step.train(self.accelerator, window, self.recipe.trainer)
-        values = return_checks.tensors(self.step, "train", given)
+        self._layers.follow()
+        values = self.step.train(self.accelerator, window, self.recipe.trainer)
         if not self._begun:
+            values = checked_tensors(self.step, "train", values)
             self._begin()
-        self._log.add(values)
-        for scheduler, optimizer in self._prepared.stepping:
+        self.log.add(dict(values))
+        for scheduler, optimizer in self._stepping:
             if not optimizer.step_was_skipped:
                 scheduler.step()
         self.state.advance(window.num_samples)
 
     def _at_boundary(self) -> None:
-        """Log, save and evaluate between two optimizer steps, where due."""
+        """Log, evaluate and save between two optimizer steps, where due."""
         state = self.state
         with self._saved_on_error():
             for callback in self._on_step:
@@ -166,37 +263,76 @@ class Loop(Run):
             self.display.step(state.step, state.epoch_number)
             self.check_limits()
             self.check_requests()
-            if self.complete or self._log.due(state.step):
-                self._notify("on_log", self._log.write())
-            self._save_and_evaluate()
+            if self.complete or self.schedule.logs(state.step):
+                self.notify("on_log", self.log.write())
+            self._evaluate_and_save()
 
-    def _save_and_evaluate(self) -> None:
-        # Saved first: neither an error in the evaluation nor a limit on time loses what is due.
+    def _validate_if_due(self) -> None:
+        interrupted = self.stopped is not None and self.stopped.kind == "signal"
+        if not interrupted and (self.complete or self.schedule.evaluates(self.state)):
+            self._evaluations.validate()
+
+    def _evaluate_and_save(self) -> None:
+        """Evaluate, then save: a checkpoint holds what was measured of it."""
+        self._validate_if_due()
+        state, saved = self.state, self.saver.saved_step
         at_end = self.recipe.checkpoint.at_end or self.stop_flag.reason == TIME_IS_UP
-        if self.saver.due(at_end and self.complete):
+        due = self.schedule.saves(state) or (at_end and self.complete)
+        if self._is_best_unsaved() or (due and state.step not in (0, saved)):
             self._save()
-        self._evaluations.validate_if_due()
-        if self._evaluations.improved:
-            self._save_best()
+
+    def _is_best_unsaved(self) -> bool:
+        return self._evaluations.improved and self.state.best_step == self.state.step
+
+    # -- stops -----------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has reached its end, and is not only interrupted."""
+        return self.stopped is not None and self.stopped.complete
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on the run in seconds, over all invocations."""
+        return self._seconds_before + self.watch.elapsed
+
+    @property
+    def samples_here(self) -> int:
+        """Samples trained on in this invocation, over all processes."""
+        return self.state.samples - self._samples_before
+
+    def stop(self, reason: str, kind: str = "callback") -> None:
+        """End training at this step boundary. Every process must call this together.
+
+        Args:
+            reason: one sentence, for the summary.
+            kind: `stopped` of the summary.
+        """
+        if self.stopped is None:
+            self.stopped = Stop(kind, reason)
+            self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
+
+    def check_limits(self, resumed: bool = False) -> None:
+        """Stop at a limit of the recipe."""
+        state, trainer = self.state, self.recipe.trainer
+        if trainer.max_steps is not None and state.step >= trainer.max_steps:
+            self.stop(f"trainer.max_steps={trainer.max_steps} reached", "max_steps")
+        if trainer.epochs is not None and state.epoch >= trainer.epochs:
+            self.stop(f"trainer.epochs={trainer.epochs} completed", "epochs")
+        if trainer.stop_after == state.step and not resumed:
+            self.stop(f"trainer.stop_after={trainer.stop_after} reached", "stop_after")
+
+    def check_requests(self) -> None:
+        """Stop on a request to any rank, or if time is up; all ranks agree."""
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self.stop_flag.request(TIME_IS_UP)
+        if self.stopped is None and self.stop_flag.agreed(self.accelerator):
+            if self.stop_flag.reason == TIME_IS_UP:
+                self.stop(f"trainer.max_time={self.recipe.trainer.max_time} is over", "max_time")
+            else:
+                self.stop(f"{self.stop_flag.reason} received", "signal")
 
     # -- before the first step -------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        self._prepared = prepare(self, self.callbacks, self.meter)
-        self._trained_layers = TrainedLayers(self)
-        self.schedulers = self._prepared.schedulers
-        self._evaluations = Evaluations(
-            self,
-            self._prepared.eval_batches,
-            self._prepared.plateaus,
-            self.recorder,
-            self._notify,
-        )
-        self._on_step = [
-            callback
-            for callback in self.callbacks.values()
-            if type(callback).on_step is not Callback.on_step
-        ]
 
     def _resume(self) -> None:
         """Restore the checkpoint, or seed the generators that training draws from."""
@@ -205,56 +341,54 @@ class Loop(Run):
         if self.resume_from is None:
             return
         self.accelerator.load_state(self.resume_from)
-        hyperparameters, saved = self._prepared.hyperparameters, self._prepared.saved
-        hyperparameters.resume(self)
-        self.remeasured = hyperparameters.measures_differently
+        self._hyperparameters.resume(self)
+        self.remeasured = self._hyperparameters.measures_differently
         self.state.move_to(self.plan.global_batch)
-        self.metrics |= self.saver.saved_metrics(self.resume_from)
+        found = directory.read_manifest(self.resume_from).metadata.get("metrics")
+        if found:
+            self.metrics["validation"] = dict(found)
         self._seconds_before, self._samples_before = self.state.seconds, self.state.samples
-        self._log.resume()
-        notes = [self.saver.find_best(self.resume_from), saved.changes(hyperparameters.knows)]
-        for note in filter(None, notes):
-            self.display.note(note)
+        self.log.resume()
+        added = [name for name in self._saved.added if not self._hyperparameters.knows(name)]
+        dropped = self._saved.dropped
+        for note in (
+            self.saver.resume(self.resume_from),
+            f"Not in the checkpoint, starting fresh: {', '.join(added)}." if added else "",
+            f"Not in the recipe, dropped: {', '.join(dropped)}." if dropped else "",
+        ):
+            if note:
+                self.display.note(note)
 
     def _begin(self) -> None:
         """Begin to write to the run directory: until here, nothing in it has changed."""
         self._begun = True
         self._on_begin()
-        self.saver.write_pointer()
-        if self._evaluations.improved:  # the resumed state was evaluated here
-            self._save_best()
-        repeated = ["validation"] if self._evaluations.repeated else []
-        if self.stopped is not None and self.stopped.tested:  # there is no step to make
-            repeated.append("test")
-        self.recorder.begin(repeated)
+        self.recorder.begin(tests=self.stopped is not None and self.stopped.tested)
 
-    def _notify(self, event: str, *values: object) -> None:
+    def notify(self, event: str, *values: object) -> None:
         """Call `event` of the callbacks that define it, with the random generators preserved."""
         for callback in self.callbacks.values():
             if getattr(type(callback), event) is not getattr(Callback, event):
                 with preserved():
                     getattr(callback, event)(self, *values)
 
+    def _profiler(self) -> contextlib.AbstractContextManager[profile | None]:
+        handler = self.recipe.profile
+        if handler is None:
+            return contextlib.nullcontext()
+        return self.accelerator.profile(setup.traces_below(handler, self.run_dir))
+
     # -- checkpoints -----------------------------------------------------------------------
 
     def _save(self) -> None:
-        self._log.drain()
-        state = self.state
-        state.seconds = self.seconds
-        state.evaluation_due = self._evaluations.due()
+        self.log.drain()
+        self.state.seconds = self.seconds
         self._saving = True
         with self.watch.paused(), self.stop_flag.progress.slow_phase("saving"):
-            path = self.saver.save(summaries.metadata_of(self))
-        self._saving = False
+            path = self.saver.save(summaries.metadata_of(self), self.monitor)
+        self._saving = self._evaluations.improved = False
         with self.stop_flag.progress.slow_phase("on_checkpoint"):
-            self._notify("on_checkpoint", path)
-
-    def _save_best(self) -> None:
-        """Mark the checkpoint of this step as the best, and write it if there is none yet."""
-        if self.saver.saved_step != self.state.step:
-            self._save()
-        self.saver.mark_best(self.monitor, self.state.best)
-        self._evaluations.improved = False
+            self.notify("on_checkpoint", path)
 
     @contextlib.contextmanager
     def _saved_on_error(self) -> Iterator[None]:
@@ -281,17 +415,16 @@ class Loop(Run):
             self._begin()
         with self._saved_on_error():
             if self.complete:  # a callback may have ended it after the boundary's own evaluation
-                if not self.meter.empty:
-                    self._notify("on_log", self._log.write())
+                if not self.log.meter.empty:
+                    self.notify("on_log", self.log.write())
                 self._evaluations.validate()
             wanted = self.recipe.checkpoint.at_end or not self.complete
-            if wanted and self.saver.saved_step != self.state.step:
+            unsaved = wanted and self.saver.saved_step != self.state.step
+            if unsaved or self._is_best_unsaved():
                 self._save()
-            if self._evaluations.improved:
-                self._save_best()
         if self.stopped is not None and self.stopped.tested:
             self._evaluations.test(self.saver.load_best())
-        self._notify("on_end")
+        self.notify("on_end")
         summary = summaries.summary_of(self)
         if self.accelerator.is_main_process:
             write_json(self.run_dir / SUMMARY, summary)

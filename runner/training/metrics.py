@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import torch
 from accel.machine.errors import AccelError, CheckpointError, Problem
 from accel.machine.passwords import without_passwords
 from accel.machine.tree import recursively_apply
-from runner.runs.json_files import METRICS, WEIGHTS_STEP, MetricsFile, finite, read_lines
+from runner.runs.json_files import METRICS, WEIGHTS_STEP, MetricsFile, read_lines
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from accel import Accelerator
     from accel.comm.base import Communicator
     from runner.recipe.schema import Recipe
-    from runner.training.run import Run
-    from runner.training.state import TrainState
+    from runner.training.loop import Loop
+    from runner.training.run import TrainState
 
 
 class NonFiniteError(AccelError, ArithmeticError):
@@ -108,52 +107,48 @@ class StepMeter:
 class TrainLog:
     """The log points of a run's training; only they read values from the device."""
 
-    def __init__(self, run: Run, meter: StepMeter, recorder: Recorder) -> None:
-        self._run, self._meter, self._recorder = run, meter, recorder
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self.meter = StepMeter(loop.accelerator.comm)
         self._samples = self._skipped_steps = 0
         self._rates: dict[str, float] = {}
 
     def resume(self) -> None:
         """Measure the throughput from the restored state on."""
-        self._samples = self._run.state.samples
-
-    def due(self, step: int) -> bool:
-        """Return whether an optimizer step is a log point."""
-        run = self._run
-        return step % run.recipe.trainer.log_every == 0 or step == run.plan.total_steps
+        self._samples = self._loop.state.samples
 
     def add(self, values: dict[str, torch.Tensor]) -> None:
         """Add this rank's shares of the values of a step, before the step is counted."""
-        run = self._run
-        if run.accelerator.optimizer_step_was_skipped:
+        loop = self._loop
+        if loop.accelerator.optimizer_step_was_skipped:
             self._skipped_steps += 1
             values.pop("grad_norm", None)  # infinite or not a number, and nothing is wrong
-        self._meter.add(values)
-        if self.due(run.state.step + 1):  # the rates of this step, not of the next
-            self._rates = learning_rates(run.step.optimizers)
+        self.meter.add(values)
+        if loop.schedule.logs(loop.state.step + 1):  # the rates of this step, not of the next
+            self._rates = learning_rates(loop.step.optimizers)
 
     def drain(self) -> None:
         """Read the values of the steps since the last read; the one wait for the device."""
-        self._meter.drain()
-        if self._run.recipe.trainer.stop_on_nan:
-            self._meter.check(self._run.state.step)
+        self.meter.drain()
+        if self._loop.recipe.trainer.stop_on_nan:
+            self.meter.check(self._loop.state.step)
 
     def write(self) -> dict[str, float]:
         """Write the means since the last log point, show them, and return them."""
         self.drain()
-        run, values = self._run, self._meter.take()
-        seconds = run.watch.lap()
-        samples = run.state.samples - self._samples
-        self._samples = run.state.samples
+        loop, values = self._loop, self.meter.take()
+        seconds = loop.watch.lap()
+        samples = loop.state.samples - self._samples
+        self._samples = loop.state.samples
         of_run: dict[str, float] = {}
         if self._skipped_steps:
             of_run["skipped_steps"], self._skipped_steps = float(self._skipped_steps), 0
-        of_run |= self._rates or learning_rates(run.step.optimizers)
+        of_run |= self._rates or learning_rates(loop.step.optimizers)
         self._rates = {}
         of_run["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
-        self._recorder.write("train", values, run.seconds, of_run)
-        values = self._recorder.renamed(values, of_run) | of_run
-        run.display.values(values)
+        loop.recorder.write("train", values, loop.seconds, of_run)
+        values = loop.recorder.renamed(values, of_run) | of_run
+        loop.display.values(values)
         return values
 
 
@@ -182,7 +177,7 @@ class Recorder:
         self._file: MetricsFile | None = None
         self._early: list[dict[str, object]] | None = []
         self._resumed_at: int | None = None
-        self._recorded: set[str] = set()  # what trackers have of the step that is resumed
+        self._told: set[object] = set()  # splits that trackers have at the step that is resumed
         self._renamed: set[str] = set()
 
     def open(self, resumed: bool) -> None:
@@ -190,21 +185,22 @@ class Recorder:
         recipe = self._recipe
         self._resumed_at = self._state.step if resumed else None
         if resumed:
-            lines = read_lines(self._run_dir / METRICS)
-            at = self._state.step
-            self._recorded = {_measured(line) for line in lines if line.get("step") == at}
+            lines, at = read_lines(self._run_dir / METRICS), self._state.step
+            self._told = {line.get("split") for line in lines if line.get("step") == at}
         project = recipe.tracker.project_name or recipe.name
         arguments = self._tracker_arguments(resumed)
         shown = recursively_apply(without_passwords, asdict(recipe), test_type=_is_text)
         self._accelerator.init_trackers(project, shown, arguments)
 
-    def begin(self, repeated: Collection[str] = ()) -> None:
+    def begin(self, tests: bool = False) -> None:
         """Open the file, once the first step is made: until then it stays as it was.
 
-        `repeated` are the splits that are measured again at the step that is resumed.
+        What was measured before that is written now, in place of an earlier measurement at the
+        same step; and so will be the test, if the run `tests` without a further step.
         """
         early, self._early = self._early or [], None
         if self._accelerator.is_main_process:
+            repeated = {str(record["split"]) for record in early} | ({"test"} if tests else set())
             self._file = MetricsFile(self._run_dir, self._resumed_at, repeated)
             for record in early:
                 self._file.write(record)
@@ -237,8 +233,7 @@ class Recorder:
             self._early.append(record)
         elif self._file is not None:
             self._file.write(record)
-        is_again = state.step == self._resumed_at and _measured(record) in self._recorded
-        if not is_again:
+        if state.step != self._resumed_at or split not in self._told:
             named = {f"{split}/{name}": value for name, value in values.items()} | common
             self._accelerator.log(named, step=state.step)
 
@@ -286,11 +281,6 @@ class Recorder:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
-
-
-def _measured(record: Mapping[str, object]) -> str:
-    """Return a record without the time, equal for equal values."""
-    return json.dumps(finite({k: v for k, v in record.items() if k != "time"}), sort_keys=True)
 
 
 def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:

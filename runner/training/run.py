@@ -1,169 +1,164 @@
-"""A run under way, as its callbacks and reports see it; the events that callbacks may answer."""
+"""What callbacks and reports see of a run: its counters, its end, its clock, its events.
+
+Free of torch.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from accel.checkpoint import directory
-from runner.data.datasets import num_samples
-from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
-from runner.recipe.units import parse_duration
-from runner.training.checkpointing import Saver
-from runner.training.console import Display
-from runner.training.state import Stop, TrainState
-from runner.training.stopping import TIME_IS_UP, StopFlag
+from accel.machine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch.optim.lr_scheduler import LRScheduler
-
-    from accel import Accelerator
-    from runner.data.datasets import Data
     from runner.recipe.schema import Recipe
-    from runner.training.step import Step
+    from runner.training.loop import Loop
+
+PRUNED = "pruned"  # why a trial of a study ended before its time
 
 
-class Run:
-    """A run under way; `runner.training.loop.Loop` trains it.
+def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
+    """Return whether `value` improves on `best`; NaN never does, any number improves on None.
+
+    `mode` is "max" or "min"; a change must exceed `min_delta` to count.
+    """
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return (value - best if mode == "max" else best - value) > min_delta
+
+
+@dataclass
+class TrainState:
+    """Counters that every process agrees on.
 
     Attributes:
-        recipe: the run's recipe.
-        run_dir: its directory.
-        accelerator: the engine.
-        step: owns the models and optimizers.
-        data: the data sets.
-        plan: batch sizes, accumulation steps and the number of steps.
-        resume_from: the checkpoint that training was resumed from; None: from the beginning.
-        state: step, epoch and sample counters.
-        stop_flag: requests to stop, and how far this process has come.
-        stopped: why training ended; None before.
-        monitor: metric by which states are compared.
-        mode: whether its best is the "max" or the "min".
-        metrics: the last evaluation of each split, by metric.
-        weights_step: the step whose weights were tested; None: there was no test yet.
-        remeasured: whether a resume changed the data or the objective that evaluations measure by.
-        results: entries that callbacks add to summary.json.
-        rows: (label, text) that callbacks add to the final table.
-        schedulers: learning-rate schedulers, by the name of their optimizer.
-        saver: writes checkpoints, and knows the best and the last.
-        display: prints notes and tables, on rank 0.
-        watch: measures the time spent on training.
-        deadline: value of `time.monotonic` at which time is up; None: never.
-        num_parameters: parameters of all models: (all, trainable).
-        model_names: class names of the models.
+        step: optimizer steps made.
+        epoch: epochs completed.
+        samples: samples trained on, over all processes and epochs.
+        step_in_epoch: optimizer steps made in the epoch under way.
+        samples_in_epoch: samples trained on in the epoch under way: the position in its order,
+            whatever the number of processes.
+        evaluated_step: the step at which the validation data was last evaluated; -1: never.
+        best: best value of the monitored metric so far.
+        best_step: the step that reached it.
+        seconds: time spent on the run, over all invocations.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        run_dir: str | Path,
-        accelerator: Accelerator,
-        step: Step,
-        data: Data,
-        *,
-        resume_from: str | Path | None = None,
-        stop_flag: StopFlag | None = None,
-        display: Display | None = None,
-    ) -> None:
-        self.recipe = recipe
-        self.run_dir = Path(run_dir)
-        self.accelerator = accelerator
-        self.step = step
-        self.data = data
-        self.resume_from = None if resume_from is None else str(resume_from)
-        self.plan = self._plan()
-        self.state = TrainState()
-        self.stop_flag = stop_flag or StopFlag()
-        self.stopped: Stop | None = None
-        self.monitor = recipe.checkpoint.monitor or step.monitor
-        self.mode = recipe.checkpoint.mode or step.mode
-        self.metrics: dict[str, dict[str, float]] = {}
-        self.weights_step: int | None = None
-        self.remeasured = False
-        self.results: dict[str, object] = {}
-        self.rows: list[tuple[str, str]] = []
-        self.schedulers: Mapping[str, LRScheduler] = {}
-        folder = Path(accelerator.project_dir or self.run_dir) / directory.FOLDER
-        self.saver = Saver(accelerator, recipe.checkpoint, folder, self.state, self.run_dir)
-        self.display = display or Display(enabled=accelerator.is_main_process)
-        self.watch = Stopwatch()
-        max_time = parse_duration(recipe.trainer.max_time)
-        self.deadline = None if max_time is None else time.monotonic() + max_time
-        self.num_parameters = count_parameters(accelerator, step.models)
-        self.model_names = [type(model).__name__ for model in step.models.values()]
-        self._samples_before, self._seconds_before = 0, 0.0
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    step_in_epoch: int = 0
+    samples_in_epoch: int = 0
+    evaluated_step: int = -1
+    best: float | None = None
+    best_step: int | None = None
+    seconds: float = 0.0
 
-    def _plan(self) -> BatchPlan:
-        size = num_samples(self.data.train)
-        dp_size = self.accelerator.parallel_dims.dp_size
-        return plan_batches(self.recipe.trainer, dp_size, size, self._position())
+    @property
+    def epoch_number(self) -> int:
+        """The epoch that the last step belongs to, counted from 1; 0 before the first step."""
+        return self.epoch + (self.step_in_epoch > 0)
 
-    def _position(self) -> Position | None:
-        """Return where the run is resumed: before objects are made, the schedule among them."""
-        if self.resume_from is None:
-            return None
-        recorded = directory.read_manifest(self.resume_from).metadata
-        return Position(*(recorded.get(name, 0) for name in ("step", "epoch", "samples_in_epoch")))
+    def advance(self, num_samples: int) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.step_in_epoch += 1
+        self.samples += num_samples
+        self.samples_in_epoch += num_samples
+
+    def end_epoch(self) -> None:
+        """Move to the beginning of the next epoch."""
+        self.epoch += 1
+        self.step_in_epoch = 0
+        self.samples_in_epoch = 0
+
+    def improves(self, value: float, mode: str) -> bool:
+        """Return whether `value` is better than the best so far. NaN never is."""
+        return is_better(value, self.best, mode)
+
+    def move_to(self, global_batch: int) -> None:
+        """Express the position in steps of `global_batch` samples, after a resume.
+
+        Raises:
+            ConfigError: if the position lies within such a step.
+        """
+        if self.step_in_epoch == 0:
+            return
+        steps, rest = divmod(self.samples_in_epoch, global_batch)
+        if rest:
+            raise ConfigError.of(
+                f"trainer.global_batch_size={global_batch}",
+                f"the checkpoint is {self.samples_in_epoch} samples into an epoch, which is no "
+                "multiple of that batch size",
+                "Resume with the global batch size that it was trained with, one that divides "
+                f"{self.samples_in_epoch}, or from a checkpoint at the end of an epoch.",
+            )
+        self.step_in_epoch = steps
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the counters as plain values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore counters that `state_dict` returned."""
+        vars(self).update(asdict(TrainState(**state)))
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why training ended.
+
+    Attributes:
+        kind: max_steps, epochs, max_time, callback, pruned (the run is complete), stop_after or
+            signal (it is to be resumed).
+        reason: one sentence, for the summary.
+    """
+
+    kind: str
+    reason: str
 
     @property
     def complete(self) -> bool:
         """Whether the run has reached its end, and is not only interrupted."""
-        return self.stopped is not None and self.stopped.complete
+        return self.kind not in ("stop_after", "signal")
 
     @property
-    def seconds(self) -> float:
-        """Time spent on the run in seconds, over all invocations."""
-        return self._seconds_before + self.watch.elapsed
-
-    @property
-    def samples_here(self) -> int:
-        """Samples trained on in this invocation, over all processes."""
-        return self.state.samples - self._samples_before
-
-    def stop(self, reason: str, kind: str = "callback") -> None:
-        """End training at this step boundary. Every process must call this together.
-
-        Args:
-            reason: one sentence, for the summary.
-            kind: `stopped` of the summary.
-        """
-        if self.stopped is None:
-            self.stopped = Stop(kind, reason)
-            self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
-
-    def check_limits(self, resumed: bool = False) -> None:
-        """Stop at a limit of the recipe."""
-        state, trainer = self.state, self.recipe.trainer
-        if trainer.max_steps is not None and state.step >= trainer.max_steps:
-            self.stop(f"trainer.max_steps={trainer.max_steps} reached", "max_steps")
-        if trainer.epochs is not None and state.epoch >= trainer.epochs:
-            self.stop(f"trainer.epochs={trainer.epochs} completed", "epochs")
-        if trainer.stop_after == state.step and not resumed:
-            self.stop(f"trainer.stop_after={trainer.stop_after} reached", "stop_after")
-
-    def check_requests(self) -> None:
-        """Stop on a request to any rank, or if time is up; all ranks agree."""
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            self.stop_flag.request(TIME_IS_UP)
-        if self.stopped is None and self.stop_flag.agreed(self.accelerator):
-            if self.stop_flag.reason == TIME_IS_UP:
-                self.stop(f"trainer.max_time={self.recipe.trainer.max_time} is over", "max_time")
-            else:
-                self.stop(f"{self.stop_flag.reason} received", "signal")
+    def tested(self) -> bool:
+        """Whether the best state is tested at the end."""
+        return self.complete and self.kind != PRUNED
 
 
-def count_parameters(
-    accelerator: Accelerator, models: Mapping[str, torch.nn.Module]
-) -> tuple[int, int]:
-    """Return (all, trainable) parameters of several models; shared ones count once."""
-    size = accelerator.strategy.state.num_elements
-    found = {id(p): p for model in models.values() for p in model.parameters()}.values()
-    return sum(map(size, found)), sum(size(p) for p in found if p.requires_grad)
+class Schedule:
+    """Which step boundaries log, evaluate and save, by the recipe alone.
+
+    `total_steps` of the run; None: not known.
+    """
+
+    def __init__(self, recipe: Recipe, total_steps: int | None) -> None:
+        self._trainer, self._checkpoint = recipe.trainer, recipe.checkpoint
+        self._total = total_steps
+
+    def logs(self, step: int) -> bool:
+        """Return whether an optimizer step is a log point."""
+        return step % self._trainer.log_every == 0 or step == self._total
+
+    def evaluates(self, state: TrainState) -> bool:
+        """Return whether the validation data is evaluated at this step boundary."""
+        every = self._trainer.eval_every
+        return state.step_in_epoch == 0 if every is None else state.step % every == 0
+
+    def saves(self, state: TrainState) -> bool:
+        """Return whether a checkpoint is written at this step boundary."""
+        steps, epochs = self._checkpoint.every_steps, self._checkpoint.every_epochs
+        if steps is not None and state.step % steps == 0:
+            return True
+        return epochs is not None and state.step_in_epoch == 0 and state.epoch % epochs == 0
 
 
 class Stopwatch:
@@ -214,26 +209,26 @@ class Callback:
     the next step. An optimizer that lacks unfrozen parameters gets them by `add_param_group`.
     """
 
-    def on_sanity_check(self, loop: Run, metrics: Mapping[str, float]) -> None:
+    def on_sanity_check(self, loop: Loop, metrics: Mapping[str, float]) -> None:
         """Check the metrics of the short evaluation before the first step of a new run.
 
         Raise here what would fail after an evaluation, such as a metric that is not measured.
         """
 
-    def on_start(self, loop: Run) -> None:
+    def on_start(self, loop: Loop) -> None:
         """Before the first step, after a resume."""
 
-    def on_step(self, loop: Run) -> None:
+    def on_step(self, loop: Loop) -> None:
         """After each optimizer step. Must not wait for the device."""
 
-    def on_log(self, loop: Run, values: Mapping[str, float]) -> None:
+    def on_log(self, loop: Loop, values: Mapping[str, float]) -> None:
         """At a log point, with the values that were read."""
 
-    def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
         """After an evaluation of `split` ("validation", "test")."""
 
-    def on_checkpoint(self, loop: Run, path: str) -> None:
+    def on_checkpoint(self, loop: Loop, path: str) -> None:
         """After a checkpoint was committed."""
 
-    def on_end(self, loop: Run) -> None:
+    def on_end(self, loop: Loop) -> None:
         """After the last evaluation; on rank 0 before the final table is shown."""

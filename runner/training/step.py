@@ -1,4 +1,7 @@
-"""How one optimizer step is made and measured: `Step`, `Objective` and the supervised step."""
+"""How one optimizer step is made and measured: `Step`, `Objective` and the supervised step.
+
+What the methods of a user return is checked in the first step and in evaluations.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel.machine.errors import ConfigError
-from runner.training import return_checks
-from runner.training.optimizer_step import optimizer_step
+from accel.machine.errors import ConfigError, Problem
+from accel.run.loss_normalization import global_weight, normalize_loss
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.data.batches import Window
+    from runner.data.batches import MicroBatch, Window
     from runner.recipe.schema import Trainer
 
 
@@ -108,6 +110,7 @@ class SupervisedStep(Step):
         self.models = {"model": model}
         self.optimizers = {"optimizer": optimizer(model)}
         self._make_scheduler = scheduler
+        self._is_checked = False
 
     def make_schedulers(self, num_steps: int) -> Mapping[str, LRScheduler]:
         """Return the schedule of the one optimizer, if the recipe has any."""
@@ -123,16 +126,14 @@ class SupervisedStep(Step):
         Returns:
             `loss`, and `grad_norm` (before clipping) where gradients are clipped by norm.
         """
-        model, objective = self.models["model"], self.objective
-
-        def losses(model: torch.nn.Module, batch: object) -> torch.Tensor:
-            return return_checks.losses(objective, objective.losses(model, batch))
-
-        def weights(batch: object) -> torch.Tensor | None:
-            return return_checks.weights(objective, objective.weights(batch))
-
-        optimizer = self.optimizers["optimizer"]
-        return optimizer_step(accelerator, window, trainer, model, optimizer, losses, weights)
+        model, optimizer = self.models["model"], self.optimizers["optimizer"]
+        objective = self.objective
+        losses, weights = objective.losses, objective.weights
+        if not self._is_checked:
+            losses, weights = _checked(objective)
+        values = optimizer_step(accelerator, window, trainer, model, optimizer, losses, weights)
+        self._is_checked = True
+        return values
 
     def evaluate(self, batch: Any) -> Mapping[str, torch.Tensor]:
         """Return the objective's values, each [B, ...]."""
@@ -175,8 +176,8 @@ class Objective:
 
     def evaluate(self, model: torch.nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
         """Return values to measure, each [B, ...]. By default the losses and weights."""
-        losses = return_checks.losses(self, self.losses(model, batch))
-        weights = return_checks.weights(self, self.weights(batch))
+        losses = checked_losses(self, self.losses(model, batch))
+        weights = checked_weights(self, self.weights(batch))
         return {"loss": losses, "weight": torch.ones_like(losses) if weights is None else weights}
 
     def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -219,3 +220,202 @@ def _per_sample(output: object) -> object:
         for name, value in output.items()
         if not (isinstance(value, torch.Tensor) and value.dim() == 0)
     }
+
+
+# -- one optimizer step ------------------------------------------------------------------------
+
+
+def optimizer_step(
+    accelerator: Accelerator,
+    window: Window,
+    trainer: Trainer,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses: Callable[[torch.nn.Module, Any], torch.Tensor],
+    weights: Callable[[Any], torch.Tensor | None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Accumulate the gradients of a window, clip them and make one step of one optimizer.
+
+    The gradient is that of the summed loss over the summed weight of the whole window, over all
+    processes, however the samples are divided into micro-batches and ranks. Padding samples count
+    nothing. Precision, loss scaling and gradient synchronisation are the engine's.
+
+    Shapes: B samples in a batch of this process.
+
+    Args:
+        accelerator: the engine.
+        window: the micro-batches of the step.
+        trainer: of the recipe; says how gradients are clipped.
+        model: prepared; the one that is trained.
+        optimizer: prepared; its parameters are the model's.
+        losses: from `model` and a batch to the loss of each sample, summed over what it consists
+            of: [B].
+        weights: from a batch on the host to the weight of each sample, for instance its number of
+            tokens: [B]; or to None: each sample weighs 1, as without `weights`.
+
+    Returns:
+        0-d tensors on the device: `loss`, and `grad_norm` (before clipping) where gradients are
+        clipped by norm; this process's shares, so that the sums over processes are the values, as
+        `Step.train` returns them.
+
+    Example:
+        >>> class Classify(Step):
+        ...     def train(self, accelerator, window, trainer):
+        ...         model, optimizer = self.models["model"], self.optimizers["optimizer"]
+        ...         def losses(model, batch):
+        ...             return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        ...         return optimizer_step(accelerator, window, trainer, model, optimizer, losses)
+    """
+    weight = _weight_of(window, weights, accelerator)
+    dims = accelerator.parallel_dims
+    scale = {"grad_size": dims.grad_size, "num_steps": accelerator.gradient_accumulation_steps}
+    totals: list[torch.Tensor] = []
+
+    def normalized(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+        total = keep_valid(losses(model, micro_batch.batch), micro_batch.valid).sum()
+        totals.append(total.detach())
+        return normalize_loss(total, weight, **scale)
+
+    accelerator.forward_backward(model, window.on_host, normalized)
+    values = clip_gradients(accelerator, model, trainer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": _sum(totals, accelerator) / weight / dims.num_copies, **values}
+
+
+def _sum(totals: list[torch.Tensor], accelerator: Accelerator) -> torch.Tensor:
+    """Return the sum of 0-d tensors; 0 for none, as on a pipeline stage that computes no loss."""
+    if not totals:
+        return torch.zeros((), device=accelerator.device)
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
+
+
+def _weight_of(
+    window: Window, weights: Callable[[Any], torch.Tensor | None] | None, accelerator: Accelerator
+) -> torch.Tensor | int:
+    """Return the weight of the window over all processes, never zero."""
+    sums: list[torch.Tensor | int] = []
+    for micro_batch in window.on_host:
+        of_samples = None if weights is None else weights(micro_batch.batch)
+        if of_samples is None:
+            return window.num_samples
+        total = keep_valid(of_samples, micro_batch.valid).sum()
+        sums.append(total.to(accelerator.device))
+    weight = global_weight(sums, accelerator)
+    if not isinstance(weight, torch.Tensor):
+        return weight
+    # A window in which every item is masked has a loss of 0 / 0; it is to change nothing.
+    return torch.where(weight == 0, 1, weight)
+
+
+def keep_valid(values: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """Return `values` [B] with zeros where `valid` [B] is False, be they finite or not."""
+    return values if valid is None else torch.where(valid.to(values.device), values, 0)
+
+
+def clip_gradients(
+    accelerator: Accelerator, model: torch.nn.Module, trainer: Trainer
+) -> dict[str, torch.Tensor]:
+    """Clip the gradients of `model` as the recipe says.
+
+    Returns:
+        `grad_norm`: this process's share of the total norm before clipping, if that is bounded.
+    """
+    values: dict[str, torch.Tensor] = {}
+    if trainer.clip_grad_norm is not None:
+        norm = accelerator.clip_grad_norm_(model.parameters(), trainer.clip_grad_norm)
+        values["grad_norm"] = norm.detach() / accelerator.num_processes
+    if trainer.clip_grad_value is not None:
+        accelerator.clip_grad_value_(model.parameters(), trainer.clip_grad_value)
+    return values
+
+
+# -- what the user's methods return ------------------------------------------------------------
+
+
+def shown(value: object) -> str:
+    """Return a short description of a value: "None", "a list", "the class Linear"."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def refused(owner: object, method: str, value: str, rule: str, remedy: str) -> ConfigError:
+    """Return the error that a method of the user's returned a value."""
+    name = f"{type(owner).__name__}.{method}"
+    return ConfigError(Problem(f"{name} returned {value}", rule, remedy))
+
+
+def checked_losses(objective: object, value: object) -> torch.Tensor:
+    """Return the losses of an objective, each of one sample: [B].
+
+    Raises:
+        ConfigError: if they are no tensor [B], or carry no gradient where there is to be one.
+    """
+    if not isinstance(value, torch.Tensor):
+        rule = "a tensor with the loss of each sample is required, [B]"
+        raise refused(objective, "losses", shown(value), rule, 'Use reduction="none".')
+    if value.dim() != 1:
+        raise refused(
+            objective,
+            "losses",
+            f"shape {list(value.shape)}",
+            "it returns one value per sample, [B], so that padded samples can be dropped",
+            'Use reduction="none" and sum over everything but the first dim.',
+        )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        rule = "a loss must depend on trainable parameters"
+        remedy = "Compute it from the model's output, without detach(), item() and no_grad()."
+        raise refused(objective, "losses", "a tensor without gradient", rule, remedy)
+    return value
+
+
+def checked_weights(objective: object, value: object) -> torch.Tensor | None:
+    """Return the weights of samples, [B], or None for one each; else a ConfigError."""
+    if value is None or (isinstance(value, torch.Tensor) and value.dim() == 1):
+        return value
+    found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+    rule = "a tensor with the weight of each sample is required, [B], or None for one each"
+    raise refused(objective, "weights", found, rule, "Count the items of each sample.")
+
+
+def _checked(objective: Objective) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return `losses` and `weights` of an objective, with checks of what they return."""
+    return (
+        lambda model, batch: checked_losses(objective, objective.losses(model, batch)),
+        lambda batch: checked_weights(objective, objective.weights(batch)),
+    )
+
+
+def checked_tensors(owner: object, method: str, value: object) -> dict[str, torch.Tensor]:
+    """Return values by name, each a tensor; else a ConfigError about the method of `owner`."""
+    rule = "it returns tensors by name"
+    if not isinstance(value, Mapping):
+        raise refused(owner, method, shown(value), rule, 'Return {"loss": …}.')
+    for name, found in value.items():
+        if not isinstance(found, torch.Tensor):
+            shown_value = f"{shown(found)} for {name!r}"
+            raise refused(owner, method, shown_value, rule, "Return a tensor for each name.")
+    return dict(value)
+
+
+def checked_metrics(owner: object, value: object) -> dict[str, float]:
+    """Return the result of `summarize` as numbers by name; else raise a ConfigError."""
+    rule = "it returns the metrics of the data set, numbers by name"
+    remedy = 'Return {"loss": 0.5, …}.'
+    if not isinstance(value, Mapping):
+        raise refused(owner, "summarize", shown(value), rule, remedy)
+    found: dict[str, float] = {}
+    for name, metric in value.items():
+        if isinstance(metric, torch.Tensor) and metric.numel() != 1:
+            shown_value = f"a tensor of shape {list(metric.shape)} for {name!r}"
+            raise refused(owner, "summarize", shown_value, rule, "Return its mean, or the like.")
+        try:
+            found[str(name)] = float(metric)
+        except (TypeError, ValueError):
+            shown_value = f"{shown(metric)} for {name!r}"
+            raise refused(owner, "summarize", shown_value, rule, remedy) from None
+    return found

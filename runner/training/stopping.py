@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 TIME_IS_UP = "max_time"  # reason of a stop by trainer.max_time
+REPLACEABLE = ("", TIME_IS_UP)  # reasons after which a signal still counts
 INTERVAL_SECONDS = 0.25
 MAX_INTERVAL = 64
 # Decisions are removed once so many newer ones exist. Rank 0 is ahead of the others by far fewer:
@@ -86,8 +87,9 @@ class StopFlag:
         return self._interrupted or not self._hears_interrupts
 
     def request(self, reason: str) -> None:
-        """Ask for a stop at the next boundary. The first reason stays."""
-        self._requested = self._requested or reason
+        """Ask for a stop at the next boundary. The first reason stays, unless time was up."""
+        if self._requested in REPLACEABLE:
+            self._requested = reason
 
     def requested_locally(self) -> bool:
         """Return whether a stop was requested of this process."""
@@ -110,7 +112,7 @@ class StopFlag:
             self.progress.batch()
         if self._interrupted:
             raise KeyboardInterrupt
-        if self._decided:
+        if self._decided not in REPLACEABLE:
             return True
         if processes.num_processes == 1:
             self._decided = self._requested
@@ -127,7 +129,7 @@ class StopFlag:
             self._store = _stop_store()
         key = f"{phase}/{clock.tick}"
         if processes.process_index == 0:
-            if not self._requested and self._store.check(["requested"]):
+            if self._requested in REPLACEABLE and self._store.check(["requested"]):
                 self._requested = self._store.get("requested").decode()
             self._decided = self._requested
             clock.advance()

@@ -90,6 +90,15 @@ def newest(run_dir: Path) -> int | None:
     return max(kept(run_dir), default=None)
 
 
+def says_best(run_dir: Path) -> bool:
+    """Return whether the newest checkpoint of a run says which state is the best."""
+    newest_path = next(reversed(kept(run_dir).values()), None)
+    if newest_path is None:
+        return False
+    manifest = json.loads((newest_path / "manifest.json").read_text())
+    return bool(manifest["metadata"].get("best"))
+
+
 def chosen(run_dir: Path) -> Path:
     """Return the checkpoint that a run is used by: of those kept, the one of the least loss.
 
@@ -112,7 +121,7 @@ def digest(path: Path) -> str:
 def held(folder: Path) -> Held:
     """Record what a folder holds."""
     found = runs(folder)
-    best = [run_dir.name for run_dir in found if (run_dir / "checkpoints/best.json").exists()]
+    best = [run_dir.name for run_dir in found if says_best(run_dir)]
     return Held({run_dir.name: newest(run_dir) or 0 for run_dir in found}, frozenset(best))
 
 
@@ -125,7 +134,7 @@ def lost(folder: Path, before: Held, known: Known) -> str:
     for name, run_dir in found.items():
         if (newest(run_dir) or 0) < before.runs.get(name, 0):
             return f"{name} holds step {newest(run_dir)}, it held {before.runs[name]}"
-        if name in before.best and not (run_dir / "checkpoints" / "best.json").exists():
+        if name in before.best and not says_best(run_dir):
             return f"{name} no longer says which state is its best"
         wrong = strange(run_dir, known)
         if wrong:

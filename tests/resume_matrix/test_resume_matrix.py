@@ -49,7 +49,6 @@ def test_a_trace_tells_what_was_committed_before_the_kill() -> None:
     folder = "/tmp/x/runs/tiny/1-ab/checkpoints"
     trace = f"""
 rename("{folder}/.checkpoint_0.partial-1", "{folder}/checkpoint_0") = 0
-rename("{folder}/.best.json.partial-1", "{folder}/best.json") = 0
 rename("{folder}/.checkpoint_1.partial-1", "{folder}/checkpoint_1") = 0
 rename("{folder}/.checkpoint_2.partial-1", "{folder}/checkpoint_2") = ?
 +++ killed by SIGKILL +++

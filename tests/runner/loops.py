@@ -183,6 +183,7 @@ def build(
     make_scheduler: Any = scheduler,
     model: nn.Module | None = None,
     make_optimizer: Any = optimizer,
+    kind: type[SupervisedStep] = SupervisedStep,
     **kwargs: Any,
 ) -> Loop:
     """Return a loop as a worker builds it."""
@@ -195,7 +196,7 @@ def build(
     plan = plan_batches(recipe.trainer, parts, size)
     accelerator = make_accelerator(recipe, run_dir, plan)
     layers = (nn.Linear(4, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 1))
-    step = SupervisedStep(
+    step = kind(
         model or nn.Sequential(*layers),
         objective or Fit(),
         make_optimizer,

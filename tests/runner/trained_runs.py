@@ -11,7 +11,6 @@ from runner.recipe import composition, hydra_setup
 from runner.runs import directory
 from runner.runs.job import Job
 from runner.training import build
-from runner.training.checkpointing import Best
 from tests.helpers import reset_accel
 
 SMALL = ("model.dropout=0", "tracker.log_with=[]")
@@ -35,8 +34,10 @@ def make_run(folder: Path, *overrides: str, checkpoints: int = 1, best: int | No
         step = build.build_step(recipe)
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(*step.models.values(), *step.optimizers.values())
-        accelerator.save_state(run_dir / "checkpoints" / f"checkpoint_{number}")
+        known = None if best is None else {"step": best, "metric": "accuracy", "value": 0.9}
+        accelerator.save_state(
+            run_dir / "checkpoints" / f"checkpoint_{number}",
+            metadata={"step": number, "best": known},
+        )
         reset_accel()
-    if best is not None:
-        Best(f"checkpoint_{best}", best, "accuracy", 0.9).write(run_dir / "checkpoints")
     return run_dir

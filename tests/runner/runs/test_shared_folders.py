@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from runner.inference.load import described, find_checkpoint
 from runner.launch import failures
 from runner.recipe.schema import Checkpoint, Recipe
 from runner.runs import directory
-from runner.training.checkpointing import Best, read_best
+from runner.training.checkpointing import best_checkpoint
 from tests.runner.loops import recipe_of, run
 from tests.runner.runs.test_directory import new_run
 
@@ -47,7 +46,6 @@ def test_a_run_goes_on_from_checkpoints_of_its_own(tmp_path: Path) -> None:
     own = add(folder, 0, 6, first.name)
     assert directory.newest_checkpoint(second) is None
     other = add(folder, 1, 24, second.name)
-    Best(other.name, 24, "loss", 0.5).write(folder)
     assert directory.newest_checkpoint(first) == own
     assert directory.newest_checkpoint(second) == other
     for which in (None, "best", "last", "checkpoint_0"):
@@ -57,9 +55,7 @@ def test_a_run_goes_on_from_checkpoints_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         find_checkpoint(first, "checkpoint_1")
     assert described(own, first).endswith("(step 6, the best)")
-    found = read_best(folder, directory.owner(first))
-    assert found is not None
-    assert found.checkpoint == own.name
+    assert best_checkpoint(folder, directory.owner(first)) == own
 
 
 def test_a_run_that_was_moved_keeps_its_checkpoints(tmp_path: Path) -> None:
@@ -97,13 +93,10 @@ def test_started_at_one_time_neither_overwrites_the_other(tmp_path: Path) -> Non
     recipe.checkpoint = shared(tmp_path, **project)
     run(tmp_path / NAMES[0], recipe)
     folder = tmp_path / "all" / "checkpoints"
-    best = (folder / "best.json").read_text()
     before = (folder / "checkpoint_5" / checkpoints.MANIFEST).read_text()
     with pytest.raises(CheckpointError, match=f"of another run \\({NAMES[0]}\\)"):
         run(tmp_path / NAMES[1], recipe)
     assert (folder / "checkpoint_5" / checkpoints.MANIFEST).read_text() == before
-    assert (folder / "best.json").read_text() == best
-    assert json.loads(best)["checkpoint"] == "checkpoint_5"
 
 
 def test_old_checkpoints_of_another_run_are_not_pruned(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel.checkpoint import directory as checkpoints
-from accel.machine.errors import CheckpointError
-from runner.training.checkpointing import Best, read_best
+from accel.checkpoint.directory import read_manifest
+from runner.training.checkpointing import best_checkpoint
 from runner.training.loop import Loop
 from runner.training.run import Callback
 from tests.helpers import run_distributed
@@ -82,7 +80,7 @@ class Damage(Callback):
 
     def on_step(self, loop: Loop) -> None:
         if loop.state.step == 7 and loop.accelerator.is_main_process:
-            damage(loop.saver.best_path)
+            damage(loop.saver.best)
 
 
 def damaged_while_it_trains(folder: Path) -> dict[str, Any]:
@@ -98,75 +96,19 @@ def test_a_best_state_that_is_damaged_while_it_trains_is_passed_over(
     assert summary["complete"]
     assert summary["best"]["checkpoint"] is None
     assert "test" in summary["metrics"]
-    assert "The best checkpoint is skipped: the last weights are kept." in caplog.text
+    assert "The best checkpoint is skipped." in caplog.text
     for summary in run_distributed(damaged_while_it_trains, 2, tmp_path / "two"):
         assert summary["complete"]
 
 
 def test_a_best_state_that_is_damaged_before_a_resume_is_looked_for_anew(tmp_path: Path) -> None:
     stopped(tmp_path, objective=Worsening())
-    damage(tmp_path / "checkpoints" / json.loads(pointer(tmp_path).read_text())["checkpoint"])
+    best = best_checkpoint(tmp_path / "checkpoints")
+    assert best is not None
+    damage(best)
     summary = run(
         tmp_path, recipe_of(trainer__epochs=3), objective=Worsening(), resume_from=newest(tmp_path)
     )
     assert summary["complete"]
     assert summary["best"]["step"] == 10
-    assert json.loads(pointer(tmp_path).read_text())["step"] == 10
-
-
-# -- its pointer ---------------------------------------------------------------------------
-
-
-def pointer(run_dir: Path) -> Path:
-    return run_dir / "checkpoints" / "best.json"
-
-
-WRONG_POINTERS = [
-    "",
-    "{",
-    "[]",
-    "null",
-    '{"checkpoint": "checkpoint_0"}',
-    '{"checkpoint": 3, "step": 5, "metric": "loss", "value": 1.0}',
-    '{"checkpoint": "checkpoint_0", "step": "5", "metric": "loss", "value": 1.0}',
-    '{"checkpoint": "checkpoint_0", "step": 5, "metric": "loss", "value": null}',
-    '{"checkpoint": "../../elsewhere", "step": 5, "metric": "loss", "value": 1.0}',
-    '{"checkpoint": "..", "step": 5, "metric": "loss", "value": 1.0}',
-    '{"checkpoint": "/etc", "step": 5, "metric": "loss", "value": 1.0}',
-]
-
-
-def test_a_damaged_pointer_is_put_together_from_the_states(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stopped(tmp_path, objective=Worsening())
-    expected = json.loads(pointer(tmp_path).read_text())
-    for content in WRONG_POINTERS:
-        pointer(tmp_path).write_text(content)
-        caplog.clear()
-        assert read_best(tmp_path / "checkpoints") == Best(**expected), content
-        assert "best.json" in caplog.text
-    recipe = recipe_of(trainer__epochs=3, trainer__stop_after=8)
-    run(tmp_path, recipe, objective=Worsening(), resume_from=newest(tmp_path))
-    assert json.loads(pointer(tmp_path).read_text()) == expected
-
-
-@pytest.mark.parametrize("content", WRONG_POINTERS)
-def test_a_damaged_pointer_that_nothing_replaces_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "best.json").write_text(content)
-    (tmp_path / "checkpoint_0").mkdir()
-    with pytest.raises(CheckpointError, match=r"best\.json.*does not name a checkpoint.*last"):
-        read_best(tmp_path)
-
-
-def test_a_pointer_that_was_not_written_any_more_is_behind_the_states(tmp_path: Path) -> None:
-    # Only better states are saved, after their evaluation.
-    run(
-        tmp_path,
-        recipe_of(trainer__epochs=2, checkpoint__every_epochs=None, checkpoint__at_end=False),
-    )
-    last = json.loads(pointer(tmp_path).read_text())
-    assert last["step"] == 10  # each evaluation is better
-    Best("checkpoint_0", 5, "loss", 9.0).write(tmp_path / "checkpoints")
-    assert read_best(tmp_path / "checkpoints") == Best(**last)
-    assert checkpoints.newest_complete(tmp_path / "checkpoints") is not None
+    assert read_manifest(newest(tmp_path)).metadata["best"]["step"] == 10

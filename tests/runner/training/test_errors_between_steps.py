@@ -69,7 +69,7 @@ def test_a_callback_loses_no_step(tmp_path: Path, event: str) -> None:
     assert saved_steps(tmp_path) == [3]
 
 
-def test_what_is_due_is_saved_before_the_evaluation(tmp_path: Path) -> None:
+def test_an_evaluation_that_fails_loses_no_step(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, recipe_of(), objective=FailsToMeasure())
     assert saved_steps(tmp_path) == [5]
@@ -87,16 +87,16 @@ def test_a_loss_that_is_no_number_saves_nothing(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == []
 
 
-def test_the_evaluation_is_made_up_for_by_the_resume(tmp_path: Path) -> None:
-    """Killed between a save and the evaluation of its step: bit-equal, and each record once."""
+@pytest.mark.parametrize(
+    "options", [{"callbacks": {"f": FailsAt("evaluate", 10)}}, {"objective": FailsToMeasure()}]
+)
+def test_the_evaluation_is_made_up_for_by_the_resume(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """After an error in or behind an evaluation: bit-equal, and each record once."""
     run(tmp_path / "whole", recipe_of(), make_scheduler=loops.plateau)
     with pytest.raises(ZeroDivisionError):
-        run(
-            tmp_path / "cut",
-            recipe_of(),
-            make_scheduler=loops.plateau,
-            callbacks={"f": FailsAt("evaluate", 10)},
-        )
+        run(tmp_path / "cut", recipe_of(), make_scheduler=loops.plateau, **options)
     run(
         tmp_path / "cut",
         recipe_of(),
@@ -115,11 +115,10 @@ def test_the_evaluation_is_made_up_for_by_the_resume(tmp_path: Path) -> None:
 
 def fail_on(run_dir: str, rank: int | None) -> list[int]:
     loop = build(Path(run_dir), recipe_of(), callbacks={"fails": FailsAt("log", 3, rank)})
-    loop._prepare()
     loop.state.step, loop._begun = 3, True
     if rank in (None, loop.accelerator.process_index):  # else it is in another collective
         with pytest.raises(ZeroDivisionError), loop._saved_on_error():
-            loop._notify("on_log", {"loss": math.nan})
+            loop.notify("on_log", {"loss": math.nan})
     return saved_steps(Path(run_dir))
 
 

@@ -17,7 +17,7 @@ from runner.training.console import Display
 from runner.training.gradient_check import torch_explained
 from runner.training.loop import Loop
 from runner.training.metrics import NonFiniteError
-from runner.training.state import TrainState
+from runner.training.run import TrainState
 from runner.training.step import SupervisedStep
 from tests.helpers import run_distributed
 from tests.runner import loops
@@ -60,15 +60,7 @@ class Notes(Display):
 
 def loop_of(folder: Path, kind: type[SupervisedStep], **options: Any) -> Loop:
     recipe = recipe_of(trainer__check_gradients=True, trainer__max_steps=3)
-    loop = loops.build(folder, recipe, display=Notes(), **options)
-    made = loop.step
-    loop.step = kind(
-        made.models["model"],
-        made.objective,
-        loops.optimizer,
-        loops.scheduler,  # type: ignore[attr-defined]
-    )
-    return loop
+    return loops.build(folder, recipe, display=Notes(), kind=kind, **options)
 
 
 def test_a_gradient_that_shrinks_with_accumulation_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from accel.checkpoint.directory import checkpoints, read_manifest
 from accel.config.training import ProjectConfiguration
-from runner.data.datasets import Data
+from runner.data.datasets import Data, make_order
 from runner.recipe.schema import Checkpoint
+from runner.training.checkpointing import best_checkpoint
 from runner.training.loop import Loop
 from runner.training.metrics import NonFiniteError
 from runner.training.run import Callback
@@ -24,11 +27,14 @@ from tests.runner.loops import (
     Fit,
     Points,
     Spy,
+    build,
     losses,
     newest,
+    optimizer,
     recipe_of,
     records,
     run,
+    weights,
 )
 
 # -- where it ends -------------------------------------------------------------------------
@@ -68,6 +74,33 @@ def test_training_makes_progress_and_counts_every_sample(tmp_path: Path) -> None
     assert summary["metrics"]["validation"]["count"] == NUM_VALIDATION
     assert summary["metrics"]["test"]["count"] == 9
     assert summary["best"]["value"] == min(r["loss"] for r in records(tmp_path, "validation"))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_a_short_last_window_weighs_its_own_samples(
+    micro_batch: int | None, tmp_path: Path
+) -> None:
+    """R1: each step is that of a plain loop over its samples, also the short one of an epoch."""
+    recipe = recipe_of(trainer__epochs=2, trainer__micro_batch_size=micro_batch)
+    data = Data(Points(NUM_TRAIN + 2), Points(NUM_VALIDATION))
+    loop = build(tmp_path, recipe, data=data, make_scheduler=None)
+    model = copy.deepcopy(loop.accelerator.unwrap_model(loop.step.models["model"]))
+    loop.run()
+    plain, expected = optimizer(model), []
+    order = make_order(data.train, recipe.seed, recipe.dataloader)
+    for epoch in range(2):
+        order.set_epoch(epoch)
+        indices = list(order)
+        for start in range(0, NUM_TRAIN + 2, 8):
+            batch = default_collate([data.train[i] for i in indices[start : start + 8]])
+            loss = Fit().losses(model, batch).mean()
+            loss.backward()
+            plain.step()
+            plain.zero_grad()
+            expected.append(loss.item())
+    assert losses(tmp_path) == pytest.approx(expected, rel=1e-5)
+    for name, tensor in weights(tmp_path).items():
+        torch.testing.assert_close(tensor, model.state_dict()[name])
 
 
 def test_max_steps_may_end_a_run_within_an_epoch(tmp_path: Path) -> None:
@@ -166,11 +199,13 @@ def test_the_best_state_outlives_pruning_and_is_the_one_tested(tmp_path: Path) -
     summary = run(tmp_path, recipe, objective=Worsening(), callbacks={"look": Look()})
     assert steps_saved(tmp_path) == [5, 20, 25, 30]
     assert summary["best"]["step"] == 5
-    pointer = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
-    assert (pointer["step"], pointer["metric"]) == (5, "loss")
+    known = read_manifest(newest(tmp_path)).metadata["best"]
+    assert (known["step"], known["metric"]) == (5, "loss")
     from safetensors.torch import load_file
 
-    best = load_file(tmp_path / "checkpoints" / pointer["checkpoint"] / "model.safetensors")
+    folder = tmp_path / "checkpoints" / summary["best"]["checkpoint"]
+    assert best_checkpoint(tmp_path / "checkpoints") == folder
+    best = load_file(folder / "model.safetensors")
     assert torch.equal(seen[0], best["0.weight"])
     (tested,) = records(tmp_path, "test")
     assert (tested["step"], tested["weights_step"], summary["weights_step"]) == (30, 5, 5)
@@ -187,6 +222,14 @@ class StopAt(Callback):
             loop.stop_flag.request("SIGTERM")
 
 
+class Interrupting(Callback):
+    """Asks for a stop before the evaluation of the last step."""
+
+    def on_log(self, loop: Loop, values: Mapping[str, float]) -> None:
+        if loop.complete:
+            loop.stop_flag.request("SIGTERM")
+
+
 def test_a_best_state_that_is_measured_after_a_resume_is_that_of_the_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -196,16 +239,26 @@ def test_a_best_state_that_is_measured_after_a_resume_is_that_of_the_checkpoint(
     assert not records(tmp_path, "validation")  # left to the next invocation
     cut_off = newest(tmp_path).name
     summary = run(tmp_path, recipe, objective=Worsening(), resume_from=newest(tmp_path))
-    pointer = json.loads((tmp_path / "checkpoints" / "best.json").read_text())
-    assert summary["best"]["step"] == 5
-    assert (pointer["checkpoint"], pointer["step"], pointer["value"]) == (cut_off, 5, 1.0)
+    known = read_manifest(newest(tmp_path)).metadata["best"]
+    assert (known["step"], known["value"]) == (5, 1.0)
+    assert (summary["best"]["step"], summary["best"]["checkpoint"]) == (5, cut_off)
+    assert best_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / cut_off
     assert steps_saved(tmp_path) == [5, 10, 15]
+
+
+def test_a_best_state_that_is_measured_after_the_last_step_is_saved_as_such(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__epochs=1)
+    run(tmp_path, recipe, callbacks={"stop": Interrupting()})
+    assert not records(tmp_path, "validation")
+    summary = run(tmp_path, recipe, resume_from=newest(tmp_path))
+    assert (summary["complete"], summary["best"]["step"]) == (True, 5)
+    assert read_manifest(newest(tmp_path)).metadata["best"]["step"] == 5
+    assert best_checkpoint(tmp_path / "checkpoints") == newest(tmp_path)
 
 
 def test_a_resumed_run_knows_the_best_state(tmp_path: Path) -> None:
     recipe = recipe_of(trainer__epochs=3, trainer__stop_after=10)
     run(tmp_path, recipe, objective=Worsening())
-    (tmp_path / "checkpoints" / "best.json").unlink()  # as if cut off before it was written
     recipe.trainer.stop_after = None
     objective = Worsening()
     objective.value = 2.0

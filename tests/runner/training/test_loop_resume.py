@@ -90,7 +90,7 @@ def test_the_best_value_is_remembered_where_no_best_state_is_kept(tmp_path: Path
     summary = run(tmp_path, recipe, resume_from=newest(tmp_path))
     assert (first["best"]["step"], first["best"]["checkpoint"]) == (5, None)
     assert summary["best"]["step"] in (5, 10)
-    assert not (tmp_path / "checkpoints" / "best.json").exists()
+    assert read_manifest(newest(tmp_path)).metadata["best"] is None
 
 
 def test_steps_after_the_checkpoint_are_not_logged_twice(tmp_path: Path) -> None:

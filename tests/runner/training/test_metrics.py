@@ -62,8 +62,8 @@ def test_the_device_is_read_at_log_points_only(
     )
     loop = build(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
     drained: list[int] = []
-    drain = loop.meter.drain
-    monkeypatch.setattr(loop.meter, "drain", lambda: (drained.append(loop.state.step), drain()))
+    drain = loop.log.meter.drain
+    monkeypatch.setattr(loop.log.meter, "drain", lambda: (drained.append(loop.state.step), drain()))
     loop.run()
     assert drained == [5, 10]
 
@@ -149,11 +149,10 @@ def test_a_resumed_run_appends_to_its_trackers_files(tmp_path: Path) -> None:
 def test_what_is_measured_again_after_a_kill_stands_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state is saved before the evaluation of its step, and after the kill that is repeated."""
     recipe = recipe_of(trainer__epochs=2, tracker__log_with=["csv"])
     build(tmp_path / "whole", recipe).run()
     killed = build(tmp_path / "killed", recipe)
-    monkeypatch.setattr(killed, "_notify", ended_at(killed, 8))
+    monkeypatch.setattr(killed, "notify", ended_at(killed, 8))
     with pytest.raises(KeyboardInterrupt):
         killed.run()
     (state,) = checkpoints(tmp_path / "killed" / "checkpoints")
@@ -177,7 +176,7 @@ def test_trackers_get_no_password_of_an_address(tmp_path: Path) -> None:
 
 
 def ended_at(loop: Any, step: int) -> Any:
-    notify = loop._notify
+    notify = loop.notify
 
     def notified(event: str, *values: object) -> None:
         if loop.state.step == step:

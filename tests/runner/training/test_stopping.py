@@ -52,12 +52,12 @@ def test_a_signal_sets_the_flag_and_nothing_else(number: signal.Signals) -> None
     assert signal.getsignal(number) == before
 
 
-def test_the_first_request_stays() -> None:
+def test_the_first_request_stays_unless_time_was_up() -> None:
     stop = StopFlag()
-    stop.request("max_time")
-    stop.request("SIGTERM")
-    assert stop.agreed(Processes())
-    assert stop.reason == "max_time"
+    for asked, reason in (("max_time", "max_time"), ("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGTERM")):
+        stop.request(asked)
+        assert stop.agreed(Processes())
+        assert stop.reason == reason
 
 
 def test_a_handler_that_was_there_is_called_as_well() -> None:

@@ -1,25 +1,27 @@
-"""Counters, durations, meters and checkpoints' pointers: the parts of the loop by themselves.
-
-Holds R2.
-"""
+"""R1, R2, R4: counters that move with the batch, what improves, and which ends are complete."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from accel.machine.errors import CheckpointError, ConfigError
-from runner.training.state import Stop, TrainState
+from accel.machine.errors import ConfigError
+from runner.training.run import Stop, TrainState
 
 
-def test_a_state_comes_back_whole_or_not_at_all() -> None:
-    state = TrainState(step=3, best=0.5, best_step=2)
-    copy = TrainState()
-    copy.load_state_dict(state.state_dict())
-    assert copy == state
-    renamed = state.state_dict()
-    renamed["steps"] = renamed.pop("step")
-    with pytest.raises(CheckpointError, match=r"lacks \['step'\] and has \['steps'\]"):
-        copy.load_state_dict(renamed)
+@pytest.mark.parametrize(
+    ("best", "value", "mode", "better"),
+    [
+        (None, 1.0, "max", True),
+        (1.0, 2.0, "max", True),
+        (1.0, 2.0, "min", False),
+        (1.0, 1.0, "max", False),
+        (None, math.nan, "max", False),
+    ],
+)
+def test_what_improves(best: float | None, value: float, mode: str, better: bool) -> None:
+    assert TrainState(best=best).improves(value, mode) is better
 
 
 def test_a_position_moves_to_another_global_batch_if_it_fits() -> None:
