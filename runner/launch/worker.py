@@ -150,15 +150,15 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     ):
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
-        build.require_deferred_init(recipe)
-        parts = build.build_parts(recipe, accelerator.strategy.init_context())
+        callbacks = {**build.build_callbacks(recipe), **pruning.callbacks_of(job.run_dir)}
+        step = build.build_step(recipe, accelerator.strategy.init_context())
         loop = Loop(
             recipe,
             job.run_dir,
             accelerator,
-            parts.step,
-            parts.data,
-            {**parts.callbacks, **pruning.callbacks_of(job.run_dir)},
+            step,
+            build.build_data(recipe),
+            callbacks,
             resume_from=job.resume_from,
             stop_flag=stop,
             on_begin=lambda: _commit(job, accelerator),

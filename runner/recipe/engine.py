@@ -133,13 +133,20 @@ def _check_clipping(recipe: Recipe) -> None:
 
 
 def _check_weights(recipe: Recipe) -> None:
-    """Raise if a strategy decides the format of weights itself."""
+    """Raise if a strategy decides the format of weights, or where they are initialized."""
     found = selected(recipe.plugins, 1)
     if recipe.precision.weights is not None and found.spec.owns_parameters:
         raise ConfigError.of(
             f"precision.weights={recipe.precision.weights} with {found.spec.label(found.plugins)}=",
             "optimizers step its master weights, which it keeps in fp32 beside those in bf16",
             "Choose precision=bf16.",
+        )
+    setting = found.spec.rank0_init(found.plugins)
+    if recipe.model is None and setting:
+        raise ConfigError.of(
+            f"{setting} with model=null",
+            "the step builds its own models, with weights on every rank",
+            "Leave it out, or choose model=….",
         )
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.config.training import ProjectConfiguration
 from accel.machine.errors import ConfigError, Problem, Problems
-from accel.plan.arguments import selected
 from runner.recipe import engine
 from runner.recipe.factory import STEP_PARTS, Factory, check_factories, factory_of, nodes_of, read
 from runner.recipe.registry import register
@@ -28,15 +26,6 @@ if TYPE_CHECKING:
     from runner.training.step import Step
 
 STOCHASTIC = "Add optimizer.stochastic_rounding=true (optimizer=adamw)"
-
-
-@dataclass
-class Parts:
-    """What a recipe builds besides the engine; callbacks are by name, in the recipe's order."""
-
-    step: Step
-    data: Data
-    callbacks: dict[str, Callback]
 
 
 def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
@@ -100,20 +89,16 @@ def running(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Iterator[Ac
     """
     from accel.precision.amp import tf32
 
-    with tf32(recipe.precision.tf32), _ended(make_accelerator(recipe, run_dir, batch_plan)) as own:
-        yield own
-
-
-@contextmanager
-def _ended(accelerator: Accelerator) -> Iterator[Accelerator]:
-    try:
-        yield accelerator
-    except BaseException:
-        accelerator.tracker_group.finish(failed=True)
-        if accelerator.num_processes == 1:
-            accelerator.end_training()
-        raise
-    accelerator.end_training()
+    with tf32(recipe.precision.tf32):
+        accelerator = make_accelerator(recipe, run_dir, batch_plan)
+        try:
+            yield accelerator
+        except BaseException:
+            accelerator.tracker_group.finish(failed=True)
+            if accelerator.num_processes == 1:
+                accelerator.end_training()
+            raise
+        accelerator.end_training()
 
 
 def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Accelerator:
@@ -126,121 +111,97 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
     """
     from accel.accelerator import Accelerator
 
+    project = replace(recipe.checkpoint.project)
+    project.logging_dir = project.logging_dir or str(run_dir / "tensorboard")
+    if project.project_dir is None:
+        project.set_directories(run_dir)
     accelerator = Accelerator(
         **engine.arguments(recipe, batch_plan),
         log_with=list(recipe.tracker.log_with) or None,
-        project_config=_project(recipe, run_dir),
+        project_config=project,
     )
     # Loader 0 is the run's own: one that an objective prepares draws other permutations.
     accelerator._reserve_loaders(2)
     return accelerator
 
 
-def _project(recipe: Recipe, run_dir: Path) -> ProjectConfiguration:
-    project = replace(recipe.checkpoint.project)
-    if project.logging_dir is None:
-        project.logging_dir = str(run_dir / "tensorboard")
-    if project.project_dir is None:
-        project.set_directories(run_dir)
-    return project
-
-
-def build_parts(
-    recipe: Recipe, around_model: AbstractContextManager[object] | None = None
-) -> Parts:
-    """Build the step with its models and optimizers, the data sets and the callbacks.
-
-    The weights are drawn from torch's generator: seed it first. The recipe's model is built inside
-    `around_model`.
-
-    Raises:
-        ConfigError: if a factory or an argument is wrong.
-    """
-    ConfigError.raise_if(check_factories(recipe))
-    callbacks = {
-        key.removeprefix("callbacks."): _made(factory_of(key, node, registry))
+def build_callbacks(recipe: Recipe) -> dict[str, Callback]:
+    """Build the callbacks by name, in the recipe's order."""
+    return {
+        key.removeprefix("callbacks."): _checked(
+            factory := factory_of(key, node, registry), factory()
+        )
         for key, node, registry in nodes_of(recipe, [])
         if registry is register.callback
     }
-    step = build_step(recipe, around_model)
-    return Parts(step=step, data=build_data(recipe), callbacks=callbacks)
 
 
 def build_data(recipe: Recipe) -> Data:
     """Build the data sets."""
-    found: Data = _made(_part(recipe, "data"))
+    factory = _factory(recipe, "data")
+    found: Data = _checked(factory, factory())
     return found
 
 
 def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | None = None) -> Step:
-    """Build the step with its models and optimizers; the recipe's model inside `around_model`."""
-    step = _part(recipe, "step")
-    wanted = read(step.function)
-    around = {"model": around_model or nullcontext()}
+    """Build the step with its models and optimizers; the recipe's model inside `around_model`.
+
+    The weights are drawn from torch's generator: seed it first.
+
+    Raises:
+        ConfigError: if a factory or an argument is wrong.
+    """
+    factory = _factory(recipe, "step")
+    wanted = read(factory.function)
     parts = {}
     for key in STEP_PARTS:
         handed_on = wanted.open and getattr(recipe, key) is not None
         if key in wanted.parameters or handed_on:
-            with around.get(key, nullcontext()):
-                parts[key] = _step_part(recipe, key)
-    made: Step = _made(step, **parts)
+            with (key == "model" and around_model) or nullcontext():
+                parts[key] = _step_part(recipe, key, factory)
+    made: Step = _checked(factory, factory(**parts))
     _check_weights(recipe, made.models, made.optimizers)
     return made
 
 
-def require_deferred_init(recipe: Recipe) -> None:
-    """Refuse to initialize on rank 0 only the models that a step builds itself, on every rank.
-
-    Raises:
-        ConfigError: if that is requested.
-    """
-    found = selected(recipe.plugins, 1)
-    setting = found.spec.rank0_init(found.plugins)
-    if recipe.model is None and setting:
-        raise ConfigError.of(
-            f"{setting} with model=null",
-            "the step builds its own models, with weights on every rank",
-            "Leave it out, or choose model=….",
-        )
-
-
-def _made(factory: Factory, *given: object, **named: object) -> Any:
-    """Call a factory and check the kind of object that it returns."""
+def _step_part(recipe: Recipe, key: str, step: Factory) -> object:
+    """Return a part of a step: an object, or the function that makes an optimizer or a schedule."""
     from runner.training import factory_results
-
-    made = factory(*given, **named)
-    factory_results.check(factory.key, factory.place, made)
-    return made
-
-
-def _step_part(recipe: Recipe, key: str) -> object:
-    from runner.training import factory_results
+    from runner.training.step import SupervisedStep
 
     if getattr(recipe, key) is None:
         return None
-    factory = _part(recipe, key)
+    factory = _factory(recipe, key)
+
+    def make_optimizer(model: torch.nn.Module) -> object:
+        return _checked(factory, factory(model if factory.by_name else model.parameters()))
+
+    def make_scheduler(optimizer: object, num_steps: int) -> object:
+        return _checked(factory, factory(*(optimizer, num_steps)[: 1 + factory.by_name]))
+
     if key == "optimizer":
-        return lambda model: _made(factory, model if factory.by_name else model.parameters())
+        return make_optimizer
     if key == "scheduler":
-        given = 2 if factory.by_name else 1
-        return lambda optimizer, num_steps: _made(factory, *(optimizer, num_steps)[:given])
-    made = _made(factory)
-    if key == "model" and _is_supervised(recipe):
-        factory_results.check_trainable(factory.place, made)
-    if key == "model" and recipe.precision.weights is not None:
-        _cast(made)
+        return make_scheduler
+    made = _checked(factory, factory())
+    if key == "model":
+        if isinstance(step.function, type) and issubclass(step.function, SupervisedStep):
+            factory_results.check_trainable(factory.place, made)
+        if recipe.precision.weights is not None:
+            _cast(made)
     return made
 
 
-def _is_supervised(recipe: Recipe) -> bool:
-    from runner.training.step import SupervisedStep
-
-    function = _part(recipe, "step").function
-    return isinstance(function, type) and issubclass(function, SupervisedStep)
-
-
-def _part(recipe: Recipe, key: str) -> Factory:
+def _factory(recipe: Recipe, key: str) -> Factory:
     return factory_of(key, getattr(recipe, key), getattr(register, key))
+
+
+def _checked(factory: Factory, made: Any) -> Any:
+    """Return what a factory has made, if it is of the right kind."""
+    from runner.training import factory_results
+
+    factory_results.check(factory.key, factory.place, made)
+    return made
 
 
 def _cast(model: torch.nn.Module) -> None:

@@ -172,7 +172,7 @@ def test_any_callable_is_registered_and_checked(made: Any, registered: None) -> 
     assert problems(model={"name": "callable_a", "width": 3}) == []
     assert "it is of type int" in problems(model={"name": "callable_a", "width": "3"})[0]
     assert "no such argument" in problems(model={"name": "callable_a", "width": 3, "a": 1})[0]
-    model = build._part(recipe(model={"name": "callable_a", "width": 3}), "model")()
+    model = build._factory(recipe(model={"name": "callable_a", "width": 3}), "model")()
     assert model.weight.shape == (3, 3)
 
 

@@ -11,6 +11,7 @@ import torch
 from accel.comm.rng import set_seed
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.machine.errors import ConfigError
+from runner.recipe import engine
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories
 from runner.recipe.registry import register
@@ -49,14 +50,15 @@ def problems(**changes: Any) -> list[str]:
 
 def test_the_parts_of_a_recipe() -> None:
     torch.manual_seed(0)
-    built = build.build_parts(recipe(callbacks={"early_stopping": {}}))
-    assert isinstance(built.step, SupervisedStep)
-    assert len(built.data.train) > 1000  # type: ignore[arg-type]
-    assert list(built.callbacks) == ["early_stopping"]
-    assert isinstance(built.callbacks["early_stopping"], Callback)
-    optimizer = built.step.optimizers["optimizer"]
+    step = build.build_step(recipe())
+    assert isinstance(step, SupervisedStep)
+    assert len(build.build_data(recipe()).train) > 1000  # type: ignore[arg-type]
+    ((name, callback),) = build.build_callbacks(recipe(callbacks={"early_stopping": {}})).items()
+    assert name == "early_stopping"
+    assert isinstance(callback, Callback)
+    optimizer = step.optimizers["optimizer"]
     assert isinstance(optimizer, torch.optim.AdamW)
-    schedule = built.step.make_schedulers(10)["optimizer"]
+    schedule = step.make_schedulers(10)["optimizer"]
     assert schedule.optimizer is optimizer
 
 
@@ -68,7 +70,7 @@ def test_a_step_refuses_parts_it_would_not_use() -> None:
 
 def test_a_callback_is_switched_off_by_null() -> None:
     assert problems(callbacks={"early_stopping": None}) == []
-    assert build.build_parts(recipe(callbacks={"early_stopping": None})).callbacks == {}
+    assert build.build_callbacks(recipe(callbacks={"early_stopping": None})) == {}
 
 
 class OwnStep(Step):
@@ -122,8 +124,8 @@ ROUNDING = {"name": "adamw", "stochastic_rounding": True}
 
 @needs_torchao
 def test_weights_are_cast_before_the_optimizer_is_made() -> None:
-    built = build.build_parts(recipe(precision=BF16, optimizer=ROUNDING))
-    model, optimizer = built.step.models["model"], built.step.optimizers["optimizer"]
+    step = build.build_step(recipe(precision=BF16, optimizer=ROUNDING))
+    model, optimizer = step.models["model"], step.optimizers["optimizer"]
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {id(p) for p in held} == {id(p) for p in model.parameters()}
@@ -143,13 +145,13 @@ def test_buffers_and_tied_weights_stay_as_they_are() -> None:
 def test_updates_that_would_be_lost_are_refused() -> None:
     for optimizer in ({"name": "adamw"}, {"_target_": "torch.optim.SGD", "lr": 0.1}):
         with pytest.raises(ConfigError, match=r"updates of less than 2\*\*-9 of a weight are lost"):
-            build.build_parts(recipe(precision=BF16, optimizer=optimizer))
+            build.build_step(recipe(precision=BF16, optimizer=optimizer))
 
 
 @needs_torchao
 def test_rounding_without_weights_in_bf16_is_refused() -> None:
     with pytest.raises(ConfigError, match="it concerns weights in bf16, and there are none"):
-        build.build_parts(recipe(optimizer=ROUNDING))
+        build.build_step(recipe(optimizer=ROUNDING))
 
 
 def test_a_step_that_builds_its_own_models_decides_their_format() -> None:
@@ -182,5 +184,5 @@ def test_weights_are_drawn_on_the_first_process_alone(tmp_path: Path) -> None:
 
 def test_a_step_that_builds_its_own_models_draws_on_every_process() -> None:
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
-    with pytest.raises(ConfigError, match="cpu_ram_efficient_loading=True with model=null"):
-        build.require_deferred_init(loops.recipe_of(model=None, fsdp=plugin))
+    (problem,) = engine.problems(loops.recipe_of(model=None, fsdp=plugin))
+    assert "cpu_ram_efficient_loading=True with model=null" in str(problem)

@@ -181,17 +181,17 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
     from runner.data.batches import TrainBatches
     from runner.recipe import composition, hydra_setup
     from runner.recipe.batch_plan import plan_batches
-    from runner.training.build import build_parts, make_accelerator
+    from runner.training.build import build_data, build_step, make_accelerator
 
     with hydra_setup.session():
         recipe = composition.require(composition.new_run(overrides, "config"))
     set_seed(0)
-    parts = build_parts(recipe)
+    step, data = build_step(recipe), build_data(recipe)
     number = dist.get_world_size() if dist.is_initialized() else _world_size()
-    plan = plan_batches(recipe.trainer, number, len(parts.data.train))  # type: ignore[arg-type]
+    plan = plan_batches(recipe.trainer, number, len(data.train))  # type: ignore[arg-type]
     accelerator = make_accelerator(recipe, Path(folder), plan)
-    model = accelerator.prepare(parts.step.models["model"])
-    batches = TrainBatches(accelerator, parts.data, recipe, plan)
+    model = accelerator.prepare(step.models["model"])
+    batches = TrainBatches(accelerator, data, recipe, plan)
     profile = recipe.profile
     live: dict[str, Any] = {
         "plan": accelerator.plan,
@@ -203,7 +203,7 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
         "batch_shard": batches.loader.batch_sampler,
         "order": batches._sampler.sampler,
         "first_ids": list(batches._sampler.sampler)[:8],
-        "first_ids_seed_0": _first_ids_of_seed_0(parts.data.train, recipe),
+        "first_ids_seed_0": _first_ids_of_seed_0(data.train, recipe),
     }
     if isinstance(model, DistributedDataParallel):
         live["ddp"] = model
