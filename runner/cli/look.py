@@ -37,9 +37,7 @@ def list_runs(arguments: Sequence[str]) -> int:
     parser.add_argument("--reverse", action="store_true", help="the other way round")
     parser.add_argument("--limit", type=int, metavar="N", help="rows; 0: all (default: 50)")
     parser.add_argument("--columns", metavar="KEY,KEY", default="", help="keys of the recipe")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="as JSON; all runs, unless --limit")
-    form.add_argument("--csv", action="store_true", help="as CSV; all runs, unless --limit")
+    parser.add_argument("--json", action="store_true", help="as JSON; all runs, unless --limit")
     found = parser.parse_intermixed_args(list(arguments))
     columns = [name for name in found.columns.split(",") if name]
     folders, conditions = _divided(found.words)
@@ -51,10 +49,10 @@ def list_runs(arguments: Sequence[str]) -> int:
     if found.sort:
         ordered = run_table.in_order(ordered, found.sort)
     ordered = ordered[::-1] if found.reverse else ordered
-    limit = found.limit if found.limit is not None else 0 if found.json or found.csv else MOST_ROWS
+    limit = found.limit if found.limit is not None else 0 if found.json else MOST_ROWS
     shown = ordered[:limit] if limit > 0 else ordered
-    if found.json or found.csv:
-        print((run_table.as_json if found.json else run_table.as_csv)(shown))
+    if found.json:
+        print(run_table.as_json(shown))
         return DONE
     if shown:
         run_table.show(shown, columns)
@@ -98,34 +96,14 @@ def show_run(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as JSON")
     found = parser.parse_args(list(arguments))
     runs = discovery.require_runs(found.folders)
-    described = [(run, describe_run.describe(run, _defaults(run))) for run in runs]
+    described = [describe_run.describe(run) for run in runs]
     if found.json:
-        print(describe_run.as_json([content for _, content in described]))
+        print(describe_run.as_json(described))
         return DONE
     console = run_table.console_for_tables()
-    for _, content in described:
+    for content in described:
         describe_run.show(content, console)
     return DONE
-
-
-def _defaults(run: RunRecord) -> dict[str, object] | None:
-    """Return the recipe that the run's file gives without overrides; None: it does not compose."""
-    name = str(run.job.get("config_name") or "config")
-    if name not in _DEFAULTS:
-        from runner.recipe import composition, hydra_setup, serialization
-
-        try:
-            with hydra_setup.session():
-                examined = composition.new_run([], name)
-        except ConfigError:  # of another project
-            _DEFAULTS[name] = None
-        else:
-            plain = serialization.frozen_plain(examined.recipe, complete=False)
-            _DEFAULTS[name] = plain if examined.composed and not examined.problems else None
-    return _DEFAULTS[name]
-
-
-_DEFAULTS: dict[str, dict[str, object] | None] = {}
 
 
 def compare_runs(arguments: Sequence[str]) -> int:

@@ -36,14 +36,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report(words: Sequence[str], output: Path | None) -> int:
-    from runner.reporting import filters, html_page, plots, run_table
+    from runner.reporting import filters, html_page, run_table
 
     folders = [word for word in words if os.path.isdir(word) or not set("=<>") & set(word)]
     conditions = filters.parse([word for word in words if word not in folders])
     if not folders:
         rule = "a report is of runs, sweeps or folders of them"
         raise ConfigError.of("no DIR", rule, "Name one: runner report runs/digits.")
-    plots.require_matplotlib()
+    html_page.require_matplotlib()
     output = _writable(output or _default(folders))
     runs = filters.apply(conditions, discovery.require_runs(folders))
     if not runs:
@@ -51,19 +51,13 @@ def _report(words: Sequence[str], output: Path | None) -> int:
         raise ConfigError.of(" ".join(words), rule, "Leave one out; runner list shows the runs.")
     found = html_page.read(runs)
     title = ", ".join(run_table.relative(Path(os.path.abspath(f))) for f in folders)
-    figures = html_page.pictures(found)
-    text = html_page.page(title, found, figures)
-    drawn = [one for some in figures.values() for one in some]
+    text = html_page.page(title, found)
     try:
-        for one in drawn:
-            checkpoints.write_atomically(_beside(output, one.name), one.png)
         checkpoints.write_atomically(output, text.encode("utf-8", errors="replace"))
     except OSError as error:
         rule = f"the report is written there, and that failed ({paths.failure(error)})"
         raise ConfigError.of(str(output), rule, "Give --output FILE elsewhere.") from error
-    shown = run_table.relative(output)
-    print(f"{shown}: {found.statuses}")
-    print(f"{len(drawn)} pictures beside it: {output.stem}-*.png")
+    print(f"{run_table.relative(output)}: {found.statuses}")
     return DONE
 
 
@@ -89,7 +83,3 @@ def _writable(output: Path) -> Path:
 def _is_other(path: Path) -> bool:
     """Return whether something is there that is no file: a folder, a device."""
     return path.exists() and not path.is_file()
-
-
-def _beside(output: Path, name: str) -> Path:
-    return output.with_name(f"{output.stem}-{name}.png")

@@ -22,7 +22,6 @@ from runner.training.console import clock, number
 
 # With more runs than these, a run is a row.
 MOST_SIDE_BY_SIDE = 5
-UNKNOWN = object()  # a key of a recipe that cannot be read
 SECTIONS = ("recipe", "code", "data", "versions", "machine", "result")
 
 
@@ -60,25 +59,16 @@ def compare(runs: Sequence[RunRecord]) -> Compared:
         values = [read[section](run) for run in runs]
         names = list(dict.fromkeys(name for found in values for name in found))
         table = [(name, [found.get(name, MISSING) for found in values]) for name in names]
-        if section == "recipe":  # of a run whose recipe is lost, no key is known to differ
-            lost = [not run.has_recipe for run in runs]
-            table = [(name, _but_for(found, lost)) for name, found in table]
-            if any(lost):
-                rows_of_lost = ["unreadable" if one else "readable" for one in lost]
-                table.insert(0, ("the recipe itself", rows_of_lost))
+        if section == "recipe" and not all(run.has_recipe for run in runs):
+            table = []  # `problems` names what cannot be read
         rows[section] = [row for row in table if not _same(row[1])]
         equal[section] = len(table) - len(rows[section])
     directories, problems = [str(run.path) for run in runs], [run.problems for run in runs]
     return Compared(short_names(runs), directories, rows, equal, problems)
 
 
-def _but_for(values: Sequence[object], lost: Sequence[bool]) -> list[object]:
-    return [UNKNOWN if gone else value for value, gone in zip(values, lost, strict=True)]
-
-
 def _same(values: Sequence[object]) -> bool:
-    known = [value for value in values if value is not UNKNOWN]
-    return all(value == known[0] or _both_nan(value, known[0]) for value in known)
+    return all(value == values[0] or _both_nan(value, values[0]) for value in values)
 
 
 def _both_nan(one: object, other: object) -> bool:
@@ -149,9 +139,7 @@ def short_names(runs: Sequence[RunRecord]) -> list[str]:
 def as_json(compared: Compared) -> str:
     """Return what differs as JSON: by section and key, the values in the order of the runs."""
     rows = {
-        section: {
-            key: [None if v in (MISSING, UNKNOWN) else v for v in values] for key, values in found
-        }
+        section: {key: [None if v is MISSING else v for v in values] for key, values in found}
         for section, found in compared.rows.items()
     }
     content = {"runs": compared.directories, "problems": compared.problems, **rows}
@@ -184,8 +172,8 @@ def show(compared: Compared, console: Console) -> None:
 
 def shown(key: str, value: Any) -> str:
     """Return a compared value for a table."""
-    if value is MISSING or value is UNKNOWN:
-        return "–" if value is MISSING else "?"
+    if value is MISSING:
+        return "–"
     if key == "seconds" and isinstance(value, float):
         return clock(value)
     if isinstance(value, float) and not key.count("."):

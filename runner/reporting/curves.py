@@ -1,18 +1,29 @@
-"""Learning curves from metrics.jsonl, and groups of runs that differ in their seed."""
+"""Learning curves from metrics.jsonl, the keys in which runs differ, and groups over seeds."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from runner.reporting import swept_keys
-from runner.runs.json_files import number
-from runner.runs.record import FINISHED, MISSING, RunRecord
+from runner.recipe import resumed_recipe
+from runner.reporting.filters import leaves
+from runner.reporting.run_table import cell
+from runner.runs.json_files import JsonObject, finite, number
+from runner.runs.record import CODE, FINISHED, MISSING, RunRecord
+
+SEED = "seed"
+# Keys of a recipe that change nothing of what a run computes, and how fast it is, neither.
+NO_CAUSE = ("name", "output_dir", "tags", "resume", "run_dir", "tracker", "profile", "submit")
+# Of the other keys that `resume=auto` ignores, those that are worth a look on their own.
+SPEED = (("distributed", "num_processes"), ("dataloader",))
+FACTORY = ("name", "_target_")
 
 # Values of a record that are no metric.
 POSITION = ("step", "epoch", "samples", "split", "time")
@@ -120,29 +131,75 @@ def _finite(values: Array) -> Array:
     return np.where(np.isfinite(values), values, math.nan)
 
 
+# -- keys ----------------------------------------------------------------------------------
+
+
+def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the dotted keys in which the recipes of runs differ, the seed not among them.
+
+    Where the factories of a node differ, its other keys count if a command has set them. Where the
+    runs were made by different code, the key `CODE` is one of them. Keys that only say where a run
+    is computed do not count; the numbers of processes and workers do where nothing else differs.
+    """
+    recipes = [_flat(run) for run in runs]
+    names = dict.fromkeys(key for recipe in recipes for key in recipe)
+    differing = [name for name in names if _differ([r.get(name, MISSING) for r in recipes])]
+    given = {
+        str(one).lstrip("+").partition("=")[0]
+        for run in runs
+        for one in run.job.get("overrides") or ()
+    }
+    nodes = [name.rpartition(".")[0] for name in differing if name.rpartition(".")[2] in FACTORY]
+    found = [
+        name
+        for name in differing
+        if name in given
+        or name.rpartition(".")[2] in FACTORY
+        or not any(name.startswith(f"{node}.") for node in nodes)
+    ]
+    causes = [name for name in found if not _lies_in(name, resumed_recipe.ELSEWHERE)]
+    causes += [CODE] if len({run.code for run in runs}) > 1 else []
+    return causes or [name for name in found if _lies_in(name, SPEED)]
+
+
+def _flat(run: RunRecord) -> JsonObject:
+    found = {".".join(key): value for key, value in leaves(run.recipe)}
+    return {
+        key: value
+        for key, value in found.items()
+        if key != SEED and key.partition(".")[0] not in NO_CAUSE
+    }
+
+
+def _lies_in(name: str, keys: Sequence[tuple[str, ...]]) -> bool:
+    parts = tuple(name.split("."))
+    return any(parts[: len(key)] == key for key in keys)
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return len({_text(value) for value in values}) > 1
+
+
+def _text(value: Any) -> str:
+    """Return a value as a text, equal for equal values."""
+    return "" if value is MISSING else json.dumps(finite(value), sort_keys=True, default=str)
+
+
 # -- groups --------------------------------------------------------------------------------
 
 
 def group_by_seed(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]:
-    """Return runs in groups that are equal but for the seed, in the order of the runs.
-
-    No two have the same label: it has as many digits as that needs.
-    """
+    """Return runs in groups that are equal but for the seed, in the order of the runs."""
     found: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in runs:
-        found.setdefault(tuple(swept_keys.as_text(run, key) for key in keys), []).append(run)
-    groups = list(found.values())
-    short = [settings(members[0], keys) for members in groups]
-    used = Counter(short)
-    labels: dict[str, int] = {}
-    for members, label in zip(groups, short, strict=True):
-        text = label if used[label] == 1 else settings(members[0], keys, exact=True)
-        text = text or members[0].name
-        while text in labels:
-            labels[text] += 1
-            text = f"{text} ({labels[text]})"
-        labels[text] = 1
-    return [Group(label, members) for label, members in zip(labels, groups, strict=True)]
+        found.setdefault(tuple(_text(run.value(key)) for key in keys), []).append(run)
+    labels: Counter[str] = Counter()
+    groups = []
+    for members in found.values():
+        label = settings(members[0], keys) or members[0].name
+        labels[label] += 1  # values that are equal in the digits shown
+        groups.append(Group(f"{label} ({n})" if (n := labels[label]) > 1 else label, members))
+    return groups
 
 
 def once_per_seed(runs: Sequence[RunRecord]) -> list[RunRecord]:
@@ -154,32 +211,23 @@ def once_per_seed(runs: Sequence[RunRecord]) -> list[RunRecord]:
     found: dict[str, RunRecord] = {}
     counted = [run for run in runs if run.status == FINISHED] or runs
     for run in sorted(counted, key=lambda run: (run.started, str(run.path))):
-        seed = run.value(swept_keys.SEED)
-        found[str(run.path) if seed is MISSING else swept_keys.as_text(run, swept_keys.SEED)] = run
+        seed = run.value(SEED)
+        found[str(run.path) if seed is MISSING else _text(seed)] = run
     return [run for run in runs if any(run is one for one in found.values())]
 
 
-def settings(run: RunRecord, keys: Sequence[str], *, exact: bool = False) -> str:
-    """Return the values of a run, as "optimizer=sgd optimizer.lr=0.1"; those it lacks left out.
-
-    Numbers have six digits, or, if `exact`, all.
-    """
-    from runner.reporting.run_table import cell
-
-    values = {key: swept_keys.value(run, key) for key in keys}
-    return " ".join(
-        f"{key}={repr(one) if exact and isinstance(one, float) else cell(one)}"
-        for key, one in values.items()
-        if one is not MISSING
-    )
+def settings(run: RunRecord, keys: Sequence[str]) -> str:
+    """Return the values of a run, as "optimizer.name=sgd optimizer.lr=0.1", but those it lacks."""
+    values = {key: run.value(key) for key in keys}
+    return " ".join(f"{key}={cell(one)}" for key, one in values.items() if one is not MISSING)
 
 
 def metric_names(curves: Iterable[Mapping[str, Curve]], objective: str | None) -> list[str]:
     """Return the curves that runs have, the objective's first, then validation, then training."""
     names = dict.fromkeys(name for found in curves for name in found)
-    order: Callable[[str], tuple[bool, bool, bool]] = lambda name: (  # noqa: E731
-        name != f"validation/{objective}",
-        not name.startswith("validation/"),
-        not name.startswith("train/"),
+    order = {f"validation/{objective}": 0}
+    splits = {"validation": 1, "train": 2}
+    return sorted(
+        (name for name in names if not name.startswith("test/")),
+        key=lambda name: order.get(name, splits.get(name.partition("/")[0], 3)),
     )
-    return sorted((n for n in names if not n.startswith("test/")), key=order)

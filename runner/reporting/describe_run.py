@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich import box
@@ -15,9 +15,8 @@ from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import AccelError
-from runner.recipe import keys, resumed_recipe
 from runner.recipe.units import size
-from runner.reporting.run_table import STYLES, cell, described, relative
+from runner.reporting.run_table import STYLES, described, relative
 from runner.runs import directory, provenance, sessions
 from runner.runs import record as records
 from runner.runs.json_files import Fields, JsonObject, finite
@@ -28,13 +27,8 @@ CODE = ("git", "code")  # keys of environment.json
 MOST_LINES = 12  # of a traceback
 
 
-def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObject:
-    """Return everything that is known of a run as plain containers.
-
-    Args:
-        run: the run.
-        defaults: the recipe without its overrides; None: it is not known here.
-    """
+def describe(run: RunRecord) -> JsonObject:
+    """Return everything that is known of a run as plain containers."""
     environment, states = run.environment, list(_checkpoints(run.path))
     for _ in run.records():  # damaged lines are noted
         pass
@@ -43,7 +37,6 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
         "command": shlex.join(map(str, environment.get("command") or ())),
         "overrides": list(run.job.get("overrides") or ()),
         "cwd": environment.get("cwd"),
-        "changes": None if defaults is None else _changes(defaults, run),
         "earlier_recipes": [path.name for path in sessions.earlier_recipes(run.path)],
         "earlier_sessions": [path.name for path in sessions.earlier_environments(run.path)],
         "code": {key: environment[key] for key in CODE if key in environment},
@@ -65,65 +58,21 @@ def describe(run: RunRecord, defaults: Mapping[str, object] | None) -> JsonObjec
     }
 
 
-def _changes(defaults: Mapping[str, object], run: RunRecord) -> list[JsonObject]:
-    """Return what a run's recipe has other than that without overrides.
-
-    Of arguments that the files do not give, the recipe records the factory's default: only those
-    that the command line names count.
-    """
-    recipe = run.recipe
-    given = {str(o).lstrip("+~").partition("=")[0] for o in run.job.get("overrides") or ()}
-    found = [
-        (key, there, here)
-        for key, there, here in resumed_recipe.differences(defaults, recipe)
-        if not keys.is_free(key) or _has(defaults, key) or key in given
-    ]
-    return [
-        {"key": key, "value": here} | ({"default": there} if _has(defaults, key) else {})
-        for key, there, here in found
-        if here is not None or _has(recipe, key)  # another factory has other keys
-    ]
-
-
-def _has(recipe: Mapping[str, object], key: str) -> bool:
-    node: object = recipe
-    for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return False
-        node = node[part]
-    return True
-
-
 def _checkpoints(run_dir: Path) -> Iterator[JsonObject]:
+    """Yield the checkpoints of a run; sizes and digests are verified when one is loaded."""
     try:
         found = directory.own_checkpoints(run_dir)
     except (OSError, AccelError):
         found = checkpoints.checkpoints(run_dir / checkpoints.FOLDER)
     for path in found:
-        step, total, wrong = None, 0, ""
+        one = {"name": path.name, "path": str(path), "step": None, "bytes": 0, "problem": ""}
         try:
             manifest = checkpoints.read_manifest(path)
-            step = manifest.metadata.get("step")
-            total = sum(entry.size for entry in manifest.files.values())
-            sizes = {name: entry.size for name, entry in manifest.files.items()}
-            wrong = _incomplete(path, sizes)
+            one["step"] = manifest.metadata.get("step")
+            one["bytes"] = sum(entry.size for entry in manifest.files.values())
         except AccelError as error:
-            wrong = str(error).partition(": ")[2] or str(error)
-        yield {
-            **{"name": path.name, "path": str(path), "step": step, "bytes": total},
-            **{"complete": not wrong, "problem": wrong},
-        }
-
-
-def _incomplete(path: Path, sizes: Mapping[str, int]) -> str:
-    """Return which file of a checkpoint is missing or has another size; digests are not read."""
-    for name, expected in sizes.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != expected:
-            return f"{name} has {file.stat().st_size} bytes, not {expected}"
-    return ""
+            one["problem"] = str(error).partition(": ")[2] or str(error)
+        yield {**one, "complete": not one["problem"]}
 
 
 def _resume(run: RunRecord) -> str:
@@ -195,12 +144,6 @@ def _rows(found: Fields) -> Iterator[tuple[str, str | Text]]:
 def _recipe_rows(found: Fields) -> Iterator[tuple[str, str]]:
     if found["overrides"]:
         yield "overrides", shlex.join(found["overrides"])
-    if found["changes"] is None:
-        yield "recipe", "its file does not compose here: no difference from defaults is known"
-    for number_, change in enumerate(found["changes"] or ()):
-        label = "not default" if number_ == 0 else ""
-        default = f"  (default {cell(change['default'])})" if "default" in change else ""
-        yield label, f"{change['key']}={cell(change['value'])}{default}"
     if found["earlier_recipes"]:
         names = ", ".join(found["earlier_recipes"])
         yield "resumed", f"with another recipe; those before: {names}"

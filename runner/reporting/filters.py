@@ -17,11 +17,6 @@ from runner.recipe import keys
 from runner.runs.record import MISSING, STATUSES, RunRecord
 
 _FILTER = re.compile(r"(?P<key>[A-Za-z_][\w.]*)(?P<sign>!=|>=|<=|=|<|>)(?P<text>.*)", re.DOTALL)
-MISTAKEN = {
-    **{"==": "=", "===": "=", "!==": "!=", "=!": "!=", "<>": "!="},
-    **{"=>": ">=", "=<": "<=", "=>=": ">=", "=<=": "<="},
-}
-SIGNS = ("=", "!=", "<", "<=", ">", ">=")
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     **{">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le},
 }
@@ -91,12 +86,8 @@ def parse(words: Sequence[str]) -> list[Filter]:
 
 
 def _problems(one: Filter, word: str) -> list[Problem]:
-    text = ",".join(one.values)
-    value = text.lstrip("=<>!")
-    sign = MISTAKEN.get(one.sign + text[: len(text) - len(value)])
-    if sign is not None and (sign not in ORDERS or _number(value) is not None):
-        rule = f"a sign is one of {', '.join(SIGNS)}"
-        return [Problem(word, rule, did_you_mean(f"{one.key}{sign}{value}"))]
+    if one.values[0].startswith(("=", "<", ">")):
+        return [Problem(word, "a sign is one of = != < <= > >=", f"Write {one.key}=… .")]
     if one.key in TIMES:
         try:
             _moment(one.values[0])

@@ -1,21 +1,28 @@
-"""`runner report`: one HTML page that needs nothing else: curves, groups of seeds, a table."""
+"""`runner report`: one HTML page that needs nothing else: curves, groups of seeds, a table.
+
+Figures are made by matplotlib, as SVG that takes the page's colours.
+"""
 
 from __future__ import annotations
 
 import html
+import io
 import math
+import re
 import shlex
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.reporting import curves, plots, swept_keys
+import numpy as np
+
+from accel.machine.errors import MissingPackageError
+from runner.reporting import curves
 from runner.reporting.compare_runs import short_names
 from runner.reporting.curves import Band, Curve, Group
-from runner.reporting.plots import Picture
 from runner.reporting.run_table import (
     MOST_DAMAGES,
     cell,
@@ -26,7 +33,6 @@ from runner.reporting.run_table import (
     relative,
 )
 from runner.runs import record as records
-from runner.runs.json_files import number as as_number
 from runner.runs.record import MISSING, RunRecord
 from runner.training.console import clock, number
 
@@ -37,6 +43,31 @@ SEEDS_NOTE = (
     "where none of the group is finished."
 )
 MOST_METRICS, MOST_KEYS = 8, 12
+# Text and axes are drawn in this colour, which the page replaces by its own (dark or light).
+INK = "#010203"
+# Okabe and Ito's colours, which people with any colour vision tell apart, on dark and light ground.
+# Source: https://jfly.uni-koeln.de/color/
+COLOURS = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B59F00", "#7F7F7F"),
+)
+MOST_COLOURED = len(COLOURS)  # groups, the best; the others are drawn thin
+MOST_LETTERS = 80  # of a group's name below the axes
+LOG_RATIO = 30.0  # between the largest and the smallest value, from which on an axis is logarithmic
+SETTINGS: dict[str, Any] = {  # of matplotlib
+    "svg.fonttype": "none",
+    "svg.hashsalt": "runner",  # ids are the same each time
+    "path.simplify_threshold": 0.5,
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.15,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+}
+_ROUNDED = re.compile(r"(\.\d\d)\d+")  # hundredths of a point
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --quiet: #667; --line: #d8dce2;
   --ground: #fff; --panel: #f6f7f9; --accent: #0072B2; }
@@ -59,32 +90,10 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem }
 th, td { padding: .35rem .65rem; text-align: left; border-bottom: 1px solid var(--line);
   white-space: nowrap } td.long { white-space: normal; overflow-wrap: anywhere; min-width: 14rem }
 tr:last-child td { border-bottom: 0 } th { background: var(--panel) }
-th button { all: unset; cursor: pointer; font-weight: 600 }
-th button:focus-visible { outline: 2px solid var(--accent) }
-th button::after { content: " ↕"; color: var(--quiet); font-size: .8em }
-th[aria-sort=ascending] button::after { content: " ↑"; color: var(--accent) }
-th[aria-sort=descending] button::after { content: " ↓"; color: var(--accent) }
 td.number { text-align: right; font-variant-numeric: tabular-nums }
 tr.best td { background: color-mix(in srgb, var(--accent) 14%, transparent) }
 .finished { color: #1a8f4c } .failed, .broken { color: #d33 } .running { color: var(--accent) }
 .stopped, .interrupted { color: #b7791f } .pruned { color: var(--quiet) }
-"""
-SCRIPT = """
-for (const button of document.querySelectorAll("th button")) button.onclick = () => {
-  const head = button.parentElement, row = head.parentElement;
-  const body = head.closest("table").tBodies[0], at = [...row.children].indexOf(head);
-  const up = head.getAttribute("aria-sort") !== "ascending";
-  for (const other of row.children) other.removeAttribute("aria-sort");
-  head.setAttribute("aria-sort", up ? "ascending" : "descending");
-  const value = line => line.children[at].dataset.value ?? line.children[at].textContent;
-  const rows = [...body.rows].sort((a, b) => {
-    const x = value(a), y = value(b);
-    if (x === "" || y === "") return (x === "") - (y === "");
-    const order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
-    return up ? order : -order;
-  });
-  body.append(...rows);
-};
 """
 
 
@@ -94,7 +103,7 @@ class Report:
 
     Attributes:
         runs: the best first; those without an objective last.
-        keys: in which they differ, the seed apart, by `swept_keys`; at most `MOST_KEYS`.
+        keys: in which they differ, the seed apart, by `curves`; at most `MOST_KEYS`.
         groups: of runs that are equal but for the seed.
         curves: by directory of a run, its curves by ``<split>/<metric>``.
         metrics: the names of the curves to show, the objective's first.
@@ -130,12 +139,6 @@ class Report:
                 found[group.label] = curves.band(present)
         return found
 
-    def lower_is_better(self, metric: str) -> bool:
-        """Return whether a metric improves as it falls: by the runs' mode, else by its name."""
-        name = metric.partition("/")[2]
-        modes = {name: mode for name, mode in [self.judge or ("", "")]}
-        return modes.get(name, records.usual_mode(name)) == "min"
-
 
 def _is_judged(run: RunRecord) -> bool:
     return run.objective is not None and math.isfinite(run.objective.value)
@@ -147,7 +150,7 @@ def read(runs: Sequence[RunRecord]) -> Report:
     judges = Counter(one for run in ordered if _is_judged(run) and (one := judge_of(run)))
     judge = judges.most_common(1)[0][0] if judges else None
     readable = [run for run in ordered if run.status != records.BROKEN]
-    keys = swept_keys.find([run for run in readable if run.has_recipe])
+    keys = curves.differing_keys([run for run in readable if run.has_recipe])
     found = {str(run.path): curves.read_curves(run) for run in readable}
     names = curves.metric_names(found.values(), None if judge is None else judge[0])
     shown = [name for name in names if name.partition("/")[2] not in NO_CURVE][:MOST_METRICS]
@@ -155,36 +158,7 @@ def read(runs: Sequence[RunRecord]) -> Report:
     return Report(ordered, keys[:MOST_KEYS], groups, found, shown, judge)
 
 
-def throughput(run: RunRecord) -> float | None:
-    """Return the samples per second of a run."""
-    found = as_number(run.summary.get("samples_per_second"))
-    return found if found is not None else as_number(run.last.get("samples_per_second"))
-
-
-def peak_memory(run: RunRecord) -> float | None:
-    """Return the most bytes that the main process held: on its accelerator, else in memory."""
-    found = run.summary.get("memory") or {}
-    on_device = as_number(found.get("device"))
-    return on_device if on_device is not None else as_number(found.get("process"))
-
-
-def pictures(found: Report) -> dict[str, list[Picture]]:
-    """Return the figures of a report by its sections."""
-    judged = found.judged
-    sections: dict[str, list[Picture]] = {
-        "Learning curves": [
-            plots.learning_curves(metric, bands, lower_is_better=found.lower_is_better(metric))
-            for metric in found.metrics
-            if (bands := found.bands(metric)) and any(one.is_drawn for one in bands.values())
-        ],
-        "Objective": [
-            plots.objective_by_key(key, judged) for key in swept_keys.vary(found.keys, judged)
-        ],
-    }
-    return {title: figures for title, figures in sections.items() if figures}
-
-
-def page(title: str, found: Report, figures: dict[str, list[Picture]]) -> str:
+def page(title: str, found: Report) -> str:
     """Return the page."""
     parts = [
         "<!doctype html>",
@@ -194,12 +168,12 @@ def page(title: str, found: Report, figures: dict[str, list[Picture]]) -> str:
         f"<h1>{_text(title)}</h1>",
         f'<p class="quiet">{_text(found.statuses)} · {time.strftime("%Y-%m-%d %H:%M")}</p>',
         *_best(found),
-        *_figures(figures),
+        *_figures(found),
         *_groups(found),
         "<h2>Runs</h2>",
         _runs(found),
         *_problems(found),
-        f"<script>{SCRIPT}</script></body></html>",
+        "</body></html>",
     ]
     return "\n".join(parts)
 
@@ -217,18 +191,20 @@ def _best(found: Report) -> Iterable[str]:
     yield f'<p class="quiet">Again: <code>{_text(command)}</code></p>'
 
 
-def _figures(figures: dict[str, list[Picture]]) -> Iterable[str]:
-    for title, drawn in figures.items():
-        yield f'<h2>{_text(title)}</h2><div class="figures">'
-        for one in drawn:
-            yield f"<figure><figcaption>{_text(one.title)}</figcaption>{one.svg}</figure>"
-        yield "</div>"
-        if title == "Learning curves":
-            yield (
-                '<p class="quiet">A line is the mean over seeds, its band the range from the '
-                "lowest to the highest; a gap is where one of them is NaN or infinite. Groups "
-                f"beyond the best {plots.MOST_COLOURED} are thin.</p>"
-            )
+def _figures(found: Report) -> Iterable[str]:
+    bands = {metric: found.bands(metric) for metric in found.metrics}
+    drawn = {k: one for k, one in bands.items() if any(band.is_drawn for band in one.values())}
+    if not drawn:
+        return
+    yield '<h2>Learning curves</h2><div class="figures">'
+    for metric, one in drawn.items():
+        figure = learning_curves(metric, one)
+        yield f"<figure><figcaption>{_text(metric)}</figcaption>{figure}</figure>"
+    yield (
+        '</div><p class="quiet">A line is the mean over seeds, its band the range from the lowest '
+        "to the highest; a gap is where one of them is NaN or infinite. Groups beyond the best "
+        f"{MOST_COLOURED} are thin.</p>"
+    )
 
 
 def _groups(found: Report) -> Iterable[str]:
@@ -259,7 +235,7 @@ def _problems(found: Report) -> Iterable[str]:
 def _runs(found: Report) -> str:
     seeds = {cell(run.value("seed")) for run in found.runs}
     shown = [*found.keys, *(["seed"] if len(seeds) > 1 else [])]
-    heads = ["run", "status", *shown, "step", "objective", "time (s)", "samples/s", "memory (MB)"]
+    heads = ["run", "status", *shown, "step", "objective", "time"]
     names = short_names(found.runs)
     rows, marks = [], []
     best = found.judged[0] if len(found.judged) > 1 else None
@@ -270,47 +246,35 @@ def _runs(found: Report) -> str:
 
 
 def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Report) -> list[str]:
-    memory = peak_memory(run)
     reason = run.reason if run.status in (records.FAILED, records.BROKEN) else ""
     mark = f'<span class="broken">{damage(run)}</span>' if damage(run) else ""
     status = f'<td class="{run.status}" title="{_text(run.reason)}">{_text(run.status)}{mark}</td>'
-    objective = None if run.objective is None else run.objective.value
+    objective: Any = None if run.objective is None else run.objective.value
+    if run.objective is not None and judge_of(run) != found.judge:  # not that of most runs
+        objective = f"{run.objective.metric} {number(objective)}"
     return [
         f'<td title="{_text(str(run.path))}">{_text(name)}'
         + (f'<br><span class="quiet">{_text(reason)}</span></td>' if reason else "</td>"),
         status,
-        *(_cell(swept_keys.value(run, key)) for key in keys),
+        *(_cell(run.value(key)) for key in keys),
         _cell(run.step),
-        _cell(objective, lambda value: _objective(run, value, found)),
-        _cell(None if run.seconds is None else round(run.seconds, 1), clock),
-        _cell(throughput(run), lambda value: f"{value:,.0f}"),
-        _cell(None if memory is None else memory / 1e6, lambda value: f"{value:,.0f}"),
+        _cell(objective),
+        _cell(None if run.seconds is None else clock(run.seconds)),
     ]
 
 
-def _objective(run: RunRecord, value: float, found: Report) -> str:
-    """Return an objective with its metric, where that is not the one that most runs have."""
-    judge = judge_of(run)
-    return number(value) if judge in (None, found.judge) else f"{judge[0]} {number(value)}"
-
-
-def _cell(value: Any, form: Any = None) -> str:
-    is_nan = isinstance(value, float) and math.isnan(value)
-    if value is MISSING or value is None or is_nan:
-        text = "" if value is MISSING or form is None else "–"
-        text = form(value) if is_nan and form else text
-        return f'<td class="number" data-value="">{_text(text)}</td>'
+def _cell(value: Any) -> str:
+    if value is MISSING or value is None:
+        return "<td></td>"
     if isinstance(value, int | float) and not isinstance(value, bool):
-        text = form(value) if form else cell(value) if isinstance(value, int) else number(value)
-        if form is None and isinstance(value, float) and 0 < abs(value) < 1e-3:
-            text = f"{value:g}"
-        return f'<td class="number" data-value="{value!r}">{_text(text)}</td>'
+        text = number(value) if isinstance(value, float) else cell(value)
+        return f'<td class="number">{_text(text)}</td>'
     long = ' class="long"' if len(cell(value)) > 40 else ""
     return f"<td{long}>{_text(cell(value))}</td>"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], marks: Sequence[str] = ()) -> str:
-    head = "".join(f'<th scope="col"><button>{_text(name)}</button></th>' for name in heads)
+    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in heads)
     lines = []
     for at, row in enumerate(rows):
         mark = f' class="{marks[at]}"' if marks and marks[at] else ""
@@ -324,3 +288,77 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], marks: Sequence[
 
 def _text(text: str) -> str:
     return html.escape(text, quote=True)
+
+
+# -- figures -------------------------------------------------------------------------------
+
+
+def require_matplotlib() -> None:
+    """Raise a MissingPackageError if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError("matplotlib", "runner report", "report") from error
+
+
+def learning_curves(metric: str, bands: Mapping[str, Band]) -> str:
+    """Draw a metric over steps: a line for each group, the best first, a band over its seeds.
+
+    A loss that falls over orders of magnitude gets a logarithmic axis. A score keeps a linear one,
+    on which the differences near its best value show.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(SETTINGS):
+        height = 3.4 + 0.15 * min(len(bands), MOST_COLOURED + 1)
+        figure = Figure(figsize=(6.4, height), layout="constrained")
+        name = metric.partition("/")[2]
+        axes = figure.add_subplot(xlabel="step", ylabel=name)
+        for number, (label, band) in enumerate(bands.items()):
+            best = number < MOST_COLOURED
+            colour = COLOURS[number] if best else INK
+            axes.plot(
+                band.steps,
+                band.mean,
+                color=colour,
+                linewidth=1.5 if best else 0.7,
+                alpha=1.0 if best else 0.25,
+                marker="o" if np.isfinite(band.mean).sum() < 3 else None,
+                label=_legend_entry(label, band) if best else None,
+                zorder=3 if best else 2,
+            )
+            if band.num_runs > 1 and best:
+                axes.fill_between(
+                    band.steps, band.low, band.high, color=colour, alpha=0.18, linewidth=0
+                )
+        values = [v for band in bands.values() for v in band.mean if math.isfinite(v)]
+        falls = records.usual_mode(name) == "min" and min(values) > 0
+        if falls and max(values) / min(values) > LOG_RATIO:
+            axes.set_yscale("log")
+        figure.legend(fontsize=7.5, loc="outside lower center")
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    return _for_page(svg.getvalue(), metric)
+
+
+def _for_page(svg: str, name: str) -> str:
+    """Return SVG to stand in a page: without a header, its ids its own, in the page's ink."""
+    own = re.sub(r"[^A-Za-z0-9_.]+", "-", name)
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{own}-", body)
+    body = re.sub(r"font: ([^;\"]*?)'[^\"]*?sans-serif[^\";]*", r"font: \1sans-serif", body)
+    body = re.sub(r'\s(width|height)="[\d.]+pt"', "", body, count=2)
+    body = re.sub(r' d="[^"]*"', lambda path: _ROUNDED.sub(r"\1", path[0]), body)
+    body = body.replace(INK, "currentColor")
+    return body.replace("<svg", f'<svg role="img" aria-label="{_text(name)}"', 1)
+
+
+def _legend_entry(label: str, band: Band) -> str:
+    """Return the name of a group in one line; matplotlib finds no formula or hidden label in it."""
+    notes = [f"{band.num_runs} seeds"] if band.num_runs > 1 else []
+    notes += [f"{band.num_diverged} not finite"] if band.num_diverged else []
+    text = label if len(label) <= MOST_LETTERS else f"{label[:MOST_LETTERS]} …"
+    text = f"{text} ({', '.join(notes)})" if notes else text
+    return text.replace("$", r"\$").lstrip("_")

@@ -1,9 +1,7 @@
-"""`runner list` and `runner eval` of several runs: a run a row; also as JSON and as CSV."""
+"""`runner list` and `runner eval` of several runs: a run a row; also as JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
@@ -113,18 +111,6 @@ def described(run: RunRecord) -> JsonObject:
 def as_json(runs: Sequence[RunRecord]) -> str:
     """Return runs as a JSON list."""
     return json.dumps(finite([described(run) for run in runs]), indent=2, ensure_ascii=False)
-
-
-def as_csv(runs: Sequence[RunRecord]) -> str:
-    """Return runs as CSV with a header; lists are joined by spaces."""
-    out = io.StringIO()
-    names = list(described(RunRecord(Path(os.devnull))))
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
-    for run in runs:
-        values = described(run).values()
-        writer.writerow([" ".join(v) if isinstance(v, list) else v for v in values])
-    return out.getvalue().rstrip("\n")
 
 
 def show(

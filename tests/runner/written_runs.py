@@ -140,26 +140,6 @@ def write_failure(path: Path, message: str = "ValueError: no", code: int = 1) ->
     write(session_of(path) / "ended.json", failure(message, code))
 
 
-def write_search(folder: Path, name: str = "search") -> Path:
-    """Write and return a sweep over a group, the learning rate, and of one choice the momentum."""
-    sweep = folder / name
-    sweep.mkdir(parents=True)
-    (sweep / "sweep.json").write_text("{}")
-    (sweep / "journal.jsonl").write_text("")
-    for number in range(8):
-        rate, momentum = 10.0 ** -(1 + number % 4), number / 10
-        node: dict[str, Any] = {"name": "adamw", "weight_decay": 0.05, "betas": [0.9, 0.999]}
-        chosen = ["optimizer=adamw"]
-        if number % 2:
-            node = {"_target_": "torch.optim.SGD", "momentum": momentum}
-            chosen = ["optimizer=sgd", f"optimizer.momentum={momentum}"]
-        given = ["model.width=32", *chosen, f"optimizer.lr={rate}"]
-        best = 0.2 + number / 10
-        values = {"optimizer": {**node, "lr": rate}}
-        write_run(sweep / f"{number:04}", values, best=best, overrides=given)
-    return sweep
-
-
 def write_sweep(folder: Path, rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)) -> Path:
     """Write and return a sweep over learning rate, width and two seeds."""
     sweep = folder / "digits" / "sweep-20261124-120000-abcd"

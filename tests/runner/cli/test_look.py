@@ -54,9 +54,8 @@ def test_folders_and_filters_stand_side_by_side(
     out = printed("list", "objective<0.5", str(runs), "--columns", "optimizer.lr", capsys=capsys)
     assert "1 of 3 runs" in out
     assert "0.01" in out
-    out = printed("list", "--csv", "--sort", "objective", "--limit", "1", capsys=capsys)
-    assert len(out.splitlines()) == 2
-    assert "aaaa" in out
+    out = printed("list", "--json", "--sort", "objective", "--limit", "1", capsys=capsys)
+    assert "aaaa" in json.loads(out)[0]["directory"]
     assert "1 are shown, --limit 0 shows all" in printed("list", "--limit", "1", capsys=capsys)
 
 
@@ -67,7 +66,6 @@ def test_folders_and_filters_stand_side_by_side(
         (("list", "stauts=failed"), "Did you mean 'status'"),
         (("list", "status=fail"), "Did you mean 'failed'"),
         (("list", "--sort", "losss"), "has such a key"),
-        (("list", "--json", "--csv"), "not allowed with"),
         (("show", "."), "no run lies there"),
         (("show",), "required: RUN_DIR"),
         (("compare", "runs/digits/20260101-120000-aaaa"), "two runs or more"),
@@ -87,7 +85,6 @@ def test_mistakes_are_refused_with_a_remedy(
 
 def test_runs_are_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed("show", str(runs), capsys=capsys)
-    assert "optimizer.lr=0.01  (default 0.005)" in out
     assert "ValueError: no" in out
     assert "broken" in out
     found = json.loads(printed("show", str(next(runs.iterdir())), "--json", capsys=capsys))

@@ -81,15 +81,11 @@ def test_a_key_that_a_run_lacks_is_a_dash(tmp_path: Path) -> None:
     assert json.loads(compare_runs.as_json(found))["recipe"]["mine"] == [None, 1]
 
 
-def test_a_recipe_that_cannot_be_read_makes_no_key_different(tmp_path: Path) -> None:
+def test_a_recipe_that_cannot_be_read_is_named_and_not_compared(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     found = compare_runs.compare([*runs(tmp_path, 2), RunRecord(tmp_path / "broken")])
-    assert found.rows["recipe"] == [
-        ("the recipe itself", ["readable", "readable", "unreadable"]),
-        ("optimizer.lr", [0.01, 0.02, compare_runs.UNKNOWN]),
-    ]
-    assert "?" in shown(found)
-    assert json.loads(compare_runs.as_json(found))["recipe"]["optimizer.lr"] == [0.01, 0.02, None]
+    assert found.rows["recipe"] == []
+    assert "broken: config.yaml is missing" in shown(found)
 
 
 def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:

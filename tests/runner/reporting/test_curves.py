@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from runner.reporting import curves, swept_keys
+from runner.reporting import curves
 from runner.reporting.curves import Curve
 from runner.runs import discovery
 from runner.runs.record import RunRecord
@@ -58,7 +59,7 @@ def test_where_a_run_has_diverged_its_group_has_a_gap(value: float) -> None:
 
 def test_runs_that_are_equal_but_for_the_seed_are_a_group(tmp_path: Path) -> None:
     runs = discovery.find_runs([write_sweep(tmp_path)])
-    keys = swept_keys.find(runs)
+    keys = curves.differing_keys(runs)
     assert sorted(keys) == ["model.width", "optimizer.lr"]
     groups = curves.group_by_seed(runs, keys)
     assert [len(group.runs) for group in groups] == [2] * 6
@@ -66,10 +67,24 @@ def test_runs_that_are_equal_but_for_the_seed_are_a_group(tmp_path: Path) -> Non
     assert curves.group_by_seed(runs[:1], [])[0].label == "digits"
 
 
+def test_where_factories_differ_their_own_arguments_are_no_keys(tmp_path: Path) -> None:
+    nodes: list[tuple[dict[str, Any], list[str]]] = [
+        ({"name": "adamw", "lr": 0.1, "betas": [0.9, 0.999]}, []),
+        ({"name": "sgd", "lr": 0.2, "momentum": 0.9}, ["optimizer=sgd", "optimizer.lr=0.2"]),
+    ]
+    runs = [
+        RunRecord(write_run(tmp_path / f"{n}", {"optimizer": node}, overrides=overrides))
+        for n, (node, overrides) in enumerate(nodes)
+    ]
+    keys = curves.differing_keys(runs)
+    assert keys == ["optimizer.name", "optimizer.lr"]
+    assert curves.settings(runs[1], keys) == "optimizer.name=sgd optimizer.lr=0.2"
+
+
 def test_where_a_run_is_computed_is_no_cause_of_its_objective(tmp_path: Path) -> None:
     def swept(*recipes: dict[str, object]) -> list[str]:
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        return swept_keys.find(
+        return curves.differing_keys(
             [RunRecord(write_run(folder / f"{n}", one)) for n, one in enumerate(recipes)]
         )
 

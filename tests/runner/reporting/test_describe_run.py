@@ -13,7 +13,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.checkpoint.directory import Manifest
 from runner.reporting import describe_run
 from runner.runs import evaluations
-from runner.runs.record import RunRecord
+from runner.runs.record import CUT_OFF, RunRecord
 from tests.runner.written_runs import (
     session_of,
     write,
@@ -29,30 +29,23 @@ def text(found: dict[str, object]) -> str:
     return out.getvalue()
 
 
-def test_a_run_is_described(tmp_path: Path) -> None:
-    values = {"optimizer.lr": 0.01, "optimizer.weight_decay": 0.0}
-    path = write_run(tmp_path / "a", values, best=0.25)
+def write_checkpoint(path: Path) -> None:
     folder = path / "checkpoints" / "checkpoint_0"
     folder.mkdir(parents=True)
     body = Manifest({}, {"world_size": 1}, {"step": 20}).to_json()
     (folder / checkpoints.MANIFEST).write_text(body)
+
+
+def test_a_run_is_described(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", {"optimizer.lr": 0.01}, best=0.25)
+    write_checkpoint(path)
     (path / "checkpoints" / "checkpoint_1").mkdir()
     evaluations.add(path, {"checkpoint": "checkpoint_0", "metrics": {"test": {"loss": 1.25}}})
-    run = RunRecord(path)
-    default = {**run.recipe, "optimizer": {**run.recipe["optimizer"], "lr": 0.005}}
-    del default["optimizer"]["weight_decay"]  # the default recipe leaves it to the factory
-    found = describe_run.describe(run, default)
-    assert found["changes"] == [
-        {"key": "optimizer.lr", "default": 0.005, "value": 0.01},
-        {"key": "optimizer.weight_decay", "value": 0.0},
-    ]
+    found = describe_run.describe(RunRecord(path))
     complete, broken = found["checkpoints"]
     assert (complete["step"], complete["complete"], broken["complete"]) == (20, True, False)
     shown = text(found)
-    assert "(default null)" not in shown
     for expected in (
-        "optimizer.lr=0.01  (default 0.005)",
-        "optimizer.weight_decay=0 ",
         "checkpoint_1  incomplete: it has no manifest.json",
         "best         loss 0.2500 at step 10",
         "loss 1.2500  (checkpoint_0",
@@ -69,16 +62,26 @@ def test_a_run_is_described(tmp_path: Path) -> None:
 def test_a_failed_run_says_why(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", summary=False, metrics=2)
     write_failure(path, "ValueError: [x]")
-    shown = text(describe_run.describe(RunRecord(path), None))
+    shown = text(describe_run.describe(RunRecord(path)))
     assert "failed  ValueError: [x]" in shown
     assert 'File "model.py", line 3' in shown
-    assert "does not compose here" in shown
     assert "last (validation)  loss 1.1000" in shown
+
+
+def test_a_run_that_died_is_shown_with_the_command_that_resumes_it(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", summary=False)  # begun, its lock is free, and it has no end
+    again = f"runner again {path}"
+    assert "resume " not in text(describe_run.describe(RunRecord(path)))  # there is no checkpoint
+    write_checkpoint(path)
+    shown = text(describe_run.describe(RunRecord(path)))
+    assert f"status       {CUT_OFF}" in shown
+    assert f"resume       runner resume={path}" in shown
+    assert again in shown
 
 
 def test_a_broken_run_is_described_as_such(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    found = describe_run.describe(RunRecord(tmp_path / "a"), {})
+    found = describe_run.describe(RunRecord(tmp_path / "a"))
     assert "broken  config.yaml is missing" in text(found)
     assert "runner again" not in text(found)
     assert len(json.loads(describe_run.as_json([found, found]))) == 2
@@ -87,7 +90,7 @@ def test_a_broken_run_is_described_as_such(tmp_path: Path) -> None:
 def test_earlier_code_of_a_run_is_said(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a")
     write(write_session(path) / "environment.json", {"packages": {"torch": "2.9"}})
-    shown = text(describe_run.describe(RunRecord(path), None))
+    shown = text(describe_run.describe(RunRecord(path)))
     assert "earlier sessions had other code, versions or data: 0001" in shown
 
 
@@ -96,7 +99,7 @@ def test_without_a_record_git_is_not_known(content: str | None, tmp_path: Path) 
     path = write_run(tmp_path / "a")
     lost = session_of(path) / "environment.json"
     lost.unlink() if content is None else lost.write_text(content)
-    shown = text(describe_run.describe(RunRecord(path), None))
+    shown = text(describe_run.describe(RunRecord(path)))
     assert "no git work tree" not in shown
     assert "not known" in shown
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
+import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from accel.machine.errors import MissingPackageError
 from runner.reporting import html_page
+from runner.reporting.curves import Band
 from runner.runs import discovery
 from tests.runner.written_runs import (
     change_summary,
     session_of,
     write_failure,
     write_run,
-    write_search,
     write_sweep,
 )
 
@@ -46,7 +50,7 @@ class Checked(HTMLParser):
 
 def page(folder: Path) -> tuple[str, Checked]:
     found = html_page.read(discovery.find_runs([folder]))
-    text = html_page.page("runs & <more>", found, html_page.pictures(found))
+    text = html_page.page("runs & <more>", found)
     checked = Checked()
     checked.feed(text)
     assert checked.open == []
@@ -60,10 +64,10 @@ def test_the_page_of_a_sweep(tmp_path: Path) -> None:
     text, checked = page(tmp_path)
     assert "<script>alert" not in text
     assert "runs &amp; &lt;more&gt;" in text
-    for title in ("Learning curves", "Objective", "Groups of seeds", "Runs"):
+    for title in ("Learning curves", "Groups of seeds", "Runs"):
         assert f"<h2>{title}</h2>" in text
-    assert checked.seen["svg"] == 4
-    assert checked.seen["script"] == 1
+    assert checked.seen["svg"] == 2
+    assert "script" not in checked.seen
     assert text.count("<tr") == 1 + 6 + 1 + 13 + 1  # two tables: groups (one of a failed run), runs
     assert 'tr class="best"' in text
     ids = re.findall(r'\sid="([^"]+)"', text)
@@ -83,30 +87,13 @@ def test_fifty_runs_fit_into_two_megabytes(tmp_path: Path) -> None:
     assert len(text.encode()) < 2_000_000
 
 
-def test_a_search_over_a_group_shows_its_own_keys(tmp_path: Path) -> None:
-    text, _ = page(write_search(tmp_path))
-    titles = re.findall(r"<figcaption>objective against ([^<]+)<", text)
-    assert titles == ["optimizer", "optimizer.lr", "optimizer.momentum"]
-    assert re.search(r"<strong>loss 0.2000</strong> optimizer=adamw optimizer.lr=0.1</p>", text)
-    for name in ("_target_", "betas", "weight_decay", "optimizer.name"):
-        assert name not in text
-
-
-def test_a_key_with_one_value_in_all_compared_runs_has_no_figure(tmp_path: Path) -> None:
-    for number, width in enumerate((16, 16, 32)):
-        values = {"model.width": width, "optimizer.lr": 0.1 / (1 + number)}
-        write_run(tmp_path / f"{number}", values, best=None if width == 32 else 0.1 * number)
-    text, _ = page(tmp_path)
-    assert re.findall(r"<figcaption>objective against ([^<]+)<", text) == ["optimizer.lr"]
-
-
 def test_a_group_of_one_seed_has_no_deviation(tmp_path: Path) -> None:
     for number, (width, seed) in enumerate(((16, 0), (16, 1), (32, 0))):
         values = {"model.width": width, "seed": seed}
         write_run(tmp_path / f"{number}", values, best=0.2 + number / 10)
     text, _ = page(tmp_path)
     (row,) = re.findall(r"<tr><td>model\.width=32</td>.*", text)
-    assert '>0.4000</td><td class="number" data-value=""></td></tr>' in row
+    assert ">0.4000</td><td></td></tr>" in row
 
 
 def test_runs_without_anything_make_a_page(tmp_path: Path) -> None:
@@ -114,6 +101,29 @@ def test_runs_without_anything_make_a_page(tmp_path: Path) -> None:
     write_run(tmp_path / "b", summary=False, best=None)
     text, _ = page(tmp_path)
     assert "No run has measured an objective." in text
+
+
+def band(num_runs: int = 2, points: int = 120) -> Band:
+    steps = np.arange(1, points + 1, dtype=float)
+    return Band(steps, 1 / steps, 0.9 / steps, 1.1 / steps, num_runs)
+
+
+def test_learning_curves_name_the_best_groups_and_draw_the_others_thin() -> None:
+    bands = {f"lr={n} _$x_<&>": band(1 + n % 2, 120 if n else 2) for n in range(12)}
+    svg = html_page.learning_curves("validation/loss", bands)
+    words = "".join(ElementTree.fromstring(svg).itertext())
+    for text in ("step", "lr=0 _$x_<&>", "lr=7 _$x_<&> (2 seeds)"):
+        assert text in words, text
+    assert "lr=9" not in svg
+    assert html_page.INK not in svg
+    assert "currentColor" in svg
+    assert len(svg) < 80_000
+
+
+def test_a_page_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackageError, match=r"accel-runner\[report\]"):
+        html_page.require_matplotlib()
 
 
 def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
