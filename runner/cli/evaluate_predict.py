@@ -18,8 +18,8 @@ from accel.machine.errors import AccelError, ConfigError
 from runner.cli.arguments import CommandParser, Exit
 from runner.exit_codes import DONE, FAILED, OF_SIGNAL
 from runner.inference import worker
-from runner.inference.placement import WORDS, Placement, parse_limits
-from runner.inference.session import Request, Worker, is_stream
+from runner.inference.load import WORDS, Placement, parse_limits
+from runner.inference.session import Request, Worker
 from runner.recipe import processes
 from runner.recipe.schema import SPLITS, Recipe
 from runner.runs.json_files import Fields, JsonObject
@@ -100,7 +100,6 @@ def _record(request: Request, found: Fields) -> None:
 
     checkpoint = os.path.relpath(found["checkpoint"], os.path.realpath(request.run_dir))
     inside = not checkpoint.startswith("..")
-    code = {name: digest for name, digest in found["code"].items() if digest}
     try:
         evaluations.add(
             request.run_dir,
@@ -113,8 +112,7 @@ def _record(request: Request, found: Fields) -> None:
                 "seconds": round(found["seconds"], 3),
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
                 "versions": environment.versions(),
-                **{name: found[name] for name in ("data", "notes") if found[name]},
-                **({"code": code} if code else {}),
+                **({"notes": found["notes"]} if found["notes"] else {}),
             },
         )
     except OSError as error:
@@ -141,14 +139,9 @@ def predict(arguments: Sequence[str]) -> int:
         CheckpointError: if the checkpoint is missing or incomplete.
     """
     request = _parse_predict(arguments)
-    streamed = request.output is not None and is_stream(request.output)  # perhaps standard output
-    if request.num_processes > 1 and streamed:
-        rule = "several processes write a file, not a pipe"
-        raise ConfigError.of(f"--output {request.output}", rule, "Leave --processes out.")
     found = _done(request)
     if found is not None:
-        stream = sys.stderr if streamed else sys.stdout
-        print(f"{found['count']} predictions written to {request.output}", file=stream)
+        print(f"{found['count']} predictions written to {request.output}")
     return DONE
 
 

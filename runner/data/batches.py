@@ -285,9 +285,9 @@ class EvalBatches:
     The last batches are completed to one size on every process; `Accelerator.gather_for_metrics`
     leaves out what completes them. Random draws in the data set are those of epoch 0, so that every
     evaluation sees the same samples; no split ("validation", "test" or "train"), and none of its
-    data sets (`number`), draws what another one, or training, draws. `num_batches` on each process,
-    `num_samples` of an evaluation, and `is_limited`, whether a limit leaves out some of them, are
-    None where they are not known; `loader` is the prepared loader.
+    data sets (`number`), draws what another one, or training, draws. `num_batches` on each process
+    and `num_samples` of an evaluation are None where they are not known; `loader` is the prepared
+    loader.
     """
 
     def __init__(
@@ -311,7 +311,6 @@ class EvalBatches:
         reader: dict[str, object] = {"batch_size": self._total if config.split_batches else size}
         self.num_batches: int | None = None
         self.num_samples: int | None = None
-        self.is_limited: bool | None = False
         seeded: SeededDataset | SeededStream
         if self._streamed:
             ConfigError.raise_if(worker_problems(dataset, recipe, dims.dp_size))
@@ -357,7 +356,6 @@ class EvalBatches:
         batches = -(-length // self._total)
         self.num_batches = limited(self.recipe.trainer.limit_eval_batches, batches)
         self.num_samples = min(length, self.num_batches * self._total)
-        self.is_limited = self.num_samples < length
 
     def _count_stream(self, dataset: object) -> None:
         limit = self.recipe.trainer.limit_eval_batches
@@ -368,7 +366,6 @@ class EvalBatches:
         else:
             self.num_batches = None if limit is None else int(limit)
             self.num_samples = None
-            self.is_limited = False if limit is None else None
 
     def __iter__(self) -> Iterator[object]:
         self.loader.generator.manual_seed(self.recipe.seed)

@@ -1,12 +1,18 @@
-"""A run's models with the weights of one of its checkpoints, for use in Python."""
+"""A run's models with the weights of one of its checkpoints, for use in Python.
+
+Free of torch until a model is loaded.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +24,8 @@ from runner.runs.job import Job
 from runner.runs.json_files import Fields
 
 if TYPE_CHECKING:
-    from runner.inference.placement import Placement
+    import torch
+
     from runner.training.step import Step
 
 
@@ -59,8 +66,7 @@ def load(
     path = find_checkpoint(job.run_dir, checkpoint)
     step = restored_step(path, recipe)
     print(f"runner.load: the weights of {described(path, job.run_dir)}", file=sys.stderr)
-    recorded = reproduction.recorded(job.run_dir)
-    for line in other_code(recorded, code_now(recorded)):
+    for line in other_code(reproduction.recorded(job.run_dir)):
         print(f"runner.load: {line}", file=sys.stderr)
     models = dict(step.models)
     return (next(iter(models.values())) if len(models) == 1 else models), recipe
@@ -182,25 +188,14 @@ def _existing(path: Path | None, run_dir: Path, which: str) -> Path:
     return path
 
 
-def code_now(recorded: Fields) -> dict[str, str | None]:
-    """Return the digests of the packages in a recorded environment as they are now.
-
-    None: one is not found, or too large.
-    """
-    return provenance.package_digests(recorded.get("code") or {})
-
-
-def other_code(recorded: Fields, now: Mapping[str, str | None]) -> list[str]:
+def other_code(recorded: Fields) -> list[str]:
     """Return how the project's code differs from that which a run was trained with last.
 
     By its packages' Python files; by git, too, where some are too large. A commit that leaves them
-    alone is no difference.
-
-    Args:
-        recorded: content of the run's environment.json; empty where it is missing or damaged.
-        now: `code_now` of it.
+    alone is no difference. `recorded` is the run's environment; empty where it is missing.
     """
     then = recorded.get("code") or {}
+    now = provenance.package_digests(then)
     known = {name: one for name, one in now.items() if one and then[name]}
     lines = provenance.code_differences({"code": then}, {"code": known})
     if len(known) < len(then):
@@ -219,3 +214,105 @@ def other_data(recorded: Fields, files: Fields, given: Iterable[str]) -> list[st
     """
     lines = environment.data_differences(recorded, {"data": files}, list(given))
     return [f"data: not as it was trained with: {line}" for line in lines]
+
+
+# -- models that are larger than a device --------------------------------------------------
+
+
+WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the weights of a model that is larger than a device are to lie.
+
+    Attributes:
+        device_map: how devices are filled, a word of `accel.load_checkpoint_and_dispatch`.
+        max_memory: text such as "2GB" by device, its number or "cpu"; empty: what is free.
+        folder: gets the weights on disk that cannot be read from the checkpoint; None outside of
+            `in_folder`.
+    """
+
+    device_map: str
+    max_memory: Mapping[int | str, str] = field(default_factory=dict)
+    folder: Path | None = None
+
+    @contextlib.contextmanager
+    def in_folder(self) -> Iterator[Placement]:
+        """Give a placement whose folder is there within the context."""
+        with tempfile.TemporaryDirectory(prefix="runner-weights-") as folder:
+            yield Placement(self.device_map, self.max_memory, Path(folder))
+
+    def load(self, model: torch.nn.Module, checkpoint: Path, index: int) -> None:
+        """Load the `index`-th model of a checkpoint and hook it to run from where its weights lie.
+
+        Weights of a safetensors file are read where they lie; those of a sharded state are written
+        into the folder first, by way of memory.
+
+        Args:
+            model: on the meta device but for its buffers.
+            checkpoint: a state of the run.
+            index: number of the model.
+
+        Raises:
+            CheckpointError: if the weights do not fit, or hold values that are no tensors.
+            ConfigError: if no device has room for a part of the model that stays together.
+        """
+        from accel import load_checkpoint_and_dispatch
+
+        assert self.folder is not None
+        load_checkpoint_and_dispatch(
+            model,
+            _exported(checkpoint, index, self.folder / f"model_{index}"),
+            device_map=self.device_map,
+            max_memory=self._memory(),
+            no_split_module_classes=getattr(model, "_no_split_modules", None) or None,
+            offload_folder=self.folder / f"offloaded_{index}",
+            force_hooks=True,
+            strict=True,
+        )
+
+    def _memory(self) -> dict[int | str, float | str] | None:
+        """Return the limits, with what is free of memory where only accelerators have one."""
+        if not self.max_memory:
+            return None
+        from accel.utils import get_max_memory
+
+        return {"cpu": get_max_memory()["cpu"], **self.max_memory}
+
+
+def _exported(checkpoint: Path, index: int, folder: Path) -> Path:
+    """Return where the weights of a model lie as safetensors; written to `folder` if need be."""
+    from accel.checkpoint import export
+    from accel.checkpoint.load import read_model
+    from accel.checkpoint.serialization import holds_tensors_alone
+
+    if holds_tensors_alone(checkpoint, index):
+        return checkpoint / checkpoints.model_name(index)
+    export.export_model(read_model(checkpoint, index), folder)
+    return folder
+
+
+def parse_limits(limits: Sequence[str]) -> dict[int | str, str]:
+    """Return the text by device of limits such as "0=20GB" and "cpu=4GB".
+
+    Raises:
+        ConfigError: naming the first that is no such limit.
+    """
+    from accel.utils import convert_file_size_to_int
+
+    found: dict[int | str, str] = {}
+    for limit in limits:
+        device, _, size = limit.partition("=")
+        try:
+            convert_file_size_to_int(size)
+            known = device in ("cpu", "mps") or device.isdecimal()
+        except ConfigError:
+            known = False
+        place: int | str = int(device) if device.isdecimal() else device
+        if not known or place in found:
+            rule = "a limit is DEVICE=SIZE, one for a device; a device is the number of an "
+            rule += "accelerator, or cpu, and a size has a unit (MB, GB, GiB)"
+            raise ConfigError.of(f"--max-memory {limit}", rule, "Give --max-memory cpu=4GB, say.")
+        found[place] = size
+    return found

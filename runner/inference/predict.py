@@ -5,7 +5,6 @@ A line of the file is a sample, in the order of the data set.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +13,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError
-from runner.inference.session import Request, Session, Worker, is_stream, opened
-from runner.runs import directory, json_files
+from runner.inference.session import Request, Session, Worker, opened
+from runner.runs import json_files
 
 if TYPE_CHECKING:
     from runner.data.batches import EvalBatches
     from runner.training.step import Step
-
-FIRST_BYTES = b'{"index":'  # of predictions
-MOST_BYTES = 10_000  # of a sample, as JSON
 
 
 def predictions_dropped(request: Request, worker: Worker | None = None) -> int:
@@ -35,27 +31,17 @@ def write_predictions(request: Request, worker: Worker | None = None) -> int:
     """Write predictions as .jsonl, in the order of the data set, and return how many.
 
     A line is ``{"index": i, …}`` with the entries of the step's prediction for that sample, or
-    ``"prediction"`` where it is a single value. The file appears once it is complete; a pipe is
-    written into.
+    ``"prediction"`` where it is a single value. The file appears once it is complete.
     """
-    output = _require_output(request.output)
-    if is_stream(output):
-        with _opened(output, output) as file:
-            return _write_lines(request, file, worker)
-    output = Path(os.path.realpath(output))  # a link stays one
     from accel.checkpoint import disk_full
 
+    output, count = _require_output(request.output), 0
     with (
         disk_full.told("the predictions", output.parent),
         checkpoints.replacing(output) as partial,
         _opened(partial, output) as file,
+        opened(request, worker) as session,
     ):
-        return _write_lines(request, file, worker)
-
-
-def _write_lines(request: Request, file: TextIO, worker: Worker | None) -> int:
-    count = 0
-    with opened(request, worker) as session:
         for count, record in enumerate(_predictions(session), start=1):
             line = json_files.finite({"index": count - 1, **record})
             file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -63,30 +49,15 @@ def _write_lines(request: Request, file: TextIO, worker: Worker | None) -> int:
 
 
 def _require_output(output: Path | None) -> Path:
-    if output is None or not output.parent.is_dir() or output.is_dir():
+    if output is None or not output.parent.is_dir() or (output.exists() and not output.is_file()):
         rule = "predictions are written to a file in a folder that exists"
         raise ConfigError.of(f"--output {output}", rule, "Give --output predictions.jsonl.")
-    whose = directory.owner_of_file(output) if output.is_file() else None
-    if whose is not None and not _are_predictions(output):
-        rule = f"it is a file of {whose}, which predictions would replace"
-        raise ConfigError.of(f"--output {output}", rule, "Give --output a new file.")
-    return output
-
-
-def _are_predictions(path: Path) -> bool:
-    """Return whether a file begins as predictions do, or is empty."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(FIRST_BYTES)) in (b"", FIRST_BYTES)
-    except OSError:  # opening it for writing says why
-        return True
+    return Path(os.path.realpath(output))  # a link stays one
 
 
 def _opened(partial: Path, output: Path) -> TextIO:
     """Open the file that predictions are written to, before anything is computed."""
     try:
-        if output.exists() and not output.is_file() and not is_stream(output):
-            raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
         return partial.open("w", encoding="utf-8")
     except OSError as error:
         rule = f"it cannot be written ({error.strerror})"
@@ -104,7 +75,7 @@ def _predictions(session: Session) -> Iterator[dict[str, object]]:
     if sets is None:
         value, rule = "predict without --split", "the recipe's data has neither test nor validation"
         raise ConfigError.of(value, rule, "Give --split train.")
-    with evaluation_mode(session.step), torch.no_grad(), session.phase("predictions"):
+    with evaluation_mode(session.step), torch.no_grad(), session.progress.slow_phase("predictions"):
         for name, batches in sets.items():
             for row in _of_one_set(session, batches):
                 yield {"set": name, **row} if name else row
@@ -117,38 +88,16 @@ def _of_one_set(session: Session, batches: EvalBatches) -> Iterator[dict[str, ob
     for index, batch in enumerate(batches):
         size = batches.own_size_of(batch) if several else batches.size_of(index, batch)
         rows = rows_of(owner, step.predict(batch), size, names)
-        if names is None:
-            _require_small(owner, rows[0])
         names = names or list(rows[0])
         if several:
             rows = session.accelerator.gather_for_metrics(rows, use_gather_object=True)
         count += len(rows)
-        session.note_batch()
+        session.progress.batch()
         yield from rows
     if batches.num_samples not in (None, count):
         value = f"{type(owner).__name__}.predict returned {count} rows"
         rule = f"the data set has {batches.num_samples} samples"
         raise ConfigError.of(value, rule, "Give one row per sample of the data set.")
-
-
-def _require_small(owner: object, row: Mapping[str, object]) -> None:
-    """Refuse a model's output that is too large to be written for each sample.
-
-    What a person's own `predict` returns is written, whatever its size.
-
-    Raises:
-        ConfigError: naming the size.
-    """
-    from runner.training.step import Objective
-
-    size = len(json.dumps(json_files.finite(row), allow_nan=False))
-    if size > MOST_BYTES and getattr(type(owner), "predict", None) is Objective.predict:
-        raise ConfigError.of(
-            f"predictions of {size / 1000:,.0f} kB a sample",
-            f"the whole output of a model is written up to {MOST_BYTES // 1000} kB a sample",
-            f"Define {type(owner).__name__}.predict(model, batch) and return what you need of it, "
-            'such as {"token": model(batch).argmax(-1)}.',
-        )
 
 
 def _predicting(step: Step) -> object:

@@ -7,18 +7,17 @@ process, or in each of several that read their parts of the data.
 from __future__ import annotations
 
 import contextlib
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from accel.machine.errors import ConfigError, Problem
 from runner.inference.load import (
-    code_now,
+    Placement,
     described,
     find_checkpoint,
     is_substitute,
@@ -27,7 +26,6 @@ from runner.inference.load import (
     restored_step,
     step_of,
 )
-from runner.inference.placement import Placement
 from runner.recipe import composition, diagnose, hydra_setup, processes
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories
@@ -92,9 +90,7 @@ class Evaluation:
         step: its optimizer step; None: it does not say.
         seconds: that loading and measuring took.
         num_processes: that measured.
-        data: the states of the files that the data factory was given, by dotted key.
         notes: what is not as it was in training, a sentence each; on the main process.
-        code: `code_now`; on the main process.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -102,9 +98,7 @@ class Evaluation:
     step: int | None
     seconds: float
     num_processes: int
-    data: dict[str, JsonObject]
     notes: list[str]
-    code: dict[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -128,18 +122,7 @@ class Session:
     batches: dict[str, dict[str, EvalBatches]]
     checkpoint: Path
     progress: Progress
-    data: dict[str, JsonObject]
     notes: list[str]
-    code: dict[str, str | None]
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return the context of computing, in which a rank that hangs is named."""
-        return self.progress.slow_phase(name)
-
-    def note_batch(self, batches: EvalBatches | None = None, index: int = 0) -> bool:
-        """Note that a batch is complete, and go on."""
-        self.progress.batch()
-        return False
 
 
 def measure(request: Request) -> dict[str, dict[str, float]]:
@@ -153,30 +136,20 @@ def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
 
     began = time.monotonic()
     with opened(request, worker) as session:
+
+        def on_batch(batches: EvalBatches, index: int) -> bool:
+            session.progress.batch()
+            return False
+
         metrics = {}
         for split, sets in session.batches.items():
-            with session.phase(f"evaluation ({split})"):
+            with session.progress.slow_phase(f"evaluation ({split})"):
                 metrics[split] = evaluation.evaluate_sets(
-                    session.accelerator, session.step, sets, session.note_batch
+                    session.accelerator, session.step, sets, on_batch
                 )
-        step = step_of(session.checkpoint)
         number, seconds = session.accelerator.num_processes, time.monotonic() - began
-        return Evaluation(
-            metrics,
-            session.checkpoint,
-            step,
-            seconds,
-            number,
-            session.data,
-            session.notes,
-            session.code,
-        )
-
-
-def is_stream(output: Path) -> bool:
-    """Return whether an output is a pipe or a terminal, which is written into as it is."""
-    mode = output.stat().st_mode if output.exists() else 0
-    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+        checkpoint, notes = session.checkpoint, session.notes
+        return Evaluation(metrics, checkpoint, step_of(checkpoint), seconds, number, notes)
 
 
 # -- the run -------------------------------------------------------------------------------
@@ -194,77 +167,41 @@ def opened(request: Request, worker: Worker | None = None) -> Iterator[Session]:
         recipe, levels = _overridden(request)
     recipe = for_inference(recipe, request)
     numerics = Numerics(recipe.distributed.num_threads, recipe.deterministic)
-    with run_log.log_levels_applied(levels), numerics.exported(), _placed(request) as placement:
+    progress = Progress() if worker is None else worker.stop.progress
+    placed, watched = request.placement, None if worker is None else worker.watch(recipe)
+    with (
+        run_log.log_levels_applied(levels),
+        numerics.exported(),
+        placed.in_folder() if placed else contextlib.nullcontext() as placement,
+    ):
         numerics.apply()
-        with _watched(recipe, worker) as progress, _engine(recipe, job.run_dir) as accelerator:
+        with watched or contextlib.nullcontext(), _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
-            is_last = request.checkpoint is None and is_substitute(checkpoint, job.run_dir)
             step = restored_step(checkpoint, recipe, placement)
-            if accelerator.is_main_process:
-                print(f"weights: {described(checkpoint, job.run_dir)}", file=_told_to(request))
             step.models = {
                 name: accelerator.prepare_model(model, evaluation_mode=True)
                 for name, model in step.models.items()
             }
-            files = environment.data_files(recipe.data)
             batches = _batches(accelerator, recipe, request.splits)
             notes: list[str] = []
-            code: dict[str, str | None] = {}
             if accelerator.is_main_process:
-                recorded = reproduction.recorded(run_dir)
-                code = code_now(recorded)
-                notes = ["weights: the last state, as the best one is damaged"] if is_last else []
-                notes += other_code(recorded, code)
-                given = map(hydra_setup.key_of, request.overrides)
-                notes += other_data(recorded, files, given)
-                for line in (*notes, *_limited(request, recipe, batches)):
-                    print(line, file=_told_to(request))
-            yield Session(accelerator, step, batches, checkpoint, progress, files, notes, code)
+                notes += _notes(request, recipe, checkpoint)
+                for line in (f"weights: {described(checkpoint, job.run_dir)}", *notes):
+                    print(line)
+            yield Session(accelerator, step, batches, checkpoint, progress, notes)
 
 
-def _told_to(request: Request) -> TextIO:
-    """Return where lines for a person go: standard output may be what predictions go to."""
-    is_piped = request.output is not None and is_stream(request.output)
-    return sys.stderr if is_piped else sys.stdout
-
-
-def _limited(
-    request: Request, recipe: Recipe, batches: Mapping[str, Mapping[str, EvalBatches]]
-) -> Iterator[str]:
-    """Yield that a limit of the run's evaluations leaves out samples, unless it was asked for.
-
-    Of a stream of unknown length, that it may.
-    """
-    if any(hydra_setup.key_of(override) == LIMIT for override in request.overrides):
-        return
-    flat = [(split, found) for split, sets in batches.items() for found in sets.values()]
-    for split, found in flat:
-        if found.is_limited is not False:
-            given = f"{LIMIT}={recipe.trainer.limit_eval_batches}"
-            yield f"{split}: {_taken(found)}, as in the run ({given}); {LIMIT}=null takes all"
-
-
-def _taken(batches: EvalBatches) -> str:
-    """Return what a limit leaves of a split; of some streams only reading tells."""
-    if batches.is_limited:
-        return f"only a part ({batches.num_samples} samples)"
-    number = batches.num_batches
-    return f"no more than {number} {'batch' if number == 1 else 'batches'} of its stream"
-
-
-@contextlib.contextmanager
-def _watched(recipe: Recipe, worker: Worker | None) -> Iterator[Progress]:
-    """Watch this process in the context, if it is one of several; its progress is returned."""
-    if worker is None:
-        yield Progress()
-        return
-    with worker.watch(recipe):
-        yield worker.stop.progress
-
-
-def _placed(request: Request) -> AbstractContextManager[Placement | None]:
-    given = request.placement
-    return contextlib.nullcontext() if given is None else given.in_folder()
+def _notes(request: Request, recipe: Recipe, checkpoint: Path) -> Iterator[str]:
+    """Yield what is not as it was in training, or not all of the data."""
+    if request.checkpoint is None and is_substitute(checkpoint, request.run_dir):
+        yield "weights: the last state, as the best one is damaged"
+    recorded = reproduction.recorded(request.run_dir)
+    given = [hydra_setup.key_of(override) for override in request.overrides]
+    yield from other_code(recorded)
+    yield from other_data(recorded, environment.data_files(recipe.data), given)
+    limit = recipe.trainer.limit_eval_batches
+    if limit is not None and LIMIT not in given:
+        yield f"data: a part, as in the run ({LIMIT}={limit}); {LIMIT}=null takes all"
 
 
 def _overridden(request: Request) -> tuple[Recipe, Mapping[str, str]]:
@@ -298,8 +235,7 @@ def _require_effect(overrides: Sequence[str]) -> None:
 def for_inference(recipe: Recipe, request: Request) -> Recipe:
     """Return the recipe for the processes of a request, on the device that it was trained on.
 
-    Several processes measure the samples that one would, in batches of the same size where they
-    can be; else in parts of them.
+    Several processes measure the samples that one would, in batches of the same size.
 
     Raises:
         ConfigError: if the processes contradict the recipe, the machine or the placement.
@@ -323,25 +259,23 @@ def for_inference(recipe: Recipe, request: Request) -> Recipe:
 
 
 def _same_batches(recipe: Recipe, number: int) -> Trainer:
-    """Return the trainer with batches by which several processes measure what one would.
+    """Return the trainer with batches of the size that one process measures.
 
     Its training batch divides by any number of processes: nothing is trained.
     """
+    limit = recipe.trainer.limit_eval_batches
+    if limit is not None:
+        rule = "it counts the batches of one process"
+        remedy = f"Give {LIMIT}=null, or leave --processes out."
+        raise ConfigError.of(f"{LIMIT}={limit} with --processes {number}", rule, remedy)
     size = plan_batches(recipe.trainer, 1, None).eval_batch
-    trainer = replace(
+    return replace(
         recipe.trainer,
         global_batch_size=size * number,
         micro_batch_size=None,
+        eval_batch_size=size,
         accumulation=replace(recipe.trainer.accumulation, num_steps=None),
     )
-    if trainer.limit_eval_batches is None:
-        return replace(trainer, eval_batch_size=size)
-    if size % number:
-        value = f"{LIMIT}={recipe.trainer.limit_eval_batches}"
-        rule = f"it counts batches of {size} samples, which {number} processes cannot share evenly"
-        remedy = "Give trainer.limit_eval_batches=null, or another number of --processes."
-        raise ConfigError.of(f"{value} with --processes {number}", rule, remedy)
-    return replace(trainer, eval_batch_size=size // number)
 
 
 @contextlib.contextmanager

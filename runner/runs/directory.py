@@ -113,13 +113,6 @@ def require_unused(path: Path) -> None:
         raise UsedError.of(value, rule, remedy)
 
 
-def owner_of_file(path: Path) -> Path | None:
-    """Return the directory of the run or the sweep that a file lies in; None: it lies in none."""
-    folders = Path(os.path.realpath(path)).parents
-    found = next((one for one in folders if (one / SWEEP).is_file() or is_run(one)), None)
-    return None if found is None else sessions.run_dir_of(found)
-
-
 def _is_of_a_try(path: Path) -> bool:
     """Return whether a command has such a file in a run directory before the first step."""
     if path.name == checkpoints.FOLDER:

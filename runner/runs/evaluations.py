@@ -12,7 +12,7 @@ from runner.runs.json_files import Fields, JsonObject
 
 EVAL = "eval.json"
 # What tells one evaluation from another: a later one of the same replaces the earlier.
-IDENTITY = ("checkpoint", "step", "overrides", "code", "notes")
+IDENTITY = ("checkpoint", "step", "overrides", "notes")
 
 
 def read(run_dir: Path) -> list[JsonObject]:
@@ -23,8 +23,8 @@ def read(run_dir: Path) -> list[JsonObject]:
 def add(run_dir: Path, evaluation: Fields) -> None:
     """Add an evaluation to a run's, in one piece.
 
-    Splits that it has measured replace those of the same checkpoint under the same overrides, by
-    the same code, with the same notes.
+    Splits that it has measured replace those of the same checkpoint under the same overrides, with
+    the same notes.
 
     Raises:
         OSError: if the run directory cannot be written.

@@ -118,7 +118,7 @@ def test_samples_that_the_runs_own_limit_leaves_out_are_said(
     output = tmp_path / "p.jsonl"
     assert cli.main(["predict", run_dir, "--split", "test", "--output", str(output)]) == 0
     shown = capsys.readouterr().out
-    assert "test: only a part (50 samples), as in the run (trainer.limit_eval_batches=1)" in shown
+    assert "data: a part, as in the run (trainer.limit_eval_batches=1)" in shown
     assert "50 predictions written" in shown
     for limit, part in (("null", 360), ("2", 100)):  # asked for
         line = ["predict", run_dir, "--split", "test", f"trainer.limit_eval_batches={limit}"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,8 @@ from runner.recipe.schema import Recipe
 from runner.runs.job import Job
 from runner.training import build
 from runner.training.step import SupervisedStep
-from tests.runner.loops import Fit, Points, Stream
+from tests.runner.loops import Points, Stream
 from tests.runner.trained_runs import make_run
-from tests.runner.written_runs import session_of
 
 NUM_TEST = 360
 
@@ -238,55 +235,6 @@ def test_a_stream_is_predicted_row_by_row_and_counted(
     monkeypatch.setattr(build, "build_data", lambda recipe: Data(Points(3), test=Counted(7)))
     with pytest.raises(ConfigError, match="predict returned 7 rows: the data set has 9 samples"):
         predict.write_predictions(request)
-
-
-def written(tmp_path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(predict, "opened", lambda request, worker: contextlib.nullcontext())
-    monkeypatch.setattr(predict, "_predictions", lambda session: iter([{"prediction": 3}]))
-    return predict.write_predictions(session.Request(tmp_path, output=output))
-
-
-def test_a_pipe_is_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        assert written(tmp_path, pipe, monkeypatch) == 1
-        assert json.loads(os.read(reader, 1000)) == {"index": 0, "prediction": 3}
-    finally:
-        os.close(reader)
-    assert pipe.is_fifo()
-
-
-def test_predictions_replace_no_file_of_a_run(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inside = run_dir / "predictions.jsonl"
-    for _ in range(2):  # its own it does
-        assert written(tmp_path, inside, monkeypatch) == 1
-    inside.unlink()
-    recipe = session_of(run_dir) / "config.yaml"
-    (tmp_path / "link").symlink_to(recipe)
-    weights = next(run_dir.glob("checkpoints/*/*.safetensors"))
-    for path in (recipe, tmp_path / "link", weights):
-        before = path.read_bytes()
-        with pytest.raises(ConfigError, match=f"it is a file of {run_dir}, which predictions"):
-            written(tmp_path, path, monkeypatch)
-        assert path.read_bytes() == before
-
-
-class OwnPrediction(Fit):
-    def predict(self, model: Any, batch: Any) -> Any:
-        return super().predict(model, batch)
-
-
-def test_a_large_output_of_a_model_is_written_only_if_someone_asks_for_it() -> None:
-    """L1: logits over a vocabulary are refused with their size and the remedy."""
-    small, large = {"logits": [0.5] * 1000}, {"logits": [0.5] * 10_000}
-    predict._require_small(Fit(), small)
-    predict._require_small(OwnPrediction(), large)
-    with pytest.raises(ConfigError, match=r"predictions of 50 kB a sample.*Define Fit.predict"):
-        predict._require_small(Fit(), large)
 
 
 def test_named_sets_are_measured_and_predicted_by_name(

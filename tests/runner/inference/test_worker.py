@@ -30,7 +30,7 @@ def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_rank_0_writes_the_result(
     rank: str | None, written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Evaluation({"test": {"loss": 0.5}}, tmp_path / "checkpoint_0", 3, 1.5, 2, {}, [], {})
+    found = Evaluation({"test": {"loss": 0.5}}, tmp_path / "checkpoint_0", 3, 1.5, 2, [])
     monkeypatch.setattr(worker, "evaluate", lambda request, worker: found)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
