@@ -76,7 +76,7 @@ def test_a_damaged_best_state_is_passed_over_with_a_word(
 ) -> None:
     run_dir = make_run(tmp_path, checkpoints=3, best=1)
     runner.load(run_dir)
-    assert "checkpoint_1 (the best)" in capsys.readouterr().err
+    assert "checkpoint_1 (step 1, the best)" in capsys.readouterr().err
     file = run_dir / "checkpoints" / "checkpoint_1" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     assert equal(runner.load(run_dir)[0], weights_of(run_dir, 2))
