@@ -12,7 +12,7 @@ from runner.training.console import number
 from runner.training.run import Callback
 
 if TYPE_CHECKING:
-    from runner.training.loop import Loop
+    from runner.training.run import Run
 
 
 class TextBaselines(Callback):
@@ -21,7 +21,7 @@ class TextBaselines(Callback):
     def __init__(self) -> None:
         self.bits_per_byte: dict[str, float] = {}
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, loop: Run) -> None:
         """Measure the baselines on the validation data."""
         if not loop.accelerator.is_main_process:
             return
@@ -31,7 +31,7 @@ class TextBaselines(Callback):
         }
         loop.display.note(f"bits per byte to compare with: {self._line()}")
 
-    def on_end(self, loop: Loop) -> None:
+    def on_end(self, loop: Run) -> None:
         """Add them to the summary and to the final table."""
         if not self.bits_per_byte:
             return
@@ -76,7 +76,7 @@ class TextSample(Callback):
         self.temperature = temperature
         self.seed = seed
 
-    def on_end(self, loop: Loop) -> None:
+    def on_end(self, loop: Run) -> None:
         """Write the text with the best weights.
 
         Every rank computes it, with the same draws: a sharded model is gathered from all of them.

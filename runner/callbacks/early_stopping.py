@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from accel.machine.errors import ConfigError, Problems, nearest
 from runner.training.evaluation import monitored_value
-from runner.training.run import Callback, is_better
+from runner.training.run import Callback
+from runner.training.state import is_better
 
 if TYPE_CHECKING:
-    from runner.training.loop import Loop
+    from runner.training.run import Run
 
 
 class EarlyStopping(Callback):
@@ -49,11 +50,11 @@ class EarlyStopping(Callback):
         self._step: int | None = None  # of the last evaluation
         self._measured_by: Sequence[str | None] | None = None  # of a restored state
 
-    def on_sanity_check(self, loop: Loop, metrics: Mapping[str, float]) -> None:
+    def on_sanity_check(self, loop: Run, metrics: Mapping[str, float]) -> None:
         """Refuse a metric that is not measured."""
         monitored_value(metrics, self.monitor or loop.monitor, "callbacks.early_stopping.monitor")
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, loop: Run) -> None:
         """Take monitor and mode of the run where the recipe sets none."""
         self.monitor = self.monitor or loop.monitor
         self.mode = self.mode or loop.mode
@@ -70,7 +71,7 @@ class EarlyStopping(Callback):
                 "Give the data set a validation part, or take the callback out.",
             )
 
-    def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
         """Count the evaluations since the last improvement."""
         if split != "validation" or loop.state.step == self._step:  # a resume may measure it again
             return

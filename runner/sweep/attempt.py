@@ -21,7 +21,7 @@ from runner.runs.study import StudyFile
 from runner.runs.sweep_records import FINISHED, PRUNED
 from runner.sweep.journal import FAILED as FAILURE
 from runner.sweep.journal import Journal
-from runner.training import run as training
+from runner.training import state as training
 
 if TYPE_CHECKING:
     from runner.recipe.schema import Recipe

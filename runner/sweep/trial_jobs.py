@@ -32,7 +32,7 @@ from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
 from runner.training import optuna_study
 from runner.training.optuna_study import JOB
-from runner.training.run import PRUNED
+from runner.training.state import PRUNED
 
 LOCK, COMMANDS = ".optuna.lock", ".optuna-command-"
 FAILURE = "failure"

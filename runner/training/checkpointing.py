@@ -18,7 +18,7 @@ from runner.runs import directory
 if TYPE_CHECKING:
     from accel import Accelerator
     from runner.recipe.schema import Checkpoint
-    from runner.training.run import TrainState
+    from runner.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 

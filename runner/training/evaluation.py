@@ -14,7 +14,7 @@ import torch
 from accel.comm.ops import broadcast_object_list
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError, nearest
-from runner.training.run import Stop
+from runner.training.state import Stop
 from runner.training.step import checked_metrics, checked_tensors
 from runner.training.stopping import TIME_IS_UP
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from accel import Accelerator
     from runner.data.batches import EvalBatches
-    from runner.training.loop import Loop
+    from runner.training.metrics import Recorder
+    from runner.training.run import Run
     from runner.training.step import Step
 
 
@@ -173,11 +174,12 @@ class Evaluations:
 
     def __init__(
         self,
-        loop: Loop,
+        run: Run,
         sets: Mapping[str, Mapping[str, EvalBatches]],
         plateaus: Sequence[ReduceLROnPlateau],
+        recorder: Recorder,
     ) -> None:
-        self._loop, self._sets, self._plateaus = loop, sets, plateaus
+        self._run, self._sets, self._plateaus, self._recorder = run, sets, plateaus, recorder
         self._nan_noted = False
         self.improved = False
 
@@ -186,7 +188,7 @@ class Evaluations:
 
         The validation data are measured, or the test data where there are none.
         """
-        loop, progress = self._loop, self._loop.stop_flag.progress
+        run, progress = self._run, self._run.stop_flag.progress
         split = next((one for one in ("validation", "test") if self._sets[one]), None)
         if split is None:
             return
@@ -196,9 +198,9 @@ class Evaluations:
             return False
 
         try:
-            with progress.slow_phase("the check of the evaluation"), buffers_kept(loop.step):
+            with progress.slow_phase("the check of the evaluation"), buffers_kept(run.step):
                 metrics = evaluate_sets(
-                    loop.accelerator, loop.step, self._sets[split], on_batch, num_batches
+                    run.accelerator, run.step, self._sets[split], on_batch, num_batches
                 )
         except Exception as error:
             error.add_note(
@@ -207,69 +209,69 @@ class Evaluations:
             )
             raise
         if split == "validation":
-            monitored_value(metrics, loop.monitor)
-            loop.notify("on_sanity_check", metrics)
+            monitored_value(metrics, run.monitor)
+            run.notify("on_sanity_check", metrics)
 
     def validate(self) -> None:
         """Evaluate the validation data once per step, and note whether the state is the best."""
-        loop, state = self._loop, self._loop.state
+        run, state = self._run, self._run.state
         if not self._sets["validation"] or state.step in (0, state.evaluated_step):
             return
         metrics = self._evaluate("validation")
         if metrics is None:
             return
-        value = monitored_value(metrics, loop.monitor)
+        value = monitored_value(metrics, run.monitor)
         state.evaluated_step = state.step
         if math.isnan(value) and not self._nan_noted:
             self._nan_noted = True
-            loop.display.note(
-                f"{loop.monitor} is not a number (validation, step {state.step}): such a state is "
+            run.display.note(
+                f"{run.monitor} is not a number (validation, step {state.step}): such a state is "
                 "never the best, and counts as no improvement."
             )
-        improved = state.improves(value, loop.mode)
+        improved = state.improves(value, run.mode)
         if improved:
             state.best, state.best_step = value, state.step
-            self.improved = loop.recipe.checkpoint.save_best
-            loop.saver.follow_best()
+            self.improved = run.recipe.checkpoint.save_best
+            run.saver.follow_best()
         for scheduler in self._plateaus:
             scheduler.step(value)
         self._report("validation", metrics, "best" if improved else "")
 
     def test(self, step: int) -> None:
         """Evaluate the test data, if there is any, with the weights of `step`."""
-        loop = self._loop
+        run = self._run
         if not self._sets["test"]:
             return
         metrics = self._evaluate("test")
         if metrics is not None:
-            loop.weights_step = step
+            run.weights_step = step
             self._report("test", metrics, f"weights of step {step}", step)
 
     def _evaluate(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split; None if the evaluation was interrupted by a stop."""
-        loop, stop_flag = self._loop, self._loop.stop_flag
+        run, stop_flag = self._run, self._run.stop_flag
 
         def on_batch(batches: EvalBatches, index: int) -> bool:
-            loop.display.evaluating(split, index, batches.num_batches)
-            agreed = stop_flag.agreed(loop.accelerator, "evaluation")
+            run.display.evaluating(split, index, batches.num_batches)
+            agreed = stop_flag.agreed(run.accelerator, "evaluation")
             return agreed and stop_flag.reason != TIME_IS_UP
 
         try:
-            with loop.watch.paused(), stop_flag.progress.slow_phase(f"evaluation ({split})"):
-                return evaluate_sets(loop.accelerator, loop.step, self._sets[split], on_batch)
+            with run.watch.paused(), stop_flag.progress.slow_phase(f"evaluation ({split})"):
+                return evaluate_sets(run.accelerator, run.step, self._sets[split], on_batch)
         except Interrupted:
-            loop.stopped = Stop("signal", f"{stop_flag.reason} received in evaluation")
+            run.stopped = Stop("signal", f"{stop_flag.reason} received in evaluation")
             return None
 
     def _report(
         self, split: str, metrics: dict[str, float], mark: str, weights_step: int | None = None
     ) -> None:
-        loop = self._loop
-        loop.metrics[split] = metrics
-        loop.recorder.write(split, metrics, loop.seconds, weights_step=weights_step)
-        loop.display.evaluation(split, loop.state.step, loop.state.epoch_number, metrics, mark)
-        with loop.stop_flag.progress.slow_phase("on_evaluate"):
-            loop.notify("on_evaluate", split, dict(metrics))
+        run = self._run
+        run.metrics[split] = metrics
+        self._recorder.write(split, metrics, run.seconds, weights_step=weights_step)
+        run.display.evaluation(split, run.state.step, run.state.epoch_number, metrics, mark)
+        with run.stop_flag.progress.slow_phase("on_evaluate"):
+            run.notify("on_evaluate", split, dict(metrics))
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from runner.training.evaluation import buffers_kept, evaluation_mode
 from runner.training.metrics import NonFiniteError
 
 if TYPE_CHECKING:
-    from runner.training.loop import Loop
-    from runner.training.run import TrainState
+    from runner.training.run import Run
+    from runner.training.state import TrainState
 
 # Largest difference of gradients, relative to their norm, that is rounding.
 ROUNDING = {"no": 1e-3}
@@ -45,7 +45,7 @@ REMEDY = (
 )
 
 
-def check(loop: Loop) -> None:
+def check(loop: Run) -> None:
     """Compare the gradients of one micro-batch and of two, if the recipe wants it.
 
     The run is unchanged by it. Models are in eval mode meanwhile, so that dropout and batch
@@ -93,7 +93,7 @@ def _require_equal(
         raise ConfigError.of(value, CONTRACT, REMEDY)
 
 
-def _samples(loop: Loop) -> list[object]:
+def _samples(loop: Run) -> list[object]:
     """Return the first samples of the training data, an even number of them."""
     dataset = loop.data.train
     count = min(loop.plan.global_batch, MOST_SAMPLES)
@@ -107,7 +107,7 @@ def _samples(loop: Loop) -> list[object]:
 
 
 @contextlib.contextmanager
-def _restored(loop: Loop) -> Iterator[None]:
+def _restored(loop: Run) -> Iterator[None]:
     """Leave generators, modes, gradients, buffers, the scale and the count of micro-batches."""
     accelerator = loop.accelerator
     scaler = accelerator.scaler
@@ -126,7 +126,7 @@ def _restored(loop: Loop) -> Iterator[None]:
 
 
 def _gradients(
-    loop: Loop, batches: list[object], num_samples: int, seed: int
+    loop: Run, batches: list[object], num_samples: int, seed: int
 ) -> list[list[torch.Tensor]]:
     """Return the gradients that each call of an optimizer's step would have used."""
     accelerator = loop.accelerator

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accel.config.handlers import GradScalerKwargs
     from runner.data.datasets import Data
     from runner.recipe.schema import Recipe
-    from runner.training.loop import Loop
+    from runner.training.run import Run
     from runner.training.step import Step
 
 
@@ -96,7 +96,7 @@ class Hyperparameters:
         """Take the hyperparameters that the checkpoint was written with."""
         self.saved = dict(state)
 
-    def resume(self, loop: Loop) -> None:
+    def resume(self, loop: Run) -> None:
         """Apply changes of the recipe since the checkpoint to a restored loop.
 
         Raises:

@@ -15,22 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.checkpoint import directory
-from accel.comm.rng import preserved, set_seed
+from accel.comm.rng import set_seed
 from accel.machine.errors import AccelError, ConfigError
 from runner.data.batches import TrainBatches, eval_batches, with_last
-from runner.data.datasets import num_samples
-from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
-from runner.recipe.units import parse_duration
 from runner.recipe.user_frames import one_line
 from runner.runs.json_files import SUMMARY, write_json
 from runner.training import gradient_check, setup
 from runner.training import summary as summaries
-from runner.training.checkpointing import RunState, Saver, Stateful
+from runner.training.checkpointing import RunState, Stateful
 from runner.training.console import Display
 from runner.training.evaluation import Evaluations
 from runner.training.hyperparameters import Hyperparameters
 from runner.training.metrics import NonFiniteError, Recorder, TrainLog
-from runner.training.run import Callback, Schedule, Stop, Stopwatch, TrainState
+from runner.training.run import Callback, Run
 from runner.training.step import checked_tensors
 from runner.training.stopping import TIME_IS_UP, StopFlag
 
@@ -49,7 +46,7 @@ class LateError(AccelError):
     """A mistake that was found after a step was trained: the run has failed, not been refused."""
 
 
-class Loop:
+class Loop(Run):
     """Trains, evaluates and saves one run.
 
     Args:
@@ -64,23 +61,6 @@ class Loop:
         display: prints notes and tables, on rank 0; by default on standard output.
         on_begin: called on every process once the state is loaded and the first step is made, or
             none is to be made; before that, nothing of the run directory changes.
-
-    Attributes:
-        plan: batch sizes, accumulation steps and the number of steps.
-        state: step, epoch and sample counters.
-        stopped: why training ended; None before.
-        monitor: metric by which states are compared.
-        mode: whether its best is the "max" or the "min".
-        metrics: the last evaluation of each split, by metric.
-        weights_step: the step whose weights were tested; None: there was no test yet.
-        remeasured: whether a resume changed the data or the objective that evaluations measure by.
-        results: entries that callbacks add to summary.json.
-        rows: (label, text) that callbacks add to the final table.
-        schedulers: learning-rate schedulers, by the name of their optimizer.
-        saver: writes checkpoints, and knows the best and the last.
-        watch: measures the time spent on training.
-        deadline: value of `time.monotonic` at which time is up; None: never.
-        num_parameters: parameters of all models: (all, trainable).
     """
 
     def __init__(
@@ -97,44 +77,22 @@ class Loop:
         display: Display | None = None,
         on_begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self.recipe, self.run_dir, self.accelerator = recipe, Path(run_dir), accelerator
-        self.step, self.data, self.callbacks = step, data, dict(callbacks or {})
-        self.resume_from = None if resume_from is None else str(resume_from)
-        self.stop_flag = stop_flag or StopFlag()
-        self.display = display or Display(enabled=accelerator.is_main_process)
+        super().__init__(
+            recipe,
+            run_dir,
+            accelerator,
+            step,
+            data,
+            callbacks,
+            resume_from=resume_from,
+            stop_flag=stop_flag,
+            display=display,
+        )
         self._on_begin = on_begin
         self._begun = self._saving = False
-        self.plan = self._plan()
-        self.state = TrainState()
-        self.stopped: Stop | None = None
-        self.schedule = Schedule(recipe, self.plan.total_steps)
-        self.monitor = recipe.checkpoint.monitor or step.monitor
-        self.mode = recipe.checkpoint.mode or step.mode
-        self.metrics: dict[str, dict[str, float]] = {}
-        self.weights_step: int | None = None
-        self.remeasured = False
-        self.results: dict[str, object] = {}
-        self.rows: list[tuple[str, str]] = []
-        self.watch = Stopwatch()
-        max_time = parse_duration(recipe.trainer.max_time)
-        self.deadline = None if max_time is None else time.monotonic() + max_time
-        self._samples_before, self._seconds_before = 0, 0.0
-        self.num_parameters = setup.count_parameters(accelerator, step.models)
-        self.model_names = [type(model).__name__ for model in step.models.values()]
-        self.saver = Saver(accelerator, recipe.checkpoint, self.state, self.run_dir)
         self.recorder = Recorder(accelerator, recipe, self.run_dir, self.state)
-        self.log = TrainLog(self)
+        self.log = TrainLog(self, self.recorder)
         self._prepare()
-
-    def _plan(self) -> BatchPlan:
-        """Return the batch plan; a resumed run's begins at the position of its checkpoint."""
-        position = None
-        if self.resume_from is not None:
-            recorded = directory.read_manifest(self.resume_from).metadata
-            names = ("step", "epoch", "samples_in_epoch")
-            position = Position(*(recorded.get(name, 0) for name in names))
-        size, dp_size = num_samples(self.data.train), self.accelerator.parallel_dims.dp_size
-        return plan_batches(self.recipe.trainer, dp_size, size, position)
 
     def _prepare(self) -> None:
         """Hand models, optimizers, loaders and schedules to the engine."""
@@ -163,7 +121,7 @@ class Loop:
             for name, scheduler in self.schedulers.items()
             if name not in plateaus
         ]
-        self._evaluations = Evaluations(self, sets, list(plateaus.values()))
+        self._evaluations = Evaluations(self, sets, list(plateaus.values()), self.recorder)
         parts: dict[str, Stateful] = {
             **{"train": self.state, "meter": self.log.meter, "recipe": self._hyperparameters},
             **{f"scheduler.{name}": one for name, one in self._hyperparameters.parts.items()},
@@ -243,7 +201,8 @@ class Loop:
             self._evaluate_and_save()
 
     def _train_step(self, window: Window) -> None:
-        self._layers.follow()
+        if any(known.changed() for known in self._layers.known.values()):
+            self._layers.follow()
         values = self.step.train(self.accelerator, window, self.recipe.trainer)
         if not self._begun:
             values = checked_tensors(self.step, "train", values)
@@ -285,32 +244,6 @@ class Loop:
         return self._evaluations.improved and self.state.best_step == self.state.step
 
     # -- stops -----------------------------------------------------------------------------
-
-    @property
-    def complete(self) -> bool:
-        """Whether the run has reached its end, and is not only interrupted."""
-        return self.stopped is not None and self.stopped.complete
-
-    @property
-    def seconds(self) -> float:
-        """Time spent on the run in seconds, over all invocations."""
-        return self._seconds_before + self.watch.elapsed
-
-    @property
-    def samples_here(self) -> int:
-        """Samples trained on in this invocation, over all processes."""
-        return self.state.samples - self._samples_before
-
-    def stop(self, reason: str, kind: str = "callback") -> None:
-        """End training at this step boundary. Every process must call this together.
-
-        Args:
-            reason: one sentence, for the summary.
-            kind: `stopped` of the summary.
-        """
-        if self.stopped is None:
-            self.stopped = Stop(kind, reason)
-            self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
 
     def check_limits(self, resumed: bool = False) -> None:
         """Stop at a limit of the recipe."""
@@ -364,13 +297,6 @@ class Loop:
         self._begun = True
         self._on_begin()
         self.recorder.begin(tests=self.stopped is not None and self.stopped.tested)
-
-    def notify(self, event: str, *values: object) -> None:
-        """Call `event` of the callbacks that define it, with the random generators preserved."""
-        for callback in self.callbacks.values():
-            if getattr(type(callback), event) is not getattr(Callback, event):
-                with preserved():
-                    getattr(callback, event)(self, *values)
 
     def _profiler(self) -> contextlib.AbstractContextManager[profile | None]:
         handler = self.recipe.profile

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from accel import Accelerator
     from accel.comm.base import Communicator
     from runner.recipe.schema import Recipe
-    from runner.training.loop import Loop
-    from runner.training.run import TrainState
+    from runner.training.run import Run
+    from runner.training.state import TrainState
 
 
 class NonFiniteError(AccelError, ArithmeticError):
@@ -107,48 +107,48 @@ class StepMeter:
 class TrainLog:
     """The log points of a run's training; only they read values from the device."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self.meter = StepMeter(loop.accelerator.comm)
+    def __init__(self, run: Run, recorder: Recorder) -> None:
+        self._run, self._recorder = run, recorder
+        self.meter = StepMeter(run.accelerator.comm)
         self._samples = self._skipped_steps = 0
         self._rates: dict[str, float] = {}
 
     def resume(self) -> None:
         """Measure the throughput from the restored state on."""
-        self._samples = self._loop.state.samples
+        self._samples = self._run.state.samples
 
     def add(self, values: dict[str, torch.Tensor]) -> None:
         """Add this rank's shares of the values of a step, before the step is counted."""
-        loop = self._loop
-        if loop.accelerator.optimizer_step_was_skipped:
+        run = self._run
+        if run.accelerator.optimizer_step_was_skipped:
             self._skipped_steps += 1
             values.pop("grad_norm", None)  # infinite or not a number, and nothing is wrong
         self.meter.add(values)
-        if loop.schedule.logs(loop.state.step + 1):  # the rates of this step, not of the next
-            self._rates = learning_rates(loop.step.optimizers)
+        if run.schedule.logs(run.state.step + 1):  # the rates of this step, not of the next
+            self._rates = learning_rates(run.step.optimizers)
 
     def drain(self) -> None:
         """Read the values of the steps since the last read; the one wait for the device."""
         self.meter.drain()
-        if self._loop.recipe.trainer.stop_on_nan:
-            self.meter.check(self._loop.state.step)
+        if self._run.recipe.trainer.stop_on_nan:
+            self.meter.check(self._run.state.step)
 
     def write(self) -> dict[str, float]:
         """Write the means since the last log point, show them, and return them."""
         self.drain()
-        loop, values = self._loop, self.meter.take()
-        seconds = loop.watch.lap()
-        samples = loop.state.samples - self._samples
-        self._samples = loop.state.samples
+        run, values = self._run, self.meter.take()
+        seconds = run.watch.lap()
+        samples = run.state.samples - self._samples
+        self._samples = run.state.samples
         of_run: dict[str, float] = {}
         if self._skipped_steps:
             of_run["skipped_steps"], self._skipped_steps = float(self._skipped_steps), 0
-        of_run |= self._rates or learning_rates(loop.step.optimizers)
+        of_run |= self._rates or learning_rates(run.step.optimizers)
         self._rates = {}
         of_run["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
-        loop.recorder.write("train", values, loop.seconds, of_run)
-        values = loop.recorder.renamed(values, of_run) | of_run
-        loop.display.values(values)
+        self._recorder.write("train", values, run.seconds, of_run)
+        values = self._recorder.renamed(values, of_run) | of_run
+        run.display.values(values)
         return values
 
 

@@ -13,12 +13,13 @@ from accel.machine.imports import require
 from runner.runs import study
 from runner.runs.study import StudyFile
 from runner.training.evaluation import monitored_value
-from runner.training.run import PRUNED, Callback
+from runner.training.run import Callback
+from runner.training.state import PRUNED
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-    from runner.training.loop import Loop
+    from runner.training.run import Run
 
 NAME = "hydra.sweeper"
 
@@ -47,7 +48,7 @@ class TrialReport(Callback):
         self.file, self.number, self.sweep_dir = file, number, sweep_dir
         self._trial: Trial | None = None
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, loop: Run) -> None:
         """Open the study, and stop at once if the trial has been pruned before."""
         if self.file.metric is None and self.file.mode != loop.mode:
             raise ConfigError.of(
@@ -61,7 +62,7 @@ class TrialReport(Callback):
         if self._agreed(loop, decided):
             loop.stop("pruned before", PRUNED)
 
-    def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
         """Report the metric, and stop if the pruner decides so."""
         if split != "validation":
             return
@@ -77,7 +78,7 @@ class TrialReport(Callback):
                 self._trial.set_user_attr(PRUNED, step)
             loop.stop(f"pruned at {metric} {value:.6g}", PRUNED)
 
-    def _agreed(self, loop: Loop, decision: bool) -> bool:
+    def _agreed(self, loop: Run, decision: bool) -> bool:
         """Return the decision of rank 0."""
         shared = [decision]
         if loop.accelerator.num_processes > 1:

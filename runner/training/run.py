@@ -1,200 +1,151 @@
-"""What callbacks and reports see of a run: its counters, its end, its clock, its events.
-
-Free of torch.
-"""
+"""A run under way, as its callbacks and reports see it; the events that callbacks may answer."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from accel.machine.errors import ConfigError
+from accel.checkpoint import directory
+from accel.comm.rng import preserved
+from runner.data.datasets import num_samples
+from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
+from runner.recipe.units import parse_duration
+from runner.training.checkpointing import Saver
+from runner.training.console import Display
+from runner.training.state import Schedule, Stop, Stopwatch, TrainState
+from runner.training.stopping import StopFlag
 
 if TYPE_CHECKING:
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from accel import Accelerator
+    from runner.data.datasets import Data
     from runner.recipe.schema import Recipe
-    from runner.training.loop import Loop
-
-PRUNED = "pruned"  # why a trial of a study ended before its time
+    from runner.training.step import Step
 
 
-def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
-    """Return whether `value` improves on `best`; NaN never does, any number improves on None.
-
-    `mode` is "max" or "min"; a change must exceed `min_delta` to count.
-    """
-    if math.isnan(value):
-        return False
-    if best is None:
-        return True
-    return (value - best if mode == "max" else best - value) > min_delta
-
-
-@dataclass
-class TrainState:
-    """Counters that every process agrees on.
+class Run:
+    """A run under way; `runner.training.loop.Loop` trains it.
 
     Attributes:
-        step: optimizer steps made.
-        epoch: epochs completed.
-        samples: samples trained on, over all processes and epochs.
-        step_in_epoch: optimizer steps made in the epoch under way.
-        samples_in_epoch: samples trained on in the epoch under way: the position in its order,
-            whatever the number of processes.
-        evaluated_step: the step at which the validation data was last evaluated; -1: never.
-        best: best value of the monitored metric so far.
-        best_step: the step that reached it.
-        seconds: time spent on the run, over all invocations.
+        recipe: the run's recipe.
+        run_dir: its directory.
+        accelerator: the engine.
+        step: owns the models and optimizers.
+        data: the data sets.
+        callbacks: by name.
+        resume_from: the checkpoint that training was resumed from; None: from the beginning.
+        stop_flag: requests to stop, and how far this process has come.
+        display: prints notes and tables, on rank 0.
+        plan: batch sizes, accumulation steps and the number of steps.
+        state: step, epoch and sample counters.
+        stopped: why training ended; None before.
+        monitor: metric by which states are compared.
+        mode: whether its best is the "max" or the "min".
+        metrics: the last evaluation of each split, by metric.
+        weights_step: the step whose weights were tested; None: there was no test yet.
+        remeasured: whether a resume changed the data or the objective that evaluations measure by.
+        results: entries that callbacks add to summary.json.
+        rows: (label, text) that callbacks add to the final table.
+        schedulers: learning-rate schedulers, by the name of their optimizer.
+        saver: writes checkpoints, and knows the best and the last.
+        watch: measures the time spent on training.
+        deadline: value of `time.monotonic` at which time is up; None: never.
+        num_parameters: parameters of all models: (all, trainable).
     """
 
-    step: int = 0
-    epoch: int = 0
-    samples: int = 0
-    step_in_epoch: int = 0
-    samples_in_epoch: int = 0
-    evaluated_step: int = -1
-    best: float | None = None
-    best_step: int | None = None
-    seconds: float = 0.0
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: str | Path,
+        accelerator: Accelerator,
+        step: Step,
+        data: Data,
+        callbacks: Mapping[str, Callback] | None = None,
+        *,
+        resume_from: str | Path | None = None,
+        stop_flag: StopFlag | None = None,
+        display: Display | None = None,
+    ) -> None:
+        self.recipe, self.run_dir, self.accelerator = recipe, Path(run_dir), accelerator
+        self.step, self.data, self.callbacks = step, data, dict(callbacks or {})
+        self.resume_from = None if resume_from is None else str(resume_from)
+        self.stop_flag = stop_flag or StopFlag()
+        self.display = display or Display(enabled=accelerator.is_main_process)
+        self.plan = self._plan()
+        self.state = TrainState()
+        self.stopped: Stop | None = None
+        self.schedule = Schedule(recipe, self.plan.total_steps)
+        self.monitor = recipe.checkpoint.monitor or step.monitor
+        self.mode = recipe.checkpoint.mode or step.mode
+        self.metrics: dict[str, dict[str, float]] = {}
+        self.weights_step: int | None = None
+        self.remeasured = False
+        self.results: dict[str, object] = {}
+        self.rows: list[tuple[str, str]] = []
+        self.schedulers: Mapping[str, LRScheduler] = {}
+        self.watch = Stopwatch()
+        max_time = parse_duration(recipe.trainer.max_time)
+        self.deadline = None if max_time is None else time.monotonic() + max_time
+        self._samples_before, self._seconds_before = 0, 0.0
+        self.num_parameters = count_parameters(accelerator, step.models)
+        self.model_names = [type(model).__name__ for model in step.models.values()]
+        self.saver = Saver(accelerator, recipe.checkpoint, self.state, self.run_dir)
 
-    @property
-    def epoch_number(self) -> int:
-        """The epoch that the last step belongs to, counted from 1; 0 before the first step."""
-        return self.epoch + (self.step_in_epoch > 0)
-
-    def advance(self, num_samples: int) -> None:
-        """Count one optimizer step."""
-        self.step += 1
-        self.step_in_epoch += 1
-        self.samples += num_samples
-        self.samples_in_epoch += num_samples
-
-    def end_epoch(self) -> None:
-        """Move to the beginning of the next epoch."""
-        self.epoch += 1
-        self.step_in_epoch = 0
-        self.samples_in_epoch = 0
-
-    def improves(self, value: float, mode: str) -> bool:
-        """Return whether `value` is better than the best so far. NaN never is."""
-        return is_better(value, self.best, mode)
-
-    def move_to(self, global_batch: int) -> None:
-        """Express the position in steps of `global_batch` samples, after a resume.
-
-        Raises:
-            ConfigError: if the position lies within such a step.
-        """
-        if self.step_in_epoch == 0:
-            return
-        steps, rest = divmod(self.samples_in_epoch, global_batch)
-        if rest:
-            raise ConfigError.of(
-                f"trainer.global_batch_size={global_batch}",
-                f"the checkpoint is {self.samples_in_epoch} samples into an epoch, which is no "
-                "multiple of that batch size",
-                "Resume with the global batch size that it was trained with, one that divides "
-                f"{self.samples_in_epoch}, or from a checkpoint at the end of an epoch.",
-            )
-        self.step_in_epoch = steps
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the counters as plain values."""
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore counters that `state_dict` returned."""
-        vars(self).update(asdict(TrainState(**state)))
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Why training ended.
-
-    Attributes:
-        kind: max_steps, epochs, max_time, callback, pruned (the run is complete), stop_after or
-            signal (it is to be resumed).
-        reason: one sentence, for the summary.
-    """
-
-    kind: str
-    reason: str
+    def _plan(self) -> BatchPlan:
+        """Return the batch plan; a resumed run's begins at the position of its checkpoint."""
+        position = None
+        if self.resume_from is not None:
+            recorded = directory.read_manifest(self.resume_from).metadata
+            names = ("step", "epoch", "samples_in_epoch")
+            position = Position(*(recorded.get(name, 0) for name in names))
+        size, dp_size = num_samples(self.data.train), self.accelerator.parallel_dims.dp_size
+        return plan_batches(self.recipe.trainer, dp_size, size, position)
 
     @property
     def complete(self) -> bool:
         """Whether the run has reached its end, and is not only interrupted."""
-        return self.kind not in ("stop_after", "signal")
+        return self.stopped is not None and self.stopped.complete
 
     @property
-    def tested(self) -> bool:
-        """Whether the best state is tested at the end."""
-        return self.complete and self.kind != PRUNED
-
-
-class Schedule:
-    """Which step boundaries log, evaluate and save, by the recipe alone.
-
-    `total_steps` of the run; None: not known.
-    """
-
-    def __init__(self, recipe: Recipe, total_steps: int | None) -> None:
-        self._trainer, self._checkpoint = recipe.trainer, recipe.checkpoint
-        self._total = total_steps
-
-    def logs(self, step: int) -> bool:
-        """Return whether an optimizer step is a log point."""
-        return step % self._trainer.log_every == 0 or step == self._total
-
-    def evaluates(self, state: TrainState) -> bool:
-        """Return whether the validation data is evaluated at this step boundary."""
-        every = self._trainer.eval_every
-        return state.step_in_epoch == 0 if every is None else state.step % every == 0
-
-    def saves(self, state: TrainState) -> bool:
-        """Return whether a checkpoint is written at this step boundary."""
-        steps, epochs = self._checkpoint.every_steps, self._checkpoint.every_epochs
-        if steps is not None and state.step % steps == 0:
-            return True
-        return epochs is not None and state.step_in_epoch == 0 and state.epoch % epochs == 0
-
-
-class Stopwatch:
-    """Measures training time, with pauses for evaluations and checkpoints."""
-
-    def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
-        self._paused = self._paused_in_lap = 0.0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time in the context."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - began
-            self._paused += spent
-            self._paused_in_lap += spent
-
-    def lap(self) -> float:
-        """Return the seconds since the last call, pauses excluded."""
-        now = time.perf_counter()
-        seconds = now - self._lap - self._paused_in_lap
-        self._lap, self._paused_in_lap = now, 0.0
-        return seconds
+    def seconds(self) -> float:
+        """Time spent on the run in seconds, over all invocations."""
+        return self._seconds_before + self.watch.elapsed
 
     @property
-    def elapsed(self) -> float:
-        """Seconds since the beginning, pauses included."""
-        return time.perf_counter() - self._start
+    def samples_here(self) -> int:
+        """Samples trained on in this invocation, over all processes."""
+        return self.state.samples - self._samples_before
 
-    @property
-    def training(self) -> float:
-        """Seconds since the beginning, pauses excluded."""
-        return self.elapsed - self._paused
+    def stop(self, reason: str, kind: str = "callback") -> None:
+        """End training at this step boundary. Every process must call this together.
+
+        Args:
+            reason: one sentence, for the summary.
+            kind: `stopped` of the summary.
+        """
+        if self.stopped is None:
+            self.stopped = Stop(kind, reason)
+            self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
+
+    def notify(self, event: str, *values: object) -> None:
+        """Call `event` of the callbacks that define it, with the random generators preserved."""
+        for callback in self.callbacks.values():
+            if getattr(type(callback), event) is not getattr(Callback, event):
+                with preserved():
+                    getattr(callback, event)(self, *values)
+
+
+def count_parameters(
+    accelerator: Accelerator, models: Mapping[str, torch.nn.Module]
+) -> tuple[int, int]:
+    """Return (all, trainable) parameters of several models; shared ones count once."""
+    size = accelerator.strategy.state.num_elements
+    found = {id(p): p for model in models.values() for p in model.parameters()}.values()
+    return sum(map(size, found)), sum(size(p) for p in found if p.requires_grad)
 
 
 class Callback:
@@ -209,26 +160,26 @@ class Callback:
     the next step. An optimizer that lacks unfrozen parameters gets them by `add_param_group`.
     """
 
-    def on_sanity_check(self, loop: Loop, metrics: Mapping[str, float]) -> None:
+    def on_sanity_check(self, loop: Run, metrics: Mapping[str, float]) -> None:
         """Check the metrics of the short evaluation before the first step of a new run.
 
         Raise here what would fail after an evaluation, such as a metric that is not measured.
         """
 
-    def on_start(self, loop: Loop) -> None:
+    def on_start(self, loop: Run) -> None:
         """Before the first step, after a resume."""
 
-    def on_step(self, loop: Loop) -> None:
+    def on_step(self, loop: Run) -> None:
         """After each optimizer step. Must not wait for the device."""
 
-    def on_log(self, loop: Loop, values: Mapping[str, float]) -> None:
+    def on_log(self, loop: Run, values: Mapping[str, float]) -> None:
         """At a log point, with the values that were read."""
 
-    def on_evaluate(self, loop: Loop, split: str, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
         """After an evaluation of `split` ("validation", "test")."""
 
-    def on_checkpoint(self, loop: Loop, path: str) -> None:
+    def on_checkpoint(self, loop: Run, path: str) -> None:
         """After a checkpoint was committed."""
 
-    def on_end(self, loop: Loop) -> None:
+    def on_end(self, loop: Run) -> None:
         """After the last evaluation; on rank 0 before the final table is shown."""

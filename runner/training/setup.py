@@ -18,19 +18,10 @@ if TYPE_CHECKING:
 
     from accel import Accelerator
     from accel.config.handlers import ProfileKwargs
-    from runner.training.loop import Loop
+    from runner.training.run import Run
     from runner.training.step import Step
 
 MOST_NAMES = 5  # of parameters, in a note
-
-
-def count_parameters(
-    accelerator: Accelerator, models: Mapping[str, torch.nn.Module]
-) -> tuple[int, int]:
-    """Return (all, trainable) parameters of several models; shared ones count once."""
-    size = accelerator.strategy.state.num_elements
-    found = {id(p): p for model in models.values() for p in model.parameters()}.values()
-    return sum(map(size, found)), sum(size(p) for p in found if p.requires_grad)
 
 
 def prepare_models(accelerator: Accelerator, step: Step) -> None:
@@ -61,7 +52,7 @@ def make_schedulers(step: Step, total_steps: int | None) -> Mapping[str, LRSched
     return schedulers
 
 
-def plateaus(loop: Loop) -> dict[str, ReduceLROnPlateau]:
+def plateaus(loop: Run) -> dict[str, ReduceLROnPlateau]:
     """Return the schedules that follow the run's metric, in the mode in which it improves.
 
     Raises:
@@ -100,21 +91,22 @@ def traces_below(handler: ProfileKwargs, run_dir: Path) -> ProfileKwargs:
 class TrainedLayers:
     """Wraps models again after their layers were frozen, unfrozen, added or replaced.
 
-    A note names trainable parameters that no optimizer has, once.
+    A note names trainable parameters that no optimizer has, once. `known` are the trainable
+    parameters of each model, as it was wrapped.
     """
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Run) -> None:
         self._loop = loop
-        self._known = {name: Trainable(model) for name, model in loop.step.models.items()}
+        self.known = {name: Trainable(model) for name, model in loop.step.models.items()}
         self._noted = False
 
     def follow(self) -> None:
         """Compare the models with the last call. Every process calls this between two steps."""
         step, accelerator = self._loop.step, self._loop.accelerator
-        for name, known in self._known.items():
+        for name, known in self.known.items():
             if known.changed():
                 step.models[name] = accelerator.prepare_model(step.models[name])
-                self._known[name] = Trainable(step.models[name])
+                self.known[name] = Trainable(step.models[name])
                 if not accelerator.strategy.spec.owns_parameters:
                     self._note_unoptimized(accelerator.unwrap_model(step.models[name]))
 

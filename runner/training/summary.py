@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from accel import Accelerator
     from runner.data.datasets import Data
     from runner.recipe.batch_plan import BatchPlan
-    from runner.training.loop import Loop
+    from runner.training.run import Run
 
 Row = tuple[str, str]
 
 
-def header_rows(loop: Loop) -> list[Row]:
+def header_rows(loop: Run) -> list[Row]:
     """Return the rows of the header, shown before a run starts."""
     rows = [
         ("directory", str(loop.run_dir)),
@@ -47,7 +47,7 @@ def header_rows(loop: Loop) -> list[Row]:
     return rows
 
 
-def limits_of(loop: Loop) -> tuple[int | None, int | None, float | None]:
+def limits_of(loop: Run) -> tuple[int | None, int | None, float | None]:
     """Return the steps and the epochs of a run, and the seconds that are left of `max_time`."""
     left = None if loop.deadline is None else loop.deadline - time.monotonic()
     return loop.plan.total_steps, loop.recipe.trainer.epochs, left
@@ -91,7 +91,7 @@ def _axes(accelerator: Accelerator) -> dict[str, int]:
     return {"data": accelerator.num_processes} if accelerator.num_processes > 1 else {}
 
 
-def memory_line(loop: Loop) -> str:
+def memory_line(loop: Run) -> str:
     """Return e.g. "parameters 2.6 MB · gradients 2.6 MB · optimizer state 5.3 MB"."""
     step = loop.step
     held = loop.accelerator.strategy.state.footprint(step.models.values(), step.optimizers.values())
@@ -105,7 +105,7 @@ def memory_line(loop: Loop) -> str:
     )
 
 
-def model_line(loop: Loop) -> str:
+def model_line(loop: Run) -> str:
     """Return e.g. "Cnn · 123,456 parameters, all trainable"."""
     total, trainable = loop.num_parameters
     names = ", ".join(loop.model_names)
@@ -135,7 +135,7 @@ def batch_line(plan: BatchPlan, copies: int = 1) -> str:
     )
 
 
-def length_line(loop: Loop) -> str:
+def length_line(loop: Run) -> str:
     """Return how long the run is, e.g. "20 epochs × 20 steps = 400 steps"."""
     trainer, plan = loop.recipe.trainer, loop.plan
     limits = [] if trainer.epochs is None else [counted(trainer.epochs, "epoch")]
@@ -152,7 +152,7 @@ def length_line(loop: Loop) -> str:
     return line if total == unlimited else f"{total} (of {line})"
 
 
-def summary_of(loop: Loop) -> dict[str, object]:
+def summary_of(loop: Run) -> dict[str, object]:
     """Return the content of `summary.json`."""
     state, stopped = loop.state, loop.stopped
     best = None
@@ -193,7 +193,7 @@ def summary_of(loop: Loop) -> dict[str, object]:
     }
 
 
-def metadata_of(loop: Loop) -> dict[str, object]:
+def metadata_of(loop: Run) -> dict[str, object]:
     """Return what a checkpoint says of the run and of its position."""
     state = loop.state
     return {
@@ -222,7 +222,7 @@ def peak_memory(device: torch.device) -> dict[str, int | None]:
     return {"process": peak * (1 if sys.platform == "darwin" else 1024), "device": on_device}
 
 
-def throughput(loop: Loop) -> float:
+def throughput(loop: Run) -> float:
     """Return samples per second of this invocation; of the run where it has trained none."""
     here, seconds = loop.samples_here, loop.watch.training
     if here == 0:
@@ -230,7 +230,7 @@ def throughput(loop: Loop) -> float:
     return here / seconds if seconds > 0 else 0.0
 
 
-def final_rows(loop: Loop, summary: Mapping[str, Any]) -> list[Row]:
+def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
     """Return the final table: metrics, throughput, paths."""
     rows: list[Row] = []
     epochs = f"epoch {loop.state.epoch_number}"

@@ -17,7 +17,7 @@ from runner.training.console import Display
 from runner.training.gradient_check import torch_explained
 from runner.training.loop import Loop
 from runner.training.metrics import NonFiniteError
-from runner.training.run import TrainState
+from runner.training.state import TrainState
 from runner.training.step import SupervisedStep
 from tests.helpers import run_distributed
 from tests.runner import loops

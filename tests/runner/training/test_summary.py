@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel.strategies.base import StateIO
-from runner.training.setup import count_parameters
+from runner.training.run import count_parameters
 
 
 class Partitioned(StateIO):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from accel.machine.errors import ConfigError
-from runner.training.run import Stop, TrainState
+from runner.training.state import Stop, TrainState
 
 
 @pytest.mark.parametrize(

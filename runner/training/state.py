@@ -1,0 +1,196 @@
+"""Counters of a run, its end, its clock, and what is due at a step boundary.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel.machine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from runner.recipe.schema import Recipe
+
+PRUNED = "pruned"  # why a trial of a study ended before its time
+
+
+def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
+    """Return whether `value` improves on `best`; NaN never does, any number improves on None.
+
+    `mode` is "max" or "min"; a change must exceed `min_delta` to count.
+    """
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return (value - best if mode == "max" else best - value) > min_delta
+
+
+@dataclass
+class TrainState:
+    """Counters that every process agrees on.
+
+    Attributes:
+        step: optimizer steps made.
+        epoch: epochs completed.
+        samples: samples trained on, over all processes and epochs.
+        step_in_epoch: optimizer steps made in the epoch under way.
+        samples_in_epoch: samples trained on in the epoch under way: the position in its order,
+            whatever the number of processes.
+        evaluated_step: the step at which the validation data was last evaluated; -1: never.
+        best: best value of the monitored metric so far.
+        best_step: the step that reached it.
+        seconds: time spent on the run, over all invocations.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    step_in_epoch: int = 0
+    samples_in_epoch: int = 0
+    evaluated_step: int = -1
+    best: float | None = None
+    best_step: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def epoch_number(self) -> int:
+        """The epoch that the last step belongs to, counted from 1; 0 before the first step."""
+        return self.epoch + (self.step_in_epoch > 0)
+
+    def advance(self, num_samples: int) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.step_in_epoch += 1
+        self.samples += num_samples
+        self.samples_in_epoch += num_samples
+
+    def end_epoch(self) -> None:
+        """Move to the beginning of the next epoch."""
+        self.epoch += 1
+        self.step_in_epoch = 0
+        self.samples_in_epoch = 0
+
+    def improves(self, value: float, mode: str) -> bool:
+        """Return whether `value` is better than the best so far. NaN never is."""
+        return is_better(value, self.best, mode)
+
+    def move_to(self, global_batch: int) -> None:
+        """Express the position in steps of `global_batch` samples, after a resume.
+
+        Raises:
+            ConfigError: if the position lies within such a step.
+        """
+        if self.step_in_epoch == 0:
+            return
+        steps, rest = divmod(self.samples_in_epoch, global_batch)
+        if rest:
+            raise ConfigError.of(
+                f"trainer.global_batch_size={global_batch}",
+                f"the checkpoint is {self.samples_in_epoch} samples into an epoch, which is no "
+                "multiple of that batch size",
+                "Resume with the global batch size that it was trained with, one that divides "
+                f"{self.samples_in_epoch}, or from a checkpoint at the end of an epoch.",
+            )
+        self.step_in_epoch = steps
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the counters as plain values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore counters that `state_dict` returned."""
+        vars(self).update(asdict(TrainState(**state)))
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why training ended.
+
+    Attributes:
+        kind: max_steps, epochs, max_time, callback, pruned (the run is complete), stop_after or
+            signal (it is to be resumed).
+        reason: one sentence, for the summary.
+    """
+
+    kind: str
+    reason: str
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has reached its end, and is not only interrupted."""
+        return self.kind not in ("stop_after", "signal")
+
+    @property
+    def tested(self) -> bool:
+        """Whether the best state is tested at the end."""
+        return self.complete and self.kind != PRUNED
+
+
+class Schedule:
+    """Which step boundaries log, evaluate and save, by the recipe alone.
+
+    `total_steps` of the run; None: not known.
+    """
+
+    def __init__(self, recipe: Recipe, total_steps: int | None) -> None:
+        self._trainer, self._checkpoint = recipe.trainer, recipe.checkpoint
+        self._total = total_steps
+
+    def logs(self, step: int) -> bool:
+        """Return whether an optimizer step is a log point."""
+        return step % self._trainer.log_every == 0 or step == self._total
+
+    def evaluates(self, state: TrainState) -> bool:
+        """Return whether the validation data is evaluated at this step boundary."""
+        every = self._trainer.eval_every
+        return state.step_in_epoch == 0 if every is None else state.step % every == 0
+
+    def saves(self, state: TrainState) -> bool:
+        """Return whether a checkpoint is written at this step boundary."""
+        steps, epochs = self._checkpoint.every_steps, self._checkpoint.every_epochs
+        if steps is not None and state.step % steps == 0:
+            return True
+        return epochs is not None and state.step_in_epoch == 0 and state.epoch % epochs == 0
+
+
+class Stopwatch:
+    """Measures training time, with pauses for evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self._start = self._lap = time.perf_counter()
+        self._paused = self._paused_in_lap = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time in the context."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            self._paused += spent
+            self._paused_in_lap += spent
+
+    def lap(self) -> float:
+        """Return the seconds since the last call, pauses excluded."""
+        now = time.perf_counter()
+        seconds = now - self._lap - self._paused_in_lap
+        self._lap, self._paused_in_lap = now, 0.0
+        return seconds
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning, pauses included."""
+        return time.perf_counter() - self._start
+
+    @property
+    def training(self) -> float:
+        """Seconds since the beginning, pauses excluded."""
+        return self.elapsed - self._paused
