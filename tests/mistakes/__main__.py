@@ -47,10 +47,9 @@ def main() -> int:
         for mistake in (found_before.ALL if options.found else draw(options.count, seed))
         if options.only in mistake.kind or options.only in mistake.line
     ]
-    kinds, right, left = Counter(mistake.kind for mistake in mistakes), Counter(), 0
+    kinds, right = Counter(mistake.kind for mistake in mistakes), Counter()
     for mistake, answer in running.answers(mistakes, options.jobs):
         found = wrong(mistake, answer)
-        left += bool(answer.left)
         right[mistake.kind] += not found
         if found or options.show:
             code = mistake.files.get("mine.py", "")
@@ -64,10 +63,7 @@ def main() -> int:
     for kind, count in sorted(kinds.items()):
         print(f"{kind:<20} {right[kind]:>4} of {count}")
     total, good = len(mistakes), right.total()
-    print(
-        f"seed {seed}: {good} of {total} answers are right ({good / max(total, 1):.1%});", end=" "
-    )
-    print(f"{left} left a run directory")
+    print(f"seed {seed}: {good} of {total} answers are right ({good / max(total, 1):.1%})")
     return 0 if good >= LEAST * total else 1
 
 

@@ -77,6 +77,6 @@ def wrong(mistake: Mistake, answer: Answer) -> list[str]:
     for name in mistake.names:
         if not any(one in answer.err for one in ((name,) if isinstance(name, str) else name)):
             found.append(f"the message does not contain {name!r}")
-    if answer.left:
+    if answer.left and mistake.code == REFUSED:  # a run that failed is shown
         found.append(f"a run directory is left: {answer.left[0]}")
     return found
