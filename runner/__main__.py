@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from runner.recipe import paths
-
 if __name__ == "__main__":
-    paths.move_project_last()
-    from runner import cli
+    from runner import cli  # which imports `accel` once `sys.path` is final
 
     sys.exit(cli.main())

@@ -33,13 +33,9 @@ from runner.recipe.serialization import to_plain, typed
 VERSION_BASE = "1.3"
 SCHEMA, TYPES = "recipe_schema", "recipe_types"
 PRIMARY = "config"
-# The run directory, the log and the working directory are the runner's own.
-FIXED = (
-    "hydra.run.dir=.",
-    "hydra.output_subdir=null",
-    "hydra/job_logging=none",
-    "hydra/hydra_logging=none",
-)
+# The run directory and the log are the runner's own.
+NO_LOGS = ("hydra/job_logging=none", "hydra/hydra_logging=none")
+FIXED = ("hydra.run.dir=.", "hydra.output_subdir=null", *NO_LOGS)
 SEARCHED = "hydra.searchpath"
 OPEN_TO_USERS = (
     *(SEARCHED, "hydra.verbose", "hydra.sweeper", "hydra.launcher"),
@@ -193,7 +189,7 @@ def composed_with_hydra(overrides: Sequence[str], config_name: str) -> DictConfi
         Exception: Hydra's and OmegaConf's own.
     """
     return hydra_compose(
-        config_name, overrides=[*FIXED, *for_hydra(overrides)], return_hydra_config=True
+        config_name, overrides=[*NO_LOGS, *for_hydra(overrides)], return_hydra_config=True
     )
 
 
@@ -246,7 +242,7 @@ def chosen_files(overrides: Sequence[str], config_name: str) -> list[ResultDefau
         Exception: Hydra's own, if there is no such file.
     """
     loader = GlobalHydra.instance().config_loader()
-    words = [*FIXED, *for_hydra(overrides)]
+    words = [*NO_LOGS, *for_hydra(overrides)]
     return list(loader.compute_defaults_list(config_name, words, RunMode.RUN).defaults)
 
 
@@ -362,6 +358,7 @@ def hydra_problems(overrides: Sequence[str]) -> list[Problem]:
 def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
     """Yield settings of Hydra's node in files that would run code or change the process."""
     node: Any = OmegaConf.to_container(hydra, resolve=False)
+    outputs: Any = OmegaConf.to_container(_content("hydra/output/default"), resolve=False)
     sweeper, mode = node.get("sweeper") or {}, str(node.get("mode") or "RUN").rpartition(".")[2]
     harmless = ("version", "disable_existing_loggers")
     found = {
@@ -372,6 +369,9 @@ def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
         "hydra.job.chdir": node["job"].get("chdir"),
         "hydra.mode": None if mode == "RUN" else mode,
     }
+    for section, usual in outputs.items():
+        own = ((key, node[section][key]) for key in usual)
+        found |= {f"hydra.{section}.{key}": v for key, v in own if v != usual[key]}
     for logs in ("job_logging", "hydra_logging"):
         found[f"hydra.{logs}"] = {k: v for k, v in node[logs].items() if v and k not in harmless}
     for key, value in found.items():

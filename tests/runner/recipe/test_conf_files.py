@@ -46,6 +46,7 @@ def test_a_file_that_is_shadowed_is_refused(
         ("sweeper: {params: {seed: '1,2'}}", "hydra.sweeper.params"),
         ("mode: MULTIRUN", "hydra.mode"),
         ("job: {chdir: true}", "hydra.job.chdir"),
+        ("run: {dir: x}", "hydra.run.dir"),
     ],
 )
 def test_a_file_cannot_reach_the_process(
