@@ -80,7 +80,7 @@ def _command(arguments: Sequence[str]) -> Callable[[], int]:
     if flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
         return partial(_complete, overrides[0].partition("=")[2])
     if flags.shell_completion or flags.hydra_help or flags.info:
-        return partial(_hydra, command_line.for_hydra(flags, overrides), _no_task)
+        return partial(_ask_hydra, overrides, flags)
     overrides = last_of_each(overrides)
     of_hydra = flags.cfg in ("hydra", "all")
     if flags.multirun and of_hydra:
@@ -89,7 +89,7 @@ def _command(arguments: Sequence[str]) -> Callable[[], int]:
     if flags.dry_run or (flags.cfg and flags.multirun):
         return partial(_list, overrides, flags)
     if of_hydra:
-        return partial(_hydra, command_line.for_hydra(flags, overrides), _no_task)
+        return partial(_ask_hydra, overrides, flags)
     if flags.cfg:
         return partial(_show, overrides, flags)
     return partial(_train_all if flags.multirun else _train, overrides, flags.config_name)
@@ -320,8 +320,14 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     return DONE
 
 
-def _no_task(config: DictConfig) -> None:
-    """Train nothing: Hydra only prints information."""
+def _ask_hydra(overrides: Sequence[str], flags: argparse.Namespace) -> int:
+    """Print what Hydra says of itself, or of a recipe, of which it would call the callbacks."""
+    from runner.recipe import composition, hydra_setup
+
+    if not flags.shell_completion:
+        with hydra_setup.session(overrides):
+            ConfigError.raise_if(composition.new_run(overrides, flags.config_name).problems)
+    return _hydra(command_line.for_hydra(flags, overrides), lambda config: None)
 
 
 def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:

@@ -84,6 +84,15 @@ def test_hydras_own_views_still_work(capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["seed=1", "--info", "searchpath"]) == 0
 
 
+def test_a_view_calls_nothing_that_a_recipe_names(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    code = f"hydra: {{callbacks: {{x: {{_target_: pathlib.Path.touch, self: {tmp_path}/ran}}}}}}\n"
+    (tmp_path / "conf" / "mine.yaml").write_text(f"defaults: [config, _self_]\n{code}")
+    assert cli.main(["--cfg", "hydra", "-cn", "mine"]) == 2
+    assert not (tmp_path / "ran").exists()
+    assert cli.main(["--info", "config", "+hydra.callbacks.x._target_=os.getcwd"]) == 2
+
+
 def test_flags_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["seed=3", "--package", "seed", "--cfg", "job"]) == 0
     assert capsys.readouterr().out == "3\n"
