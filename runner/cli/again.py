@@ -109,22 +109,14 @@ def _may_change_weights(override: str) -> bool:
 
 
 def _start(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> int:
-    from runner.launch import member, rendezvous, start_run
+    from runner.launch import nodes, start_run
     from runner.runs import numerics, reproduction
 
-    if rendezvous.is_member(examined.recipe.distributed):
-        return member.follow(examined.recipe)
+    if nodes.is_member(examined.recipe.distributed):
+        return start_run.join(examined.recipe)
     claimed: list[Path] = []
-    with numerics.read(run.path).threads_exported(), rendezvous.ending_with() as ended:
-        code = ended(
-            start_run.start(
-                examined.recipe,
-                examined.overrides,
-                examined.config_name,
-                on_claimed=claimed.append,
-                log_levels=examined.log_levels,
-            )
-        )
+    with numerics.read(run.path).threads_exported():
+        code = start_run.start(examined, on_claimed=claimed.append)
     verdict = ""
     if code == DONE and claimed and not any(map(_may_change_weights, overrides)):
         verdict = reproduction.weights_verdict(run.path, claimed[0])

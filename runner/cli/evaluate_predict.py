@@ -161,7 +161,7 @@ def _by_processes(request: Request) -> JsonObject:
         output = None if request.output is None else Path(os.path.abspath(request.output))
         run_dir = Path(os.path.abspath(request.run_dir))
         worker.write_request(folder, replace(request, run_dir=run_dir, output=output))
-        ended = launcher.run_group(folder, request.num_processes, Path.cwd(), WORKER, save=False)
+        ended = launcher.run_group(folder, request.num_processes, Path.cwd(), WORKER)
         if ended.code != DONE:
             message = "" if ended.cause is None else ended.cause.message
             lines = message.splitlines() or ["its processes failed"]
@@ -173,10 +173,10 @@ def work(folder: Path, stop: StopFlag) -> int:
     """Be one of the processes, and do what the folder's request asks for."""
 
     def watch(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
-        from runner.launch import watchdog  # once the number of threads is set
+        from runner.launch import hangs  # once the number of threads is set
 
         here = Environment.read()
-        return watchdog.watching(recipe, folder, stop, here.rank or 0, here.world_size)
+        return hangs.watching(recipe, folder, stop, here.rank or 0, here.world_size)
 
     return worker.run(folder, Worker(stop, watch))
 

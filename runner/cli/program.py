@@ -163,7 +163,7 @@ def _show(overrides: Sequence[str], flags: argparse.Namespace) -> int:
 
 def _train(overrides: Sequence[str], config_name: str) -> int:
     """Train one job, which is checked before it starts."""
-    from runner.launch import launcher, member, rendezvous, start_run
+    from runner.launch import launcher, nodes, start_run
     from runner.recipe import processes
     from runner.training import build
 
@@ -173,21 +173,11 @@ def _train(overrides: Sequence[str], config_name: str) -> int:
         if place.rank > 0:
             return launcher.follow(place)
     examined, missing = checked(overrides, config_name)
-    if rendezvous.is_member(examined.recipe.distributed):
-        return member.follow(examined.recipe)
+    if nodes.is_member(examined.recipe.distributed):
+        return start_run.join(examined.recipe)
     run_log.announce(examined.recipe.name)
-    with rendezvous.ending_with() as ended:
-        build.require([examined], missing)
-        return ended(
-            start_run.start(
-                examined.recipe,
-                examined.overrides,
-                examined.config_name,
-                origin=examined.origin,
-                auto=examined.auto,
-                log_levels=examined.log_levels,
-            )
-        )
+    build.require([examined], missing)
+    return start_run.start(examined)
 
 
 def checked(overrides: Sequence[str], config_name: str) -> tuple[Examined, list[Problem]]:
@@ -211,7 +201,7 @@ def checked(overrides: Sequence[str], config_name: str) -> tuple[Examined, list[
 
 def examine(overrides: Sequence[str], config_name: str) -> Examined:
     """Compose one job; the run that it resumes, if any, is then `recipe.resume`."""
-    from runner.launch import rendezvous
+    from runner.launch import nodes
     from runner.recipe import composition, hydra_setup, processes
     from runner.runs import directory, resumable
 
@@ -230,7 +220,7 @@ def examine(overrides: Sequence[str], config_name: str) -> Examined:
         value = f"resume={examined.recipe.resume!r} in a file"
         rule, remedy = "a file can set only resume: auto", "Name the run on the command line."
         return replace(examined, problems=[Problem(value, rule, remedy)])
-    if rendezvous.is_member(examined.recipe.distributed):
+    if nodes.is_member(examined.recipe.distributed):
         return examined  # the first node finds the run
     missing = _import_packages_named(examined.recipe)  # runs are compared with all arguments
     if missing:
@@ -269,7 +259,7 @@ def _require_names(checked: Sequence[Examined], missing: Sequence[Problem]) -> N
 
 def _train_all(overrides: Sequence[str], config_name: str) -> int:
     """Train the jobs of a sweep, each in processes of its own, where the launcher puts them."""
-    from runner.launch import rendezvous
+    from runner.launch import nodes
     from runner.recipe import processes
     from runner.sweep import command
     from runner.training import build
@@ -284,7 +274,7 @@ def _train_all(overrides: Sequence[str], config_name: str) -> int:
     request = command.Request.of(overrides, config_name)
 
     def require(examined: Sequence[Examined]) -> None:
-        if any(rendezvous.spans_nodes(one.recipe.distributed) for one in examined):
+        if any(nodes.is_one_of_several(one.recipe.distributed) for one in examined):
             rule = "the commands of several nodes train one run"
             remedy = "Leave distributed.rdzv_endpoint out, or start the runs one by one."
             raise ConfigError.of("distributed=multi_node with --multirun", rule, remedy)

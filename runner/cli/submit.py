@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: if the recipe is refused, there is no Slurm, or it refuses the job.
     """
-    from runner.launch import batch_script, submit
+    from runner.launch import slurm
     from runner.recipe import hydra_setup
     from runner.sweep import jobs
     from runner.training import build, run_log
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         return DONE
     _require_single(flags.multirun, flags.cfg)
     if not flags.dry_run:
-        submit.require_slurm()
+        slurm.require_slurm()
     overrides = program.last_of_each(command_line.searched(flags))
     if trust.asked_for():
         run_log.announce("runner")
@@ -52,22 +52,17 @@ def main(arguments: Sequence[str]) -> int:
     run_log.announce(examined.recipe.name)
     recipe = examined.recipe
     try:
-        place = submit.as_in_the_job(recipe)
+        slurm.tasks_per_node(recipe)
     except ConfigError as error:  # how many processes there are to check for is not known
         raise ConfigError(*dict.fromkeys([*missing, *examined.problems, *error.problems])) from None
-    with place:
+    with slurm.as_in_the_job(recipe):
         build.require([examined], missing)
     if flags.dry_run:
-        print(batch_script.text(recipe, Path("RUN_DIR"), str(Path.cwd())), end="")
+        print(slurm.text(recipe, Path("RUN_DIR"), str(Path.cwd())), end="")
         return DONE
-    done = submit.submit(
-        recipe,
-        examined.overrides,
-        examined.config_name,
-        origin=examined.origin,
-        auto=examined.auto,
-        log_levels=examined.log_levels,
-    )
+    done = slurm.submit(examined)
+    if done is None:
+        return DONE
     print(f"job:    {done.job_id}")
     print(f"run:    {done.run_dir}")
     print(f"follow: tail -F {done.log}")

@@ -75,7 +75,8 @@ def _predictions(session: Session) -> Iterator[dict[str, object]]:
     if sets is None:
         value, rule = "predict without --split", "the recipe's data has neither test nor validation"
         raise ConfigError.of(value, rule, "Give --split train.")
-    with evaluation_mode(session.step), torch.no_grad(), session.progress.slow_phase("predictions"):
+    phase = session.progress.in_phase("predictions", timed=True)
+    with evaluation_mode(session.step), torch.no_grad(), phase:
         for name, batches in sets.items():
             for row in _of_one_set(session, batches):
                 yield {"set": name, **row} if name else row

@@ -143,7 +143,7 @@ def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
 
         metrics = {}
         for split, sets in session.batches.items():
-            with session.progress.slow_phase(f"evaluation ({split})"):
+            with session.progress.in_phase(f"evaluation ({split})", timed=True):
                 metrics[split] = evaluation.evaluate_sets(
                     session.accelerator, session.step, sets, on_batch
                 )

@@ -1,15 +1,21 @@
-"""Report of a failed run: the first cause, with frames of the user's code. Free of torch."""
+"""How a run failed: the first cause, found in what its processes have left, and its report.
+
+Free of torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import shlex
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from accel.machine.errors import (
     AccelError,
@@ -18,16 +24,27 @@ from accel.machine.errors import (
     MissingPackageError,
     text_of,
 )
-from runner.exit_codes import FAILED, REFUSED
+from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL, REFUSED, STOPPED
+from runner.launch import rank_logs
+from runner.launch.group import Failure
 from runner.recipe import user_frames
 from runner.runs import directory
 from runner.runs.outcomes import Outcome, describe_exit
+from runner.runs.sessions import run_dir_of
 
 # Messages of gloo and NCCL when another rank has ended; both raise plain RuntimeErrors.
 COMMUNICATION = re.compile(
     r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|ProcessGroup|\bTCPStore\b",
     re.IGNORECASE,
 )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended: the exit code of the command; of a failure, its first cause."""
+
+    code: int
+    cause: Outcome | None = None
 
 
 class LoaderWorkerError(AccelError, RuntimeError):
@@ -95,8 +112,69 @@ def _is_communication_error(error: BaseException) -> bool:
     return False
 
 
-def print_failure(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> None:
-    """Print on standard error how a run ended."""
+def conclude(folder: Path, failed: Mapping[int, Failure], left: Sequence[Outcome]) -> Ended:
+    """Return how an attempt ended.
+
+    Args:
+        folder: the session.
+        failed: how the processes of ranks ended that failed.
+        left: the outcomes that processes have left.
+    """
+    # A process that left no word died in native code or was killed.
+    silent = failed.keys() - {outcome.rank for outcome in left}
+    causes = [_outcome_from_status(run_dir_of(folder), rank, failed[rank]) for rank in silent]
+    causes += [outcome for outcome in left if outcome.code not in CLEAN]
+    if not causes:
+        return Ended(STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE)
+    # The end of one rank causes errors of communication on the others, perhaps recorded earlier.
+    cause = min(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
+    return Ended(cause.code, cause)
+
+
+def _outcome_from_status(run_dir: Path, rank: int, failure: Failure) -> Outcome:
+    status = failure.status
+    if status == INTERRUPTED:  # SIGINT was sent only to this process
+        return Outcome(rank, failure.time, INTERRUPTED, "it was interrupted")
+    log = rank_logs.log_file(run_dir, rank)
+    printed = rank_logs.tail(log)
+    message = f"its process {describe_exit(status)}"
+    hangs = status == FAILED and any(line.startswith(rank_logs.TIMED_OUT) for line in printed)
+    if hangs:
+        message = "it hangs: native code keeps the interpreter"
+    if status == DONE:
+        message += " before the run was complete"
+    return Outcome(
+        rank=rank,
+        time=failure.time,
+        code=FAILED,
+        message=message,
+        traceback="\n".join([f"The end of {log}:", *printed]) if printed else "",
+        # Native code aborts where another rank has ended, and where another hangs, ranks exit.
+        is_consequence=status == -signal.SIGABRT or (status == FAILED and not hangs),
+    )
+
+
+def stopped_while_waiting(run_dir: Path, number: int) -> Ended:
+    """Return how a run ends that a stop signal meets while it waits for its machines."""
+    if directory.newest_checkpoint(run_dir) is not None:  # it waits again, after a failure
+        return Ended(STOPPED)
+    name = signal.Signals(number).name
+    print(f"{name} came before training began: nothing is saved.", file=sys.stderr, flush=True)
+    return Ended(OF_SIGNAL + number)
+
+
+def report_end(ended: Ended, run_dir: Path, num_processes: int) -> None:
+    """Print how an attempt ended, unless it is complete or stopped."""
+    if ended.code == INTERRUPTED:
+        print_interrupted(run_dir)
+    elif ended.cause is not None:
+        print_failure(ended.cause, run_dir, num_processes)
+
+
+def print_failure(
+    outcome: Outcome, run_dir: Path, num_processes: int = 1, stream: TextIO | None = None
+) -> None:
+    """Print how a run ended, on standard error unless another stream is given."""
     if outcome.code == REFUSED:
         lines = [outcome.message]
     else:
@@ -105,7 +183,7 @@ def print_failure(outcome: Outcome, run_dir: Path, num_processes: int = 1) -> No
         # That of an evaluation's processes is removed.
         if not directory.is_request(run_dir):
             lines.append(f"run: {run_dir}")
-    print(*(line for line in lines if line), sep="\n", file=sys.stderr, flush=True)
+    print(*(line for line in lines if line), sep="\n", file=stream or sys.stderr, flush=True)
 
 
 def print_interrupted(run_dir: Path) -> None:

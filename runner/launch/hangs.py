@@ -1,236 +1,291 @@
-"""Which rank hangs, judged from the Python stacks of all ranks. Free of torch."""
+"""A rank that hangs is named with its stack, and the run is ended.
+
+A thread of each process watches the `Progress` of its main thread. Once that has stood still for
+the time limit on any rank, every rank writes its stack to its log and its position to the store
+that the launcher hosts. The rank whose time was up first names the one that hangs, with a table of
+all, and all end. While the run makes progress, one key of the store is read every few seconds, and
+the main thread only counts.
+
+The limit is `trainer.hang_timeout` from the first finished step on. Start-up takes as long as it
+takes: ranks that wait for each other there meet the process group's own time-out, and everything
+else ends after `START_SECONDS`.
+
+A main thread that waits in native code has given the interpreter to others, as all of torch does. A
+rank whose interpreter does not run is ended by `faulthandler`, which needs none, with its stack in
+its log, before the others give up waiting for its answer.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import json
+import os
 import sys
-import sysconfig
 import threading
+import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.constants import default_pg_timeout
 
 from accel.strategies.table import specs
+from runner.exit_codes import FAILED
+from runner.launch import failures, rank_logs, store
+from runner.recipe import processes, user_frames
+from runner.recipe.units import parse_duration
+from runner.runs import sessions
+from runner.runs.outcomes import Outcome
+from runner.runs.sessions import run_dir_of
+from runner.training.stopping import Progress, StopFlag
 
-_ROOT = Path(__file__).absolute().parents[2]
-_PACKAGES = (
-    sysconfig.get_paths()["stdlib"],
-    sysconfig.get_paths()["purelib"],
-    str(_ROOT / "runner") + "/",
-    str(_ROOT / "accel") + "/",
-    "/site-packages/",
-    "<",
-)
-# Innermost files of a thread that waits for other ranks.
-_COLLECTIVES = (
-    *("/torch/distributed/", "/accel/comm/"),
-    *(f"/{name}/" for spec in specs() for name in spec.packages),
-)
-_THROUGH = ("/torch/_ops.py", "/torch/utils/_contextlib.py")  # calls of others pass through here
-_BACKWARD = "_engine_run_backward"  # waits in native code for the gradients of other ranks
-_COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
-# Time limits without any progress that a phase of unknown duration may take.
-SLOW_LIMITS = 6
-BUSY, IN_TORCH, WAITING = "busy", "in torch", "waiting"
+    from runner.recipe.schema import Recipe
 
-
-@dataclass(frozen=True)
-class Place:
-    """One line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
+START_SECONDS = 2 * 3600.0
+MAX_POLL_SECONDS = 5.0
+# Below the process group's own time-out, which would end the run without naming anyone.
+OF_GROUP_TIMEOUT = 0.9
+# Torch's default for NCCL.
+NCCL_TIMEOUT = timedelta(minutes=10)
+STORE_TIMEOUT = timedelta(seconds=20)
+MOST_ROWS = 16  # of the table
+# Calls into these packages wait for other ranks, or for a device that does.
+_WAITING = ("/torch/", "/accel/comm/", *(f"/{name}/" for one in specs() for name in one.packages))
+_LOADING = "/torch/utils/data/"
 
 
 @dataclass(frozen=True)
-class Stack:
-    """The Python stack of a thread, outermost call first.
+class Row:
+    """Where a rank is.
 
-    `text` is as a traceback shows it: the user's own lines, where there are any.
+    Attributes:
+        count: what its main thread has completed.
+        steps: optimizer steps among them.
+        phase: what it does.
+        seconds: time since its last progress.
+        ending: why training has ended on it, and when; empty: it has not.
+        waits: whether it is in torch, and perhaps waits for other ranks.
+        place: file, line and function: the innermost of the user's code, where there is any.
+        stack: the Python stack of its main thread: the user's frames, where there are any.
     """
 
-    places: tuple[Place, ...]
-    text: str
-
-    @classmethod
-    def of_main_thread(cls) -> Stack:
-        """Return the stack of this process's main thread, as it is now."""
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        summary = traceback.extract_stack(frame)
-        places = tuple(Place(line.filename, line.lineno or 0, line.name) for line in summary)
-        own = [line for line in summary if _is_own(line.filename)]
-        return cls(places, "".join(traceback.format_list(own or list(summary))))
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Stack:
-        """Return the stack that `plain` describes."""
-        return cls(tuple(Place(**place) for place in plain["places"]), plain["text"])
-
-    @property
-    def own(self) -> Place:
-        """The innermost line of the user's code; where there is none, the innermost of all."""
-        found = (place for place in reversed(self.places) if _is_own(place.file))
-        return next(found, self.places[-1])
-
-    @property
-    def kind(self) -> str:
-        """Activity of the thread: "waiting" for other ranks, "in torch", or else "busy"."""
-        if any(place.file.startswith("<frozen importlib") for place in self.places):
-            return BUSY  # it imports, perhaps a module of torch's
-        inner = next(p for p in reversed(self.places) if not p.file.endswith(_THROUGH))
-        if inner.function == _BACKWARD or any(part in inner.file for part in _COLLECTIVES):
-            return WAITING
-        in_torch = "/torch/" in inner.file and "/torch/utils/data/" not in inner.file
-        return IN_TORCH if in_torch else BUSY
-
-    @property
-    def compiles(self) -> bool:
-        """Whether a model is being compiled."""
-        return any(part in place.file for place in self.places for part in _COMPILERS)
-
-
-def _is_own(file: str) -> bool:
-    return not any(part in file for part in _PACKAGES)
-
-
-@dataclass(frozen=True)
-class Report:
-    """The state of one rank: that of its `Progress`, and the stack of its main thread.
-
-    `seconds` have passed since the count last changed. `collectives` is how many the default
-    process group has started; None: not known. `ending` tells why training has ended on the rank,
-    and when; empty: it has not.
-    """
-
-    rank: int
     count: int
+    steps: int
     phase: str
-    is_slow: bool
     seconds: float
-    collectives: int | None
-    stack: Stack
-    ending: str = ""
-
-    @property
-    def state(self) -> tuple[int, int | None, Stack]:
-        """Fields that are the same for as long as the rank makes no progress at all."""
-        return self.count, self.collectives, self.stack
+    ending: str
+    waits: bool
+    place: str
+    stack: str
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Report:
-        """Return the report that `plain` describes."""
-        return cls(**{**plain, "stack": Stack.from_plain(plain["stack"])})
+    def here(cls, progress: Progress, seconds: float) -> Row:
+        """Return the row of this process."""
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        stack = traceback.extract_stack(frame)
+        own = [line for line in stack if user_frames.is_own(line.filename)]
+        last = (own or stack)[-1]
+        return cls(
+            progress.count,
+            progress.steps,
+            progress.phase,
+            seconds,
+            progress.ending,
+            waits([line.filename for line in stack]),
+            f"{last.filename}:{last.lineno} in {last.name}",
+            "".join(traceback.format_list(own or stack)),
+        )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The rank that hangs, for which the others wait, and whether the run is ended.
+def waits(files: list[str]) -> bool:
+    """Return whether a thread with such files on its stack may wait for other ranks."""
+    if any(file.startswith("<frozen importlib") for file in files):
+        return False  # it imports, perhaps a module of torch's
+    return any(part in files[-1] for part in _WAITING) and _LOADING not in files[-1]
 
-    `message` has its activity and position, and where the others wait; `stack` is its Python stack,
-    empty where it does not answer. `is_new` is false where the reports before had the same verdict.
+
+def judge(rows: Mapping[int, Row], silent: Collection[int]) -> Outcome:
+    """Return how the rank ends that hangs.
+
+    It is one that does not answer; else one that has ended training without the others, or has not
+    ended it with them; else one that does not wait, or is behind.
     """
+    ended = Counter(bool(row.ending) for row in rows.values())
 
-    rank: int
-    message: str
-    stack: str
-    ends: bool
-    is_new: bool
+    def suspicion(rank: int) -> tuple[object, ...]:
+        row = rows[rank]
+        return ended[bool(row.ending)], not row.ending, row.waits, row.count, rank
+
+    rank = min(silent) if silent else min(rows, key=suspicion)
+    table = _table(rows, silent, rank)
+    if silent:
+        message = "its process does not answer: it is stopped, or has not begun"
+        return Outcome(rank, time.time(), FAILED, f"it hangs: {message}", table)
+    row, cause = rows[rank], ""
+    if len(ended) == 2:
+        ending = next(one.ending for one in rows.values() if one.ending)
+        what = "ended training" if row.ending else "did not end training with the others"
+        cause = f"it {what} {ending}; call loop.stop on every rank at the same step: "
+    message = f"it hangs: {cause}no progress for {row.seconds:.0f} s in {row.phase}, at {row.place}"
+    return Outcome(rank, time.time(), FAILED, message, row.stack + table)
 
 
-def judge(
-    reports: Mapping[int, Report],
-    silent: Mapping[int, str],
-    limit: float,
-    before: Mapping[int, Report],
-    dead: Set[int] = frozenset(),
-) -> Verdict | None:
-    """Return which rank hangs; None: the run makes progress.
+def _table(rows: Mapping[int, Row], silent: Collection[int], first: int) -> str:
+    """Return a line for each rank, the one that hangs first."""
+    lines = [f"{'rank':>4} {'steps':>6}  phase: place"]
+    ranks = sorted([*rows, *silent], key=lambda rank: (rank != first, rank))
+    for rank in ranks[:MOST_ROWS]:
+        row = rows.get(rank)
+        told = "does not answer" if row is None else f"{row.phase}: {row.place}"
+        lines.append(f"{rank:4} {'?' if row is None else row.steps:>6}  {told}")
+    if len(ranks) > MOST_ROWS:
+        lines.append(f"and {len(ranks) - MOST_ROWS} more ranks")
+    return "\n".join(lines)
 
-    A run is ended in the middle of training, where each step takes a time that is known. Start-up
-    with the first step, compilation, evaluation and saving take as long as they take: the rank is
-    named, and the run is ended only if every rank waits for another, twice in the same place, if a
-    process that had begun does not answer, or after `SLOW_LIMITS` time limits.
+
+class Watchdog:
+    """Watches the main thread of this process, and answers when the time of another rank is up.
 
     Args:
-        reports: of the ranks that have answered.
-        silent: why the other ranks have not.
+        stop: has the progress of the main thread, and knows of a parent, which reports the end.
         limit: seconds without progress.
-        before: the previous reports.
-        dead: the silent ranks that had begun, and have not left.
+        rank: of this process.
+        world_size: number of ranks.
+        folder: the session; stacks go to the logs of its run.
+        store: shared by all ranks, and by no one else.
     """
-    if any(report.seconds < limit / 2 for report in reports.values()):
+
+    def __init__(
+        self, stop: StopFlag, limit: float, rank: int, world_size: int, folder: Path, store: Store
+    ) -> None:
+        self._stop, self._progress = stop, stop.progress
+        self._limit, self._store = limit, store
+        self._rank, self._world_size, self._folder = rank, world_size, folder
+        self._poll = min(MAX_POLL_SECONDS, limit / 10)
+        # Within which a rank answers, unless the machine is busy.
+        self._patience = 3 * self._poll + 5.0
+        self._log = rank_logs.log_file(run_dir_of(folder), rank).open("a")
+        self._seen, self._since = self._progress.count, time.monotonic()
+        self._closing, self._is_ending = threading.Event(), False
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closing.set()
+        self._thread.join(STORE_TIMEOUT.total_seconds())
+        if not self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the host of the store may have ended
+                self._store.set(f"left/{self._rank}", "")
+            if self._log.tell() == 0 and self._world_size == 1:
+                Path(self._log.name).unlink(missing_ok=True)
+            self._log.close()
+
+    def _watch(self) -> None:
+        try:
+            while not self._wait(self._poll):
+                now = time.monotonic()
+                if self._progress.count != self._seen:
+                    self._seen, self._since = self._progress.count, now
+                is_up = now - self._since >= self._current_limit
+                if is_up or self._store.check(["asked"]):
+                    self._end(now - self._since, asks=is_up and self._store.add("asked", 1) == 1)
+        except RuntimeError as error:  # torch's errors of the store: its host may have ended
+            if self._is_ending:  # so has the rank that hosts the store
+                os._exit(FAILED)
+            if not self._closing.is_set():
+                self._write(f"no connection to the store: {error}")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    @property
+    def _current_limit(self) -> float:
+        return self._limit if self._progress.is_timed else max(self._limit, START_SECONDS)
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait, and return whether the watchdog is closed.
+
+        If the interpreter does not run for the time limit, the process ends, its stacks in its log;
+        those of a run without a parent, which shows the end of the log, on the terminal.
+        """
+        alone = self._world_size == 1 and self._stop.session is None
+        place = sys.stderr if alone else self._log
+        # Also before the first step: it may keep the interpreter before this thread hears of it.
+        limit = self._limit + 2 * self._patience
+        faulthandler.dump_traceback_later(limit, exit=True, file=place)
+        return self._closing.wait(seconds)
+
+    def _write(self, line: str) -> None:
+        self._log.write(f"--- watchdog of rank {self._rank}: {line}\n")
+        self._log.flush()
+        faulthandler.dump_traceback(file=self._log, all_threads=True)
+
+    def _end(self, seconds: float, *, asks: bool) -> None:
+        """End this process once the rank that asks has reported which one hangs."""
+        self._is_ending = True
+        row = Row.here(self._progress, seconds)
+        self._store.set(f"row/{self._rank}", json.dumps(asdict(row)))
+        self._write(f"no progress for {seconds:.0f} s in {row.phase}. All threads:")
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        self._await([f"row/{rank}" for rank in others] if asks else ["told"])
+        self._is_ending = not self._closing.is_set()
+        if not self._is_ending:  # the main thread has met an error: another rank has ended
+            return
+        if asks:
+            found = {rank: f"row/{rank}" for rank in others if self._store.check([f"row/{rank}"])}
+            rows = {rank: Row(**json.loads(self._store.get(key))) for rank, key in found.items()}
+            left = {rank for rank in others if self._store.check([f"left/{rank}"])}
+            self._report(judge({self._rank: row, **rows}, {*others} - rows.keys() - left))
+            self._store.set("told", "")
+        os._exit(FAILED)
+
+    def _await(self, keys: list[str]) -> None:
+        deadline = time.monotonic() + 3 * self._patience
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            if self._wait(min(self._poll, 0.2)):
+                return
+
+    def _report(self, outcome: Outcome) -> None:
+        outcome.write(self._folder)
+        if self._stop.session is None:
+            sessions.end(self._folder, outcome.code, cause=asdict(outcome))
+            place = run_dir_of(self._folder)
+            failures.print_failure(outcome, place, self._world_size, rank_logs.terminal())
+
+
+def limit_of(recipe: Recipe) -> float | None:
+    """Return the seconds without progress after which a run ends; None: never."""
+    limit = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
+    if limit is None:
         return None
-    kinds = {report.stack.kind for report in reports.values()}
-    deadlocked = not silent and kinds == {WAITING} and len(reports) > 1
-    unchanged = reports.keys() == before.keys() and all(
-        before[rank].state == report.state and before[rank].seconds >= limit / 2
-        for rank, report in reports.items()
-    )
-    slow = any(report.is_slow or report.stack.compiles for report in reports.values())
-    out_of_step = None if silent else _rank_out_of_step(reports)
-    first = out_of_step
-    if first is None:
-        first = min(dead) if dead else _first(reports, silent, deadlocked)
-    others = [reports[rank] for rank in sorted(reports) if rank != first]
-    if first in silent:
-        activity, stack = silent[first], ""
-    else:
-        report = reports[first]
-        stack = report.stack.text
-        activity = f"no progress for {report.seconds:.0f} s in {report.phase}, at {_where(report)}"
-    waits = "; ".join(f"rank {other.rank} is at {_where(other)}" for other in others[:3])
-    rest = f", and {len(others) - 3} more" if len(others) > 3 else ""
-    cause = "every rank waits for another, in different places: " if deadlocked else ""
-    if out_of_step is not None:
-        cause, stack = _out_of_step_text(reports, out_of_step), ""  # its stack is as expected
-    message = f"{cause}{activity}. Meanwhile {waits}{rest}" if others else f"{cause}{activity}"
-    too_long = min(report.seconds for report in reports.values()) >= SLOW_LIMITS * limit
-    ends = not slow or (deadlocked and unchanged) or bool(dead) or too_long
-    return Verdict(first, message, stack, ends, is_new=not unchanged)
+    group = recipe.distributed.init.timeout
+    if group is None:
+        on_cpu = processes.device(recipe.distributed) == "cpu" or not processes.num_accelerators()
+        group = default_pg_timeout if on_cpu else NCCL_TIMEOUT
+    return min(limit, OF_GROUP_TIMEOUT * group.total_seconds())
 
 
-def _rank_out_of_step(reports: Mapping[int, Report]) -> int | None:
-    """Return a rank that has ended training, or not ended it, unlike most; None: all agree."""
-    ended = [rank for rank, report in reports.items() if report.ending]
-    going = [rank for rank, report in reports.items() if not report.ending]
-    if not ended or not going:
-        return None
-    return min(ended if len(ended) <= len(going) else going)
-
-
-def _out_of_step_text(reports: Mapping[int, Report], rank: int) -> str:
-    ending = next(report.ending for report in reports.values() if report.ending)
-    behaviour = "ended training" if reports[rank].ending else "did not end training with the others"
-    return f"it {behaviour} {ending}; call loop.stop on every rank at the same step: "
-
-
-def _first(reports: Mapping[int, Report], silent: Mapping[int, str], deadlocked: bool) -> int:
-    if silent:
-        return min(silent)
-    if deadlocked:
-        places = Counter(str(report.stack.own) for report in reports.values())
-        return min(reports, key=lambda rank: (places[str(reports[rank].stack.own)], rank))
-    order = {BUSY: 0, IN_TORCH: 1, WAITING: 2}
-    return min(
-        reports,
-        key=lambda rank: (
-            order[reports[rank].stack.kind],
-            reports[rank].collectives or 0,
-            reports[rank].count,
-            rank,
-        ),
-    )
-
-
-def _where(report: Report) -> str:
-    own, inner = report.stack.own, report.stack.places[-1]
-    if own == inner:
-        return str(own)
-    return f"{own} ({inner.function}, {Path(inner.file).name}:{inner.line})"
+@contextlib.contextmanager
+def watching(
+    recipe: Recipe, folder: Path, stop: StopFlag, rank: int, world_size: int
+) -> Iterator[None]:
+    """Watch this process in the context, if the recipe wants it; `folder` is the session."""
+    limit = limit_of(recipe)
+    if limit is None:
+        yield
+        return
+    shared = store.connect("watchdog", STORE_TIMEOUT) if world_size > 1 else HashStore()
+    dog = Watchdog(stop, limit, rank, world_size, folder, shared)
+    try:
+        yield
+    finally:
+        dog.close()

@@ -1,87 +1,273 @@
 """From a frozen job to processes: this one, fresh workers, or those that torchrun has started.
 
-Every process reads the same frozen recipe from the run directory; none of them sees overrides. Exit
-codes are those of `runner.exit_codes`. Free of torch at import.
+Every process reads the same frozen recipe from the run directory; none of them sees overrides.
+Workers that failed are started again, within the budget of the run; a refused configuration, Ctrl-C
+and a requested stop are final. Exit codes are those of `runner.exit_codes`. Free of torch at
+import.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import shlex
 import sys
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from accel.machine import passwords
+from accel.machine.errors import AccelError, ConfigError
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL
-from runner.launch import attempt, attempts, failures, rank_logs, rendezvous
-from runner.launch.first_node import FirstNode
-from runner.launch.worker_group import StopSignals, Terminated
-from runner.recipe import nodes, processes
+from runner.launch import failures, nodes, rank_logs, worker
+from runner.launch.failures import Ended
+from runner.launch.group import Group, Stops, stops_heard
+from runner.launch.worker import TRAIN, Place
+from runner.recipe import paths, processes
+from runner.recipe.nodes import RAY
 from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
-from runner.runs import directory, numerics, sessions
+from runner.runs import directory, environment, numerics, outcomes, sessions
+from runner.runs.job import Job
+from runner.runs.outcomes import Outcome
 from runner.runs.sessions import run_dir_of
 from runner.training import run_log
 from runner.training.stopping import StopFlag
 
-if TYPE_CHECKING:
-    from runner.runs.job import Job
+
+class Machines(Protocol):
+    """Where the workers of a run are started; `num_processes` are those of the last attempt."""
+
+    num_processes: int
+
+    def attempt(self, folder: Path, stops: Stops) -> Ended:
+        """Run the job of a session once, and return how it ended.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C, when no process is left.
+        """
+
+    def finish(self, ended: Ended) -> None:
+        """Release what waits for another attempt: there is none."""
+
+
+class ThisMachine:
+    """All workers run on this machine; arguments are those of `worker.order`.
+
+    Workers that do not `save` when a stop signal comes are ended by it; the exit code is then 128
+    and its number.
+    """
+
+    def __init__(
+        self, num_processes: int, cwd: Path, target: str = TRAIN, *, save: bool = True
+    ) -> None:
+        self.num_processes, self._cwd, self._target = num_processes, cwd, target
+        self._save = save
+
+    def attempt(self, folder: Path, stops: Stops) -> Ended:
+        """Run the job of a session once."""
+        from runner.launch import store
+
+        hosted = store.hosted()
+        place = Place(self.num_processes, self.num_processes, hosted.port)
+        workers = worker.makers(folder, place, self._cwd, self._target)
+        is_left = partial(outcomes.is_left, folder)
+        failed = Group(stops, save=self._save).run(workers, is_left)
+        if stops.received and not self._save:
+            return Ended(OF_SIGNAL + stops.received[0])
+        return failures.conclude(folder, failed, outcomes.read_outcomes(folder))
+
+    def finish(self, ended: Ended) -> None:
+        """Do nothing: nobody waits."""
 
 
 def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
-    """Run a job, print the cause of a failure, and return the exit code of the command.
+    """Run a job that is staged, print the cause of a failure, and return the exit code.
 
-    The job is saved or staged already. Where `fresh`, a run of one process gets a process of its
-    own, too (a sweep: no state of one job reaches the next). Else it runs in this process, where a
-    debugger can reach it.
+    Where `fresh`, a run of one process gets a process of its own, too (a sweep: no state of one job
+    reaches the next). Else it runs in this process, where a debugger can reach it.
 
     Raises:
         ConfigError: if the number of processes contradicts the machine or the launcher.
     """
     number, local = processes.count(recipe.distributed), processes.local_count(recipe.distributed)
     place = processes.adopted()
-    of_nodes = rendezvous.spans_nodes(recipe.distributed)
-    in_ray = recipe.distributed.kind == nodes.RAY
+    of_nodes = nodes.is_one_of_several(recipe.distributed)
+    in_ray = recipe.distributed.kind == RAY
     apart = number > 1 or fresh or of_nodes or in_ray or recipe.distributed.max_restarts
     if place is None and apart:
-        return _launch_workers(job, recipe, number, local)
+        return train(_machines(job, recipe, number), job, recipe, local)
     numerics.record_threads(job.place, recipe, local)
-    command = shlex.join(passwords.shown(sys.orig_argv))
-    with run_log.captured(job.run_dir, f"of {number}: {command}"):
+    with run_log.captured(job.run_dir, _heading(number)):
         if place is None:
             return run_here(job.place)
-        from runner.launch import torchrun
+        from runner.launch import store
 
-        torchrun.publish(job.place)
+        store.publish(job.place)
         if fresh:  # the process is the caller's to end: it records how the job has ended
             return run_here(job.place, place.rank)
         return run_adopted(job.place, place)
 
 
-def _launch_workers(job: Job, recipe: Recipe, number: int, local: int) -> int:
-    machines: attempt.Machines
-    if rendezvous.spans_nodes(recipe.distributed):
-        machines = FirstNode(rendezvous.listener(recipe.distributed), job, recipe)
-    elif recipe.distributed.kind == nodes.RAY:
-        from runner.launch.ray_group import RayCluster
+def _machines(job: Job, recipe: Recipe, number: int) -> Machines:
+    if nodes.is_one_of_several(recipe.distributed):
+        return nodes.FirstNode(job, recipe)
+    if recipe.distributed.kind == RAY:
+        from runner.launch.ray import RayCluster
 
-        machines = RayCluster(recipe.distributed, number, Path(job.cwd))
-    else:
-        machines = attempt.ThisMachine(number, Path(job.cwd))
+        return RayCluster(recipe.distributed, number, Path(job.cwd))
+    return ThisMachine(number, Path(job.cwd))
+
+
+def _heading(number: int) -> str:
+    return f"of {number}: {shlex.join(passwords.shown(sys.orig_argv))}"
+
+
+# -- in workers, with restarts -------------------------------------------------------------
+
+
+def train(machines: Machines, job: Job, recipe: Recipe, local_processes: int) -> int:
+    """Run a job in workers to its end, report how it ended, and return the exit code.
+
+    Args:
+        machines: where the workers run.
+        job: the job, staged already.
+        recipe: its recipe.
+        local_processes: number of workers of each machine.
+
+    Raises:
+        ConfigError: if the files of another attempt cannot be written.
+    """
+    limit, ended = recipe.distributed.max_restarts, Ended(FAILED)
     try:
-        return attempts.train(machines, job, recipe, local)
+        with stops_heard() as stops:
+            while True:
+                numerics.record_threads(job.place, recipe, local_processes)
+                ended = _attempt(machines, job, stops)
+                again = ended.code == FAILED and ended.cause is not None and not stops.received
+                if not limit or not again:
+                    return ended.code
+                left = limit - restarts_used(job.run_dir)
+                failed = f"session {job.place.name} failed"
+                if left <= 0:
+                    _tell(job, f"{failed}: {_used_up(job, limit)}")
+                    return ended.code
+                job = _again(job, recipe)
+                number = f"restart {limit - left + 1} of {limit}"
+                _tell(job, f"{failed}; {number} goes on from {_origin(job)}")
+    except AccelError as error:
+        code = failures.exit_code(error)
+        ended = Ended(code, Outcome(0, time.time(), code, str(error)))
+        raise
     except KeyboardInterrupt:
+        ended = Ended(INTERRUPTED)
         failures.print_interrupted(job.run_dir)
         return INTERRUPTED
+    finally:
+        machines.finish(ended)
+        _end(job, ended)
+
+
+def _attempt(machines: Machines, job: Job, stops: Stops) -> Ended:
+    with run_log.captured(job.run_dir, _heading(machines.num_processes)):
+        try:
+            ended = machines.attempt(job.place, stops)
+        except KeyboardInterrupt:
+            ended = Ended(INTERRUPTED)
+        failures.report_end(ended, job.run_dir, machines.num_processes)
+    _end(job, ended)
+    return ended
+
+
+def _end(job: Job, ended: Ended) -> None:
+    cause = {} if ended.cause is None else {"cause": asdict(ended.cause)}
+    sessions.end(job.place, ended.code, **cause)
+
+
+def _used_up(job: Job, limit: int) -> str:
+    told = f"distributed.max_restarts={limit} are used up over the whole run"
+    if directory.newest_checkpoint(job.run_dir) is not None:
+        return f"{told}; a greater number with resume= gives it more"
+    return f"{told}, and there is no complete checkpoint to go on from: start a new one"
+
+
+def _tell(job: Job, line: str) -> None:
+    with run_log.captured(job.run_dir, "of the launcher"):
+        print(line, file=sys.stderr, flush=True)
+
+
+def run_group(folder: Path, num_processes: int, cwd: Path, target: str) -> Ended:
+    """Let fresh processes do what a request asks for, print a failure, and return how they ended.
+
+    A stop signal ends them: they have nothing to save.
+    """
+    try:
+        with stops_heard() as stops:
+            machine = ThisMachine(num_processes, cwd, target, save=False)
+            ended = machine.attempt(folder, stops)
+    except KeyboardInterrupt:
+        ended = Ended(INTERRUPTED)
+    failures.report_end(ended, run_dir_of(folder), num_processes)
+    return ended
+
+
+# -- the session that a command, or a restart, adds to a run ---------------------------------
+
+
+def staged(requested: Job, recipe: Recipe) -> Job:
+    """Write the job, its recipe and the environment to a new session of the run.
+
+    Raises:
+        ConfigError: if they cannot be written.
+    """
+    try:
+        written = requested.save(recipe)
+        try:
+            environment.write_environment(written.place, recipe.data)
+        except BaseException:
+            sessions.discard(written.place)
+            raise
+    except OSError as error:
+        rule = f"a run is written there, and that failed ({paths.failure(error)})"
+        remedy = "Make room or give it a folder you may write to; nothing of it has changed."
+        raise ConfigError.of(str(requested.run_dir), rule, remedy) from error
+    return written
+
+
+def _again(failed: Job, recipe: Recipe) -> Job:
+    """Return the job that goes on with a run after `failed`: from its newest complete checkpoint.
+
+    Without one the run begins anew. Requires the run's lock.
+    """
+    checkpoint = directory.newest_checkpoint(failed.run_dir)
+    if checkpoint is None:
+        directory.set_aside(failed.run_dir)
+    origin = None if checkpoint is None else str(checkpoint)
+    return staged(replace(failed, resume_from=origin, restart=True), recipe)
+
+
+def restarts_used(run_dir: Path) -> int:
+    """Return how many restarts a run has had, over all commands that have trained it."""
+    return sum(Job.read(folder)[0].restart for folder in sessions.of_run(run_dir))
+
+
+def _origin(job: Job) -> str:
+    """Describe where a job begins."""
+    if job.resume_from is None:
+        return "the beginning (there is no complete checkpoint)"
+    return os.path.relpath(job.resume_from, job.run_dir)
+
+
+# -- in this process -----------------------------------------------------------------------
 
 
 def follow(place: Adopted) -> int:
     """Join the run that rank 0 composes, as another rank that a launcher has started."""
-    from runner.launch import torchrun
+    from runner.launch import store
 
-    folder = torchrun.receive()
+    folder = store.receive()
     if folder is None:
         return DONE
     try:
@@ -92,17 +278,16 @@ def follow(place: Adopted) -> int:
 
 
 def release_followers() -> None:
-    """Notify the other ranks of a launcher, if there are any, that nothing is left to do."""
+    """Tell the other ranks of a launcher, or the other nodes, that nothing is left to do."""
+    nodes.release_members()
     if processes.adopted() is not None:
-        from runner.launch import torchrun
+        from runner.launch import store
 
-        torchrun.publish(None)
+        store.publish(None)
 
 
 def run_adopted(folder: Path, place: Adopted) -> int:
     """Run a job in this process, one of several that a launcher has started."""
-    from runner.launch import worker
-
     # Until the process has ended: srun sends SIGTERM to the others as soon as one has failed, and
     # takes one that it kills for stopped.
     with StopFlag().installed() as stop:
@@ -119,8 +304,6 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
 
     The folder is the session with the frozen job; for `stop` see `worker.run`.
     """
-    from runner.launch import worker
-
     if not faulthandler.is_enabled():
         faulthandler.enable()
     run_dir = run_dir_of(folder)
@@ -138,24 +321,3 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
             sessions.end(folder, outcome.code, cause=asdict(outcome))
         failures.print_failure(outcome, run_dir)
         return outcome.code
-
-
-def run_group(
-    folder: Path, num_processes: int, cwd: Path, target: str = attempt.TRAIN, *, save: bool = True
-) -> attempt.Ended:
-    """Run a job once in fresh processes, print the cause of a failure, and return how it ended.
-
-    The folder is as for `run_here`; for the rest see `attempt.ThisMachine`. Workers that do not
-    `save` when a stop signal comes are ended by it; the exit code is then 128 and its number.
-    """
-    run_dir, machine = run_dir_of(folder), attempt.ThisMachine(num_processes, cwd, target)
-    stops = StopSignals(save=save)
-    try:
-        with stops.installed():
-            ended = machine.attempt(folder, stops)
-    except KeyboardInterrupt:
-        ended = attempt.Ended(INTERRUPTED)
-    except Terminated:
-        ended = attempt.Ended(OF_SIGNAL + stops.received[0])
-    attempt.report(ended, run_dir, num_processes)
-    return ended

@@ -15,14 +15,12 @@ import socket
 import struct
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from accel.machine import env
 from runner.recipe.nodes import Endpoint
 from runner.recipe.processes import INTERFACE
 
-PROTOCOL = 1
 ALIVE = "alive"
 SIGNS_PER_TIMEOUT = 6
 SEND_SECONDS = 10.0
@@ -40,16 +38,17 @@ class Connection:
 
     Args:
         end: a connected socket, which is closed with this.
-        timeout: seconds without a word after which the other side counts as lost; counted from the
-            first word on.
+        timeout: seconds without a word after which the other side counts as lost, from the first
+            word on.
+        patience: seconds until the first word.
     """
 
-    def __init__(self, end: socket.socket, timeout: float) -> None:
-        self._end, self._timeout = end, timeout
+    def __init__(self, end: socket.socket, timeout: float, patience: float = float("inf")) -> None:
+        self._end, self._timeout, self._silence = end, timeout, patience
         self._end.settimeout(SEND_SECONDS)
         self._end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._rest, self._failure = b"", ""
-        self._heard: float | None = None
+        self._heard = time.monotonic()
         self._sending, self._closing = threading.Lock(), threading.Event()
         self._signs = threading.Thread(target=self._say_alive, name="node alive", daemon=True)
         self._signs.start()
@@ -90,7 +89,7 @@ class Connection:
             if not data:
                 ended = "its connection was closed"
                 break
-            self._heard = time.monotonic()
+            self._heard, self._silence = time.monotonic(), self._timeout
             *lines, self._rest = (self._rest + data).split(b"\n")
             found += [_message(line) for line in lines]
             if len(self._rest) > MOST_BYTES:
@@ -99,8 +98,8 @@ class Connection:
             return [message for message in found if message["kind"] != ALIVE]
         if ended or self._failure:
             raise Lost(ended or self._failure)
-        if self._heard is not None and time.monotonic() - self._heard > self._timeout:
-            raise Lost(f"no word from it for {self._timeout:.0f} s")
+        if time.monotonic() - self._heard > self._silence:
+            raise Lost(f"no word from it for {self._silence:.0f} s")
         return []
 
     def close(self) -> None:
@@ -130,20 +129,31 @@ def _message(line: bytes) -> dict[str, Any]:
 
 
 def listen(endpoint: Endpoint) -> socket.socket:
-    """Return a socket that listens at an address of this machine.
+    """Return a socket that listens at the port of an address of this machine.
+
+    It listens at every address, unless that one is the loopback's: the name of a machine is often
+    known to itself by another address than to others.
 
     Raises:
-        OSError: if it is taken, or none of this machine's.
+        OSError: if it is taken.
     """
-    loopback = {address[4][0] for address in _resolved(endpoint)} <= {"127.0.0.1", "::1"}
-    if loopback:
-        family, _, _, _, address = _resolved(endpoint)[0]
+    found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = found[0]
+    if all(one[4][0] in ("127.0.0.1", "::1") for one in found):
         return socket.create_server(address[:2], family=family)
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", endpoint.port), family=socket.AF_INET6, dualstack_ipv6=True
         )
     return socket.create_server(("", endpoint.port))
+
+
+def accepted(listener: socket.socket, timeout: float) -> list[Connection]:
+    """Return the connections that have come since the last call."""
+    found = []
+    while select.select([listener], [], [], 0.0)[0]:
+        found.append(Connection(listener.accept()[0], timeout))
+    return found
 
 
 def connect(endpoint: Endpoint, seconds: float, source: str | None) -> socket.socket:
@@ -181,9 +191,9 @@ def gloo_variables(address: str) -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address; None: it is not found."""
+    """Return the network interface that has an IPv4 address; None: it is not found."""
     if ":" in address:
-        return _interface_of_ipv6(address)
+        return None
     wanted = socket.inet_aton(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -192,14 +202,3 @@ def interface_of(address: str) -> str | None:
                 if fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24] == wanted:
                     return name
     return None
-
-
-def _interface_of_ipv6(address: str) -> str | None:
-    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    path = Path("/proc/net/if_inet6")
-    lines = path.read_text().split("\n") if path.exists() else []
-    return next((line.split()[-1] for line in lines if line.startswith(wanted)), None)
-
-
-def _resolved(endpoint: Endpoint) -> list[Any]:
-    return socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)

@@ -30,7 +30,7 @@ FAILED_TO_START = 1
 END_SECONDS = 10.0
 
 
-class Place(TypedDict):
+class Site(TypedDict):
     """Where an actor is: its node with the address and the name, GPUs, and missing folders."""
 
     node: str
@@ -47,7 +47,7 @@ class ProcessHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._queue: queue.Queue[Event] = queue.Queue()
 
-    def place(self, folders: Sequence[str]) -> Place:
+    def place(self, folders: Sequence[str]) -> Site:
         """Return the node, the GPUs that Ray has assigned, and which of some folders it lacks."""
         import ray
 
@@ -130,11 +130,3 @@ class ProcessHost:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def in_order(places: Sequence[Place]) -> list[int]:
-    """Return indices of processes such that those of one node follow each other."""
-    first: dict[str, int] = {}
-    for place in places:
-        first.setdefault(place["node"], len(first))
-    return sorted(range(len(places)), key=lambda index: (first[places[index]["node"]], index))

@@ -1,4 +1,4 @@
-"""One process of a run: reads the frozen job, trains, and writes its outcome.
+"""One process of a run: how it is started, reads the frozen job, trains and writes its outcome.
 
 Free of torch at import: the number of threads is set before torch is loaded.
 """
@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +21,8 @@ from accel.machine import env, parent_watch
 from accel.machine.env import Environment
 from accel.machine.imports import load_attribute
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
-from runner.launch import failures, rank_logs
+from runner.launch import failures, group, rank_logs
+from runner.launch.group import Child, Maker
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Recipe
 from runner.runs import lock, sessions
@@ -33,6 +35,85 @@ from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, StopFlag
 
 if TYPE_CHECKING:
     from accel import Accelerator
+
+
+TRAIN = "runner.launch.worker:run"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The workers of one node among those of an attempt.
+
+    Args:
+        num_local: number of workers of this node.
+        world_size: number of workers of all nodes.
+        port: TCP port of the store that the launcher hosts, a new one for each attempt: what an
+            attempt that failed has written there is not found by the next.
+        address: host of the store, as this node reaches it.
+        first_rank: rank of the first worker.
+        node: index of this node.
+        num_nodes: number of nodes.
+        variables: further variables of the workers.
+    """
+
+    num_local: int
+    world_size: int
+    port: int
+    address: str = "localhost"
+    first_rank: int = 0
+    node: int = 0
+    num_nodes: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.first_rank, self.first_rank + self.num_local)
+
+    def of_rank(self, rank: int, attempt: str) -> dict[str, str]:
+        """Return torchrun's variables of one worker, and those of its node.
+
+        Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+        """
+        own: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": rank - self.first_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.num_local,
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": self.num_nodes,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RUN_ID": attempt,
+            "TORCHELASTIC_RESTART_COUNT": 0,  # of this store
+        }
+        return {**self.variables, **{name: str(value) for name, value in own.items()}}
+
+
+def order(folder: Path, cwd: Path, target: str = TRAIN) -> dict[str, Any]:
+    """Return what each worker of an attempt is given; see `main`.
+
+    Args:
+        folder: the session with the frozen job.
+        cwd: the user's directory: code in it can be imported.
+        target: ``module:function``, called with the folder and the worker's stop flag.
+    """
+    return {
+        "folder": str(folder),
+        "target": target,
+        "parent": os.getpid(),
+        "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
+    }
+
+
+def makers(folder: Path, place: Place, cwd: Path, target: str = TRAIN) -> dict[int, Maker]:
+    """Return what starts the workers of a node, by rank; the arguments are those of `order`."""
+    line, around = group.command(__name__, order(folder, cwd, target)), env.copy()
+    return {
+        rank: partial(Child, line, {**around, **place.of_rank(rank, folder.name)})
+        for rank in place.ranks
+    }
 
 
 def main(order: Mapping[str, Any]) -> NoReturn:
@@ -92,7 +173,7 @@ def _attempt(order: Mapping[str, Any], folder: Path, rank: int, stop: StopFlag) 
         return outcome.code
     # Without it the parent takes an exit with 0 for the end of a rank that was not complete.
     Outcome(rank, time.time(), code, stop.reason).write(folder)
-    # The agent takes any other status for a failure and would end the other ranks.
+    # The group takes any other status for a failure and would end the other ranks.
     return DONE if code == STOPPED else code
 
 
@@ -133,7 +214,7 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
 def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     from accel.checkpoint import disk_full
     from accel.comm.rng import set_seed
-    from runner.launch import watchdog
+    from runner.launch import hangs
     from runner.recipe import processes
     from runner.recipe.batch_plan import plan_batches
     from runner.training import build, pruning
@@ -145,7 +226,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     with (
         disk_full.told("the run", job.run_dir),
         of_the_recipe(),
-        watchdog.watching(recipe, job.place, stop, here.rank or 0, here.world_size),
+        hangs.watching(recipe, job.place, stop, here.rank or 0, here.world_size),
         build.running(recipe, job.run_dir, plan) as accelerator,
     ):
         # The same on all ranks: each builds the same weights.

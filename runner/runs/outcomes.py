@@ -1,7 +1,7 @@
 """How a process of a run ended, written to a small file, so that the parent can name the cause.
 
 A group of processes ends in a cascade: one fails, then the others in their collectives with it. The
-elastic agent sees only which one exited first. Each process therefore writes its outcome with
+parent sees only which one exited first. Each process therefore writes its outcome with
 the time at which it occurred; the earliest entry is the cause.
 
 Free of torch.
@@ -9,20 +9,15 @@ Free of torch.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import signal
-import socket
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runner.recipe import paths
 from runner.runs.json_files import write_json
-
-HANG = "hang.json"
 
 
 @dataclass(frozen=True)
@@ -91,41 +86,14 @@ def log_folder(run_dir: Path) -> Path:
     return folder
 
 
-def note_hang(folder: Path, hang: Outcome | None) -> None:
-    """Write down which rank hangs, for the parent; None: none does any more."""
-    path = folder / HANG
-    if hang is None:
-        path.unlink(missing_ok=True)
-    else:
-        write_json(path, asdict(hang))
-
-
-def read_hang(folder: Path) -> Outcome | None:
-    """Return which rank hung at the end; None: none did."""
-    path = folder / HANG
-    return Outcome(**json.loads(path.read_text())) if path.exists() else None
-
-
-def note_processes(folder: Path, pids: Mapping[int, int]) -> None:
-    """Write down the processes of this machine's ranks, before they say anything themselves."""
-    if not pids:
-        return
-    found = {rank: f"{socket.gethostname()} {pid}" for rank, pid in pids.items()}
-    with contextlib.suppress(OSError):  # a full disk; the watchdog then says less
-        write_json(folder / f"processes_{min(pids)}.json", found)
-
-
-def read_processes(folder: Path) -> dict[int, str]:
-    """Return host and process id of the ranks, as far as they were noted."""
-    found: dict[int, str] = {}
-    for file in folder.glob("processes_*.json"):
-        found |= {int(rank): who for rank, who in json.loads(file.read_text()).items()}
-    return found
-
-
 def read_outcomes(folder: Path) -> list[Outcome]:
     """Return the outcomes of the processes of a session, earliest first."""
     elsewhere = Path(tempfile.gettempdir()).glob(f"{_prefix(folder)}rank_*.json")
     files = [*folder.glob("rank_*.json"), *elsewhere]
     found = [Outcome(**json.loads(file.read_text())) for file in files]
     return sorted(found, key=lambda outcome: outcome.time)
+
+
+def is_left(folder: Path, rank: int) -> bool:
+    """Return whether the process of a rank has written its outcome."""
+    return any(outcome.rank == rank for outcome in read_outcomes(folder))

@@ -10,7 +10,6 @@ notices and ends its process group.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import signal
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.machine import env, parent_watch
-from runner.launch import bootstrap, rank_logs
+from runner.launch import group, rank_logs, worker
 from runner.runs import numerics
 from runner.sweep import preload
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS
@@ -100,7 +99,7 @@ class ForkServer:
         }
         with numerics.sleeping_when_idle(), env.patched(**{NVML_CHECK: "1"}):
             process = subprocess.Popen(
-                bootstrap.command(__name__, json.dumps(order)),
+                group.command(__name__, order),
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent
@@ -238,24 +237,17 @@ def be(pickled: bytes, parent: int) -> None:
     # An actor of Ray's holds them back until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     if order.log is not None:
-        _redirect(Path(order.log))
+        log = Path(order.log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        rank_logs.redirect(log)
     rank_logs.close_input()
     os.chdir(order.cwd)
     env.set_values(order.environment)
     preload.forget_random_state()
     sys.orig_argv[:] = order.command
     from accel.machine.imports import load_attribute
-    from runner.launch import worker
     from runner.recipe import paths, trust
 
     paths.move_project_last()
     trust.import_packages()
     worker.end_process(load_attribute(order.target)(**order.arguments))
-
-
-def _redirect(log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for number in (1, 2):
-        os.dup2(file, number)
-    os.close(file)

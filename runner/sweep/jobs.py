@@ -103,12 +103,12 @@ def require_place(choice: Choice, overrides: Sequence[str]) -> None:
     """Raise a ConfigError if the jobs of a sweep are for a cluster that is not there."""
     if choice.launcher != launchers.RAY:
         return
-    from runner.launch import ray_cluster
+    from runner.launch import ray
 
     with hydra_setup.session():
         address = _launcher_settings(overrides, choice.config_name)["address"]
     given = None if address is None else str(address)
-    ray_cluster.require_cluster(given, f"{launchers.NODE}.address")
+    ray.require_cluster(given, f"{launchers.NODE}.address")
 
 
 def require_cluster(choice: Choice) -> None:

@@ -19,7 +19,7 @@ RUN = (
     *("torch", "torch._dynamo", "torch.utils.data", "torch.utils.tensorboard"),
     *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.base"),
     *("runner.training.build", "runner.recipe.engine", "runner.training.loop"),
-    *("runner.launch.worker", "runner.launch.watchdog", "runner.recipe.hydra_setup"),
+    *("runner.launch.worker", "runner.launch.hangs", "runner.recipe.hydra_setup"),
     "runner.builtin.optimizers",
     *("runner.data.batches", "rich.progress"),
     *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),

@@ -11,9 +11,11 @@ import pickle
 import platform
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,8 @@ from omegaconf import OmegaConf
 
 from accel.machine.errors import Problem
 from runner.exit_codes import REFUSED
-from runner.launch import bootstrap, ray_cluster, remote_process
+from runner.launch import ray as cluster
+from runner.launch.ray import Actor
 from runner.recipe import launchers, nodes, processes
 from runner.recipe.schema import Recipe
 from runner.sweep import fork_server
@@ -31,7 +34,6 @@ from runner.sweep.fork_server import Event, Order
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
-    from ray.actor import ActorHandle
 
     from runner.sweep.task import Task
 
@@ -45,15 +47,9 @@ def main(order: Mapping[str, Any]) -> None:
     pickled = sys.stdin.buffer.read()
     if not os.path.isdir(order["folder"]):
         rule = f"the node {platform.node()} has no such folder"
-        print(Problem(order["folder"], rule, ray_cluster.SHARE), file=sys.stderr, flush=True)
+        print(Problem(order["folder"], rule, cluster.SHARE), file=sys.stderr, flush=True)
         sys.exit(REFUSED)
     fork_server.be(pickled, order["parent"])
-
-
-@dataclass
-class _Job:
-    actor: ActorHandle
-    pid: int = 0
 
 
 class Jobs:
@@ -69,8 +65,8 @@ class Jobs:
 
     def __init__(self, ray: ModuleType, settings: Mapping[str, Any]) -> None:
         self._ray, self._settings = ray, settings
-        self._watch = ray_cluster.Watch(ray)
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Actor] = {}
+        self._told: set[int] = set()  # jobs whose start has been told
         self._signals: deque[tuple[int, int]] = deque()
         self._short: set[str] = set()  # notes that have been printed
 
@@ -83,7 +79,7 @@ class Jobs:
         number = processes.count(recipe.distributed)
         threads = recipe.distributed.num_threads or 1
         wanted: dict[str, float] = {CPUS: number * threads, GPUS: 0}
-        if processes.device(recipe.distributed) != "cpu" and ray_cluster.num_gpus(self._ray):
+        if processes.device(recipe.distributed) != "cpu" and cluster.num_gpus(self._ray):
             wanted[GPUS] = number
         if recipe.distributed.kind == nodes.RAY:  # they have a placement group
             wanted = {CPUS: 0, GPUS: 0}
@@ -93,7 +89,7 @@ class Jobs:
         share = max(1, int(wanted[CPUS] // number))
         resources = {**wanted, **self._settings["resources"]}
         self._note_shortage(resources)
-        environment = {**ray_cluster.environment(self._ray), THREADS: str(share)}
+        environment = {**cluster.environment(self._ray), THREADS: str(share)}
         return Share((), share, environment, resources)
 
     def _note_shortage(self, resources: Mapping[str, float]) -> None:
@@ -114,7 +110,7 @@ class Jobs:
     def start(self, order: Order) -> None:
         """Have a job started as soon as there is room; an `Event` tells its process id."""
         resources = dict(order.resources)
-        actor = ray_cluster.host(
+        actor = cluster.host(
             self._ray,
             cpus=resources.pop(CPUS),
             gpus=resources.pop(GPUS),
@@ -122,31 +118,25 @@ class Jobs:
             runtime_env=self._settings["runtime_env"],
         )
         path = [str(Path(__file__).resolve().parents[2]), os.getcwd()]
-        cwd = ray_cluster.cwd(self._settings["runtime_env"]) or "."
+        cwd = cluster.cwd(self._settings["runtime_env"]) or "."
         pickled = pickle.dumps(replace(order, resources={}, cwd=cwd))
         sent = {"path": path, "folder": str(order.arguments["folder"])}
-        actor.start.remote(bootstrap.code(__name__), sent, pickled)
-        self._jobs[order.number] = _Job(actor)
-        self._watch.add(order.number, actor)
+        self._jobs[order.number] = Actor(
+            self._ray, actor, __name__, sent, pickled, on_lost=partial(_lost, order.number)
+        )
 
     def events(self, seconds: float) -> list[Event]:
         """Return what has happened, after at most so many seconds."""
         found = self._signalled()
-        for event in self._watch.events(0.0 if found else seconds):
-            number = event.key
-            job = self._jobs.get(number)
-            if job is None:  # its actor was ended before it was placed
-                continue
-            if event.kind == remote_process.STARTED:
-                job.pid = event.value
+        if not found:
+            time.sleep(seconds)
+        for number, job in list(self._jobs.items()):
+            status = job.poll()
+            if job.pid and number not in self._told:
+                self._told.add(number)
                 found.append(Event(number, job.pid))
-            elif event.kind == remote_process.OUTPUT:  # before it has a log of its own
-                ray_cluster.show(event.value)
-            elif event.kind == remote_process.ENDED:
-                found.append(self._ended(number, event.value))
-            else:
-                print(f"job {number:04}: Ray has lost it: {event.value}", file=sys.stderr)
-                found.append(self._ended(number, -signal.SIGKILL))
+            if status is not None:
+                found.append(self._ended(number, status))
         return found
 
     def send(self, event: Event, number: int) -> None:
@@ -164,15 +154,21 @@ class Jobs:
             if not job.pid:
                 found.append(self._ended(number, -name))
             elif name == signal.SIGKILL:
-                job.actor.kill.remote()
+                job.kill()
             else:
-                job.actor.send.remote(name)
+                job.send(name)
         return found
 
     def _ended(self, number: int, status: int) -> Event:
         job = self._jobs.pop(number)
-        self._ray.kill(job.actor)
+        self._told.discard(number)
+        job.close()
         return Event(number, job.pid, status)
+
+
+def _lost(number: int, reason: str) -> int:
+    print(f"job {number:04}: Ray has lost it: {reason}", file=sys.stderr)
+    return -signal.SIGKILL
 
 
 def launch(
@@ -187,7 +183,7 @@ def launch(
         first: as Hydra counts the first of them.
     """
     plain: dict[str, Any] = {name: _plain(value) for name, value in settings.items()}
-    with ray_cluster.connected(plain["address"], f"{launchers.NODE}.address") as ray:
+    with cluster.connected(plain["address"], f"{launchers.NODE}.address") as ray:
         jobs = Jobs(ray, plain)
         return task.run_with(jobs, jobs, job_overrides, first)
 

@@ -198,7 +198,7 @@ class Evaluations:
             return False
 
         try:
-            with progress.slow_phase("the check of the evaluation"), buffers_kept(run.step):
+            with progress.in_phase("the check of the evaluation"), buffers_kept(run.step):
                 metrics = evaluate_sets(
                     run.accelerator, run.step, self._sets[split], on_batch, num_batches
                 )
@@ -257,7 +257,7 @@ class Evaluations:
             return agreed and stop_flag.reason != TIME_IS_UP
 
         try:
-            with run.watch.paused(), stop_flag.progress.slow_phase(f"evaluation ({split})"):
+            with run.watch.paused(), stop_flag.progress.in_phase(f"evaluation ({split})"):
                 return evaluate_sets(run.accelerator, run.step, self._sets[split], on_batch)
         except Interrupted:
             run.stopped = Stop("signal", f"{stop_flag.reason} received in evaluation")
@@ -270,7 +270,7 @@ class Evaluations:
         run.metrics[split] = metrics
         self._recorder.write(split, metrics, run.seconds, weights_step=weights_step)
         run.display.evaluation(split, run.state.step, run.state.epoch_number, metrics, mark)
-        with run.stop_flag.progress.slow_phase("on_evaluate"):
+        with run.stop_flag.progress.in_phase("on_evaluate"):
             run.notify("on_evaluate", split, dict(metrics))
 
 

@@ -155,7 +155,7 @@ class Loop(Run):
             self.notify("on_start")
             self.display.start(self.state.step, *summaries.limits_of(self))
             self._train()
-            with self.stop_flag.progress.slow_phase("the end of the run"):
+            with self.stop_flag.progress.in_phase("the end of the run"):
                 return self._finish()
         except ConfigError as error:
             if self._begun:
@@ -310,10 +310,10 @@ class Loop(Run):
         self.log.drain()
         self.state.seconds = self.seconds
         self._saving = True
-        with self.watch.paused(), self.stop_flag.progress.slow_phase("saving"):
+        with self.watch.paused(), self.stop_flag.progress.in_phase("saving"):
             path = self.saver.save(summaries.metadata_of(self), self.monitor)
         self._saving = self._evaluations.improved = False
-        with self.stop_flag.progress.slow_phase("on_checkpoint"):
+        with self.stop_flag.progress.in_phase("on_checkpoint"):
             self.notify("on_checkpoint", path)
 
     @contextlib.contextmanager

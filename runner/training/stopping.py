@@ -269,36 +269,41 @@ class Progress:
 
     Attributes:
         count: boundaries passed: optimizer steps, evaluated batches, phases entered and left.
+        steps: optimizer steps made.
         phase: current phase of the main thread.
-        is_slow: whether the phase has no time limit: start-up with the first step,
-            evaluation, saving, the end.
+        is_timed: whether phases have a time limit: from the first step on.
         ending: why training has ended on this rank; empty: it has not.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.steps = 0
         self.phase = START_UP
-        self.is_slow = True
+        self.is_timed = False
         self.ending = ""
 
     def step(self) -> None:
-        """Say that an optimizer step is complete; from the first one on, steps are timed."""
+        """Say that an optimizer step is complete."""
         self.count += 1
+        self.steps += 1
         self.phase = "training"
-        self.is_slow = False
+        self.is_timed = True
 
     def batch(self) -> None:
         """Say that a batch was evaluated."""
         self.count += 1
 
     @contextmanager
-    def slow_phase(self, phase: str) -> Iterator[None]:
-        """Context of a phase without a time limit."""
-        before = self.phase, self.is_slow
+    def in_phase(self, phase: str, *, timed: bool = False) -> Iterator[None]:
+        """Context of another phase; to enter and to leave it is progress.
+
+        `timed`: phases have a time limit from now on, also without a step.
+        """
+        before = self.phase
+        self.is_timed = self.is_timed or timed
         self.count += 1
-        self.phase, self.is_slow = phase, True
+        self.phase = phase
         try:
             yield
         finally:
             self.count += 1
-            self.phase, self.is_slow = before
+            self.phase = before

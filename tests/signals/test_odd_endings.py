@@ -144,17 +144,14 @@ def save_model(folder: str) -> None:
     not (is_available("transformers") and is_available("deepspeed")),
     reason="transformers or deepspeed is not installed",
 )
-def test_from_pretrained_on_one_rank_alone_under_zero_3_is_named(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_each_other_in_start_up_end_with_the_users_frame(
+    tmp_path: Path,
+) -> None:
+    """Under ZeRO-3 every rank takes part in `from_pretrained`."""
     run_distributed(save_model, 1, str(tmp_path / "saved"))
-    ending = Ending(
-        f"{HANG} deepspeed=zero3 model=main_first model.folder={tmp_path / 'saved'}",
-        "it hangs: every rank waits for another, in different places: no progress for ",
-    )
+    waits = ("distributed.init.timeout=20", "deepspeed=zero3", "model=main_first")
     two = ("distributed=multi_cpu", "distributed.num_processes=2")
-    told = check(tmp_path, ending, "rank 0 failed first", *two)
-    assert "AutoModelForCausalLM.from_pretrained(folder" in told
-    last = next(line for line in told.splitlines() if line.startswith("rank 0 failed first: "))
-    assert " in start-up, at " in last
-    assert "in main_first (broadcast, " in last
-    assert "rank 1 is at " in last
-    assert "in main_first (barrier, " in last
+    code, told, left = end(tmp_path, *two, *waits, f"model.folder={tmp_path / 'saved'}")
+    assert (code, left) == (1, []), told
+    assert " failed first: " in told
+    assert OWN in told

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,10 @@ import pytest
 from accel.checkpoint import directory
 from runner.recipe import serialization
 from runner.runs.job import Job
-from tests.helpers import python
 from tests.runner.written_runs import session_of
 from tests.signals import oracle
-from tests.signals.cells import Cell, Run, wait_until
-from tests.signals.oracle import MARK, Expected, Result, Resumed, State, marked
+from tests.signals.cells import Cell, Run
+from tests.signals.oracle import Expected, Result, Resumed, State
 
 TERM = Expected(75, saves=True, resumes=True, workers=2)
 INT = Expected(130, saves=False, every_steps=2, workers=0)
@@ -103,13 +101,6 @@ def test_a_run_that_goes_on_elsewhere_is_told(run_dir: Path, change: dict, probl
     assert problem in told(result.with_(resumed=replace(result.resumed, **change)), TERM)
 
 
-def test_a_run_that_was_to_be_resumed_and_was_not_is_told(run_dir: Path) -> None:
-    assert told(saved(run_dir).with_(resumed=None), TERM) == "it was not resumed"
-
-
-# -- interrupted -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("content", [bytes(63), b"x" * 64])
 def test_an_earlier_checkpoint_that_is_damaged_is_told(tmp_path: Path, content: bytes) -> None:
     run_dir = write(tmp_path / "run", (2,), 2)
@@ -137,19 +128,6 @@ def test_processes_that_are_not_as_expected_are_told(
     run_dir: Path, change: dict, problem: str
 ) -> None:
     assert told(saved(run_dir).with_(**change), TERM).startswith(problem)
-
-
-def test_a_process_that_starts_late_and_in_a_session_of_its_own_is_found() -> None:
-    mark = f"late-{os.getpid()}"
-    code = (
-        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
-        "'import time; time.sleep(60)'], start_new_session=True)"
-    )
-    subprocess.run(python("-c", code), env={**os.environ, MARK: mark}, check=True)
-    # A process has no variables to be read for a moment after its start.
-    assert wait_until(lambda: len(marked(mark)) == 1, 15.0)
-    os.kill(marked(mark)[0], signal.SIGKILL)
-    assert wait_until(lambda: not marked(mark), 15.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")

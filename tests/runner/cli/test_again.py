@@ -69,8 +69,8 @@ def started(monkeypatch: pytest.MonkeyPatch, elsewhere: None) -> list[Any]:
     """Record jobs in place of starting them."""
     jobs: list[Any] = []
 
-    def record(recipe: Any, overrides: Any, name: str, **more: Any) -> int:
-        jobs.append((recipe, tuple(overrides), env.read("OMP_NUM_THREADS")))
+    def record(examined: Any, **_: Any) -> int:
+        jobs.append((examined.recipe, examined.overrides, env.read("OMP_NUM_THREADS")))
         return 0
 
     monkeypatch.setattr(start_run, "start", record)

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import runner
 from runner import cli
 from runner.launch import start_run
 from runner.recipe import factory
+from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
 from runner.runs.job import Job
 from tests.helpers import python
@@ -36,7 +36,6 @@ class Started:
     recipe: Recipe
     overrides: tuple[str, ...]
     config_name: str
-    fresh: bool
 
 
 @pytest.fixture
@@ -44,10 +43,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     """Record jobs in place of starting them."""
     jobs: list[Started] = []
 
-    def record(
-        recipe: Recipe, overrides: Sequence[str], name: str, *, fresh: bool = False, **_: Any
-    ) -> int:
-        jobs.append(Started(recipe, tuple(overrides), name, fresh))
+    def record(examined: Examined) -> int:
+        given = examined.recipe, tuple(examined.overrides), examined.config_name
+        jobs.append(Started(*given))
         return CODES.get(len(jobs), 0)
 
     CODES.clear()
@@ -106,7 +104,6 @@ def test_one_job(started: list[Started], tmp_path: Path) -> None:
     (job,) = started
     assert (job.recipe.model["width"], job.recipe.seed, job.recipe.scheduler) == (4, 3, None)
     assert job.overrides == ("model.width=4", "seed=3", "scheduler=null")
-    assert not job.fresh
     assert list(tmp_path.iterdir()) == []  # Hydra leaves nothing
 
 
@@ -378,8 +375,8 @@ def test_folders_of_the_users_capture_nothing(tmp_path: Path) -> None:
 def test_levels_of_loggers_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[Any] = []
 
-    def record(*_: Any, log_levels: Any, **__: Any) -> int:
-        levels.append(log_levels)
+    def record(examined: Examined) -> int:
+        levels.append(examined.log_levels)
         return 0
 
     monkeypatch.setattr(start_run, "start", record)

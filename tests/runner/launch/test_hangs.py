@@ -1,167 +1,48 @@
-"""R9: which rank hangs, judged from the stacks of all."""
+"""R9: which rank hangs, judged from the places of all; the time-out, and threads in processes."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from runner.launch.hangs import (
-    BUSY,
-    IN_TORCH,
-    SLOW_LIMITS,
-    WAITING,
-    Place,
-    Report,
-    Stack,
-    judge,
-)
-
-LIMIT = 10.0
-
+from accel.machine.errors import ConfigError
+from runner.launch import hangs
+from runner.launch.hangs import Row, judge
+from runner.recipe.schema import Distributed, Recipe, Trainer
+from tests.helpers import SECONDS, free_port, python
 
 SITE = "/venv/site-packages"
-
-
-BACKWARD = (
-    Place("/home/me/train.py", 3, "main"),
-    Place(f"{SITE}/torch/autograd/graph.py", 979, "_engine_run_backward"),
-)
-
-
-SLEEP = (Place("/home/me/data.py", 12, "__getitem__"),)
-
-
-LINEAR = (
-    Place("/home/me/data.py", 12, "forward"),
-    Place(f"{SITE}/torch/nn/modules/linear.py", 9, "forward"),
-)
-
-
-GATHER = (
-    Place("/home/me/model.py", 7, "build"),
-    Place(f"{SITE}/torch/distributed/distributed_c10d.py", 1, "broadcast"),
-)
-
-
-COMPILE = (Place(f"{SITE}/torch/_dynamo/convert_frame.py", 1, "_compile"), *LINEAR)
-
-
-def report(rank: int, places: tuple[Place, ...], **changes: object) -> Report:
-    stack = Stack(places, "the stack")
-    made = Report(rank, 5, "training", False, LIMIT, None, stack)
-    return replace(made, **changes)  # type: ignore[arg-type]
+OWN = "/home/me/train.py"
+ROW = Row(5, 5, "training", 9.0, "", waits=True, place=f"{OWN}:3 in main", stack="the stack\n")
+BUSY = replace(ROW, waits=False, place="/home/me/data.py:12 in __getitem__")
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_the_rank_that_does_not_wait_is_named_with_its_place(culprit: int) -> None:
-    reports = {rank: report(rank, SLEEP if rank == culprit else BACKWARD) for rank in (0, 1)}
-    verdict = judge(reports, {}, LIMIT, {})
-    assert verdict is not None
-    assert (verdict.rank, verdict.ends) == (culprit, True)
-    assert "in training, at /home/me/data.py:12 in __getitem__" in verdict.message
-    assert f"rank {1 - culprit} is at /home/me/train.py:3" in verdict.message
+    rows = {rank: BUSY if rank == culprit else ROW for rank in (0, 1)}
+    found = judge(rows, set())
+    told = "it hangs: no progress for 9 s in training, at /home/me/data.py:12 in __getitem__"
+    assert (found.rank, found.message) == (culprit, told)
+    stack, heading, first, second = found.traceback.splitlines()
+    assert (stack, heading) == ("the stack", "rank  steps  phase: place")
+    assert first.split() == [str(culprit), "5", "training:", *BUSY.place.split()]
+    assert second.split() == [str(1 - culprit), "5", "training:", *ROW.place.split()]
 
 
-def test_of_two_that_wait_the_one_with_fewer_collectives_is_named() -> None:
-    reports = {
-        0: report(0, BACKWARD, collectives=8),
-        1: report(1, BACKWARD, collectives=7),
-        2: report(2, LINEAR, collectives=9),
-    }
-    verdict = judge(reports, {}, LIMIT, {})
-    assert verdict is not None
-    assert verdict.rank == 2
-    reports[2] = report(2, LINEAR, collectives=6)
-    reports[1] = report(1, LINEAR, collectives=5)
-    verdict = judge(reports, {}, LIMIT, {})
-    assert verdict is not None
-    assert verdict.rank == 1
+def test_of_ranks_that_wait_the_one_behind_is_named() -> None:
+    assert judge({0: ROW, 1: replace(ROW, count=4), 2: ROW}, set()).rank == 1
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
-    verdict = judge({0: report(0, SLEEP)}, {1: "it does not answer"}, LIMIT, {})
-    assert verdict is not None
-    assert (verdict.rank, verdict.ends, verdict.stack) == (1, True, "")
-    assert verdict.message.startswith("it does not answer")
-
-
-def test_a_run_that_makes_progress_is_left_alone() -> None:
-    assert judge({0: report(0, SLEEP, seconds=1.0), 1: report(1, BACKWARD)}, {}, LIMIT, {}) is None
-
-
-def test_a_rank_is_named_though_another_moved_when_it_was_asked_first() -> None:
-    first = {0: report(0, SLEEP, is_slow=True), 1: report(1, BACKWARD, seconds=LIMIT / 3)}
-    second = {**first, 1: report(1, BACKWARD)}
-    assert judge(first, {}, LIMIT, {}) is None
-    for before, is_new in ((first, True), (second, False)):
-        verdict = judge(second, {}, LIMIT, before)
-        assert verdict is not None
-        assert (verdict.rank, verdict.ends, verdict.is_new) == (0, False, is_new)
-
-
-@pytest.mark.parametrize(
-    "slow",
-    [report(1, SLEEP, is_slow=True, phase="start-up"), report(1, COMPILE)],
-    ids=["start-up", "compilation"],
-)
-def test_a_slow_phase_is_named_and_never_ended(slow: Report) -> None:
-    reports = {0: report(0, GATHER), 1: slow}
-    verdict = judge(reports, {}, LIMIT, reports)
-    assert verdict is not None
-    assert (verdict.rank, verdict.ends) == (1, False)
-
-
-@pytest.mark.parametrize("phase", ["start-up", "evaluation"])
-def test_a_process_that_is_stopped_ends_the_run_in_any_phase(phase: str) -> None:
-    reports = {0: report(0, GATHER, is_slow=True, phase=phase)}
-    silent = {1: "it has not started", 2: "its process 7 does not answer: it is stopped"}
-    named = judge(reports, silent, LIMIT, {})
-    assert named is not None
-    assert (named.rank, named.ends) == (1, False)
-    verdict = judge(reports, silent, LIMIT, {}, dead={2})
-    assert verdict is not None
-    assert (verdict.rank, verdict.ends) == (2, True)
-    assert "it is stopped" in verdict.message
-
-
-@pytest.mark.parametrize("phase", ["start-up", "evaluation"])
-@pytest.mark.parametrize("silent", [{}, {1: "it has not started"}], ids=["answers", "silent"])
-def test_a_slow_phase_is_ended_after_several_limits(silent: dict[int, str], phase: str) -> None:
-    for limits in (1, SLOW_LIMITS):
-        slow: dict[str, Any] = {"is_slow": True, "phase": phase, "seconds": limits * LIMIT}
-        reports = {0: report(0, GATHER, **slow)}
-        reports |= {} if silent else {1: report(1, SLEEP, **slow)}
-        verdict = judge(reports, silent, LIMIT, {})
-        assert verdict is not None
-        assert (verdict.rank, verdict.ends) == (1, limits == SLOW_LIMITS)
-
-
-def test_a_process_that_is_alone_waits_for_no_other_rank() -> None:
-    verdict = judge({0: report(0, BACKWARD)}, {}, LIMIT, {})
-    assert verdict is not None
-    assert verdict.message.startswith("no progress for 10 s in training, at /home/me/train.py:3")
-    assert verdict.ends
-
-
-def test_a_deadlock_is_ended_in_any_phase_once_it_is_seen_twice() -> None:
-    elsewhere = (Place("/home/me/other.py", 8, "prepare"), GATHER[1])
-    reports = {
-        0: report(0, GATHER, is_slow=True, phase="start-up"),
-        1: report(1, elsewhere, is_slow=True, phase="start-up"),
-    }
-    first = judge(reports, {}, LIMIT, {})
-    assert first is not None
-    assert not first.ends
-    moved = {**reports, 1: report(1, GATHER, is_slow=True, phase="start-up")}
-    again = judge(reports, {}, LIMIT, moved)
-    assert again is not None
-    assert not again.ends
-    last = judge(reports, {}, LIMIT, reports)
-    assert last is not None
-    assert last.ends
-    assert "every rank waits for another" in last.message
+    found = judge({0: BUSY, 2: ROW}, {1})
+    assert (found.rank, "it does not answer" in found.message) == (1, False)
+    assert "its process does not answer" in found.message
+    assert "does not answer" in found.traceback.splitlines()[1]
 
 
 @pytest.mark.parametrize(
@@ -176,58 +57,112 @@ def test_a_deadlock_is_ended_in_any_phase_once_it_is_seen_twice() -> None:
 def test_a_rank_that_ends_training_alone_is_named(
     ended: set[int], world_size: int, named: int, what: str
 ) -> None:
-    reports = {
-        rank: report(
-            rank,
-            GATHER if rank in ended else BACKWARD,
-            ending="after step 2 (enough)" if rank in ended else "",
-            is_slow=rank in ended,
-        )
-        for rank in range(world_size)
-    }
-    verdict = judge(reports, {}, LIMIT, reports)
-    assert verdict is not None
-    assert (verdict.rank, verdict.ends, verdict.stack) == (named, True, "")
-    rule = "after step 2 (enough); call loop.stop on every rank at the same step: no progress for"
-    assert verdict.message.startswith(f"{what} {rule}")
-
-
-def test_where_all_have_ended_the_one_that_does_not_wait_is_named() -> None:
     ending = "after step 2 (enough)"
-    reports = {0: report(0, GATHER, ending=ending), 1: report(1, SLEEP, ending=ending)}
-    verdict = judge(reports, {}, LIMIT, {})
-    assert verdict is not None
-    assert (verdict.rank, verdict.stack) == (1, "the stack")
-    assert "ended training" not in verdict.message
+    rows = {r: replace(ROW, ending=ending if r in ended else "") for r in range(world_size)}
+    found = judge(rows, set())
+    rule = f"{ending}; call loop.stop on every rank at the same step: no progress for"
+    assert (found.rank, found.message.startswith(f"it hangs: {what} {rule}")) == (named, True)
 
 
-IMPORT = (
-    Place("/home/me/train.py", 3, "main"),
-    Place("<frozen importlib._bootstrap>", 1, "_find_and_load"),
-    Place(f"{SITE}/torch/distributed/tensor/__init__.py", 1, "<module>"),
-)
-LOADER = (*SLEEP, Place(f"{SITE}/torch/utils/data/dataloader.py", 1, "_try_get_data"))
+def test_a_table_of_many_ranks_is_cut() -> None:
+    lines = judge({rank: ROW for rank in range(100)} | {7: BUSY}, set()).traceback.splitlines()
+    assert lines[2].split()[0] == "7"
+    assert lines[-1] == "and 84 more ranks"
 
 
 @pytest.mark.parametrize(
-    ("places", "kind"),
+    ("files", "expected"),
     [
-        (SLEEP, BUSY),
-        (IMPORT, BUSY),
-        (LOADER, BUSY),
-        (LINEAR, IN_TORCH),
-        (BACKWARD, WAITING),
-        (GATHER, WAITING),
+        ([OWN], False),
+        ([OWN, "<frozen importlib._bootstrap>", f"{SITE}/torch/distributed/x.py"], False),
+        ([OWN, f"{SITE}/torch/utils/data/dataloader.py"], False),
+        ([OWN, f"{SITE}/torch/autograd/graph.py"], True),
+        ([OWN, f"{SITE}/torch/distributed/distributed_c10d.py"], True),
+        ([OWN, f"{SITE}/deepspeed/runtime/engine.py"], True),
     ],
 )
-def test_what_a_thread_does(places: tuple[Place, ...], kind: str) -> None:
-    assert Stack(places, "").kind == kind
+def test_what_waits(files: list[str], expected: bool) -> None:
+    assert hangs.waits(files) is expected
 
 
-def test_a_stack_is_shown_with_the_users_own_lines() -> None:
-    found: list[Stack] = []
-    list(map(lambda _: found.append(Stack.of_main_thread()), [0]))
-    (stack,) = found
-    assert f'File "{__file__}"' in stack.text
-    assert "_pytest" not in stack.text
-    assert any("_pytest" in place.file for place in stack.places)
+def test_the_watchdog_comes_before_the_time_out_of_the_group() -> None:
+    cpu = Distributed(kind="multi_cpu")
+    assert hangs.limit_of(Recipe(distributed=cpu)) == 1200.0
+    assert hangs.limit_of(Recipe(distributed=cpu, trainer=Trainer(hang_timeout=None))) is None
+    assert hangs.limit_of(Recipe(distributed=cpu, trainer=Trainer(hang_timeout="00:01:00"))) == 60
+    short = Distributed(kind="multi_cpu")
+    short.init.timeout = hangs.NCCL_TIMEOUT
+    assert hangs.limit_of(Recipe(distributed=short)) == 540.0
+    with pytest.raises(ConfigError, match=r"Trainer\.hang_timeout='soon'"):
+        Trainer(hang_timeout="soon")
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+# A process that hangs, told so, or keeps the interpreter: "native"; "start": before its first step.
+HANGS = """
+import ctypes, os, sys, time
+from pathlib import Path
+from runner.recipe.schema import Recipe, Trainer
+from runner.launch import hangs
+from runner.training.stopping import StopFlag
+stop = StopFlag()
+hangs.START_SECONDS = 1.0
+recipe = Recipe(trainer=Trainer(hang_timeout=0.5))
+rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+with hangs.watching(recipe, Path(sys.argv[1]), stop, rank, size):
+    if sys.argv[2] != "start":
+        stop.progress.step()
+    if sys.argv[2] == "native":
+        ctypes.PyDLL(None).sleep(300)
+    time.sleep(300 if sys.argv[2] in ("hang", "start") else 0)
+"""
+
+
+def hanging(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
+    line = python("-c", HANGS, str(folder), what)
+    return subprocess.run(line, capture_output=True, text=True, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("what", ["hang", "start"])
+def test_a_process_that_is_alone_is_ended_where_it_hangs(what: str, tmp_path: Path) -> None:
+    ended = hanging(tmp_path, what)
+    assert ended.returncode == 1
+    assert 'File "<string>", line 1' in ended.stderr
+    phase = "start-up" if what == "start" else "training"
+    assert f"the run failed: it hangs: no progress for 1 s in {phase}, at" in ended.stderr
+    cause = json.loads((tmp_path / "ended.json").read_text())["cause"]
+    assert cause["message"].startswith("it hangs: no progress for")
+
+
+def test_native_code_that_keeps_the_interpreter_ends_with_its_stack(tmp_path: Path) -> None:
+    ended = hanging(tmp_path, "native")
+    assert ended.returncode == 1
+    assert "Timeout (0:00:10.800000)!" in ended.stderr
+    assert 'File "<string>", line 1' in ended.stderr
+
+
+def test_a_process_that_is_alone_and_ends_leaves_no_log(tmp_path: Path) -> None:
+    ended = hanging(tmp_path, "not at all")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_every_rank_writes_its_stack_and_all_end(tmp_path: Path) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    both = [
+        subprocess.Popen(
+            python("-c", HANGS, str(tmp_path), "hang"),
+            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    told = "".join(one.communicate(timeout=SECONDS)[1] for one in both)
+    assert [one.returncode for one in both] == [1, 1]
+    assert told.count("failed first: it hangs: no progress for") == 1
+    for rank in (0, 1):
+        log = (tmp_path / "logs" / f"rank_{rank}.log").read_text()
+        assert f"watchdog of rank {rank}: no progress for" in log
+        assert 'File "<string>", line' in log

@@ -1,4 +1,4 @@
-"""Fresh worker processes: how they start, how they end, and that none of them stays behind (R9)."""
+"""R9: fresh worker processes: how they start and end, none stays behind, and restarts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ PARENT = """
 import signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from runner.launch import launcher
+from runner.launch import failures, launcher
+from runner.launch.failures import Ended
+from runner.launch.group import stops_heard
 run_dir = Path(sys.argv[1])
-target = f"tests.runner.jobs:{sys.argv[2]}"
-save = sys.argv[3:] != ["unsaved"]
-sys.exit(launcher.run_group(run_dir, 2, run_dir, target, save=save).code)
+machine = launcher.ThisMachine(2, run_dir, f"tests.runner.jobs:{sys.argv[2]}")
+if sys.argv[3:] == ["unsaved"]:
+    sys.exit(launcher.run_group(run_dir, 2, run_dir, f"tests.runner.jobs:{sys.argv[2]}").code)
+try:
+    with stops_heard() as stops:
+        ended = machine.attempt(run_dir, stops)
+except KeyboardInterrupt:
+    ended = Ended(130)
+failures.report_end(ended, run_dir, 2)
+sys.exit(ended.code)
 """
 
 
@@ -101,14 +110,10 @@ def test_workers_know_their_place_and_rank_zero_has_the_terminal(
     assert path[-1] == str(tmp_path)
 
 
-def test_handlers_and_log_levels_are_as_before(tmp_path: Path) -> None:
-    import logging
-
+def test_handlers_are_as_before(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in range(1, 32)]
     assert group(tmp_path, "report", 1) == 0
     assert [signal.getsignal(number) for number in range(1, 32)] == before
-    name = "torch.distributed.elastic.agent.server.api"
-    assert logging.getLogger(name).level <= logging.WARNING
 
 
 def test_a_failed_worker_is_named_with_its_traceback_once(
@@ -128,7 +133,7 @@ def test_the_first_failure_is_the_cause(tmp_path: Path, capfd: pytest.CaptureFix
     printed = capfd.readouterr().err
     assert "rank 1 failed first: ValueError: the cause" in printed
     assert "connection closed" not in printed
-    assert read_all(tmp_path)[0].message == "ValueError: the cause"
+    assert outcomes.read_outcomes(tmp_path)[0].message == "ValueError: the cause"
 
 
 def test_a_worker_that_is_killed_is_the_cause(
@@ -184,10 +189,6 @@ def test_control_c_ends_everything_soon(job: str, tmp_path: Path, parents: list[
     assert printed == f"Interrupted before the first checkpoint of {tmp_path}.\n"
     assert seconds < 29  # torch would wait 30
     assert none_left(tmp_path)
-
-
-def read_all(run_dir: Path) -> list[outcomes.Outcome]:
-    return outcomes.read_outcomes(run_dir)
 
 
 def test_importing_the_launcher_costs_no_torch() -> None:

@@ -14,6 +14,7 @@ import pytest
 from accel.machine.errors import ConfigError
 from runner import cli
 from runner.launch import launcher, start_run
+from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
 from runner.runs import lock, sessions
 from runner.runs.job import Job
@@ -201,33 +202,6 @@ def test_a_finished_run_says_so_and_is_left_alone(
     assert tree(run_dir) == before
 
 
-@pytest.mark.slow
-def test_a_finished_run_that_goes_on_says_so_as_soon_as_it_has_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = one_run(tmp_path, monkeypatch)
-    finished(run_dir, stopped="callback", reason="no better", step=20)
-
-    def killed_after_its_first_step(job: Job) -> int:
-        assert sessions.summary(run_dir)["stopped"] == "callback"
-        sessions.begin(job.place)
-        return -9
-
-    launched(monkeypatch, killed_after_its_first_step)
-    more = "trainer.epochs=3"
-    assert cli.main([f"resume={run_dir}", more]) == -9
-    begun: list[Path] = []
-
-    def go_on(job: Job) -> int:
-        begun.append(job.run_dir)
-        return 0
-
-    launched(monkeypatch, go_on)
-    assert cli.main([f"resume={run_dir}"]) == 0
-    assert cli.main([*LITTLE, more, "resume=auto"]) == 0
-    assert begun == [run_dir, run_dir]
-
-
 def test_a_full_disk_is_told_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,16 +282,6 @@ def test_the_run_of_a_chosen_directory_begins_anew_without_a_checkpoint(
     assert "its recipe is another (seed is 0 there, 5 here)" in capsys.readouterr().err
 
 
-def test_a_directory_that_holds_a_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = one_run(tmp_path, monkeypatch)
-    before = tree(run_dir)
-    assert cli.main([*LITTLE, f"run_dir={run_dir}"]) == 2
-    assert f"Resume it with resume={run_dir}" in capsys.readouterr().err
-    assert tree(run_dir) == before
-
-
 @pytest.mark.parametrize("more", [(), ("resume=auto",)])
 @pytest.mark.parametrize(
     ("left", "told"),
@@ -355,22 +319,6 @@ def test_an_empty_name_of_a_directory_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_chosen_directory_is_resumed_automatically(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resumed: list[str | None] = []
-
-    def train(job: Job) -> int:
-        resumed.append(job.resume_from)
-        add_checkpoint(job.run_dir / "checkpoints", 0)
-        return 75
-
-    launched(monkeypatch, train)
-    line = [*LITTLE, "run_dir=a/b", "resume=auto"]
-    assert [cli.main(line), cli.main(line)] == [75, 75]
-    assert resumed == [None, str(tmp_path / "a" / "b" / "checkpoints" / "checkpoint_0")]
-
-
 def test_a_chosen_directory_goes_if_nothing_was_started_and_its_parent_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,29 +328,22 @@ def test_a_chosen_directory_goes_if_nothing_was_started_and_its_parent_stays(
     assert [path.name for path in tmp_path.rglob("*")] == ["a"]
 
 
-def test_a_run_stays_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = one_run(tmp_path, monkeypatch)
-    assert cli.main([f"resume={run_dir}", "run_dir=elsewhere"]) == 2
-    assert "Leave run_dir out." in capsys.readouterr().err
-
-
 # -- a job that is frozen, and started elsewhere -------------------------------------------
 
 
-def frozen(recipe: Recipe, on_frozen: Callable[[Path, Recipe], object]) -> None:
-    start_run.freeze(recipe, ["seed=3"], "config", on_frozen=on_frozen)
+def frozen(recipe: Recipe, hand_over: Callable[[Job, Recipe], int]) -> None:
+    start_run.start(Examined(recipe, [], ("seed=3",), "config"), hand_over=hand_over)
 
 
 def test_a_frozen_job_is_trained_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Path] = []
 
-    def on_frozen(folder: Path, recipe: Recipe) -> None:
-        assert lock.holder(sessions.run_dir_of(folder)) is not None
-        found.append(sessions.run_dir_of(folder))
+    def hand_over(job: Job, recipe: Recipe) -> int:
+        assert lock.holder(job.run_dir) is not None
+        found.append(job.run_dir)
+        return 0
 
-    frozen(Recipe(name="mine", seed=3), on_frozen)
+    frozen(Recipe(name="mine", seed=3), hand_over)
     (run_dir,) = found
     assert run_dirs(tmp_path) == [run_dir]
     assert lock.holder(run_dir) is None
@@ -413,12 +354,11 @@ def test_a_frozen_job_is_trained_later(tmp_path: Path, monkeypatch: pytest.Monke
     assert [one.name for one in sessions.of_run(run_dir)] == ["0001", "0002"]
 
 
-def test_nothing_is_left_of_a_job_that_nobody_takes(tmp_path: Path) -> None:
-    def refuse(run_dir: Path, recipe: Recipe) -> None:
+@pytest.mark.parametrize("recipe", [Recipe(name="mine"), Recipe(run_dir="chosen")])
+def test_nothing_is_left_of_a_job_that_nobody_takes(recipe: Recipe, tmp_path: Path) -> None:
+    def refuse(job: Job, recipe: Recipe) -> int:
         raise ConfigError.of("there", "is no room", "Wait.")
 
     with pytest.raises(ConfigError, match="no room"):
-        frozen(Recipe(name="mine"), refuse)
-    with pytest.raises(ConfigError, match="no room"):
-        frozen(Recipe(run_dir="chosen"), refuse)
+        frozen(recipe, refuse)
     assert list(tmp_path.iterdir()) == []

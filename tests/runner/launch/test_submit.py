@@ -1,4 +1,4 @@
-"""`runner submit` on a Slurm of two nodes: a run as a job, requeued into its own directory (R3)."""
+"""R3: `runner submit` on a Slurm of two nodes: a run as a job, requeued into its own directory."""
 
 from __future__ import annotations
 
@@ -87,36 +87,43 @@ def test_a_job_is_frozen_and_a_second_one_of_its_run_refused(
 
 
 @pytest.mark.slow
-def test_a_job_of_one_process(slurm_cluster: Cluster, tmp_path: Path) -> None:
-    line = (*QUICK, "trainer.max_steps=20")
-    job_id, run_dir = submitted(slurm_cluster, tmp_path, *line)
+@pytest.mark.parametrize("where", [(), ONE_EACH], ids=["one", "two nodes"])
+def test_a_job_trains_what_the_same_processes_train_here(
+    where: tuple[str, ...], slurm_cluster: Cluster, tmp_path: Path
+) -> None:
+    line = (*QUICK, "trainer.max_steps=20", *(("distributed=multi_cpu",) if where else ()))
+    job_id, run_dir = submitted(slurm_cluster, tmp_path, *line, *where)
     wait_for_end(slurm_cluster, job_id, run_dir)
     assert json.loads((run_dir / "summary.json").read_text())["complete"] is True
+    assert ("2 processes" in log(run_dir)) is bool(where)
     assert weights(run_dir) == weights(trained_here(slurm_cluster, tmp_path, *line))
 
 
-@pytest.mark.slow
-def test_a_job_on_two_nodes_trains_as_two_processes_do_here(
-    slurm_cluster: Cluster, tmp_path: Path
-) -> None:
-    line = (*QUICK, "trainer.max_steps=20", "distributed=multi_cpu")
-    job_id, run_dir = submitted(slurm_cluster, tmp_path, *line, *ONE_EACH)
-    wait_for_end(slurm_cluster, job_id, run_dir)
-    assert "2 processes" in log(run_dir)
-    assert weights(run_dir) == weights(trained_here(slurm_cluster, tmp_path, *line))
+REQUEUE, WARNING = ("scontrol", "requeue"), ("scancel", "--signal=USR1")  # as --signal=USR1@… does
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [(), pytest.param(ONE_EACH, marks=pytest.mark.long)])
-def test_a_requeued_job_goes_on_in_its_directory(
-    where: tuple[str, ...], slurm_cluster: Cluster, tmp_path: Path
+@pytest.mark.parametrize(
+    ("stop", "told", "where"),
+    [
+        (REQUEUE, "SIGTERM received", ()),
+        (WARNING, "SIGUSR1 received", ()),
+        pytest.param(REQUEUE, "SIGTERM received", ONE_EACH, marks=pytest.mark.long),
+    ],
+)
+def test_a_job_that_is_queued_again_goes_on_in_its_directory(
+    stop: tuple[str, ...],
+    told: str,
+    where: tuple[str, ...],
+    slurm_cluster: Cluster,
+    tmp_path: Path,
 ) -> None:
     job_id, run_dir = submitted(slurm_cluster, tmp_path, *LONG, *where)
     wait_for_checkpoint(run_dir)
-    slurm_cluster.ask("scontrol", "requeue", job_id)
+    slurm_cluster.ask(*stop, job_id)
     wait_for_end(slurm_cluster, job_id, run_dir)
     assert "resumed" in log(run_dir)
-    assert "SIGTERM received" in log(run_dir)
+    assert told in log(run_dir)
     assert [path for path in (tmp_path / "runs" / "digits").iterdir()] == [run_dir]
     line = (*LONG, *(["distributed=multi_cpu"] if where else []))
     assert weights(run_dir) == weights(trained_here(slurm_cluster, tmp_path, *line))
@@ -162,3 +169,26 @@ def test_a_failing_rank_ends_the_job_as_failed(slurm_cluster: Cluster, tmp_path:
     assert "the run failed" in log(run_dir) or "failed first" in log(run_dir)
     shown = command(slurm_cluster, tmp_path, "show", str(run_dir)).stdout
     assert "failed" in shown
+
+
+@pytest.mark.slow
+def test_a_limit_of_slurms_own_is_met(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm counts limits in minutes: the run is stopped once, and goes on."""
+    limit = ("submit.time=00:01:02", "submit.signal_delay_s=1", "trainer.max_steps=null")
+    endless = [*(one for one in LONG if "max_steps" not in one), "trainer.epochs=100000"]
+    job_id, run_dir = submitted(slurm_cluster, tmp_path, *endless, *limit)
+    slurm_cluster.wait_for(job_id, "PENDING", seconds=2 * SECONDS)
+    slurm_cluster.wait_for(job_id, "RUNNING")
+    assert "SIGUSR1 received" in log(run_dir)
+    slurm_cluster.ask("scancel", job_id)
+    slurm_cluster.wait_for(job_id, "CANCELLED")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_finished_ends_at_once(slurm_cluster: Cluster, tmp_path: Path) -> None:
+    line = [*(one for one in LONG if "max_steps" not in one), "trainer.max_steps=2"]
+    job_id, run_dir = submitted(slurm_cluster, tmp_path, *line)
+    wait_for_end(slurm_cluster, job_id, run_dir)
+    slurm_cluster.ask("scontrol", "requeue", job_id)
+    wait_for_end(slurm_cluster, job_id, run_dir)
+    assert "Nothing is left to do" in log(run_dir)

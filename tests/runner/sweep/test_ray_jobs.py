@@ -12,7 +12,6 @@ import pytest
 
 from runner.recipe import launchers
 from runner.recipe.schema import Distributed, Recipe
-from runner.sweep import ray_jobs
 from runner.sweep.fork_server import Event
 from runner.sweep.ray_jobs import Jobs
 from tests import ray_nodes
@@ -177,13 +176,21 @@ def test_a_job_gets_what_its_recipe_needs(
     assert share.environment["RAY_ADDRESS"] == "here:1"
 
 
+class Waiting:
+    """The actor of a job that has no room yet."""
+
+    pid, closed = 0, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def test_a_stop_ends_a_job_that_waits_for_room() -> None:
-    ray, actor = Ray(), object()
-    jobs = made(ray)
-    jobs._jobs[3] = ray_jobs._Job(actor)
+    jobs, actor = made(Ray()), Waiting()
+    jobs._jobs[3] = actor  # type: ignore[assignment]
     jobs.send(Event(3, 0), signal.SIGTERM)
-    assert ray.killed == []  # handlers call nothing of Ray's
+    assert not actor.closed  # handlers call nothing of Ray's
     assert jobs.events(0.0) == [Event(3, 0, -signal.SIGTERM)]
-    assert ray.killed == [actor]
+    assert actor.closed
     jobs.send(Event(3, 0), signal.SIGKILL)
     assert jobs.events(0.0) == []

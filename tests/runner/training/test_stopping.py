@@ -201,12 +201,12 @@ def test_signals_are_held_back_and_released() -> None:
         assert stop.requested_locally()
 
 
-def test_a_slow_phase_ends_where_it_began_also_after_an_error() -> None:
+def test_a_phase_ends_where_it_began_also_after_an_error() -> None:
     progress = Progress()
+    assert not progress.is_timed
     progress.step()
-    with progress.slow_phase("evaluation"):
-        assert (progress.phase, progress.is_slow) == ("evaluation", True)
-        with pytest.raises(ValueError, match="within"), progress.slow_phase("saving"):
+    with progress.in_phase("evaluation"):
+        with pytest.raises(ValueError, match="within"), progress.in_phase("saving"):
             raise ValueError("within")
-        assert (progress.phase, progress.is_slow) == ("evaluation", True)
-    assert (progress.phase, progress.is_slow, progress.count) == ("training", False, 5)
+        assert progress.phase == "evaluation"
+    assert (progress.phase, progress.is_timed, progress.count) == ("training", True, 5)

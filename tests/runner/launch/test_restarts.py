@@ -1,4 +1,4 @@
-"""The budget of restarts, and what each attempt begins with (R9)."""
+"""R7, R9: the budget of restarts, and what each attempt begins with."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import attempts, staging
-from runner.launch.attempt import Ended
-from runner.launch.worker_group import StopSignals
+from runner.launch import launcher
+from runner.launch.failures import Ended
+from runner.launch.group import Stops
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs import sessions
 from runner.runs.job import Job
 from runner.runs.json_files import read_json
 from runner.runs.outcomes import Outcome
+from tests.runner.runs.test_directory import add_checkpoint
 
 FAILED = Ended(1, Outcome(1, time.time(), 1, "ValueError: the cause"))
 
@@ -30,7 +31,7 @@ class Scripted:
         self.folders: list[Path] = []
         self.told: Ended | None = None
 
-    def attempt(self, folder: Path, stops: StopSignals) -> Ended:
+    def attempt(self, folder: Path, stops: Stops) -> Ended:
         self.folders.append(folder)
         assert Job.read(folder)[0].run_dir == sessions.run_dir_of(folder)
         if self.stop:
@@ -46,7 +47,7 @@ class Scripted:
 
 def train(run_dir: Path, machines: Scripted, max_restarts: int) -> int:
     recipe = Recipe(distributed=Distributed(kind="multi_cpu", max_restarts=max_restarts))
-    return attempts.train(machines, Job(run_dir).save(recipe), recipe, 2)
+    return launcher.train(machines, Job(run_dir).save(recipe), recipe, 2)
 
 
 def codes(run_dir: Path) -> list[int]:
@@ -63,7 +64,7 @@ def test_a_failure_starts_again_within_the_budget(
     assert "session 0002 failed; restart 2 of 2 goes on from the beginning" in printed
     assert "session 0001 failed; restart 1 of 2" in (tmp_path / "run.log").read_text()
     assert codes(tmp_path) == [1, 1, 0]
-    assert staging.restarts_used(tmp_path) == 2
+    assert launcher.restarts_used(tmp_path) == 2
     assert machines.told == Ended(0)
 
 
@@ -98,3 +99,26 @@ def test_other_ends_are_final(ending: Ended | BaseException, code: int, tmp_path
 def test_a_requested_stop_is_final(tmp_path: Path) -> None:
     assert train(tmp_path, Scripted([FAILED], stop=True), 3) == 1
     assert codes(tmp_path) == [1]
+
+
+def test_a_restart_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    failed = Job(tmp_path, overrides=("seed=0",)).save(Recipe())
+    state = add_checkpoint(tmp_path / "checkpoints", 3)
+    again = launcher._again(failed, Recipe())
+    assert (again.place.name, again.resume_from, again.overrides) == (
+        "0002",
+        str(state),
+        ("seed=0",),
+    )
+    assert launcher._origin(again) == "checkpoints/checkpoint_3"
+    assert launcher.restarts_used(tmp_path) == 1
+
+
+def test_without_a_checkpoint_the_run_begins_anew(tmp_path: Path) -> None:
+    failed = Job(tmp_path, resume_from="gone").save(Recipe())
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    again = launcher._again(failed, Recipe())
+    assert again.resume_from is None
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert (failed.place / "metrics.jsonl").exists()
+    assert launcher._origin(again).startswith("the beginning")

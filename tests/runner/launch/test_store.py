@@ -23,16 +23,16 @@ def adopt(folder: str) -> tuple[str, int]:
     """Hand the run directory from rank 0 to rank 1, then form a process group as usual."""
     import torch.distributed as dist
 
-    from runner.launch import torchrun
+    from runner.launch import store
     from runner.recipe import processes
 
     place = processes.adopted()
     assert isinstance(place, Adopted)
     if place.rank == 0:
-        torchrun.publish(Path(folder))
+        store.publish(Path(folder))
         received = Path(folder)
     else:
-        received = torchrun.receive()
+        received = store.receive()
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     dist.barrier()

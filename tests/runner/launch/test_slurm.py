@@ -1,4 +1,4 @@
-"""The batch script: processes on each node, options of sbatch, what it does after a stop (R3)."""
+"""R3: the batch script: processes on each node, options of sbatch, what it does after a stop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel.machine.errors import ConfigError
-from runner.launch import batch_script
+from runner.launch import slurm
 from runner.recipe.nodes import Submit
 from runner.recipe.schema import Distributed, Recipe
 
@@ -34,7 +34,7 @@ def recipe(distributed: dict[str, Any] | None = None, **submit: Any) -> Recipe:
 def test_processes_on_each_node(
     distributed: dict[str, Any], submit: dict[str, Any], tasks: int
 ) -> None:
-    assert batch_script.tasks_per_node(recipe(distributed, **submit)) == tasks
+    assert slurm.tasks_per_node(recipe(distributed, **submit)) == tasks
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_contradictions_are_refused(
     distributed: dict[str, Any], submit: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        batch_script.tasks_per_node(recipe(distributed, **submit))
+        slurm.tasks_per_node(recipe(distributed, **submit))
 
 
 def test_what_sbatch_reads() -> None:
     asked = {"partition": "gpu", "time": "1-00:00:00", "mem": "64G", "cpus_per_task": 4}
     found = recipe({}, extra=["--mail-type=FAIL"], setup=["module load cuda"], **asked)
-    text = batch_script.text(found, Path("/runs/a b%c"), "/home/me")
+    text = slurm.text(found, Path("/runs/a b%c"), "/home/me")
     options = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
     assert {
         *("--job-name=digits", "--chdir=/home/me", '--output="/runs/a b%%c/logs/slurm-%j.out"'),
@@ -82,7 +82,7 @@ def run_script(folder: Path, srun: str, **submit: Any) -> tuple[int, list[str]]:
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
     script = folder / "submit.sh"
-    script.write_text(batch_script.text(recipe(**submit), run_dir, str(folder)))
+    script.write_text(slurm.text(recipe(**submit), run_dir, str(folder)))
     variables = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     answer = subprocess.run(["bash", script], env=variables, timeout=60)
     calls = folder / "calls"

@@ -1,4 +1,4 @@
-"""Workers of one run on two nodes of a real Ray cluster (R9)."""
+"""R9: workers of one run on two nodes of a real Ray cluster; what is said without one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from runner.launch import ray_group
+from accel.machine.errors import ConfigError, MissingPackageError
+from runner.launch import ray
+from runner.launch.remote_process import Site
+from runner.recipe import trust
 from tests import ray_nodes
+from tests.helpers import free_port
 from tests.ray_nodes import Cluster
 from tests.signals.cells import RECIPE
 
@@ -177,23 +183,72 @@ def test_a_run_that_waits_for_room_can_be_ended(nodes: Cluster, tmp_path: Path) 
     command.send_signal(signal.SIGTERM)
     code, output = ray_nodes.ended(command)
     assert "16 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
-    assert "less than that: CPU 16 of 4" in lines[-1]
     assert code == 143, output
     assert "SIGTERM came before training began: nothing is saved." in output
     assert not (tmp_path / "runs").exists()
 
 
+# -- without a cluster -----------------------------------------------------------------------------
+
+
 def test_local_ranks_choose_among_the_gpus_of_their_node() -> None:
     places = [("a", "3"), ("a", "0"), ("b", "1")]
-    found = list(
-        ray_group._ranks(
-            [
-                {"node": node, "address": "", "host": "", "gpus": [gpu], "missing": []}
-                for node, gpu in places
-            ]
-        )
-    )
-    assert [one["RANK"] for one in found] == [0, 1, 2]
-    assert [one["LOCAL_RANK"] for one in found] == [0, 1, 0]
-    assert [one["LOCAL_WORLD_SIZE"] for one in found] == [2, 2, 1]
+    sites: list[Site] = [
+        {"node": node, "address": "", "host": "", "gpus": [gpu], "missing": []}
+        for node, gpu in places
+    ]
+    found = [
+        place.of_rank(rank, "0001")
+        for place in ray.places_of(sites, "here", 1)
+        for rank in place.ranks
+    ]
+    assert [one["RANK"] for one in found] == ["0", "1", "2"]
+    assert [one["LOCAL_RANK"] for one in found] == ["0", "1", "0"]
+    assert [one["LOCAL_WORLD_SIZE"] for one in found] == ["2", "2", "1"]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["3,0", "3,0", "1"]
+
+
+class Resources:
+    """A cluster's resources, without a cluster."""
+
+    @staticmethod
+    def cluster_resources() -> dict[str, float]:
+        return {"CPU": 4.0, "memory": 1e9}
+
+    @staticmethod
+    def get_runtime_context() -> SimpleNamespace:
+        return SimpleNamespace(gcs_address="10.0.0.1:6379")
+
+
+def test_packages_trusted_here_are_trusted_in_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(trust.VARIABLE, "mypkg")
+    found = ray.environment(Resources)  # type: ignore[arg-type]
+    assert found[trust.VARIABLE] == "mypkg"
+    assert found[ray.ADDRESS] == "10.0.0.1:6379"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel.machine.imports.is_available", lambda name: False)
+    with pytest.raises(MissingPackageError, match="accel-runner"):
+        with ray.connected(None, "distributed.ray.address"):
+            pass
+
+
+def test_no_cluster_is_a_refusal_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key, note = "distributed.ray.address", tmp_path / "current"
+    monkeypatch.setattr(ray, "CURRENT", note)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="none runs on this machine") as raised:
+        ray.require_cluster(None, key)
+    assert "`ray start --head`" in str(raised.value)
+    address = f"127.0.0.1:{free_port()}"
+    note.write_text(address)
+    for given in (None, address):
+        with pytest.raises(ConfigError, match=f"{address}: Connection refused"):
+            ray.require_cluster(given, key)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        ray.require_cluster(None, key)
+    ray.require_cluster("local", key)

@@ -1,4 +1,4 @@
-"""Two nodes: on this machine's loopback, and in two network namespaces that a link joins (R9)."""
+"""R9: two nodes: on this machine's loopback, and in two network namespaces that a link joins."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runner.runs import outcomes
+from runner.runs import sessions
+from runner.runs.json_files import read_json
 from tests import nodes
 from tests.helpers import about, python
 from tests.nodes import Nodes, Site
@@ -56,6 +58,12 @@ def losses(run_dir: Path) -> list[float]:
     return list(found.values())
 
 
+def first_cause(two: Nodes) -> dict[str, Any]:
+    """Return why the first session of the run failed."""
+    found: dict[str, Any] = read_json(sessions.of_run(two.run_dir)[0] / sessions.ENDED)["cause"]
+    return found
+
+
 def one_node(folder: Path, num_processes: int) -> list[float]:
     """Return the training losses of the same run on one node."""
     folder.mkdir()
@@ -69,19 +77,6 @@ def one_node(folder: Path, num_processes: int) -> list[float]:
     return losses(run_dir)
 
 
-@pytest.mark.slow  # six processes import PyTorch
-def test_two_nodes_train_one_run(tmp_path: Path) -> None:
-    two = Nodes(nodes.loopback(), tmp_path)
-    try:
-        commands = [two.start(node) for node in (0, 1)]
-        assert [command.code() for command in commands] == [0, 0], two.outputs()
-        assert two.left() == []
-        assert len(losses(two.run_dir)) == 6
-        assert "node 1 of 2: ranks 1 to 1 of 2" in commands[1].printed()
-    finally:
-        two.kill()
-
-
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_named_with_the_stacks_of_all_nodes(tmp_path: Path) -> None:
     two = Nodes(nodes.loopback(), tmp_path)
@@ -91,12 +86,10 @@ def test_a_worker_that_hangs_is_named_with_the_stacks_of_all_nodes(tmp_path: Pat
         commands = [two.start(node, *hangs) for node in (0, 1)]
         assert [command.code() for command in commands] == [0, 0], two.outputs()
         assert "rank 1 failed first: it hangs: no progress for" in commands[0].printed()
-        (failed,) = outcomes.read_failed(two.run_dir)
-        assert failed.rank == 1
-        assert "it hangs" in failed.message
+        assert "it hangs" in first_cause(two)["message"]
         for rank in (0, 1):
             stack = (two.run_dir / "logs" / f"rank_{rank}.log").read_text()
-            assert "No progress for" in stack
+            assert "no progress for" in stack
             assert 'File "' in stack
         assert two.left() == []
     finally:
@@ -115,9 +108,9 @@ def test_a_killed_node_comes_back(two: Nodes) -> None:
     assert two.left() == []
     printed = first.printed()
     assert "is lost: its connection" in printed
-    assert "attempt 1 failed; restart 1 of 1 goes on from checkpoints/checkpoint_" in printed
-    (failed,) = outcomes.read_failed(two.run_dir)
-    assert (failed.attempt, failed.rank, failed.num_processes) == (1, 1, 2)
+    told = "session 0001 failed; restart 1 of 1 goes on from checkpoints/checkpoint_"
+    assert told in printed
+    assert first_cause(two)["rank"] == 1
     assert losses(two.run_dir) == about(one_node(two.folder / "one", 2))
 
 

@@ -1,0 +1,538 @@
+"""Several nodes that train one run: the first one listens, the others join it.
+
+The first node starts and ends each attempt on all: its `Group` has its own workers and a `Node` for
+each other one, whose command runs a `Group` of its workers. A node that is killed or cut off ends
+the attempt. The next one has the nodes that are there by then; others may join at any time, and
+wait for it. All nodes see the run directory under the same path. Free of torch at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accel.machine.errors import ConfigError, Problems, StateError
+from runner.exit_codes import DONE, FAILED, INTERRUPTED, OF_SIGNAL, REFUSED
+from runner.launch import failures, messages, worker
+from runner.launch.failures import Ended
+from runner.launch.group import MONITOR_SECONDS, Failure, Group, Maker, Stops, stops_heard
+from runner.launch.messages import Connection, Lost
+from runner.launch.worker import Place
+from runner.recipe import nodes, processes, resumed_recipe, serialization
+from runner.recipe.batch_plan import plan_batches
+from runner.recipe.nodes import Endpoint
+from runner.recipe.schema import Distributed, Recipe
+from runner.recipe.units import counted
+from runner.runs import outcomes
+from runner.runs.job import Job
+from runner.runs.outcomes import Outcome
+from runner.runs.resumable import AUTO
+from runner.runs.sessions import JOB, run_dir_of
+
+# How long an elastic run waits for more nodes once there are enough.
+LAST_CALL_SECONDS = 10.0
+# A connection that has not said who it is by then is no node's.
+HELLO_SECONDS = 30.0
+# A node that is cut off ends its workers before the first node starts others.
+OF_NODE_TIMEOUT = 0.7
+# How long a file that the first node has written may take to be seen through a network file system.
+SEEN_SECONDS = 15.0
+# How long the first node may take to answer one that has connected: meanwhile it loads PyTorch and
+# the user's packages. Added to `join_timeout`.
+ANSWER_SECONDS = 60.0
+# Keys that the commands of nodes need not have in common.
+DIFFERENT = (
+    *(("distributed", name) for name in nodes.PER_NODE),
+    *(("resume",), ("run_dir",)),  # compared with the run directory itself
+)
+# The socket of the first node, by address: bound once, so that a second command on the same machine
+# finds it taken, and kept for all runs of this process.
+_LISTENING: dict[Endpoint, socket.socket] = {}
+
+
+# -- which node this is --------------------------------------------------------------------
+
+
+def is_one_of_several(distributed: Distributed) -> bool:
+    """Return whether this command is one of several nodes' that meet each other."""
+    of_nodes = distributed.kind == nodes.KIND and distributed.rdzv_endpoint is not None
+    return of_nodes and processes.adopted() is None
+
+
+def is_member(distributed: Distributed) -> bool:
+    """Return whether this node joins the run of another one, the first; else it listens from now.
+
+    Raises:
+        ConfigError: if it is to be the first, and the address is taken or none of this machine's.
+    """
+    endpoint = nodes.endpoint(distributed)
+    if endpoint is None or not is_one_of_several(distributed) or endpoint in _LISTENING:
+        return False
+    first = distributed.is_host
+    if first is None and distributed.node_rank is not None:
+        first = distributed.node_rank == 0
+    if first is False or (first is None and not endpoint.is_local()):
+        return True
+    try:
+        _LISTENING[endpoint] = messages.listen(endpoint)
+    except OSError as error:
+        if first is None:
+            return True  # the first node, on the same machine, has taken it
+        rule = f"the first node listens there, and that failed ({error.strerror or error})"
+        remedy = "End what listens there, or choose another port on all nodes."
+        raise ConfigError.of(f"distributed.rdzv_endpoint={endpoint}", rule, remedy) from error
+    return False
+
+
+def release_members() -> None:
+    """Tell the nodes that have come that nothing is left to do."""
+    for listener in _LISTENING.values():
+        for connection in messages.accepted(listener, messages.SEND_SECONDS):
+            connection.send("finish", code=DONE, text="")
+            connection.close()
+
+
+# -- the first node ------------------------------------------------------------------------
+
+
+class Node:
+    """Another node that has joined; as a handle in an attempt, its workers.
+
+    Attributes:
+        connection: the connection to its command.
+        name: its host name, with its address.
+        num_processes: workers that it starts.
+        node_rank: the place that its command gives it; None: the order of joining.
+        ranks: of its workers in the present attempt, or the last one; empty: it has not taken part.
+        is_busy: whether it takes part in the present attempt.
+        lost: why it counts as lost; empty: it does not.
+        failed: how the ranks ended that failed.
+        outcomes: what its workers have left.
+    """
+
+    def __init__(self, connection: Connection, hello: Mapping[str, Any], stops: Stops) -> None:
+        self.connection, self._stops = connection, stops
+        self.name = f"{hello['name']} ({connection.peer})"
+        self.num_processes = int(hello["num_processes"])
+        self.node_rank: int | None = hello["node_rank"]
+        self.ranks, self.is_busy, self.lost = range(0), False, ""
+        self.failed: dict[int, Failure] = {}
+        self.outcomes: list[Outcome] = []
+        self.pid = 0
+        self._status: int | None = None
+
+    def start(self, place: Place, folder: Path) -> Node:
+        """Order it to start its workers for the job of a session; return the handle."""
+        self.ranks, self.is_busy, self._status = place.ranks, True, None
+        self.failed, self.outcomes = {}, []
+        order = {name: getattr(place, name) for name in ("first_rank", "world_size", "node")}
+        order |= {"num_nodes": place.num_nodes, "port": place.port}
+        self.connection.send("start", folder=str(folder), digest=_digest(folder), **order)
+        return self
+
+    def poll(self) -> int | None:
+        """Take what it says; return 0 or 1 once its workers have ended, or it is lost.
+
+        Raises:
+            KeyboardInterrupt: if it was interrupted, after it had taken part.
+            ConfigError: if it does not see the run directory.
+        """
+        try:
+            for message in self.connection.received():
+                self._take(message["kind"], message)
+        except Lost as error:
+            self.lost = str(error)
+        return FAILED if self.lost else self._status
+
+    def _take(self, kind: str, message: Mapping[str, Any]) -> None:
+        if kind == "ended":
+            self.failed = {int(rank): Failure(**one) for rank, one in message["failed"].items()}
+            self.outcomes = [Outcome(**found) for found in message["outcomes"]]
+            self._status = FAILED if self.failed else DONE
+        elif kind in ("stop", "interrupted") and not self.ranks:
+            number = message.get("signal", INTERRUPTED - OF_SIGNAL)
+            self.connection.send("finish", code=OF_SIGNAL + int(number), text="")
+            self.lost = "it has left"
+        elif kind == "interrupted":
+            raise KeyboardInterrupt(f"on {self.name}")
+        elif kind == "stop":
+            self._stops.take(int(message["signal"]))
+        elif kind == "unseen":
+            rule = f"node {self.name} does not see the run's files there"
+            remedy = "Give output_dir=<a folder that all nodes share under the same path>."
+            raise ConfigError.of(message["folder"], rule, remedy)
+
+    def send(self, number: int) -> None:
+        """End its workers with Ctrl-C; ranks agree on a stop, so one node's signal is enough."""
+        if number == INTERRUPTED - OF_SIGNAL:
+            self.connection.send("end")
+
+    def kill(self) -> None:
+        """Leave that to its command, which ends them when it is told so, or is cut off."""
+
+    def end(self) -> list[Outcome]:
+        """Return the outcomes of its workers at the end of an attempt; of a lost node, its loss."""
+        if self.is_busy and self._status is None:
+            self.lost = self.lost or "its workers did not end"
+        self.is_busy = False
+        if not self.lost:
+            return self.outcomes
+        first, last = self.ranks[0], self.ranks[-1]
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        message = f"node {self.name} ({ranks}) is lost: {self.lost}"
+        return [*self.outcomes, Outcome(first, time.time(), FAILED, message)]
+
+
+class Joining:
+    """Nodes that have joined, and connections that are not admitted yet.
+
+    The latter have not said who they are, or come back before the attempt that they took part in
+    has ended.
+    """
+
+    def __init__(self, listener: socket.socket, job: Job, recipe: Recipe) -> None:
+        self._listener, self._job, self._recipe = listener, job, recipe
+        self._plain = serialization.frozen_plain(recipe)
+        self._timeout = nodes.seconds(recipe.distributed, "node_timeout")
+        self._guests: list[tuple[Connection, float, dict[str, Any]]] = []
+        self._nodes: list[Node] = []
+
+    def waiting(self, stops: Stops) -> list[Node]:
+        """Return the nodes that wait for an attempt, in their order; new ones are among them."""
+        for node in [node for node in self._nodes if not node.is_busy]:
+            node.poll()
+            if node.lost:
+                self._nodes.remove(node)
+                node.connection.close()
+        self._accept(stops)
+        found = [node for node in self._nodes if not node.is_busy]
+        last = float("inf")
+        return sorted(found, key=lambda one: last if one.node_rank is None else one.node_rank)
+
+    def close(self, code: int, text: str) -> None:
+        """Tell all nodes how the run ended, and close the connections."""
+        self._accept(Stops())
+        for connection in [*(n.connection for n in self._nodes), *(g[0] for g in self._guests)]:
+            connection.send("finish", code=code, text=text)
+            connection.close()
+        self._nodes, self._guests = [], []
+
+    def _accept(self, stops: Stops) -> None:
+        for connection in messages.accepted(self._listener, self._timeout):
+            self._guests.append((connection, time.monotonic(), {}))
+        guests, self._guests = self._guests, []
+        for connection, since, known in guests:
+            try:
+                hello = known or next(iter(connection.received()), {})
+            except Lost:
+                connection.close()
+                continue
+            late = time.monotonic() - since > HELLO_SECONDS
+            if any(node.is_busy for node in self._with_rank(hello.get("node_rank"))) or not (
+                hello or late
+            ):
+                self._guests.append((connection, since, hello))
+            elif hello.get("kind") != "hello":
+                connection.close()
+            else:
+                self._admit(Node(connection, hello, stops), hello)
+
+    def _with_rank(self, rank: int | None) -> list[Node]:
+        """Return the nodes to which their command gives a place."""
+        return [node for node in self._nodes if rank is not None and node.node_rank == rank]
+
+    def _admit(self, node: Node, hello: Mapping[str, Any]) -> None:
+        if problems := self._problems(hello):
+            node.connection.send("finish", code=REFUSED, text=str(ConfigError(*problems)))
+            node.connection.close()
+            return
+        self._nodes.append(node)
+        node.connection.send("waiting")
+
+    def _problems(self, hello: Mapping[str, Any]) -> Problems:
+        """Return why a node cannot take part: its command is another one than that of the first."""
+        problems, same = Problems(), "Give the same command on each node."
+        rank, most = hello["node_rank"], nodes.counts(self._recipe.distributed)[1]
+        if rank is not None and not 1 <= rank < most:
+            rule = f"places of the other nodes are 1 to {most - 1}; the first is 0"
+            problems.add(f"distributed.node_rank={rank}", rule, "Leave it out, or correct it.")
+        if self._with_rank(rank):
+            rule = "another node has that place"
+            problems.add(f"distributed.node_rank={rank}", rule, "Give each node its own.")
+        for key, ours, theirs in resumed_recipe.differences(
+            self._plain, hello["recipe"], DIFFERENT
+        ):
+            problems.add(f"{key}={theirs}", f"the first node has {key}={ours}", same)
+        run_dir = str(self._job.run_dir)
+        for name in ("resume", "run_dir"):
+            given = hello[name]
+            if given not in (None, AUTO) and resumed_recipe.absolute(given, ".") != run_dir:
+                problems.add(f"{name}={given}", f"the first node trains in {run_dir}", same)
+        return problems
+
+
+class FirstNode:
+    """The machines of a run over several nodes, seen from the first one.
+
+    Attributes:
+        num_processes: workers on all nodes in the last attempt.
+    """
+
+    def __init__(self, job: Job, recipe: Recipe) -> None:
+        endpoint = nodes.endpoint(recipe.distributed)
+        assert endpoint is not None
+        if is_member(recipe.distributed):
+            rule = "another command listens there: this would be a second run"
+            remedy = "Choose another port on all nodes."
+            raise ConfigError.of(f"distributed.rdzv_endpoint={endpoint}", rule, remedy)
+        self._job, self._recipe = job, recipe
+        self._local = processes.local_count(recipe.distributed)
+        self._least, self._most = nodes.counts(recipe.distributed)
+        self._joining = Joining(_LISTENING[endpoint], job, recipe)
+        self.num_processes = processes.count(recipe.distributed)
+
+    def attempt(self, folder: Path, stops: Stops) -> Ended:
+        """Run the job of a session once, on the nodes that are there."""
+        from runner.launch import store
+
+        chosen = self._gathered(stops)
+        if chosen is None:
+            return failures.stopped_while_waiting(run_dir_of(folder), stops.received[0])
+        hosted = store.hosted()
+        workers, others = self._makers(chosen, folder, hosted.port)
+        failed = Group(stops).run(
+            workers,
+            lambda rank: rank in others or outcomes.is_left(folder, rank),
+            meanwhile=partial(self._joining.waiting, stops),
+        )
+        left = outcomes.read_outcomes(folder)
+        for rank, node in others.items():
+            failed.pop(rank, None)
+            failed |= node.failed
+            known = {outcome.rank for outcome in left if not node.lost}
+            left += [outcome for outcome in node.end() if outcome.rank not in known]
+        return failures.conclude(folder, failed, left)
+
+    def finish(self, ended: Ended) -> None:
+        """Tell all nodes, those that wait included, how the run ended."""
+        text = "" if ended.cause is None else f"the run failed: {ended.cause.message}"
+        self._joining.close(ended.code, text)
+
+    def _gathered(self, stops: Stops) -> list[Node] | None:
+        """Wait for the other nodes of an attempt, and return them; None: a stop was requested.
+
+        Raises:
+            StateError: if too few join in time.
+            ConfigError: if the recipe fits no number of nodes that are there.
+        """
+        wait = nodes.seconds(self._recipe.distributed, "join_timeout")
+        begun, enough_since, announced = time.monotonic(), float("inf"), 0
+        while not stops.received:
+            others = self._joining.waiting(stops)
+            total, now = 1 + len(others), time.monotonic()
+            enough_since = min(enough_since, now) if total >= self._least else float("inf")
+            if total >= self._most or now - enough_since >= LAST_CALL_SECONDS:
+                return self._fitting(others)
+            if total != announced:
+                announced = total
+                print(self._waiting(total), file=sys.stderr, flush=True)
+            if total < self._least and now - begun > wait:
+                raise StateError(
+                    f"distributed.nnodes={self._recipe.distributed.nnodes}: only "
+                    f"{counted(total, 'node')} joined within {wait:.0f} s. Start the same command "
+                    "on the others, or give distributed.join_timeout more."
+                )
+            time.sleep(MONITOR_SECONDS)
+        return None
+
+    def _waiting(self, total: int) -> str:
+        wanted = counted(self._least, "node")
+        more = "" if self._least == self._most else f" (up to {self._most})"
+        return f"{total} of {wanted}{more} at {self._recipe.distributed.rdzv_endpoint}; waiting."
+
+    def _fitting(self, others: Sequence[Node]) -> list[Node]:
+        """Return as many nodes as the recipe's batches can be divided over; the rest waits."""
+        refused: ConfigError | None = None
+        for number in range(min(len(others), self._most - 1), self._least - 2, -1):
+            world = self._local + sum(node.num_processes for node in others[:number])
+            try:
+                plan_batches(self._recipe.trainer, processes.dp_size(self._recipe, world), None)
+            except ConfigError as error:
+                refused = refused or error
+            else:
+                self.num_processes = world
+                return list(others[:number])
+        assert refused is not None
+        raise refused
+
+    def _makers(
+        self, chosen: Sequence[Node], folder: Path, port: int
+    ) -> tuple[dict[int, Maker], dict[int, Node]]:
+        """Return what starts the workers of all nodes, and the other nodes by their first ranks."""
+        address = self._recipe.distributed.local_addr
+        if address is None and chosen:
+            address = chosen[0].connection.address
+        variables = {} if address is None else messages.gloo_variables(address)
+        world, number = self.num_processes, 1 + len(chosen)
+        here = Place(self._local, world, port, num_nodes=number, variables=variables)
+        makers = worker.makers(folder, here, Path(self._job.cwd))
+        others: dict[int, Node] = {}
+        first = self._local
+        for index, node in enumerate(chosen, start=1):
+            place = Place(
+                node.num_processes, world, port, first_rank=first, node=index, num_nodes=number
+            )
+            makers[first] = partial(node.start, place, folder)
+            others[first] = node
+            first += node.num_processes
+        return makers, others
+
+
+# -- another node --------------------------------------------------------------------------
+
+
+class _Over(Exception):
+    """The first node ends the attempt."""
+
+
+def follow(recipe: Recipe, frozen: Recipe) -> int:
+    """Join the run of the first node until it ends, and return the exit code of the command.
+
+    Args:
+        recipe: the recipe as composed here.
+        frozen: the recipe as the first node freezes it, with which it is compared.
+
+    Raises:
+        ConfigError: if the recipe contradicts this machine.
+        StateError: if the first node does not answer, or is lost.
+    """
+    distributed = recipe.distributed
+    endpoint = nodes.endpoint(distributed)
+    assert endpoint is not None
+    number = processes.local_count(distributed)
+    wait = nodes.seconds(distributed, "join_timeout")
+    try:
+        end = messages.connect(endpoint, wait, distributed.local_addr)
+    except OSError as error:
+        raise StateError(f"No first node answers at {endpoint} ({error}).") from error
+    limit = OF_NODE_TIMEOUT * nodes.seconds(distributed, "node_timeout")
+    connection = Connection(end, limit, wait + ANSWER_SECONDS)
+    try:
+        with stops_heard() as stops:
+            connection.send(
+                "hello",
+                name=platform.node(),
+                node_rank=distributed.node_rank,
+                num_processes=number,
+                recipe=serialization.frozen_plain(frozen),
+                resume=recipe.resume,
+                run_dir=recipe.run_dir,
+            )
+            return _Member(connection, endpoint, recipe, number, stops).run()
+    except KeyboardInterrupt:
+        connection.send("interrupted")
+        return INTERRUPTED
+    except Lost as error:
+        raise StateError(f"The first node, {endpoint}, is lost: {error}.") from error
+    finally:
+        connection.close()
+
+
+class _Member:
+    """What this node does for the first one, message by message."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        endpoint: Endpoint,
+        recipe: Recipe,
+        num_processes: int,
+        stops: Stops,
+    ) -> None:
+        self._connection, self._endpoint = connection, endpoint
+        self._local_addr, self._number = recipe.distributed.local_addr, num_processes
+        self._stops, self._told = stops, 0
+
+    def run(self) -> int:
+        while True:
+            for message in self._connection.received():
+                if message["kind"] == "waiting":
+                    print(f"{self._endpoint}: joined; waiting for an attempt to begin", flush=True)
+                elif message["kind"] == "finish":
+                    if message["text"]:
+                        print(message["text"], file=sys.stderr, flush=True)
+                    return int(message["code"])
+                elif message["kind"] == "start":
+                    self._attempt(message)
+            self._tell_stops()
+            time.sleep(MONITOR_SECONDS)
+
+    def _tell_stops(self) -> None:
+        """Hand on the stop signals that this node has got, so that nothing is started again."""
+        for number in self._stops.received[self._told :]:
+            self._told += 1
+            self._connection.send("stop", signal=number)
+
+    def _attempt(self, order: dict[str, Any]) -> None:
+        folder = Path(order["folder"])
+        if not _is_seen(folder, str(order["digest"])):
+            self._connection.send("unseen", folder=str(run_dir_of(folder)))
+            return
+        place = Place(
+            self._number,
+            order["world_size"],
+            order["port"],
+            self._endpoint.host,
+            order["first_rank"],
+            order["node"],
+            order["num_nodes"],
+            messages.gloo_variables(self._local_addr or self._connection.address),
+        )
+        print(
+            f"node {place.node} of {place.num_nodes}: ranks {place.ranks[0]} to {place.ranks[-1]} "
+            f"of {place.world_size}, run {run_dir_of(folder)}",
+            flush=True,
+        )
+        failed: dict[int, Failure] = {}
+        with contextlib.suppress(_Over):
+            failed = Group(self._stops).run(
+                worker.makers(folder, place, Path.cwd()),
+                partial(outcomes.is_left, folder),
+                meanwhile=self._hear,
+            )
+        left = outcomes.read_outcomes(folder)
+        self._connection.send(
+            "ended",
+            failed={rank: asdict(failure) for rank, failure in failed.items()},
+            outcomes=[asdict(outcome) for outcome in left if outcome.rank in place.ranks],
+        )
+
+    def _hear(self) -> None:
+        self._tell_stops()
+        if any(message["kind"] == "end" for message in self._connection.received()):
+            raise _Over
+
+
+def _is_seen(folder: Path, digest: str) -> bool:
+    """Return whether the frozen job of the first node lies in a folder, as this node sees it."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while _digest(folder) != digest:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(MONITOR_SECONDS)
+    return True
+
+
+def _digest(folder: Path) -> str:
+    """Return the digest of the frozen job in a session; empty: there is none."""
+    path = folder / JOB
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
