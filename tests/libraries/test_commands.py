@@ -103,10 +103,3 @@ def test_trl_trains_from_its_command_line(tmp_path: Path) -> None:
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["accel of 2"] * 2
     assert json.loads((trained / "checkpoint-2/trainer_state.json").read_text())["global_step"] == 2
     assert (trained / "model.safetensors").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
-def test_trl_reports_the_environment(tmp_path: Path) -> None:
-    assert "Accelerate" in run(tmp_path, TRL, "env")

@@ -8,14 +8,12 @@ import time
 from collections.abc import Iterable
 
 import torch
-from rich.console import Console
 
 from tests import helpers
 from tests.parity.cells import Cell, matrix, reason_not_to_run
 from tests.parity.controls import controls
 from tests.parity.gates import Verdict
-from tests.parity.report import controls_table, floors_table, line, matrix_table
-from tests.parity.running import run
+from tests.parity.running import line, run
 from tests.parity.task import Task
 
 
@@ -43,59 +41,34 @@ def chosen(options: argparse.Namespace) -> list[Cell]:
     ]
 
 
-def unknown(options: argparse.Namespace) -> str:
-    """Return which names of cells there are, where `options` leave none."""
-    cells = list(matrix(Task(num_steps=options.steps), options.device or "cpu"))
-    values = {
-        "--only": {cell.backend for cell in cells},
-        "--world": {str(cell.world_size) for cell in cells},
-        "--precision": {cell.precision for cell in cells},
-    }
-    known = [f"{option}: {', '.join(sorted(names))}" for option, names in values.items()]
-    return "\n  ".join(["no cell of the matrix is selected. There are", *known])
-
-
 def run_all(cells: Iterable[Cell], num_gpus: int, what: str) -> list[Verdict]:
     """Return a verdict for each of `cells`, in order; workers of one world size live at a time."""
     cells = list(cells)
     verdicts = {}
     size = 0
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
     order = sorted(cells, key=lambda cell: cell.world_size)
     for number, cell in enumerate(order, start=1):
         reason = reason_not_to_run(cell, num_gpus)
-        if reason is not None:
-            verdicts[cell] = Verdict(cell, reason)
-            continue
-        if cell.world_size != size:
+        if reason is None and cell.world_size != size:
             helpers.close_pools()
             size = cell.world_size
-        verdicts[cell] = run(cell)
-        told = line(verdicts[cell])
-        progress.print(f"{what} {number}/{len(order)} {told}", markup=False)
+        verdicts[cell] = run(cell) if reason is None else Verdict(cell, reason)
+        print(f"{what} {number}/{len(order)} {line(verdicts[cell])}", flush=True)
     helpers.close_pools()
     return [verdicts[cell] for cell in cells]
 
 
 def main() -> int:
-    """Print everything; return 1 unless each cell that runs is green and each control red."""
+    """Print a line for each cell; return 1 unless all that run are green and each control red."""
     options, start = parse(), time.monotonic()
     torch.set_num_threads(1)
     num_gpus = torch.cuda.device_count()
-    cells = chosen(options)
-    if not cells:
-        print(unknown(options), file=sys.stderr)
-        return 2
-    verdicts = run_all(cells, num_gpus, "matrix")
+    verdicts = run_all(chosen(options), num_gpus, "matrix")
     done = [verdict for verdict in verdicts if verdict.reason is None]
     spoiled = [] if options.no_controls else list(controls(verdict.cell for verdict in done))
     reds = run_all(spoiled, num_gpus, "controls")
-    console = Console(width=max(150, Console().width))
-    console.print(floors_table(verdict.cell for verdict in done))
-    console.print(matrix_table(verdicts))
-    console.print(controls_table(reds))
     green, red = sum(v.green for v in done), sum(v.caught for v in reds)
-    console.print(
+    print(
         f"{green} of {len(done)} cells green, {len(verdicts) - len(done)} not run; "
         f"{red} of {len(reds)} controls red; {(time.monotonic() - start) / 60:.1f} min"
     )

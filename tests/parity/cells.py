@@ -62,19 +62,15 @@ class Backend:
     """One way to spread a model.
 
     Args:
-        label: what the table shows.
         arguments: returns what `Accelerator` is given beside precision and accumulation.
         owns_bf16: whether the engine keeps a bf16 copy of the weights itself; else autocast.
         max_share: of what a replica holds, on 4 processes; None: as much as it wants.
-        note: what the table says beside the verdict.
         reason: returns why a cell does not run; None if it does.
     """
 
-    label: str
     arguments: Callable[[Cell], dict[str, Any]]
     owns_bf16: bool = False
     max_share: float | None = None
-    note: str = ""
     reason: Callable[[Cell], str | None] = lambda cell: None
 
 
@@ -150,16 +146,14 @@ def _sharded_backends() -> dict[str, Backend]:
     engine = partial(Backend, owns_bf16=True)
     both = _together(_fsdp(reshard_after_forward=True), _tensor_parallel(2))
     return {
-        "fsdp_full_shard": engine(
-            "FSDP2 full_shard", _fsdp(reshard_after_forward=True), max_share=SHARE
-        ),
-        "fsdp_shard_grad_op": engine("FSDP2 shard_grad_op", _fsdp(reshard_after_forward=False)),
-        "fsdp_hybrid_shard": engine("FSDP2 hybrid_shard", _fsdp(dp_replicate_size=2), reason=_four),
-        "fsdp_no_shard": engine("FSDP2 no_shard", _fsdp(dp_replicate_size="all")),
-        "fsdp_cpu_offload": engine("FSDP2 cpu_offload", _fsdp(cpu_offload=True), max_share=SHARE),
-        "fsdp_tp": engine("FSDP2 × TP", both, reason=_four),
-        "tp": Backend("TP", _tensor_parallel()),
-        "tp_ddp": Backend("TP × replicas", _tensor_parallel(2), reason=_four),
+        "fsdp_full_shard": engine(_fsdp(reshard_after_forward=True), max_share=SHARE),
+        "fsdp_shard_grad_op": engine(_fsdp(reshard_after_forward=False)),
+        "fsdp_hybrid_shard": engine(_fsdp(dp_replicate_size=2), reason=_four),
+        "fsdp_no_shard": engine(_fsdp(dp_replicate_size="all")),
+        "fsdp_cpu_offload": engine(_fsdp(cpu_offload=True), max_share=SHARE),
+        "fsdp_tp": engine(both, reason=_four),
+        "tp": Backend(_tensor_parallel()),
+        "tp_ddp": Backend(_tensor_parallel(2), reason=_four),
     }
 
 
@@ -167,33 +161,27 @@ def _deepspeed_backends() -> dict[str, Backend]:
     engine = partial(Backend, owns_bf16=True, reason=_fp16_on_gpu)
     both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     return {
-        "zero0": engine("DeepSpeed ZeRO-0", _deepspeed(0)),
-        "zero1": engine("DeepSpeed ZeRO-1", _deepspeed(1)),
-        "zero2": engine("DeepSpeed ZeRO-2", _deepspeed(2)),
-        "zero3": engine("DeepSpeed ZeRO-3", _zero3(), max_share=SHARE),
-        "zero2_offload": engine(
-            "DeepSpeed ZeRO-2 offload", _deepspeed(2, offload_optimizer_device="cpu")
-        ),
+        "zero0": engine(_deepspeed(0)),
+        "zero1": engine(_deepspeed(1)),
+        "zero2": engine(_deepspeed(2)),
+        "zero3": engine(_zero3(), max_share=SHARE),
+        "zero2_offload": engine(_deepspeed(2, offload_optimizer_device="cpu")),
         "zero3_offload": engine(
-            "DeepSpeed ZeRO-3 offload",
             _zero3(**both),
             max_share=SHARE_OFFLOADED,
-            note="gradients twice",
         ),
     }
 
 
 BACKENDS: dict[str, Backend] = {
-    "single": Backend("one process", _none, reason=_alone),
-    "ddp": Backend("DDP", _none, reason=_several),
+    "single": Backend(_none, reason=_alone),
+    "ddp": Backend(_none, reason=_several),
     **_sharded_backends(),
     **_deepspeed_backends(),
-    "compile_single": Backend("one process, compiled", _compiled(_none), reason=_alone),
-    "compile_ddp": Backend("DDP, compiled", _compiled(_none), reason=_several),
-    "compile_fsdp": Backend("FSDP2, compiled blocks", _compiled(_fsdp()), owns_bf16=True),
-    "compile_zero2": Backend(
-        "ZeRO-2, compiled", _compiled(_deepspeed(2)), owns_bf16=True, reason=_fp16_on_gpu
-    ),
+    "compile_single": Backend(_compiled(_none), reason=_alone),
+    "compile_ddp": Backend(_compiled(_none), reason=_several),
+    "compile_fsdp": Backend(_compiled(_fsdp()), owns_bf16=True),
+    "compile_zero2": Backend(_compiled(_deepspeed(2)), owns_bf16=True, reason=_fp16_on_gpu),
 }
 
 

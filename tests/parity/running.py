@@ -28,3 +28,19 @@ def cause(traceback: str) -> str:
     lines = traceback.strip().splitlines()
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
     return (named or lines)[-1][:300]
+
+
+def line(verdict: Verdict) -> str:
+    """Return one line on a cell: its differences beside their gates, and what is wrong."""
+    cell = verdict.cell
+    name = f"{cell.backend} {cell.precision} ×{cell.world_size} /{cell.accumulation}"
+    told = [name, *filter(None, (cell.variant, cell.sabotage))]
+    if verdict.reason is not None:
+        return f"{' '.join(told)}: not run: {verdict.reason}"
+    if (found := verdict.difference) is not None and (gate := verdict.gate) is not None:
+        told.append(f"loss {found.loss:.1e} of {gate.loss:.1e},")
+        told.append(f"weights {found.weight:.1e} of {gate.weight:.1e},")
+    if verdict.share is not None:
+        told.append(f"{verdict.share:.2f} of a replica,")
+    outcome = "green" if verdict.green else f"RED: {'; '.join(verdict.failures)}"
+    return f"{' '.join(told)} {verdict.seconds:.1f} s: {outcome}"

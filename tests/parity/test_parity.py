@@ -9,25 +9,16 @@ import ast
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.machine.errors import ConfigError
 from tests.parity import reference
-from tests.parity.__main__ import main
 from tests.parity.cells import BACKENDS, FLOAT8, Cell, matrix, reason_not_to_run
 from tests.parity.controls import FAR_FROM_FP32, FLOAT8_SABOTAGES, SABOTAGES, controls
-from tests.parity.float8 import LEFT
-from tests.parity.fp8_layers import MOST, Layers, mistakes
 from tests.parity.gates import FLOAT8 as FLOAT8_GATE
-from tests.parity.gates import Difference, Verdict, allowed_share, compare, judge, plain
-from tests.parity.memory import Walk
-from tests.parity.reference import Run
-from tests.parity.report import controls_table, floors_table, matrix_table
-from tests.parity.running import cause, run
+from tests.parity.gates import Difference, Verdict, plain
+from tests.parity.running import run
 from tests.parity.task import Task
 from tests.parity.workers import make_accelerator
 
@@ -76,17 +67,6 @@ def test_the_reference_imports_nothing_of_the_project() -> None:
         )
     }
     assert imported <= {"torch", "collections", "contextlib", "dataclasses", "__future__"}
-
-
-def test_a_filter_that_selects_nothing_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["parity", "--only", "fp8"])
-    assert main() == 2
-    told = capsys.readouterr()
-    assert not told.out
-    assert "no cell of the matrix is selected" in told.err
-    assert "--precision: bf16, fp16, fp8, no" in told.err
 
 
 def test_every_cell_runs_or_has_a_reason() -> None:
@@ -165,28 +145,6 @@ def test_a_fourth_is_held_on_four_processes(backend: str) -> None:
     assert verdict.share <= (0.375 if backend == "zero3_offload" else 0.3)
 
 
-def test_memory_is_counted_once_and_without_the_compilers_stand_ins() -> None:
-    walk = Walk(step=0)
-    real = torch.nn.Parameter(torch.ones(300))
-    real.grad = torch.ones(300)
-    view = real.detach()[10:]
-    with FakeTensorMode() as mode:
-        fake = mode.from_tensor(torch.ones(300))
-    stand_ins = [fake, torch._to_functional_tensor(fake), torch._to_functional_tensor(view)]
-    assert walk.count(0, "after") == 2 * 4 * 300
-    assert len(stand_ins) == 3
-
-
-def test_what_a_process_may_hold_and_why_some_hold_more() -> None:
-    cells = [Cell(backend, "no", 4, task=TASK) for backend in ("zero3", "zero3_offload", "zero2")]
-    assert [allowed_share(cell) for cell in cells] == [0.3, pytest.approx(0.375), None]
-    assert allowed_share(replace(cells[0], world_size=1)) is None
-    table = matrix_table([Verdict(cell) for cell in cells])
-    outcomes = list(map(str, table.columns[-1].cells))
-    assert outcomes == ["green", "green (gradients twice)", "green"]
-    assert "gradients twice:" in str(table.caption)
-
-
 @pytest.mark.parametrize(
     ("backend", "world_size"),
     [("single", 1), pytest.param("ddp", 2, marks=SLOW), pytest.param(FLOAT8[-1], 2, marks=SLOW)],
@@ -221,21 +179,6 @@ def test_a_mistake_in_fp8_turns_several_processes_red(backend: str, sabotage: st
     assert verdict.gate == Difference(FLOAT8_GATE, FLOAT8_GATE)
 
 
-def test_what_is_wrong_with_layers_in_fp8_is_told() -> None:
-    wanted = [f"blocks.{n}.mlp.{k}_proj" for n in range(2) for k in ("up", "down")]
-    names = [*LEFT, *wanted]
-    right = dict.fromkeys(wanted, MOST / 4)
-    assert mistakes(Layers(names, right)) == []
-    assert mistakes(Layers(names, {})) == ["4 of 4 layers do not compute in fp8"]
-    assert mistakes(Layers(names, {**right, "head": 0.0})) == [
-        "computed in fp8, and must not be: head"
-    ]
-    nan = {**right, wanted[0]: float("nan")}
-    for errors in (nan, {**right, wanted[1]: 2 * MOST}):
-        (told,) = mistakes(Layers(names, errors))
-        assert "from the product by hand" in told
-
-
 def spoiled_float8(backend: str, world_size: int, sabotage: str) -> Verdict:
     cell = Cell(backend, "fp8", world_size, task=TASK)
     if (reason := reason_not_to_run(cell, 0)) is not None:
@@ -264,85 +207,6 @@ def test_a_mistake_turns_the_matrix_red(backend: str, sabotage: str) -> None:
     assert verdict.difference is not None
     assert verdict.gate is not None
     assert verdict.difference.weight > 10 * verdict.gate.weight
-
-
-def test_the_error_is_named_and_not_the_advice_below_it() -> None:
-    told = "rank 1:\nTraceback:\n  File\ntorch.exc.InductorError: too short\n\nSet VERBOSE=1"
-    assert cause(told) == "torch.exc.InductorError: too short"
-    assert cause("ranks [0] gave no answer within 5 s") == "ranks [0] gave no answer within 5 s"
-
-
-def test_a_number_that_is_none_is_red_and_tables_show_everything() -> None:
-    whole = plain(TASK, 1, "cpu")
-    broken = replace(whole, losses=[float("nan"), *whole.losses[1:]])
-    assert not compare(broken, whole).loss <= 1.0
-    cell = Cell("ddp", "no", 2, task=TASK)
-    difference = compare(whole, whole)
-    verdicts = [
-        Verdict(
-            cell,
-            difference=difference,
-            gate=difference,
-            num_bytes={"before": 2, "after": 1},
-            share=0.1,
-        ),
-        Verdict(replace(cell, world_size=1), reason="because"),
-        Verdict(replace(cell, accumulation=2), failures=["loss 1 > 0"]),
-    ]
-    assert [verdict.caught for verdict in verdicts] == [False, False, False]
-    assert matrix_table(verdicts).row_count == 3
-    assert controls_table(verdicts).row_count == 3
-    assert floors_table([cell]).row_count == 1
-
-
-def answers(run: Run) -> list[dict[str, Any]]:
-    """Return what two processes that read the same data answer."""
-    return [{"run": run, "replica": (0, 1), "types": []} for _ in range(2)]
-
-
-def test_steps_too_many_or_too_few_are_red_and_the_others_compared() -> None:
-    cell, whole = Cell("tp", "no", 2, task=TASK), plain(TASK, 1, "cpu")
-    told = {1: "1 of 6 steps", 6: None, 7: "7 of 6 steps"}
-    for count, failure in told.items():
-        losses = (whole.losses * 2)[:count]
-        verdict = judge(cell, answers(replace(whole, losses=losses)), 0.0)
-        assert verdict.failures == ([] if failure is None else [failure])
-        assert verdict.difference == Difference(0.0, 0.0)
-
-
-def test_what_cannot_be_compared_is_red_and_says_why() -> None:
-    cell, whole = Cell("tp", "no", 2, task=TASK), plain(TASK, 1, "cpu")
-    wide = {**whole.weights, "embedding.weight": torch.zeros(256, 31)}
-    told = {
-        "embedding.weight has shape [256, 31], not [256, 32]": replace(whole, weights=wide),
-        "weights are missing": replace(whole, weights={}),
-        "steps by rank: [0, 0]": replace(whole, losses=[]),
-    }
-    for failure, run_of_all in told.items():
-        verdict = judge(cell, answers(run_of_all), 0.0)
-        assert verdict.failures == [failure]
-        assert not verdict.caught
-    one_short = [*answers(whole)[:1], *answers(replace(whole, losses=whole.losses[:5]))[1:]]
-    assert judge(cell, one_short, 0.0).failures == ["steps by rank: [6, 5]"]
-
-
-def outcome_in_controls(verdict: Verdict) -> str:
-    """Return what the table of the controls says of `verdict`."""
-    return "".join(map(str, controls_table([verdict]).columns[-1].cells))
-
-
-def test_a_mistake_is_caught_by_loss_or_weights_alone() -> None:
-    gate, nan = Difference(0.1, 0.1), float("nan")
-    found = {(0.2, 0.0): True, (0.0, 0.2): True, (0.1, 0.1): False, (nan, nan): False}
-    for numbers, caught in found.items():
-        verdict = Verdict(Cell("zero3"), difference=Difference(*numbers), gate=gate)
-        verdict.failures = ["holds 0.62 of a replica > 0.60", "99 of 100 steps"]
-        assert verdict.caught is caught
-        assert not verdict.green
-        shown = outcome_in_controls(verdict)
-        assert ("NEITHER LOSS NOR WEIGHTS NOTICE: holds 0.62" in shown) is not caught
-    verdict = Verdict(Cell("zero3"), failures=["RuntimeError: no"])
-    assert "NOT COMPARED: RuntimeError" in outcome_in_controls(verdict)
 
 
 @pytest.mark.parametrize("backend", ["zero0", "zero3_offload", "compile_zero2"])

@@ -7,12 +7,10 @@ import sys
 import time
 
 import torch
-from rich.console import Console
 
 from tests.zoo.cells import PRECISIONS, STRATEGIES, Cell, matrix
 from tests.zoo.models import MODELS
-from tests.zoo.report import line, table
-from tests.zoo.running import run_all
+from tests.zoo.running import line, run_all
 
 
 def chosen() -> list[Cell]:
@@ -32,18 +30,15 @@ def chosen() -> list[Cell]:
 
 
 def main() -> int:
-    """Print a line for each cell and then the table; return 1 unless all that ran are green."""
+    """Print a line for each cell; return 1 unless all that ran are green."""
     torch.set_num_threads(1)
     start, cells, verdicts = time.monotonic(), chosen(), []
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
     for number, verdict in enumerate(run_all(cells), start=1):
         verdicts.append(verdict)
-        progress.print(f"{number}/{len(cells)} {line(verdict)}", markup=False)
+        print(f"{number}/{len(cells)} {line(verdict)}", flush=True)
     done = [verdict for verdict in verdicts if verdict.reason is None]
     green = sum(verdict.green for verdict in done)
-    console = Console(width=max(150, Console().width))
-    console.print(table(verdicts))
-    console.print(
+    print(
         f"{green} of {len(done)} cells green, {len(verdicts) - len(done)} not run; "
         f"{(time.monotonic() - start) / 60:.1f} min"
     )

@@ -56,13 +56,11 @@ class StrategyEntry:
     """One way to distribute a model.
 
     Args:
-        label: shown in the table.
         arguments: returns what `Accelerator` is given, by the key of the model.
         world_size: processes.
         holds_bf16: whether weights are bf16 in forward passes, and not only matrix products.
     """
 
-    label: str
     arguments: Callable[[str], dict[str, Any]]
     world_size: int = 2
     holds_bf16: bool = False
@@ -72,7 +70,7 @@ def _deepspeed(stage: int) -> StrategyEntry:
     def arguments(model: str) -> dict[str, Any]:
         return {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage)}
 
-    return StrategyEntry(f"ZeRO-{stage}", arguments, holds_bf16=True)
+    return StrategyEntry(arguments, holds_bf16=True)
 
 
 def _tensor_parallel(model: str) -> dict[str, Any]:
@@ -81,17 +79,16 @@ def _tensor_parallel(model: str) -> dict[str, Any]:
 
 
 STRATEGIES: dict[str, StrategyEntry] = {
-    "single": StrategyEntry("one process", lambda model: {}, world_size=1),
-    "ddp": StrategyEntry("DDP", lambda model: {}),
+    "single": StrategyEntry(lambda model: {}, world_size=1),
+    "ddp": StrategyEntry(lambda model: {}),
     "fsdp": StrategyEntry(
-        "FSDP2",
         lambda model: {"fsdp_plugin": FullyShardedDataParallelPlugin()},
         holds_bf16=True,
     ),
     "zero1": _deepspeed(1),
     "zero2": _deepspeed(2),
     "zero3": _deepspeed(3),
-    "tp": StrategyEntry("TP", _tensor_parallel),
+    "tp": StrategyEntry(_tensor_parallel),
 }
 
 

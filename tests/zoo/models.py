@@ -24,7 +24,6 @@ class Entry:
     """One model of the zoo.
 
     Attributes:
-        label: shown in the table.
         build: returns the model, the same on each process.
         batch: returns the batch of a step, by its number and number of samples B.
         prompt: returns what `generate` is given; None: the model generates nothing.
@@ -34,7 +33,6 @@ class Entry:
         unfreezes: whether frozen layers are unfrozen before step `UNFROZEN_AT`.
     """
 
-    label: str
     build: Callable[[], torch.nn.Module]
     batch: Callable[[int, int], Batch]
     prompt: Callable[[], Batch] | None
@@ -158,7 +156,6 @@ def freeze(model: torch.nn.Module, frozen: bool) -> None:
 
 MODELS: dict[str, Entry] = {
     "gpt2": Entry(
-        "GPT-2, tied",
         _build(
             "GPT2LMHeadModel",
             "GPT2Config",
@@ -178,11 +175,8 @@ MODELS: dict[str, Entry] = {
         _tokens,
         _load("GPT2LMHeadModel"),
     ),
-    "llama": Entry(
-        "Llama", _llama, _causal_batch, _tokens, _load("LlamaForCausalLM"), has_tp_plan=True
-    ),
+    "llama": Entry(_llama, _causal_batch, _tokens, _load("LlamaForCausalLM"), has_tp_plan=True),
     "bert": Entry(
-        "BERT, masked words",
         _build(
             "BertForMaskedLM",
             "BertConfig",
@@ -200,7 +194,6 @@ MODELS: dict[str, Entry] = {
         _load("BertForMaskedLM"),
     ),
     "t5": Entry(
-        "T5",
         _build(
             "T5ForConditionalGeneration",
             "T5Config",
@@ -219,7 +212,6 @@ MODELS: dict[str, Entry] = {
         _load("T5ForConditionalGeneration"),
     ),
     "vit": Entry(
-        "ViT",
         _build(
             "ViTForImageClassification",
             "ViTConfig",
@@ -238,7 +230,6 @@ MODELS: dict[str, Entry] = {
         _load("ViTForImageClassification"),
     ),
     "mixtral": Entry(
-        "Mixtral",
         _build(
             "MixtralForCausalLM",
             "MixtralConfig",
@@ -252,9 +243,8 @@ MODELS: dict[str, Entry] = {
         _load("MixtralForCausalLM"),
         has_tp_plan=True,
     ),
-    "lora": Entry("Llama, LoRA", _adapted, _causal_batch, _tokens, _load_adapted, exported="lora"),
+    "lora": Entry(_adapted, _causal_batch, _tokens, _load_adapted, exported="lora"),
     "unfrozen": Entry(
-        "Llama, unfrozen later",
         _frozen,
         _causal_batch,
         _tokens,

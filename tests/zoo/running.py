@@ -55,3 +55,16 @@ def run_all(cells: Iterable[Cell]) -> Iterator[Verdict]:
             size = cell.world_size
         yield run(cell)
     helpers.close_pools()
+
+
+def line(verdict: Verdict) -> str:
+    """Return one line on a cell: its differences beside their gates, and what is wrong."""
+    told = [verdict.cell.name]
+    if verdict.reason is not None:
+        return f"{verdict.cell.name}: not run: {verdict.reason}"
+    if (found := verdict.difference) is not None and (gate := verdict.gate) is not None:
+        told.append(f"loss {found.loss:.1e} of {gate.loss:.1e},")
+        told.append(f"weights {found.weight:.1e} of {gate.weight:.1e},")
+    wrong = "; ".join(filter(None, [*verdict.failures, verdict.answer, verdict.loaded]))
+    outcome = "green" if verdict.green else f"RED: {wrong}"
+    return f"{' '.join(told)} {verdict.seconds:.1f} s: {outcome}"

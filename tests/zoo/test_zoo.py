@@ -10,8 +10,7 @@ from tests.zoo.cells import STRATEGIES, Cell, matrix, reason_not_to_run
 from tests.zoo.gates import judge
 from tests.zoo.models import MODELS
 from tests.zoo.reference import plain
-from tests.zoo.report import line
-from tests.zoo.running import run
+from tests.zoo.running import line, run
 
 pytestmark = pytest.mark.skipif(
     not (is_available("transformers") and is_available("peft")),

@@ -101,14 +101,6 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path, name: str) -> None:
         directory.read_manifest(path)
 
 
-def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "FORMAT_VERSION", 2)
-    path = commit(tmp_path / "checkpoint_0")
-    monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="format is 2"):
-        directory.read_manifest(path)
-
-
 def test_the_newest_complete_one_wins_and_broken_ones_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,16 +164,6 @@ def test_a_cut_while_an_existing_directory_is_taken_over(
     assert not directory.repair(path)
 
 
-def test_the_next_save_finishes_a_take_over_before_it_starts(tmp_path: Path) -> None:
-    path = commit(tmp_path / "state", {"a.bin": "old"}, step=1)
-    staged = directory.stage(path)
-    fill(staged, {"a.bin": "new"})
-    directory.seal(staged, {}, {"step": 2})
-    (path / "manifest.json").unlink()
-    directory.tidy(path)
-    assert directory.verify(path).metadata == {"step": 2}
-
-
 # -- rotation ------------------------------------------------------------------------------
 
 
@@ -216,14 +198,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(
         directory.write_atomically(target, b"new")
     assert target.read_bytes() == b"old"
     assert names(tmp_path) == ["best.json"]
-
-
-def test_directories_are_read_without_torch() -> None:
-    probe = "import sys, accel.checkpoint.directory; print('torch' in sys.modules)"
-    answer = subprocess.run(
-        python("-c", probe), capture_output=True, text=True, timeout=300, check=True
-    )
-    assert answer.stdout.strip() == "False"
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -348,8 +322,10 @@ def killed_in_shards(old: str, new: str, rank: int, step: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("into", ["new", "old"])
-@pytest.mark.parametrize(("rank", "step"), [(0, "write_data"), (1, "write_data"), (0, "finish")])
+@pytest.mark.parametrize(
+    ("rank", "step", "into"),
+    [(1, "write_data", "new"), (0, "write_data", "old"), (0, "finish", "old")],
+)
 def test_a_kill_while_shards_are_written_leaves_the_older_state_to_resume_from(
     tmp_path: Path, rank: int, step: str, into: str
 ) -> None:

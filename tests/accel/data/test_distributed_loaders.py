@@ -56,15 +56,15 @@ def shuffled_passes(rng_types: list[str] | None, seedable: bool) -> list[list[in
     return passes
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seedable", [True, False])
-@pytest.mark.parametrize("rng_types", [None, ["generator"], ["torch", "generator"]])
+@pytest.mark.parametrize("rng_types", [None, ["torch", "generator"]])
 def test_ranks_shuffle_alike_though_their_generators_differ(rng_types, seedable, count) -> None:
     ranks = run_distributed(shuffled_passes, count, rng_types, seedable)
     orders = [tuple(itertools.chain(*shares)) for shares in zip(*ranks, strict=True)]
     for order in orders:
         assert sorted(set(order)) == list(range(22))
-        assert len(order) == {1: 22, 2: 24, 3: 27}[count]
+        assert len(order) == {2: 24, 3: 27}[count]
     assert len(set(orders)) == 3
 
 
@@ -99,7 +99,7 @@ def read_plans() -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 3])
 def test_nobody_waits_and_every_sample_is_read_whatever_the_plan(count: int) -> None:
     ranks = run_distributed(read_plans, count)
     for plan, *shares in zip(plans(count), *ranks, strict=True):
@@ -128,9 +128,8 @@ def broken_off() -> list[list[int]]:
     return [*seen, *(batch["id"].tolist() for batch in skipping)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_broken_off_dispatch_starts_again_and_skips(count: int) -> None:
-    for rank, found in enumerate(run_distributed(broken_off, count)):
-        starts = [2 * (number * count + rank) for number in range(3)]
+def test_broken_off_dispatch_starts_again_and_skips() -> None:
+    for rank, found in enumerate(run_distributed(broken_off, 2)):
+        starts = [2 * (number * 2 + rank) for number in range(3)]
         first, second, third = ([start, start + 1] for start in starts)
         assert found == [first, second, first, second, third]

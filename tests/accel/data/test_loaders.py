@@ -72,25 +72,6 @@ def test_nested_and_broken_off_passes_restore_the_outer_one() -> None:
     assert state.dataloader_references == [None]
 
 
-def test_a_failing_data_set_leaves_no_active_loader() -> None:
-    class Broken(Counting):
-        def __getitem__(self, index: int) -> int:
-            if index == 3:
-                raise OSError("disk")
-            return index
-
-    loader = prepare_data_loader(DataLoader(Broken(6), batch_size=1))
-    seen = []
-    with pytest.raises(OSError, match="disk"):
-        seen.extend(batch.item() for batch in loader)
-    assert not GradientState().in_dataloader
-    iterator = iter(loader)
-    assert [next(iterator).item() for _ in range(2)] == [0, 1]
-    with pytest.raises(OSError, match="disk"):  # one batch ahead
-        next(iterator)
-    assert not GradientState().in_dataloader
-
-
 # -- what a prepared loader is --------------------------------------------------------------------
 
 
@@ -191,24 +172,6 @@ def test_epochs_reach_sampler_and_data_set() -> None:
         if number == 1:
             loader.set_epoch(7)  # the caller's choice of the next epoch holds
     assert loader.epoch == 7
-
-
-def test_a_sampler_that_draws_from_the_global_generator_draws_alike_on_every_process() -> None:
-    for sampler in (RandomSampler(range(12)), SubsetRandomSampler(range(12))):
-        shares = []
-        for rank in range(2):
-            torch.manual_seed(0)  # as on two processes that were seeded alike
-            loader = prepare_data_loader(
-                DataLoader(range(12), batch_size=3, sampler=sampler),
-                num_processes=2,
-                process_index=rank,
-            )
-            torch.rand(rank)  # and drifted apart since
-            shares.append([i for _ in range(2) for batch in values(loader) for i in batch])
-        for epoch in range(2):
-            seen = shares[0][epoch * 6 : epoch * 6 + 6] + shares[1][epoch * 6 : epoch * 6 + 6]
-            assert sorted(seen) == list(range(12))
-        assert sampler.generator is None
 
 
 def test_the_rest_of_a_pass_draws_no_seed_that_the_whole_pass_did_not() -> None:

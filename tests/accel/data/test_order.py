@@ -15,7 +15,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
     Subset,
     SubsetRandomSampler,
@@ -23,38 +22,14 @@ from torch.utils.data import (
 )
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.comm import rng
-from accel.data.pass_tracking import PreparedLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState, PartialState
 from accel.utils import TorchTensorParallelPlugin, set_seed
-from tests.accel.data.parts import Counting, flat, seedable, values
+from tests.accel.data.parts import Counting, flat, values
 from tests.helpers import run_distributed
 
 # -- permutations of their own -------------------------------------------------------------------
-
-
-def test_loaders_of_one_seed_draw_permutations_of_their_own() -> None:
-    accelerator = seedable(data_seed=3)
-    loaders = accelerator.prepare(*(DataLoader(range(20), shuffle=True) for _ in range(3)))
-    orders = [flat(loader) for loader in loaders]
-    assert len({tuple(order) for order in orders}) == 3
-    again = seedable(data_seed=3)
-    repeated = again.prepare(*(DataLoader(range(20), shuffle=True) for _ in range(3)))
-    assert [flat(loader) for loader in repeated] == orders
-
-
-def test_generators_that_are_seeded_alike_draw_alike() -> None:
-    def loader(generator: torch.Generator) -> DataLoader[Any]:
-        return DataLoader(range(20), shuffle=True, generator=generator)
-
-    accelerator = seedable()
-    paired = [accelerator.prepare(loader(torch.Generator().manual_seed(4))) for _ in range(2)]
-    assert flat(paired[0]) == flat(paired[1])
-    shared = torch.Generator().manual_seed(4)
-    apart = [accelerator.prepare(loader(shared)) for _ in range(2)]
-    assert flat(apart[0]) != flat(apart[1])
 
 
 # -- the caller's sampler ------------------------------------------------------------------------
@@ -132,58 +107,7 @@ def test_a_distributed_sampler_gives_the_order_of_all_its_ranks() -> None:
     assert set(dropped[0][1]) | set(dropped[1][1]) == set(wanted[:10])
 
 
-class Failing(Sampler[int]):
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self):
-        if PartialState().is_main_process:
-            raise OSError("no index")
-        return iter(range(4))
-
-
-def failing() -> str:
-    Accelerator(cpu=True)
-    loader = prepare_data_loader(DataLoader(range(4), sampler=Failing()))
-    try:
-        flat(loader)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_a_sampler_that_fails_fails_on_every_rank() -> None:
-    main, other = run_distributed(failing, 2)
-    assert main == "OSError: no index"
-    assert "Rank 0 failed to draw" in other
-
-
 # -- resuming ------------------------------------------------------------------------------------
-
-
-def saved_between(folder: str) -> bool:
-    def engine(seed: int) -> tuple[Accelerator, Any]:
-        AcceleratorState._reset_state()
-        config = DataLoaderConfiguration(use_stateful_dataloader=True)
-        accelerator = Accelerator(cpu=True, dataloader_config=config)
-        torch.manual_seed(seed)
-        original = DataLoader(
-            range(20), batch_size=2, shuffle=True, num_workers=1, multiprocessing_context="fork"
-        )
-        return accelerator, accelerator.prepare(original)
-
-    accelerator, loader = engine(1)
-    flat(loader)
-    accelerator.save_state(folder)
-    following = flat(loader)
-    accelerator, loader = engine(2)
-    accelerator.load_state(folder)
-    return flat(loader) == following
-
-
-def test_stateful_loaders_saved_between_epochs_keep_their_order(tmp_path: Path) -> None:
-    pytest.importorskip("torchdata")
-    assert run_distributed(saved_between, 2, str(tmp_path / "state")) == [True, True]
 
 
 class Drawing(Sampler[int]):
@@ -251,9 +175,8 @@ def loader_of(dataset: Epochs) -> DataLoader:
     return prepare_data_loader(DataLoader(dataset, batch_size=2))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_an_epoch_that_the_caller_tells_the_data_set_holds(shared: bool) -> None:
-    dataset = Epochs(shared)
+def test_an_epoch_that_the_caller_tells_the_data_set_holds() -> None:
+    dataset = Epochs()
     loader = loader_of(dataset)
     for epoch in (3, 4, 9):
         dataset.set_epoch(epoch)
@@ -261,20 +184,6 @@ def test_an_epoch_that_the_caller_tells_the_data_set_holds(shared: bool) -> None
     assert read(loader) == [10] * 2  # nobody told it another
     loader.set_epoch(2)
     assert (read(loader), loader.epoch) == ([2] * 2, 3)
-
-
-def test_the_epoch_of_a_resumed_pass_holds() -> None:
-    dataset = Epochs()
-    loader = loader_of(dataset)
-    dataset.set_epoch(4)
-    for _ in loader:
-        saved = loader.order_state()  # the last batch is in hand
-    dataset.set_epoch(0)
-    loader.load_order_state(saved)
-    assert read(loader) == [5] * 2
-
-
-SHARED = torch.Generator()
 
 
 class Wanted(Sampler[int]):
@@ -293,14 +202,6 @@ class Wanted(Sampler[int]):
             yield left.pop(self.draw(len(left)))
 
 
-def from_torch(limit: int) -> int:
-    return int(torch.randint(limit, ()))
-
-
-def from_shared(limit: int) -> int:
-    return int(torch.randint(limit, (), generator=SHARED))
-
-
 def from_numpy(limit: int) -> int:
     return int(np.random.randint(limit))
 
@@ -310,24 +211,17 @@ def own_generator() -> Callable[[int], int]:
 
 
 LAZY = {
-    "python": lambda: Wanted(random.randrange),
-    "torch": lambda: Wanted(from_torch),
     "numpy": lambda: Wanted(from_numpy),
-    "shared": lambda: Wanted(from_shared, SHARED),
-    "replacement": lambda: RandomSampler(
-        range(60), replacement=True, num_samples=60, generator=SHARED
-    ),
     "own": lambda: Wanted(own_generator()),
 }
 
 
-def lazily(kind: str, others_draw: bool, stop: int, folder: str) -> tuple[Any, Any]:
+def lazily(kind: str, stop: int, folder: str) -> tuple[Any, Any]:
     """Return what is read after a save, straight and resumed, of a sampler that draws late."""
 
     def engine(seed: int) -> tuple[Accelerator, Any]:
         AcceleratorState._reset_state()
-        for seeded in (random.seed, torch.manual_seed, np.random.seed, SHARED.manual_seed):
-            seeded(seed)
+        np.random.seed(seed)
         accelerator = Accelerator(cpu=True)
         loader = DataLoader(range(60), batch_size=4, sampler=LAZY[kind]())
         return accelerator, accelerator.prepare(loader)
@@ -336,8 +230,7 @@ def lazily(kind: str, others_draw: bool, stop: int, folder: str) -> tuple[Any, A
         found = []
         for number, batch in enumerate(loader, start=1):
             found.append(batch.tolist())
-            if others_draw:
-                random.random(), torch.rand(2), np.random.rand(), from_shared(5)
+            np.random.rand()  # as an augmentation does
             if save is not None and number == stop:
                 save()
         return found
@@ -350,13 +243,10 @@ def lazily(kind: str, others_draw: bool, stop: int, folder: str) -> tuple[Any, A
     return straight, [read(skip_first_batches(loader, stop)), read(loader)]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LAZY if kind != "own"])
-def test_samplers_that_draw_late_are_resumed_in_their_order(kind: str, tmp_path: Path) -> None:
-    for others_draw in (True, False):
-        for stop in (1, 11):
-            folder = str(tmp_path / f"{stop}{others_draw}")
-            straight, resumed = lazily(kind, others_draw, stop, folder)
-            assert straight == resumed
+def test_samplers_that_draw_late_are_resumed_in_their_order(tmp_path: Path) -> None:
+    for stop in (1, 11):
+        straight, resumed = lazily("numpy", stop, str(tmp_path / str(stop)))
+        assert straight == resumed
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -369,7 +259,7 @@ def test_a_sampler_with_a_generator_of_its_own_is_told_at_the_resume(size, tmp_p
 def told_of_own(folder: str) -> str:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        lazily("own", False, 2, folder)
+        lazily("own", 2, folder)
     told = [str(one.message) for one in found if "draw again" in str(one.message)]
     return "".join(told)
 
@@ -413,36 +303,7 @@ def test_persistent_workers_are_warned_of() -> None:
         flat(loader)
 
 
-def test_the_last_batch_in_hand_ends_a_pass() -> None:
-    one, two = seedable().prepare(*(DataLoader(range(9), shuffle=True) for _ in range(2)))
-    passes = [[b.item() for _, b in zip(one, two, strict=False)] for _ in range(2)]
-    assert passes[0] != passes[1]
-    assert (one.epoch, two.epoch) == (2, 2)
-
-
 # -- resuming ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seedable", [False, True])
-def test_a_saved_state_has_the_order_of_the_pass_under_way(seedable: bool) -> None:
-    def make(seed: int) -> PreparedLoader:
-        loader = DataLoader(
-            range(20), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed)
-        )
-        return prepare_data_loader(loader, use_seedable_sampler=seedable)
-
-    loader = make(1)
-    values(loader)
-    seen = []
-    for batch in loader:
-        seen.append(batch.tolist())
-        if len(seen) == 2:
-            state = loader.order_state()
-    following = values(loader)
-    resumed = make(2)
-    resumed.load_order_state(state)
-    assert values(skip_first_batches(resumed, 2)) == seen[2:]
-    assert values(resumed) == following
 
 
 def test_another_data_set_than_the_saved_one_is_warned_of() -> None:
@@ -488,58 +349,6 @@ def test_a_seeded_pass_without_its_first_batches_has_the_order_of_the_whole(
         return values(skip_first_batches(made, skipped))
 
     assert loader(2) == loader(0)[2:]
-
-
-class Shuffled(Sampler[int]):
-    """The indices below `length` in an order drawn from Python's generator."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self):
-        order = list(range(self.length))
-        random.shuffle(order)
-        return iter(order)
-
-
-def shuffled() -> Any:
-    random.seed(1)
-    loader = DataLoader(range(12), batch_size=2, sampler=Shuffled(12))
-    return prepare_data_loader(loader, num_processes=2, process_index=0)
-
-
-def test_a_resume_at_the_end_of_a_pass_draws_no_order_for_nothing() -> None:
-    Accelerator(cpu=True)
-    loader = shuffled()
-    for number, _ in enumerate(loader, 1):
-        if number == 3:
-            saved, generators = loader.order_state(), rng.capture()
-    wanted = [batch.tolist() for batch in loader], random.random()
-    loader = shuffled()
-    loader.load_order_state(saved)
-    rng.restore(generators)
-    assert list(skip_first_batches(loader, 3)) == []
-    assert ([batch.tolist() for batch in loader], random.random()) == wanted
-
-
-def drawn_with(generator: torch.Generator) -> Any:
-    sampler = RandomSampler(range(12), generator=generator)
-    return prepare_data_loader(DataLoader(range(12), batch_size=2, sampler=sampler))
-
-
-def test_a_pass_left_early_draws_from_its_generator_to_the_end() -> None:
-    Accelerator(cpu=True)
-    first, second = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
-    whole, left = drawn_with(first), drawn_with(second)
-    wanted = [[batch.tolist() for batch in whole] for _ in range(2)]
-    for batch in left:
-        found = [batch.tolist()]
-        break
-    found += [batch.tolist() for batch in skip_first_batches(left, 1)]
-    assert [found, [batch.tolist() for batch in left]] == wanted
 
 
 def of_torchs_generator(dispatch: bool) -> tuple[list[list[int]], float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel import Accelerator, DataLoaderConfiguration
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
 from accel.data.prepare import prepare_data_loader, skip_first_batches
-from accel.state import AcceleratorState, GradientState
 from accel.utils import set_seed
 from tests.helpers import run_distributed
 
@@ -68,25 +65,6 @@ def test_skipping_keeps_the_kind() -> None:
 # -- dispatched rounds ---------------------------------------------------------------------------
 
 
-class Counted(IterableDataset):
-    """The numbers below 11; knows where it is."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 11:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 class Short(IterableDataset):
     """The first worker gives a short last batch long before the second one ends."""
 
@@ -108,10 +86,6 @@ def plain(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
-def named(samples: list[int]) -> dict[str, Any]:
-    return {"id": torch.tensor(samples), "name": [str(s) for s in samples], "kind": "numbers"}
-
-
 def of_two(dataset: Any, rank: int, collate: Any = None, **arguments: Any) -> Any:
     """Return rank `rank`'s loader of two, which reads in this process."""
     original = DataLoader(dataset, batch_size=2, collate_fn=collate, **arguments)
@@ -122,28 +96,6 @@ def of_two(dataset: Any, rank: int, collate: Any = None, **arguments: Any) -> An
         dispatch_batches=True,
         use_stateful_dataloader=True,
     )
-
-
-class Eleven(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(11))
-
-
-@pytest.mark.parametrize("kind", [Eleven, Counted])
-@pytest.mark.parametrize("collate", [None, named])
-def test_a_resumed_stream_completes_its_last_round_with_the_first_samples(kind, collate) -> None:
-    loader = of_two(kind(), 1, collate)
-    batches, states = [], []
-    for batch in loader:
-        batches.append(plain(batch))
-        states.append(pickle.loads(pickle.dumps(loader.state_dict())))
-    last = batches[-1]["id"] if collate else batches[-1]
-    assert (len(batches), last) == (3, [10, 0])
-    for number, state in enumerate(states):
-        again = of_two(kind(), 1, collate)
-        again.load_state_dict(state)
-        assert read(again) == (batches[number + 1 :] or batches)
-        assert read(again) == batches  # and the next pass is whole
 
 
 def test_a_resumed_stream_gives_what_was_read_and_not_given() -> None:
@@ -167,106 +119,7 @@ def test_a_resumed_stream_gives_what_was_read_and_not_given() -> None:
 # -- skipping ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dataset", [range(12), Stream(), Counted()])
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_the_original_knows_where_a_skipping_copy_is(dataset, workers: int, dispatch: bool) -> None:
-    def new() -> Any:
-        return prepared(dataset, workers, dispatch_batches=dispatch)
-
-    whole = read(new())
-    loader = new()
-    skipping = skip_first_batches(skip_first_batches(loader, 1), 1)
-    passing = iter(skipping)
-    assert [next(passing).tolist() for _ in range(2)] == whole[2:4]
-    states = loader.state_dict(), skipping.state_dict()
-    passing.close()
-    for state in states:
-        again = new()
-        again.load_state_dict(state)
-        assert read(again) == whole[4:]
-        assert read(again) == whole
-        skipping = skip_first_batches(new(), 2)
-        skipping.load_state_dict(state)
-        assert read(skipping) == whole[4:]
-
-
-@pytest.mark.parametrize("dataset", [range(12), Stream()])
-def test_skipping_takes_the_place_of_a_loaded_position(dataset) -> None:
-    loader = prepared(dataset)
-    next(iter(loader))
-    state = loader.state_dict()
-    again = prepared(dataset)
-    again.load_state_dict(state)
-    assert read(skip_first_batches(again, 1)) == [[i, i + 1] for i in range(2, 12, 2)]
-    assert read(again) == [[i, i + 1] for i in range(0, 12, 2)]
-
-
 # -- ranks at different batches ------------------------------------------------------------------
-
-
-class Drawing(Sampler[int]):
-    """Draws each index when it is wanted."""
-
-    def __len__(self) -> int:
-        return 13
-
-    def __iter__(self) -> Iterator[int]:
-        left = list(range(13))
-        while left:
-            yield left.pop(random.randrange(len(left)))
-
-
-def engine(kind: str, seed: int) -> tuple[Accelerator, Any]:
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    config = DataLoaderConfiguration(
-        use_stateful_dataloader=True, even_batches=False, dispatch_batches=False
-    )
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if kind == "stream":
-        return accelerator, accelerator.prepare(DataLoader(Eleven(), batch_size=2))
-    flags = {"shuffle": True} if kind == "random" else {"sampler": Drawing()}
-    return accelerator, accelerator.prepare(DataLoader(range(13), batch_size=2, **flags))
-
-
-def apart(kind: str, stops: list[int], folder: str) -> tuple[Any, Any]:
-    """Save after as many batches as `stops` says for each rank; all that it reads otherwise."""
-    accelerator, loader = engine(kind, 1)
-    stop = stops[accelerator.process_index]
-    straight, number = [read(loader)], 0
-    straight.append([])
-    for number, batch in enumerate(loader, start=1):
-        straight[1].append(batch.tolist())
-        if number == stop:
-            accelerator.save_state(folder)
-    if stop > number:
-        accelerator.save_state(folder)
-    straight += [read(loader), read(loader)]
-    accelerator, loader = engine(kind, 2)
-    accelerator.load_state(folder)
-    return [straight[1][stop:], *straight[2:]], [read(loader) for _ in range(3)]
-
-
-# Thirteen samples in batches of two: four for rank 0, three for rank 1; 11 of the stream: three.
-STOPS = ([1, 3], [3, 3], [3, 9], [2, 1])
-FAST_STOPS = (("random", [1, 3]), ("lazy", [2, 1]), ("stream", [3, 9]), ("stream", [3, 3]))
-
-
-@pytest.mark.parametrize(
-    ("kind", "stops"),
-    [
-        pytest.param(*pair, marks=() if pair in FAST_STOPS else pytest.mark.slow)
-        for pair in itertools.product(("random", "lazy", "stream"), STOPS)
-    ],
-)
-def test_ranks_that_saved_at_different_batches_go_on_where_they_were(kind, stops, tmp_path) -> None:
-    if kind == "stream" and stops[0] == 3:  # its last batch
-        stops = [2, stops[1]]
-    for wanted, found in run_distributed(apart, 2, kind, stops, str(tmp_path / "state")):
-        assert found == wanted
 
 
 SAMPLES = 24
@@ -347,14 +200,8 @@ def check(folder: str, kind: str, dispatch: bool | None, stateful: bool) -> list
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("kind", ["own", *slow("buffered", "torch", "numpy", "python")])
-def test_a_shuffled_stream_goes_on(kind: str, stateful: bool, tmp_path: Path) -> None:
-    assert check(str(tmp_path), kind, None, stateful) == []
-
-
-@pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("dispatch", [None, False])
-@pytest.mark.parametrize("kind", [*slow("own", "torch"), "buffered"])
+@pytest.mark.parametrize("kind", ["buffered", *slow("own", "torch", "numpy", "python")])
 def test_a_shuffled_stream_goes_on_two_processes(
     kind: str, dispatch: bool | None, stateful: bool, tmp_path: Path
 ) -> None:

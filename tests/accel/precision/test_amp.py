@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -70,18 +68,6 @@ def test_autocast_takes_a_handler_in_place_of_the_runs_own() -> None:
     model = accelerator.prepare(Probe())
     model(torch.ones(1, 4))
     assert model.seen == torch.float32
-
-
-def test_a_copy_of_a_wrapped_model_uses_its_own_weights() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model = accelerator.prepare(Probe())
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.no_grad():
-            twin.layer.weight.zero_()
-            twin.layer.bias.zero_()
-        assert torch.equal(twin(torch.ones(1, 4))["logits"], torch.zeros(1, 2))
-        assert twin.seen == torch.bfloat16
-    assert not torch.equal(model(torch.ones(1, 4))["logits"], torch.zeros(1, 2))
 
 
 def test_unwrapping_gives_the_models_own_forward_back() -> None:

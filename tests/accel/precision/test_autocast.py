@@ -47,7 +47,6 @@ ENGINES: dict[str, dict[str, Any]] = {
         }
     },
     "zero0": {"deepspeed_plugin": {"zero_stage": 0}},
-    "zero2": {"deepspeed_plugin": {"zero_stage": 2}},
     "zero3": {"deepspeed_plugin": {"zero_stage": 3}},
 }
 PLUGINS = {

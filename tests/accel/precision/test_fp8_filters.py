@@ -69,13 +69,6 @@ def test_layers_of_other_kinds_stay() -> None:
     assert list(choose_layers(model)) == ["5", "6"]
 
 
-def test_a_layer_in_two_places_is_converted_in_both() -> None:
-    model = stack(16, 16, 16, 16, 16)
-    model.append(model[1])
-    model.append(torch.nn.Linear(16, 16))
-    assert list(choose_layers(model)) == ["1", "2", "3", "4"]
-
-
 def test_a_model_without_a_layer_for_fp8_is_refused_unless_it_is_only_evaluated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 from accel.hooks import (
-    AlignDevicesHook,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
-from accel.machine.errors import StateError
-from tests.accel.weights.models import Block, Direct, hook_of, inputs, net, on_meta
+from tests.accel.weights.models import Direct, hook_of, inputs, net, on_meta
 
 
 def hooked(model: nn.Module) -> list[str]:
@@ -126,20 +124,6 @@ def test_attention_of_torch_loads_all_weights_within() -> None:
             assert on_meta(model) == {name for name, _ in plain.named_parameters()}
 
 
-def test_an_offloaded_weight_used_by_another_module_is_refused() -> None:
-    model = Direct()
-    attach_align_device_hook(model, "cpu", offload=True)
-    with pytest.raises(StateError, match=r"offloaded weight \[4, 4\] .* preload_module_classes"):
-        model(inputs())
-    assert model.inner(inputs()).shape == (2, 4)
-    # What needs no values is allowed.
-    weight = model.inner.weight
-    assert torch.empty_like(weight, device="cpu").shape == (4, 4)
-    assert (weight.detach() + weight).is_meta
-    assert inputs().copy_(torch.zeros_like(weight, device="cpu")[:2]).sum() == 0
-    assert copy.deepcopy(model).inner.weight.is_meta
-
-
 def test_a_class_loads_all_weights_within() -> None:
     model, plain = Direct(), Direct()
     plain.load_state_dict(model.state_dict())
@@ -162,13 +146,6 @@ def test_blocks_run_where_the_mapping_says() -> None:
     assert hook_of(model[0]).place_submodules
     with pytest.raises(NotImplementedError):  # outputs on meta have no data to bring back
         model(inputs())
-
-
-def test_all_blocks_run_on_one_device() -> None:
-    model = net()
-    attach_align_device_hook_on_blocks(model, execution_device="meta")
-    assert model(inputs().to("meta")).is_meta
-    assert on_meta(model) == {n for n, _ in (*model.named_parameters(), *model.named_buffers())}
 
 
 def test_some_blocks_are_offloaded() -> None:
@@ -213,31 +190,3 @@ def test_a_class_of_blocks_loads_all_weights_within() -> None:
     )
     assert "0.inner" not in hooked(model)
     assert model(inputs()).shape == (2, 4)
-
-
-def test_a_block_that_is_hooked_keeps_its_hook() -> None:
-    model = Block()
-    first = AlignDevicesHook("cpu")
-    model._hf_hook = first
-    attach_execution_device_hook(model, "meta")
-    assert hook_of(model) is first
-
-
-@pytest.mark.parametrize("around", [False, True])
-def test_a_module_that_is_offloaded_within_a_block_has_one_hook(around: bool) -> None:
-    """Peft merges adapters where it finds the hook that has the weight, and no other."""
-    model = net()
-    expected = model(inputs())
-    names = [name for name, _ in model.named_children()]
-    away = {names[-1]: True}
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device={**({"": "cpu"} if around else {}), **dict.fromkeys(names, "cpu")},
-        offload={**({"": False} if around else {}), **dict.fromkeys(names, False), **away},
-        weights_map={name: value.clone() for name, value in model.state_dict().items()},
-    )
-    last = model.get_submodule(names[-1])
-    hooks = [hook_of(module) for module in last.modules() if hasattr(module, "_hf_hook")]
-    assert all(isinstance(hook, AlignDevicesHook) for hook in hooks)
-    assert any(hook.offload for hook in hooks)
-    assert torch.equal(model(inputs()), expected)

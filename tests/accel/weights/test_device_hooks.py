@@ -8,50 +8,11 @@ from torch import nn
 
 from accel.big_modeling import attach_layerwise_casting_hooks
 from accel.hooks import (
-    CpuOffload,
     LayerwiseCastingHook,
-    UserCpuOffloadHook,
     add_hook_to_module,
     remove_hook_from_module,
 )
-from accel.weights import device_hooks
 from tests.accel.weights.models import inputs, net
-
-
-class Moves(nn.Module):
-    """A module that tells where it is moved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: list[str] = []
-
-    def to(self, device: torch.device | str) -> Moves:  # type: ignore[override]
-        self.places.append(str(device))
-        return self
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-def test_a_model_is_on_the_device_from_its_forward_pass_on() -> None:
-    model = Moves()
-    hook = CpuOffload("meta")
-    add_hook_to_module(model, hook)
-    assert model(torch.ones(1)).is_meta
-    assert model.places == ["cpu", "meta"]
-    UserCpuOffloadHook(model, hook).offload()
-    assert model.places[-1] == "cpu"
-    assert CpuOffload().execution_device.type == device_hooks.default_device_type()
-
-
-def test_the_model_before_is_sent_away() -> None:
-    first, second = Moves(), Moves()
-    handle = UserCpuOffloadHook(first, CpuOffload("meta"))
-    add_hook_to_module(second, CpuOffload("cpu", prev_module_hook=handle))
-    second(torch.ones(1))
-    assert first.places == ["cpu"]
-    UserCpuOffloadHook(second, CpuOffload()).remove()
-    assert not hasattr(second, "_hf_hook")
 
 
 def layer() -> nn.Linear:

@@ -128,12 +128,7 @@ def test_entries_of_one_device_become_one() -> None:
     }
 
 
-LAYER_BYTES = 440  # bytes of Linear(10, 10)
 ROOM = {0: 3000, 1: 3000, "cpu": 10_000}
-
-
-def six_layers() -> nn.Sequential:
-    return nn.Sequential(*[nn.Linear(10, 10) for _ in range(6)])
 
 
 def test_free_memory_is_found() -> None:
@@ -174,11 +169,11 @@ def test_a_container_has_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_layers_are_balanced() -> None:
-    each = 6 * LAYER_BYTES // 2 + LAYER_BYTES * 5 // 4
-    assert get_balanced_memory(six_layers(), ROOM) == {**ROOM, 0: each}
-    assert get_balanced_memory(six_layers(), {"cpu": 7}) == {"cpu": 7}
-    assert get_balanced_memory(six_layers(), {0: 100, 1: 100, "cpu": 7})[0] == 100
-    one = get_balanced_memory(six_layers(), {0: 3000, "cpu": 7})
+    each = 6 * LAYER // 2 + LAYER * 5 // 4
+    assert get_balanced_memory(layers(), ROOM) == {**ROOM, 0: each}
+    assert get_balanced_memory(layers(), {"cpu": 7}) == {"cpu": 7}
+    assert get_balanced_memory(layers(), {0: 100, 1: 100, "cpu": 7})[0] == 100
+    one = get_balanced_memory(layers(), {0: 3000, "cpu": 7})
     assert one == {0: 3000, "cpu": 7}
 
 
@@ -191,19 +186,17 @@ def test_blocks_need_more_room_than_layers() -> None:
 
 
 def test_a_dtype_balances_fewer_bytes() -> None:
-    full, half = (
-        get_balanced_memory(six_layers(), ROOM, dtype=d)[0] for d in (None, torch.float16)
-    )
+    full, half = (get_balanced_memory(layers(), ROOM, dtype=d)[0] for d in (None, torch.float16))
     assert half * 2 == full
     special = dict.fromkeys((f"{n}.weight" for n in range(6)), torch.float32)
-    more = get_balanced_memory(six_layers(), ROOM, dtype=torch.float16, special_dtypes=special)
+    more = get_balanced_memory(layers(), ROOM, dtype=torch.float16, special_dtypes=special)
     assert half < more[0] < full
 
 
 def test_the_first_device_may_get_little() -> None:
-    assert get_balanced_memory(six_layers(), ROOM, low_zero=True)[0] == 0
+    assert get_balanced_memory(layers(), ROOM, low_zero=True)[0] == 0
     tight = {0: 3000, 1: 1000, "cpu": 10_000}
-    assert get_balanced_memory(six_layers(), tight, low_zero=True)[0] == 6 * LAYER_BYTES - 1000
+    assert get_balanced_memory(layers(), tight, low_zero=True)[0] == 6 * LAYER - 1000
 
 
 @given(st.lists(st.integers(0, 800), max_size=3), st.integers(0, 800), st.booleans())

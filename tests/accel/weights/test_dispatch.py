@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from accel import (
@@ -21,8 +20,8 @@ from accel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
-from accel.machine.errors import CheckpointError, ConfigError, StateError
+from accel.hooks import remove_hook_from_submodules
+from accel.machine.errors import ConfigError, StateError
 from accel.utils import OffloadedWeightsLoader, offload_state_dict, set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
 from accel.weights import read_ahead
@@ -293,23 +292,6 @@ def test_an_accelerator_takes_a_dispatched_model(tmp_path: Path) -> None:
     assert torch.equal(fresh(inputs()), net()(inputs()))
 
 
-@pytest.mark.slow
-def test_a_dispatched_model_is_compiled(tmp_path: Path) -> None:
-    model = dispatch_model(net(), HALF, offload_dir=tmp_path)
-    compiled = torch.compile(model, backend="eager")
-    for _ in range(2):
-        assert torch.equal(compiled(inputs()), net()(inputs()))
-
-
-def test_a_dispatched_model_is_not_exported(tmp_path: Path) -> None:
-    model = dispatch_model(net(), HALF, offload_dir=tmp_path)
-    with pytest.raises(StateError, match=r"hooks move inputs .*remove_hook_from_submodules"):
-        torch.export.export(model, (inputs(),))
-    remove_hook_from_submodules(model)
-    exported = torch.export.export(model, (inputs(),))
-    assert torch.equal(exported.module()(inputs()), net()(inputs()))
-
-
 MAPS: list[dict[str, Any]] = [
     {"0": "disk", "1": "cpu"},
     {"": "cpu"},
@@ -339,21 +321,6 @@ def test_the_last_map_holds(first: dict[str, Any], second: dict[str, Any], tmp_p
     if second == {"": "cpu"}:
         model.load_state_dict(net().state_dict())
         assert "to" not in vars(model)
-
-
-def test_hooks_of_others_stay(tmp_path: Path) -> None:
-    class Doubling(ModelHook):
-        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-            return output * 2
-
-    model = disk_offload(net(), tmp_path, "cpu")
-    add_hook_to_module(model[1], Doubling(), append=True)
-    for _ in range(2):
-        add_hook_to_module(model[0].norm, ModelHook(), append=True)
-    dispatch_model(model, {"": "cpu"})
-    assert torch.equal(model(inputs()), net()(inputs()) * 2)
-    assert hooks(model[0]) == [0, 2, 0]
-    assert isinstance(model[1]._hf_hook, Doubling)
 
 
 DISPATCHES: list[Dispatch] = [
@@ -401,15 +368,3 @@ def test_the_new_weights_are_computed_with(
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     assert all(len(hooks_of(module)) <= 2 for module in model.modules())
-
-
-def test_what_is_refused_leaves_the_model_dispatched(tmp_path: Path) -> None:
-    model = disk_offload(net(), tmp_path / "one", "cpu")
-    before = model._hf_hook
-    save_file({"0.scale": torch.ones(5)}, tmp_path / "wrong.safetensors")
-    with pytest.raises(CheckpointError, match="wrong shapes"):
-        load_checkpoint_and_dispatch(model, tmp_path / "wrong.safetensors", {"": "cpu"})
-    with pytest.raises(ConfigError, match="device_map='automatic'"):
-        load_checkpoint_and_dispatch(model, tmp_path / "wrong.safetensors", "automatic")
-    assert model._hf_hook is before
-    assert torch.equal(model(inputs()), net()(inputs()))

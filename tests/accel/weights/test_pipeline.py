@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -116,29 +115,6 @@ def test_tied_weights_are_in_each_stage_that_uses_them() -> None:
     stages.keep_only(model, chain[1], "model.")
     assert not model.head.weight.is_meta
     assert model.embedding.weight is model.head.weight
-
-
-def test_forward_passes_are_restored() -> None:
-    model = Net()
-    own = partial(Step.forward, model.third)
-    model.third.forward = own
-    split(model, EXAMPLE, "second", "third")
-    assert "forward" not in vars(model.second)
-    assert model.third.forward is own
-    assert not hasattr(model.third, "_orig_forward")
-
-
-@pytest.mark.gpu
-def test_stages_compute_on_a_gpu() -> None:
-    model = Net()
-    x, mask = torch.rand(2, 4), torch.rand(1, 4)
-    expected = stages.Structure.of(model(x, mask, 2.0)).tensors
-    _, layout = split(model, EXAMPLE, "second", "third")
-    chain = built(layout)
-    for stage in chain:
-        stages.move(stage, torch.device("cuda"))
-    found = [tensor.cpu() for tensor in chained(chain, (x.cuda(), mask.cuda()))]
-    torch.testing.assert_close(found, list(expected))
 
 
 def layers(*widths: int) -> nn.Sequential:

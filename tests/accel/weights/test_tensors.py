@@ -233,10 +233,3 @@ def test_any_device_will_do() -> None:
             assert "shift" in on_meta(Block())
     with init_on_device("cpu"):
         assert on_meta(Block()) == set()
-
-
-def test_torch_is_as_before_after_an_error() -> None:
-    register = nn.Module.register_parameter, nn.Module.register_buffer
-    with pytest.raises(KeyError), init_empty_weights(include_buffers=True):
-        raise KeyError
-    assert register == (nn.Module.register_parameter, nn.Module.register_buffer)

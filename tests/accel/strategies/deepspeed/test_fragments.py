@@ -16,59 +16,7 @@ import torch
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from tests import commands
-from tests.accel.strategies.deepspeed.helpers import (
-    adamw,
-    build,
-    data,
-    error_of,
-    largest,
-)
 from tests.helpers import ROOT, run_distributed
-
-
-def steps_the_weights_themselves(fields: dict[str, Any], precision: str, shared: bool) -> None:
-    accelerator = Accelerator(
-        cpu=True, deepspeed_plugin=DeepSpeedPlugin(**fields), mixed_precision=precision
-    )
-    model = build()
-    model[3].bias.requires_grad_(False)
-    model, optimizer, loader = accelerator.prepare(model, adamw(model), data(4))
-    held = {p.ds_tensor.untyped_storage().data_ptr() for p in model.parameters()}
-    flats = model.optimizer.fp32_partitioned_groups_flat
-    assert len(flats) >= 2
-    assert {flat.untyped_storage().data_ptr() in held for flat in flats} == {shared}
-    bytes_of = accelerator.strategy.state.footprint([model], [optimizer])
-    inputs, targets = next(iter(loader))
-    before = accelerator.get_state_dict(model)
-    accelerator.backward(error_of(model(inputs), targets))
-    optimizer.step()
-    assert {flat.untyped_storage().data_ptr() in held for flat in flats} == {shared}
-    moments = sum(2 * flat.nbytes + 4 for flat in flats)
-    assert bytes_of.optimizer_state == moments + (0 if shared else sum(f.nbytes for f in flats))
-    kept = [p for p in model.parameters() if p.ds_persist]  # whole after a pass
-    assert sum(p.nbytes for p in kept) == sum(p.ds_numel * p.element_size() for p in kept)
-    parts = sum(p.ds_tensor.nbytes for p in model.parameters())
-    assert bytes_of.parameters == parts + sum(p.nbytes for p in kept)
-    assert bool(kept) == ("zero_stage" in fields)
-    after = accelerator.get_state_dict(model)
-    assert largest(after, before) > 0
-    accelerator.unwrap_model(model)
-    with accelerator.strategy.package.zero.GatheredParameters(list(model.parameters())):
-        gathered = {name: p.detach().clone() for name, p in model.module.named_parameters()}
-    assert largest(gathered, after) < (1e-9 if precision == "no" else 1e-2)
-    accelerator.end_training()
-
-
-def weights_and_copies() -> None:
-    one = {"stage3_param_persistence_threshold": 0, "sub_group_size": 20, "stage": 3}
-    for options in ({"zero_stage": 3}, {"hf_ds_config": {"zero_optimization": one}}):
-        steps_the_weights_themselves(options, "no", shared=True)
-    steps_the_weights_themselves({"zero_stage": 3}, "bf16", shared=False)
-
-
-def test_stage_3_in_fp32_keeps_no_second_copy_of_the_weights() -> None:
-    run_distributed(weights_and_copies, 2)
-
 
 # -- on disk ---------------------------------------------------------------------------------
 

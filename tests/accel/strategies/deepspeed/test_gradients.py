@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.machine.errors import ConfigError
-from accel.strategies.deepspeed.wrappers import backward_problems
 from tests.accel.strategies.deepspeed.helpers import (
     GLOBAL_BATCH,
     build,
@@ -170,13 +168,3 @@ def divides_what_is_not_divided() -> None:
 
 def test_a_loss_that_its_caller_scaled_is_not_divided() -> None:
     run_distributed(divides_what_is_not_divided, 2)
-
-
-def test_the_scaling_of_the_engine_stays_off() -> None:
-    engine = SimpleNamespace(zero_optimization_stage=lambda: 1)
-    optimizer: Any = SimpleNamespace(
-        engine=engine, trainable=SimpleNamespace(changed=lambda: False), window_ended=False
-    )
-    assert backward_problems(optimizer, {"scale_wrt_gas": False}) == []
-    (problem,) = backward_problems(optimizer, {"scale_wrt_gas": True})
-    assert "scale_wrt_gas" in problem.value

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-import pytest
 import torch
 
 from accel import Accelerator
@@ -56,16 +52,3 @@ def check_that_later_models_compute_with_torch() -> None:
 
 def test_models_after_zero_3_compute_with_torchs_own_functions() -> None:
     run_distributed(check_that_later_models_compute_with_torch, 1)
-
-
-IMPORTS_LATE = """
-from accel import Accelerator, DeepSpeedPlugin
-plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
-with Accelerator(cpu=True, deepspeed_plugin=plugin).strategy.init_context():
-    import torch._dynamo
-"""
-
-
-@pytest.mark.slow  # a process of its own
-def test_a_model_may_import_its_package_while_it_is_built() -> None:
-    subprocess.run([sys.executable, "-c", IMPORTS_LATE], check=True, timeout=200)

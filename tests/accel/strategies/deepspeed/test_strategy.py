@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from tests.accel.strategies.deepspeed.helpers import (
     largest,
     plain,
 )
-from tests.helpers import ROOT, python, run_distributed
+from tests.helpers import run_distributed
 
 
 def trained(
@@ -103,24 +102,6 @@ def test_bf16_of_the_engine_is_near_a_plain_loop() -> None:
 
 
 # -- several models --------------------------------------------------------------------------
-
-
-ALONE = """
-import os
-from accel.config.deepspeed import DeepSpeedPlugin
-from tests.accel.strategies.deepspeed.test_strategy import trained
-
-losses, _, _ = trained(DeepSpeedPlugin(zero_stage=3))
-print(len(losses), {"LOCAL_RANK", "LOCAL_SIZE"} & os.environ.keys())
-"""
-
-
-@pytest.mark.slow  # a process of its own imports PyTorch and DeepSpeed
-def test_a_script_that_no_launcher_started_trains_under_stage_3() -> None:
-    done = subprocess.run(
-        python("-c", ALONE), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.splitlines()[-1] == f"{STEPS} set()"
 
 
 def a_student_and_a_teacher() -> None:

@@ -5,7 +5,6 @@ Holds E1, E3.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -89,41 +88,6 @@ def steers_adagrad(stage: int, kind: str) -> None:
     accelerator.end_training()
 
 
-def steers_what_stood_for_it_before() -> None:
-    """A schedule that was built on a DummyOptim, and is prepared after it."""
-    config = {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config, zero_stage=1))
-    model = build()
-    stand_in = DummyOptim(model.parameters(), lr=0.1)
-    schedules = torch.optim.lr_scheduler
-    parts = [schedules.LambdaLR(stand_in, lambda step: 0.5 ** (step + 1)) for _ in range(2)]
-    scheduler = schedules.SequentialLR(stand_in, parts, milestones=[9])
-    model, optimizer = accelerator.prepare(model, stand_in)
-    scheduler = accelerator.prepare_scheduler(scheduler)
-    assert optimizer.param_groups[0]["lr"] == 0.05
-    inputs, targets = next(iter(data(4)))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lr_scheduler")
-        accelerator.backward(error_of(model(inputs), targets))
-        optimizer.step()
-        scheduler.step()
-    expected = 0.1 * 0.5 ** (accelerator.num_processes + 1)
-    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == expected
-    accelerator.end_training()
-
-
-def refuses_a_schedule_from_another_rate() -> None:
-    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}}
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config, zero_stage=1))
-    model = build()
-    stand_in = DummyOptim(model.parameters())
-    scheduler = torch.optim.lr_scheduler.LambdaLR(stand_in, lambda step: 0.5**step)
-    accelerator.prepare(model, stand_in)
-    with pytest.raises(ConfigError, match=r"LambdaLR on DummyOptim\(lr=0.001\).*engine's is 0.2"):
-        accelerator.prepare_scheduler(scheduler)
-    accelerator.end_training()
-
-
 def refuses_adagrad_in_groups() -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
     model = build()
@@ -136,8 +100,6 @@ def schedules() -> None:
     steers_adagrad(2, "sequential")
     steers_adagrad(3, "warm")
     refuses_adagrad_in_groups()
-    steers_what_stood_for_it_before()
-    refuses_a_schedule_from_another_rate()
 
 
 def test_schedules_steer_the_optimizer_that_steps() -> None:

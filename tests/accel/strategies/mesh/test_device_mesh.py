@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +22,6 @@ from tests.accel.strategies.training import (
 from tests.helpers import gloo_threads, gloo_threads_left, run_distributed
 
 Engines = dict[str, Any]
-ENGINES: list[Engines] = [
-    {"fsdp": {"reshard_after_forward": 2}},  # smaller groups of FSDP2's own
-    {"fsdp": {}, "tp": {"tp_size": 2}},
-]
-ROUNDS = 3
 
 
 def trained(engines: Engines) -> tuple[Any, Any]:
@@ -36,30 +30,6 @@ def trained(engines: Engines) -> tuple[Any, Any]:
     prepared = accelerator.prepare(model, adamw(model), DataLoader(data(1), BATCH))
     steps_of(accelerator, *prepared)
     return accelerator, prepared
-
-
-def counted_rounds() -> dict[str, list[int]]:
-    """Return the threads while and after each training, of which everything is kept."""
-    found, kept = {}, []
-    for engines in ENGINES:
-        counts = [gloo_threads()]
-        for _ in range(ROUNDS):
-            accelerator, prepared = trained(engines)
-            assert gloo_threads() > counts[0]
-            accelerator.end_training()
-            accelerator.end_training()
-            counts.append(gloo_threads_left(counts[0]))
-            kept.append((accelerator, prepared))
-        found[str(engines)] = counts
-    return found
-
-
-@pytest.mark.slow  # many meshes; those below are of one
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
-def test_no_thread_of_a_mesh_outlives_the_training() -> None:
-    for found in run_distributed(counted_rounds, 4):
-        for engines, counts in found.items():
-            assert max(counts[1:]) <= counts[0], engines
 
 
 def borrowed() -> int:

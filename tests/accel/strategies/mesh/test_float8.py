@@ -13,7 +13,6 @@ from accel.strategies.mesh.hooks import reshard
 from accel.utils import (
     AORecipeKwargs,
     FullyShardedDataParallelPlugin,
-    TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
 from tests.accel.precision.float8 import (
@@ -58,44 +57,6 @@ def test_two_ranks_are_the_loop_by_hand_over_both_batches(
         # turns some around.
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=4e-2)
         assert (weights[name] - weight).abs().mean() < 4e-3
-
-
-def empty_on_one_rank(recipe: dict[str, Any]) -> float:
-    """Return the norm of a gradient where the batch of rank 1 has no samples."""
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp8",
-        kwargs_handlers=[AORecipeKwargs(**recipe)],
-        fsdp_plugin=FullyShardedDataParallelPlugin(),
-    )
-    model = network()
-    model, _ = accelerator.prepare(model, optimizer_of(model))
-    batch = batches(0, 1)[0]
-    accelerator.backward(model(batch[:0] if accelerator.process_index else batch).sum())
-    norm = float(model.inside[0].weight.grad.full_tensor().norm())
-    accelerator.end_training()
-    return norm
-
-
-@pytest.mark.parametrize("recipe", [{}, {"config": "rowwise"}, GATHERED])
-def test_a_rank_without_samples_takes_part(recipe: dict[str, Any]) -> None:
-    first, second = run_distributed(empty_on_one_rank, 2, recipe)
-    assert first == second > 0
-
-
-def compiled(recipe: dict[str, Any]) -> list[float]:
-    """Return the losses of a run whose blocks are compiled."""
-    losses, _ = train(recipe, BLOCKS, dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
-    torch.compiler.reset()
-    return losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [{}, GATHERED])
-def test_compiled_units_compute_the_same(recipe: dict[str, Any]) -> None:
-    expected = run_distributed(train, 2, recipe, BLOCKS)
-    for losses, (others, _) in zip(run_distributed(compiled, 2, recipe), expected, strict=True):
-        assert losses == pytest.approx(others, rel=1e-2)
 
 
 def gathered(change: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
+from accel.config.training import GradientAccumulationPlugin
 from tests.accel.strategies.training import (
     Model,
     build,
     data,
-    difference,
-    largest,
     loss_of,
-    plain,
-    train,
 )
 from tests.helpers import run_distributed
 
-CLOSE = 1e-5
 BLOCK, MODEL = 5, 15  # calls in the graph of a block, and of the model around two of them
 
 
@@ -101,33 +95,3 @@ def check_switches() -> None:
 
 def test_activations_are_recomputed_and_units_gathered_ahead() -> None:
     run_distributed(check_switches, 2)
-
-
-def check_compiled(plugin: dict[str, Any], regional: bool | None, size: int) -> None:
-    torch.compiler.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
-    accelerator = build(fsdp=plugin, dynamo_plugin=dynamo)
-    losses, _, weights = train(accelerator, Model())
-    expected = plain(Model())
-    assert largest(losses, expected[0]) < CLOSE
-    assert difference(weights, expected[2]) < CLOSE
-    assert counters["stats"]["unique_graphs"] == 1
-    assert counters["stats"]["calls_captured"] == size
-    accelerator.end_training()
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize(
-    ("plugin", "regional", "size"),
-    [
-        ({}, None, BLOCK),
-        ({}, False, BLOCK),  # torch leaves the rest: hooks are called in a loop
-        ({"auto_wrap_policy": "no_wrap"}, False, MODEL),
-    ],
-)
-def test_graphs_are_those_between_the_hooks(
-    plugin: dict[str, Any], regional: bool | None, size: int
-) -> None:
-    run_distributed(check_compiled, 2, plugin, regional, size)

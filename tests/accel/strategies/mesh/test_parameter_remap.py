@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -64,6 +63,5 @@ def check_orders() -> None:
         accelerator.end_training()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_order_of_preparing_does_not_matter(world_size: int) -> None:
-    run_distributed(check_orders, world_size)
+def test_the_order_of_preparing_does_not_matter() -> None:
+    run_distributed(check_orders, 2)

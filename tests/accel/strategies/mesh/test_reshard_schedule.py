@@ -234,16 +234,3 @@ def check_inner_calls(precision: str, plugin: dict[str, Any]) -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_modules_inside_are_called_and_trained_by_themselves(precision: str) -> None:
     run_distributed(check_inner_calls, 2, precision, {})
-
-
-@pytest.mark.slow  # the same in other ways of sharding
-@pytest.mark.parametrize(
-    "plugin",
-    [
-        {"reshard_after_forward": False},
-        {"auto_wrap_policy": "no_wrap"},
-        {"dp_replicate_size": "all", "reshard_after_forward": True},
-    ],
-)
-def test_modules_inside_are_called_however_the_model_is_sharded(plugin: dict[str, Any]) -> None:
-    run_distributed(check_inner_calls, 2, "no", plugin)

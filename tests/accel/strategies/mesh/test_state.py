@@ -78,7 +78,7 @@ def read(
     return loaded, later
 
 
-@pytest.mark.slow  # `test_engines.py` goes on under five others
+@pytest.mark.slow  # seven worlds, one after the other
 def test_a_state_of_any_engine_is_read_under_any_other(tmp_path: Path) -> None:
     first = str(tmp_path / "two")
     saved, later = run_distributed(write, 2, first, {"fsdp": {}})[0]

@@ -60,55 +60,6 @@ def test_a_model_compiled_before_is_split() -> None:
     run_distributed(check_compiled, 2)
 
 
-def llama(tied: bool) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config)
-
-
-def losses_of(model: Any, optimizer: Any, backward: Any) -> list[float]:
-    tokens = torch.arange(12).reshape(2, 6)
-    losses = []
-    for _ in range(3):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def check_llama() -> None:
-    for tied in (False, True):
-        own = llama(tied)
-        optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
-        expected = losses_of(own, optimizer, torch.Tensor.backward)
-        accelerator = build(tp={"tp_size": 2})
-        model = llama(tied)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        assert largest(losses_of(model, optimizer, accelerator.backward), expected) < CLOSE
-        assert isinstance(model.get_parameter("lm_head.weight"), DTensor)
-        assert isinstance(model.get_parameter("model.embed_tokens.weight"), DTensor)
-
-
-@pytest.mark.slow  # imports transformers; `test_strategy_tp.py` has such plans
-def test_a_model_of_transformers_is_split_by_its_own_plan() -> None:
-    pytest.importorskip("transformers")
-    run_distributed(check_llama, 2)
-
-
 # -- gradients of replicated parameters ----------------------------------------------------
 
 

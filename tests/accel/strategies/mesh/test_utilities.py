@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from accel import Accelerator
 from accel.checkpoint.serialization import load_plain
 from accel.machine import env
-from accel.machine.errors import CheckpointError, ConfigError
+from accel.machine.errors import ConfigError
 from accel.strategies.mesh import utilities
 from accel.strategies.mesh.state import full_tensor
 from tests.accel.strategies.training import BATCH, Model, adamw, build, data, steps_of
@@ -104,32 +104,6 @@ def test_only_the_adapter_of_a_model_of_peft_is_saved_and_loaded(tmp_path: Path)
         assert all("lora_" in name for name in names)
         assert loaded
         assert others_kept
-
-
-def refusals(folder: str) -> list[str]:
-    accelerator, model, optimizer, _ = started(seed=0)
-    plugin = accelerator.state.fsdp_plugin
-    assert plugin is not None
-    words = []
-    with pytest.raises(CheckpointError) as lacking:
-        utilities.load_fsdp_model(plugin, accelerator, model, folder)
-    words.append(str(lacking.value))
-    with pytest.raises(CheckpointError) as lacking:
-        utilities.load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
-    words.append(str(lacking.value))
-    plugin.state_dict_type = "SHARDED_STATE_DICT"
-    with pytest.raises(CheckpointError) as lacking:
-        utilities.load_fsdp_model(plugin, accelerator, model, folder)
-    words.append(str(lacking.value))
-    accelerator.end_training()
-    return words
-
-
-def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    for model, optimizer, shards in run_distributed(refusals, 2, str(tmp_path)):
-        assert "pytorch_model_fsdp.bin" in model
-        assert "optimizer.bin" in optimizer
-        assert "pytorch_model_fsdp_0" in shards
 
 
 def full_state_loaded() -> list[bool]:
