@@ -41,19 +41,6 @@ def parts(
 # -- accumulation ------------------------------------------------------------------------------
 
 
-def windows(accelerator: Accelerator, epochs: int = 2) -> list[bool]:
-    model, optimizer, batches, _ = accelerator.prepare(*parts())
-    found = []
-    for _ in range(epochs):
-        for (inputs,) in batches:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(inputs).mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(accelerator.sync_gradients)
-    return found
-
-
 def test_the_number_of_micro_batches_can_change() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert accelerator.gradient_accumulation_steps == 2

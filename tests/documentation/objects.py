@@ -1,4 +1,4 @@
-"""Examples of kwargs handlers, profiling and loaders (pages: Accelerator, handlers, internals).
+"""Examples of kwargs handlers and profiling (pages: Accelerator, handlers).
 
 The pages lost the code of some handlers' examples; they are written here in the form of the one
 that they kept.
@@ -127,7 +127,7 @@ DDP_KWARGS = Example(
     """,
     small_training,
     unused_has_none,
-    sizes=(2, 1, 3),
+    sizes=(2, 1),
 )
 
 AUTOCAST_KWARGS = Example(
@@ -170,61 +170,5 @@ INIT_PROCESS_GROUP_KWARGS = Example(
     print(torch.distributed.get_backend() if accelerator.use_distributed else "none")
     """,
     observe=handler_kwargs,
-    sizes=(2, 1, 3),
-)
-
-# -- loaders -----------------------------------------------------------------------------------
-
-BATCH_SAMPLER_SHARD = Example(
-    """
-    from torch.utils.data import BatchSampler, SequentialSampler
-    from accelerate.data_loader import BatchSamplerShard
-
-    sampler = BatchSampler(SequentialSampler(range(8)), batch_size=4, drop_last=False)
-    for split_batches in (False, True):
-        for process_index in range(2):
-            shard = BatchSamplerShard(
-                sampler, num_processes=2, process_index=process_index, split_batches=split_batches
-            )
-            print(split_batches, process_index, list(shard))
-    """,
-    sizes=(1,),
-)
-
-ITERABLE_DATASET_SHARD = Example(
-    """
-    from torch.utils.data import IterableDataset
-    from accelerate.data_loader import IterableDatasetShard
-
-    class Numbers(IterableDataset):
-        def __iter__(self):
-            yield from range(8)
-
-    for split_batches in (False, True):
-        for process_index in range(2):
-            shard = IterableDatasetShard(
-                Numbers(),
-                batch_size=4,
-                num_processes=2,
-                process_index=process_index,
-                split_batches=split_batches,
-            )
-            print(split_batches, process_index, list(shard))
-    """,
-    sizes=(1,),
-)
-
-PREPARE_DATA_LOADER = Example(
-    """
-    import torch
-    from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderShard, prepare_data_loader
-
-    accelerator = Accelerator()
-    dataloader = torch.utils.data.DataLoader(range(12), batch_size=2)
-    for split_batches in (False, True):
-        prepared = prepare_data_loader(dataloader, split_batches=split_batches)
-        print(isinstance(prepared, DataLoaderShard), [batch.tolist() for batch in prepared])
-    """,
     sizes=(2, 1),
 )

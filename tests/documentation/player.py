@@ -50,7 +50,7 @@ class Example:
     text: str
     assumes: Callable[[], Names] = nothing
     observe: Callable[[Names], Any] = no_more
-    sizes: tuple[int, ...] = (1, 2, 3)
+    sizes: tuple[int, ...] = (1, 2)
     nodes: int = 1
 
 

@@ -1,4 +1,4 @@
-"""E1: examples of the reference about handlers, profiling and loaders do what it says."""
+"""E1: examples of the reference about handlers and profiling do what it says."""
 
 from __future__ import annotations
 
@@ -68,38 +68,3 @@ def test_fp8_recipe_kwargs_are_taken_and_their_engine_refused() -> None:
     kwargs = FP8RecipeKwargs(backend="te", fp8_format="HYBRID")
     with pytest.raises(ConfigError, match="TransformerEngine"):
         Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[kwargs])
-
-
-def test_batch_sampler_shard() -> None:
-    (answer,) = shown(objects.BATCH_SAMPLER_SHARD, 1)
-    assert answer.lines == [
-        "False 0 [[0, 1, 2, 3]]",
-        "False 1 [[4, 5, 6, 7]]",
-        "True 0 [[0, 1], [4, 5]]",
-        "True 1 [[2, 3], [6, 7]]",
-    ]
-
-
-def test_iterable_dataset_shard() -> None:
-    (answer,) = shown(objects.ITERABLE_DATASET_SHARD, 1)
-    assert answer.lines == [
-        "False 0 [0, 1, 2, 3]",
-        "False 1 [4, 5, 6, 7]",
-        "True 0 [0, 1, 4, 5]",
-        "True 1 [2, 3, 6, 7]",
-    ]
-
-
-def test_prepare_data_loader() -> None:
-    (alone,) = shown(objects.PREPARE_DATA_LOADER, 1)
-    whole = "True [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]"
-    assert alone.lines == [whole, whole]
-    first, second = shown(objects.PREPARE_DATA_LOADER, 2)
-    assert first.lines == [
-        "True [[0, 1], [4, 5], [8, 9]]",
-        "True [[0], [2], [4], [6], [8], [10]]",
-    ]
-    assert second.lines == [
-        "True [[2, 3], [6, 7], [10, 11]]",
-        "True [[1], [3], [5], [7], [9], [11]]",
-    ]

@@ -7,7 +7,7 @@ import pytest
 from tests.documentation import processes as pages
 from tests.documentation.player import Example, shown, shown_together
 
-SIZES = (1, 2, pytest.param(3, marks=pytest.mark.slow))
+SIZES = (1, 2)
 
 
 def lines(example: Example, processes: int) -> list[list[str]]:
@@ -87,7 +87,6 @@ def test_on_main_process(example: Example, processes: int) -> None:
 SHARES = {
     1: [["['A', 'B', 'C']", "['A', 'B', 'C']"]],
     2: [["['A', 'B']", "['A', 'B']"], ["['C']", "['C', 'C']"]],
-    3: [["['A']", "['A']"], ["['B']", "['B']"], ["['C']", "['C']"]],
 }
 
 
@@ -104,9 +103,7 @@ def test_split_between_processes(example: Example, processes: int) -> None:
     assert lines(example, processes) == SHARES[processes]
 
 
-@pytest.mark.parametrize(
-    ("processes", "length"), [(1, "5"), (2, "9"), pytest.param(3, "9", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("processes", "length"), [(1, "5"), (2, "9")])
 def test_gather_for_metrics(processes: int, length: str) -> None:
     assert lines(pages.GATHER_FOR_METRICS, processes) == [[length]] * processes
 
@@ -117,9 +114,7 @@ def test_pad_across_processes(processes: int) -> None:
     assert lines(pages.PAD_ACROSS_PROCESSES, processes) == [expected] * processes
 
 
-@pytest.mark.parametrize(
-    ("processes", "value"), [(1, "tensor([1])"), (2, "tensor([4, 6])"), (3, "tensor([ 9, 12, 15])")]
-)
+@pytest.mark.parametrize(("processes", "value"), [(1, "tensor([1])"), (2, "tensor([4, 6])")])
 def test_reduce(processes: int, value: str) -> None:
     assert lines(pages.REDUCE, processes) == [[value]] * processes
 

@@ -12,7 +12,7 @@ from tests.documentation import training
 from tests.documentation.player import Example, shown
 from tests.documentation.training import BATCH_SIZE, RATE, loss_func, make_data, make_model
 
-SIZES = (1, 2, 3)
+SIZES = (1, 2)
 
 
 def flat(parameters: Iterable[Tensor]) -> list[float]:

@@ -106,27 +106,10 @@ CLIP_GRAD_NORM = Example(
 )
 
 CLIP_GRAD_VALUE = Example(
-    """
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    dataloader, model, optimizer, scheduler = accelerator.prepare(
-        dataloader, model, optimizer, scheduler
-    )
-
-    for input, target in dataloader:
-        optimizer.zero_grad()
-        output = model(input)
-        loss = loss_func(output, target)
-        accelerator.backward(loss)
-        if accelerator.sync_gradients:
-            accelerator.clip_grad_value_(model.parameters(), clip_value)
-        optimizer.step()
-    """,
+    CLIP_GRAD_NORM.text.replace("norm_(", "value_(").replace("max_grad_norm", "clip_value"),
     everything,
     weights,
 )
-
 SKIP_FIRST_BATCHES = Example(
     """
     from accelerate import Accelerator
@@ -248,7 +231,7 @@ NO_SYNC = Example(
     """,
     double_backward,
     weights,
-    sizes=(2, 1, 3),
+    sizes=(2, 1),
 )
 
 # The page's example forgets the loss of the second forward pass.
@@ -258,7 +241,7 @@ NO_SYNC_OF_TWO_BATCHES = Example(
     ),
     only_inputs,
     weights,
-    sizes=(2, 1, 3),
+    sizes=(2, 1),
 )
 
 
@@ -289,7 +272,7 @@ TRIGGER_SYNC_IN_BACKWARD = Example(
     """,
     two_inputs,
     weights,
-    sizes=(2, 1, 3),
+    sizes=(2, 1),
 )
 
 
@@ -359,5 +342,5 @@ UNWRAP_MODEL = Example(
     print(model.__class__.__name__)
     """,
     my_model,
-    sizes=(2, 1, 3),
+    sizes=(2, 1),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,11 @@ import torch.distributed as dist
 from accel.comm.connect import connect
 from accel.config.handlers import InitProcessGroupKwargs
 from accel.machine.env import Environment
-from accel.machine.errors import StateError
 from accel.plan.arguments import Arguments
 from accel.plan.plan import Plan, resolve
 from tests.helpers import run_distributed
 
 WORLD_SIZES = [1, 2, 3]
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def plan(**init: Any) -> Plan:
@@ -109,46 +106,6 @@ def move_every_dtype() -> list[bool]:
 def test_every_dtype_travels() -> None:
     for equal in run_distributed(move_every_dtype, 2):
         assert all(equal)
-
-
-def close_and_connect_again() -> list[Any]:
-    seen = []
-    for _ in range(3):
-        comm = connect(plan())
-        seen.append(comm.all_gather_object(comm.rank))
-        comm.close()
-        assert not dist.is_initialized()
-    try:
-        comm.barrier()
-    except StateError as error:
-        seen.append(str(error))
-    return seen
-
-
-def test_a_process_may_build_groups_one_after_the_other() -> None:
-    for seen in run_distributed(close_and_connect_again, 2):
-        assert seen[:3] == [[0, 1]] * 3
-        assert "end_training" in seen[3]
-
-
-SCRIPT = """
-import os, sys
-from accel.state import PartialState
-
-state = PartialState(cpu=True)
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-assert state.comm.all_gather_object(state.process_index) == [0, 1]
-if attempt == 0 and state.process_index == 1:
-    os._exit(3)
-state.wait_for_everyone()
-state.destroy_process_group()
-PartialState._reset_state()
-again = PartialState(cpu=True)
-assert again.comm.all_gather_object(attempt) == [attempt, attempt]
-with open(f"{sys.argv[1]}/done-{again.process_index}", "w") as file:
-    file.write(str(attempt))
-# and it ends without leaving the group
-"""
 
 
 @pytest.mark.gpu

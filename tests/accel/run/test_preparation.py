@@ -160,13 +160,6 @@ def test_a_parameter_of_no_model_on_another_device_is_refused() -> None:
         Accelerator(cpu=True).prepare(model, optimizer)
 
 
-def test_a_model_in_evaluation_mode_is_prepared_too() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model = accelerator.prepare_model(torch.nn.Linear(2, 1), evaluation_mode=True)
-    assert "forward" in model.__dict__
-    assert accelerator._models == [model]
-
-
 class Moved(torch.nn.Linear):
     """Remembers where it was moved to."""
 

@@ -180,22 +180,6 @@ def gradients() -> dict[str, float]:
     return found
 
 
-def test_gradients_are_exchanged_when_they_should_be() -> None:
-    first, second = run_distributed(gradients, 2)
-    local = {"first of a window": 0.5, "said so": 1.0, "no_sync": 1.0}
-    assert {name: first[name] for name in local} == local
-    assert {name: second[name] for name in local} == {n: 3 * v for n, v in local.items()}
-    shared = {
-        "plain": 2.0,
-        "whole window": 2.0,
-        "triggered": 4.0,
-        "afterwards": 2.0,
-        "each batch": 2.0,
-    }
-    for found in (first, second):
-        assert {name: found[name] for name in shared} == shared
-
-
 def unused_trigger() -> str:
     handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
@@ -246,34 +230,6 @@ def test_a_parameter_that_nobody_keeps_equal_is_refused() -> None:
 
 
 # -- data and metrics ----------------------------------------------------------------------------
-
-
-def uneven(even_batches: bool | None) -> tuple[int, torch.Tensor, list[bool]]:
-    """Train on 5 batches: 3 for rank 0, 2 for rank 1."""
-    accelerator = Accelerator(cpu=True)
-    model = make_model()
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), make_loader(2, samples=10)
-    )
-    steps = 0
-    with accelerator.join_uneven_inputs([model], even_batches=even_batches):
-        inside = loader.batch_sampler.even_batches
-        for inputs, targets in loader:
-            accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-    return steps, weights(model), [inside, loader.batch_sampler.even_batches]
-
-
-def test_processes_may_run_out_of_batches() -> None:
-    first, second = run_distributed(uneven, 2, False)
-    assert (first[0], second[0]) == (3, 2)
-    assert first[2] == second[2] == [False, True]
-    torch.testing.assert_close(first[1], second[1])
-    first, second = run_distributed(uneven, 2, None)
-    assert (first[0], second[0]) == (3, 3)
-    assert torch.equal(first[1], second[1])
 
 
 class Stream(IterableDataset):

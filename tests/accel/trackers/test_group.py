@@ -229,33 +229,6 @@ def test_a_state_loaded_after_init_trackers_continues_its_runs(tmp_path: Path) -
     after.end_training()
 
 
-@pytest.mark.parametrize("way", ["logged", "taken", "object"])
-def test_a_run_in_use_is_not_exchanged_by_load_state(
-    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = str(tmp_path / "state")
-    before = Accelerator(cpu=True, log_with=Numbered)
-    before.init_trackers("run", init_kwargs={"numbered": {"number": "seven"}})
-    before.save_state(state)
-    before.end_training()
-    after = Accelerator(cpu=True, log_with=Numbered("mine") if way == "object" else Numbered)
-    after.init_trackers("run")
-    if way == "logged":
-        after.log({"loss": 1.0}, step=0)
-    elif way == "taken":
-        after.get_tracker("numbered").log({"loss": 1.0}, step=0)
-    after.load_state(state)
-    assert after.get_tracker("numbered").number == "new"
-    assert "run of numbered is seven, and new is open" in caplog.text
-    assert "init_kwargs={'numbered': {'number': 'seven'}}" in caplog.text
-    caplog.clear()
-    after.init_trackers("run", init_kwargs={"numbered": {"number": "eight"}})
-    after.load_state(state)  # the caller has chosen another
-    assert after.get_tracker("numbered").number == ("new" if way == "object" else "eight")
-    assert way == "object" or "numbered" not in caplog.text
-    after.end_training()
-
-
 class Buffering(Numbered):
     """Has an id once its buffer is written, and refuses some values."""
 
