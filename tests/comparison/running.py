@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,3 @@ def run(script: Script, package: str, processes: int, folder: Path, small: bool)
     ended = commands.run(*command, *arguments, cwd=folder, environment=environment, timeout=SECONDS)
     assert ended.returncode == 0, f"{ended.args}\n{ended.stdout}\n{ended.stderr}"
     return last_line(ended.stdout)
-
-
-def table(results: Iterable[Result]) -> str:
-    """Return a table: script, metric, its values by package and number of processes."""
-    columns = [(package, size) for package in PACKAGES for size in SIZES]
-    head = ["script", "metric", *(f"{package}, {size}" for package, size in columns)]
-    rows = [
-        [one.script.name, name, *(str(one.metrics[column][name]) for column in columns)]
-        for one in results
-        for name in one.metrics["accel", 1]
-    ]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

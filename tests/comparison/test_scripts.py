@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comparison.running import PACKAGES, result, table
+from tests.comparison.running import PACKAGES, result
 from tests.examples.scripts import SCRIPTS, Script
 from tests.tiers import one_in
 
@@ -26,7 +26,6 @@ DIFFERENT = {"experiment_tracking": ORDER, "executable_batch_size": TAKEN}
 @pytest.mark.parametrize("script", one_in(9, SCRIPTS, lambda script: script.name))
 def test_the_packages_agree(script: Script, tmp_path: Path) -> None:
     found = result(script, tmp_path, small=True)
-    print(table([found]))
     for metrics in found.metrics.values():
         assert script.shortcomings(metrics, small=True) == []
     if script.name not in DIFFERENT:

@@ -75,17 +75,6 @@ def test_moments_come_back_bit_for_bit(tmp_path: Path, kind: str) -> None:
     assert same(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
-def test_the_order_of_parameters_does_not_matter(tmp_path: Path) -> None:
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer)
-    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
-    backwards = torch.optim.AdamW(reversed(list(model.parameters())))
-    load_by_name(backwards, saved, ParameterNames([model]))
-    for parameter in model.parameters():
-        assert same(backwards.state[parameter], optimizer.state[parameter])
-
-
 def test_groups_keep_their_settings(tmp_path: Path) -> None:
     def groups(model: nn.Module, rate: float) -> torch.optim.Optimizer:
         return torch.optim.SGD(
@@ -117,69 +106,6 @@ def test_two_models_in_one_optimizer_and_shared_parameters(tmp_path: Path) -> No
     restored = torch.optim.AdamW([*first.parameters(), second[0].weight])
     load_by_name(restored, saved, names)
     assert same(restored.state_dict(), optimizer.state_dict())
-
-
-def test_parameters_of_no_model_are_kept_by_position(tmp_path: Path) -> None:
-    model, temperature = build(), nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.AdamW([*model.parameters(), temperature])
-    train(model, optimizer)
-    temperature.sum().backward()
-    optimizer.step()
-    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
-    assert saved["unnamed"] == ["#4"]
-    restored = torch.optim.AdamW([*model.parameters(), temperature])
-    load_by_name(restored, saved, ParameterNames([model]))
-    assert same(restored.state_dict(), optimizer.state_dict())
-    assert restored.state[temperature]["exp_avg"].item() == pytest.approx(0.1)
-
-
-class NamedAdamW(torch.optim.AdamW):
-    """A subclass whose step is torch's."""
-
-
-class Scaled(nn.Module):
-    """A model with weights of two, one and no dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.to(self.scale.dtype)) * self.scale
-
-
-TORCHS: dict[str, Make] = {
-    "adamw": torch.optim.AdamW,
-    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
-    "fused": lambda p: torch.optim.AdamW(p, fused=True),
-    "subclass": NamedAdamW,
-    "nadam": torch.optim.NAdam,
-    "asgd": torch.optim.ASGD,
-    "adafactor": torch.optim.Adafactor,
-    "rprop": torch.optim.Rprop,
-}
-# Entries in fp32 whatever the weight is.
-EXACT = {"step", "mu_product", "eta", "mu"}
-
-
-@pytest.mark.parametrize("kind", TORCHS)
-@pytest.mark.parametrize(
-    ("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
-)
-def test_moments_of_torchs_optimizers_take_the_dtype_of_their_weights(
-    tmp_path: Path, kind: str, before: torch.dtype, after: torch.dtype
-) -> None:
-    model, other = Scaled().to(before), Scaled().to(after)
-    optimizer, restored = (TORCHS[kind](m.parameters()) for m in (model, other))
-    train(model, optimizer)
-    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
-    load_by_name(restored, saved, ParameterNames([other]))
-    for old, new in zip(model.parameters(), other.parameters(), strict=True):
-        for name, value in optimizer.state[old].items():
-            expected = value if name in EXACT else value.to(after)
-            assert same(restored.state[new][name], expected), name
-    train(other, restored)
 
 
 def test_moments_of_rounding_adamw_stay_in_fp32_and_go_on_in_torchs_adamw(tmp_path: Path) -> None:

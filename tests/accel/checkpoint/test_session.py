@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from pathlib import Path
@@ -87,15 +86,6 @@ def test_the_scaler_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert run.accelerator.scaler.get_scale() == 128.0
 
 
-def test_a_new_scaler_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build().accelerator.save_state(tmp_path)
-    reset_accel()
-    run = build(mixed_precision="fp16")
-    with caplog.at_level(logging.WARNING):
-        run.accelerator.load_state(tmp_path)
-    assert "starts at its initial scale" in caplog.text
-
-
 def test_several_models_optimizers_and_registered_objects(tmp_path: Path) -> None:
     run = build()
     critic = nn.Linear(2, 2)
@@ -118,16 +108,6 @@ def test_several_models_optimizers_and_registered_objects(tmp_path: Path) -> Non
     assert counters[1].value["history"] == [1.5]
     assert torch.equal(critic.weight, weight)
     assert torch.equal(optimizer.state[critic.weight]["momentum_buffer"], torch.ones(2, 2))
-
-
-def test_the_manifest_tells_of_the_run(tmp_path: Path) -> None:
-    build().accelerator.save_state(tmp_path, metadata={"step": 5, "samples": 320})
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["metadata"] == {"step": 5, "samples": 320}
-    engine = manifest["engine"]
-    assert (engine["world_size"], engine["strategy"]) == (1, "single")
-    assert engine["objects"]["models"] == 1
-    assert set(manifest["files"]) == set(names(tmp_path)) - {"manifest.json"}
 
 
 def test_a_half_counted_window_is_restored(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from accel.commands.program import REFUSED, main
 from accel.machine.errors import ConfigError
 from accel.machine.memory import Footprint
 from accel.utils import DeepSpeedPlugin
-from tests.accel.weights.models import Tied
 from tests.helpers import run_distributed
 
 STRATEGIES = [layout.name for layout in layouts()]
@@ -61,12 +60,6 @@ def test_a_replicated_model_is_measured(format: str, optimizer: str) -> None:
     )
     assert found.largest_layer == bytes_of(own[0].parameters())
     assert found.total == sum(vars(found.footprint).values())
-
-
-def test_tied_weights_count_once() -> None:
-    own = Tied()
-    held = bytes_of([*own.parameters(), *own.buffers()])
-    assert estimate("fp32", "ddp", model=Tied).footprint.parameters == held
 
 
 # -- several processes -----------------------------------------------------------------------
@@ -114,26 +107,6 @@ def test_the_estimate_is_what_a_strategy_holds(strategy: str, precision: str) ->
 
 
 # -- choices -------------------------------------------------------------------------------
-
-
-def test_every_pair_that_there_is_is_listed() -> None:
-    found = [(one.format, one.strategy) for one in estimates(model(), 4)]
-    every = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
-    assert sorted(STRATEGIES) == every
-    assert sorted(name for format, name in found if format == "fp32") == every
-    assert sorted(name for format, name in found if format == "bf16") == every
-    assert [name for format, name in found if format == "pure_bf16"] == ["ddp", "fsdp"]
-
-
-def test_a_format_that_no_strategy_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"have fp32 master weights there. .*format='bf16'"):
-        estimates(model(), formats=["pure_bf16"], strategies=["zero1"])
-
-
-def test_an_optimizer_may_have_no_estimate() -> None:
-    found = estimate("fp32", "ddp", optimizer="LBFGS")
-    assert found.footprint.optimizer_state is None
-    assert found.total is None
 
 
 @pytest.mark.parametrize(

@@ -86,24 +86,6 @@ def test_a_recipe_of_fp8_is_handed_to_the_script() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--fp8_backend=foo"], "FP8_BACKEND='FOO': it is one of AO, TE, MSAMP"),
-        (["--fp8_format=E4M3"], "--fp8_format without --fp8_backend"),
-        (["--mixed_precision=bf16", "--fp8_backend=te"], "--fp8_backend with mixed_precision=bf16"),
-        (["--fp8_backend=ao", "--fp8_margin=1"], "AORecipeKwargs has no such field"),
-        (["--fp8_backend=te", "--fp8_margin=x"], "FP8_MARGIN='x'"),
-        (["--fp8_backend=te", "--fp8_interval=0"], "TERecipeKwargs.interval=0"),
-        (["--fp8_backend=msamp"], "--fp8_backend=MSAMP"),
-    ],
-)
-def test_settings_of_fp8_are_checked_before_the_start(flags: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        launch.parse(["--cpu", *flags, "train.py"])
-    assert problem in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
         (["--tpu"], "--tpu: TPUs are not built yet"),
         (["--tpu-use-sudo"], "--tpu-use-sudo: TPUs"),
         (["--num_processes", "2", "--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree"),
@@ -141,17 +123,6 @@ def test_a_script_runs_on_two_processes_by_a_file(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     expected = [f"{rank} bf16 MULTI_CPU 1 2.0 --import x" for rank in range(2)]
     assert sorted(answer.stdout.splitlines()) == expected
-
-
-@pytest.mark.slow  # the agent's codes are read below
-def test_one_process_keeps_its_exit_code(tmp_path: Path) -> None:
-    answer = started(tmp_path, "--cpu", "train.py", "fail")
-    assert answer.returncode == 5, answer.stderr
-    assert answer.stdout == "0 no NO 1 1.0 fail\n"
-    with env.patched(OMP_NUM_THREADS=None):
-        answer = started(tmp_path, "--tpu", "train.py")
-    assert answer.returncode == 2
-    assert answer.stderr == "--tpu: TPUs are not built yet. Leave it out.\n"
 
 
 @pytest.mark.slow
@@ -211,13 +182,6 @@ def test_a_failed_group_starts_anew_and_its_failure_is_the_exit_code(tmp_path: P
     answer = started(tmp_path, *flags, "train.py", "fail")
     assert answer.returncode == 5
     assert sorted(answer.stdout.splitlines()).count("0 no MULTI_CPU 1 2.0 fail") == 2
-
-
-def test_a_misspelt_flag_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        launch.parse(["--num_proceses", "2", "train.py"])
-    error = capsys.readouterr().err
-    assert "unrecognized arguments: --num_proceses. Did you mean '--num_processes'?" in error
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -304,15 +268,6 @@ def test_settings_reach_the_script_by_variables() -> None:
     assert "ACCELERATE_USE_FSDP" not in found
 
 
-def test_several_processes_take_one_thread_each_unless_told() -> None:
-    settings = {"use_cpu": True, "num_processes": 2}
-    with env.patched(OMP_NUM_THREADS=None):
-        assert plan(settings, TRAIN).variables["OMP_NUM_THREADS"] == "1"
-        assert "OMP_NUM_THREADS" not in plan({}, TRAIN).variables
-    with env.patched(OMP_NUM_THREADS="5"):
-        assert "OMP_NUM_THREADS" not in plan(settings, TRAIN).variables
-
-
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -341,12 +296,6 @@ def test_a_launcher_that_starts_several_launches_is_refused() -> None:
         assert plan({}, TRAIN).command == TRAIN.command  # one of its processes
         machines = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "node0"}
         assert "--nnodes=2" in plan({**settings, **machines}, TRAIN).command
-
-
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(monkeypatch, 2)
-    with pytest.raises(ConfigError, match=r"offers 2\. Give --num_processes=2"):
-        plan({"num_processes": 3}, TRAIN)
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ Holds E1, E5.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
 import sys
 import types
@@ -14,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from accel.config.deepspeed import (
     DeepSpeedPlugin,
@@ -80,18 +77,6 @@ def test_the_configuration_decides_accumulation_and_precision_that_the_run_leave
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
         )
     assert len(error.value.problems) == 2
-
-
-def test_a_plugin_is_a_node_of_a_schema() -> None:
-    node = OmegaConf.merge(
-        OmegaConf.structured(DeepSpeedPlugin),
-        OmegaConf.create({"zero_stage": 1, "hf_ds_config": {"steps_per_print": 7}}),
-    )
-    plugin = OmegaConf.to_object(node)
-    assert isinstance(plugin, DeepSpeedPlugin)
-    assert plugin.stage == 1
-    assert plugin.deepspeed_config["steps_per_print"] == 7
-    assert plugin.get_value("zero_optimization.stage") == 1
 
 
 def test_values_out_of_range_are_told_together() -> None:
@@ -217,19 +202,6 @@ def test_fields_that_nobody_gave_show_what_holds(tmp_path: Path) -> None:
     assert DeepSpeedPlugin("no such file").zero_stage == 2  # the run reports it
 
 
-def test_a_replaced_plugin_knows_what_was_given() -> None:
-    plugin = DeepSpeedPlugin({"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}})
-    copied = dataclasses.replace(plugin, hf_ds_config={"gradient_clipping": 2.0})
-    assert (copied.gradient_clipping, copied.zero_stage) == (2.0, 2)
-    assert dataclasses.replace(plugin) == plugin
-    assert dataclasses.replace(DeepSpeedPlugin(zero_stage=2)).given("zero_stage") == 2
-    again = copy.deepcopy(plugin)
-    again.gradient_clipping = 1.0
-    assert (again.given("gradient_clipping"), plugin.given("gradient_clipping")) == (1.0, None)
-    plugin.gradient_clipping = "auto"
-    assert plugin.given("gradient_clipping") is None
-
-
 def test_the_outline_of_a_configuration_reaches_no_engine() -> None:
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=2)
     assert plugin.is_auto("train_batch_size")
@@ -264,19 +236,6 @@ def test_the_given_configuration_is_the_one_that_prepare_reads(tmp_path: Path) -
         assert (plugin.given("hf_ds_config") is None) == (one is None)
     assert plugin.hf_ds_config is given
     assert DeepSpeedPlugin(str(path)).place == str(path)
-
-
-def test_a_configuration_can_be_replaced() -> None:
-    plugin = DeepSpeedPlugin(zero_stage=3)
-    plugin.hf_ds_config = HfDeepSpeedConfig(plugin.hf_ds_config.config)
-    plugin.deepspeed_config = plugin.hf_ds_config.config
-    assert plugin.deepspeed_config is plugin.hf_ds_config.config
-    plugin.deepspeed_config = {"train_batch_size": 4}
-    assert plugin.hf_ds_config.config["train_batch_size"] == 4
-    assert plugin.stage == 3
-    plugin.hf_ds_config = {"zero_optimization": {"stage": 3}, "train_batch_size": 2}
-    assert plugin.deepspeed_config["train_batch_size"] == 2
-    assert plugin.hf_ds_config.config is plugin.deepspeed_config
 
 
 def test_transformers_reads_a_configuration_without_open_values(

@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -148,25 +147,6 @@ def test_fields_show_what_holds_and_count_as_not_given() -> None:
     assigned = Plugin()
     assigned.reshard_after_forward = True
     assert assigned.given("reshard_after_forward") is True
-
-
-def test_a_yaml_node_is_the_plugin() -> None:
-    node = OmegaConf.merge(
-        OmegaConf.structured(Plugin),
-        OmegaConf.create(
-            {
-                "reshard_after_forward": True,
-                "transformer_cls_names_to_wrap": ["Block"],
-                "mixed_precision_policy": {"param_dtype": "bf16"},
-                "dp_replicate_size": "nodes",
-                "cpu_offload": True,
-            }
-        ),
-    )
-    plugin = OmegaConf.to_object(node)
-    assert isinstance(plugin, Plugin)
-    assert plugin.transformer_cls_names_to_wrap == ["Block"]
-    assert plugin.mixed_precision_policy == {"param_dtype": "bf16"}
 
 
 VARIABLES = {

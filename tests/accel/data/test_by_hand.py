@@ -225,14 +225,3 @@ def test_the_remainder_is_exact_for_every_kind_of_data(dataset, count: int, disp
         rounds = 5 // (2 * count) if drop_last else -(-5 // (2 * count))
         wanted = [(False, -1)] * (rounds - 1) + [(True, 0 if drop_last else 5 % (2 * count))]
         assert found == (wanted if rounds else [])
-
-
-@pytest.mark.parametrize("dataset", [Sized(9), Stream(9)])
-def test_what_a_worker_counts_is_known(dataset) -> None:
-    loader = prepare_data_loader(
-        DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="fork"),
-        num_processes=2,
-        process_index=0,
-        dispatch_batches=False,
-    )
-    assert [loader.remainder for _ in loader] == [-1, 1]

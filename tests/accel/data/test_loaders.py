@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
-from accel.data.prepare import prepare_data_loader, skip_first_batches
+from accel.data.prepare import prepare_data_loader
 from accel.data.samplers import SeedableRandomSampler
 from accel.machine.errors import ConfigError
 from accel.state import GradientState
@@ -174,17 +174,6 @@ def test_epochs_reach_sampler_and_data_set() -> None:
     assert loader.epoch == 7
 
 
-def test_the_rest_of_a_pass_draws_no_seed_that_the_whole_pass_did_not() -> None:
-    """Else a training resumed in mid-epoch would go on with other random numbers (dropout)."""
-    loader = prepared(12, 2)
-    before = torch.get_rng_state()
-    assert values(skip_first_batches(loader, 2)) == values(loader)[2:]
-    after_both = torch.get_rng_state()
-    torch.set_rng_state(before)
-    values(loader)
-    assert torch.equal(torch.get_rng_state(), after_both)
-
-
 # -- loops by hand -------------------------------------------------------------------------------
 
 
@@ -237,13 +226,3 @@ def test_the_torch_loader_is_the_prepared_one() -> None:
     for one in (loader, loader._skipping(1), SkipDataLoader(range(4), batch_size=2)):
         assert one.base_dataloader is one
         assert isinstance(one.base_dataloader, DataLoader)
-
-
-@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
-def test_a_loader_without_a_state_says_how_it_gets_one(name: str) -> None:
-    loader = prepare_data_loader(DataLoader(torch.arange(3)))
-    assert not hasattr(loader, name)
-    with pytest.raises(AttributeError, match=rf"Shard\.{name}: .*use_stateful_dataloader=True"):
-        getattr(loader, name)
-    with pytest.raises(AttributeError, match="'DataLoaderShard' object has no attribute 'states'"):
-        loader.states  # noqa: B018

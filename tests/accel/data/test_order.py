@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import random
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -24,9 +20,9 @@ from torch.utils.data import (
 from accel import Accelerator, DataLoaderConfiguration
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.machine.errors import ConfigError
-from accel.state import AcceleratorState, PartialState
-from accel.utils import TorchTensorParallelPlugin, set_seed
-from tests.accel.data.parts import Counting, flat, values
+from accel.state import PartialState
+from accel.utils import set_seed
+from tests.accel.data.parts import Counting, flat
 from tests.helpers import run_distributed
 
 # -- permutations of their own -------------------------------------------------------------------
@@ -186,84 +182,6 @@ def test_an_epoch_that_the_caller_tells_the_data_set_holds() -> None:
     assert (read(loader), loader.epoch) == ([2] * 2, 3)
 
 
-class Wanted(Sampler[int]):
-    """Draws each of 60 indices when it is wanted."""
-
-    def __init__(self, draw: Callable[[int], int], generator: torch.Generator | None = None):
-        self.draw = draw
-        self.generator = generator
-
-    def __len__(self) -> int:
-        return 60
-
-    def __iter__(self) -> Iterator[int]:
-        left = list(range(60))
-        while left:
-            yield left.pop(self.draw(len(left)))
-
-
-def from_numpy(limit: int) -> int:
-    return int(np.random.randint(limit))
-
-
-def own_generator() -> Callable[[int], int]:
-    return random.Random(5).randrange
-
-
-LAZY = {
-    "numpy": lambda: Wanted(from_numpy),
-    "own": lambda: Wanted(own_generator()),
-}
-
-
-def lazily(kind: str, stop: int, folder: str) -> tuple[Any, Any]:
-    """Return what is read after a save, straight and resumed, of a sampler that draws late."""
-
-    def engine(seed: int) -> tuple[Accelerator, Any]:
-        AcceleratorState._reset_state()
-        np.random.seed(seed)
-        accelerator = Accelerator(cpu=True)
-        loader = DataLoader(range(60), batch_size=4, sampler=LAZY[kind]())
-        return accelerator, accelerator.prepare(loader)
-
-    def read(loader: Any, save: Callable[[], Any] | None = None) -> list[Any]:
-        found = []
-        for number, batch in enumerate(loader, start=1):
-            found.append(batch.tolist())
-            np.random.rand()  # as an augmentation does
-            if save is not None and number == stop:
-                save()
-        return found
-
-    accelerator, loader = engine(1)
-    read(loader)
-    straight = [read(loader, lambda: accelerator.save_state(folder))[stop:], read(loader)]
-    accelerator, loader = engine(2)
-    accelerator.load_state(folder)
-    return straight, [read(skip_first_batches(loader, stop)), read(loader)]
-
-
-def test_samplers_that_draw_late_are_resumed_in_their_order(tmp_path: Path) -> None:
-    for stop in (1, 11):
-        straight, resumed = lazily("numpy", stop, str(tmp_path / str(stop)))
-        assert straight == resumed
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_sampler_with_a_generator_of_its_own_is_told_at_the_resume(size, tmp_path) -> None:
-    told = run_distributed(told_of_own, size, str(tmp_path / "state"))
-    assert "sampler Wanted that does not draw again what it had drawn" in told[0]
-    assert told[1:] == [""] * (size - 1)
-
-
-def told_of_own(folder: str) -> str:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        lazily("own", 2, folder)
-    told = [str(one.message) for one in found if "draw again" in str(one.message)]
-    return "".join(told)
-
-
 # -- epochs --------------------------------------------------------------------------------------
 
 
@@ -289,66 +207,7 @@ def test_a_data_set_learns_the_epoch_before_it_is_read(workers: int) -> None:
     assert [flat(loader) for _ in range(3)] == [[0] * 3, [1] * 3, [2] * 3]
 
 
-def test_persistent_workers_are_warned_of() -> None:
-    loader = prepare_data_loader(
-        DataLoader(
-            Learned(2),
-            num_workers=1,
-            persistent_workers=True,
-            multiprocessing_context="fork",
-        )
-    )
-    flat(loader)
-    with pytest.warns(UserWarning, match="persistent_workers=True"):
-        flat(loader)
-
-
 # -- resuming ------------------------------------------------------------------------------------
-
-
-def test_another_data_set_than_the_saved_one_is_warned_of() -> None:
-    state = prepare_data_loader(DataLoader(range(12))).order_state()
-    with pytest.warns(UserWarning, match="over 9 samples"):
-        prepare_data_loader(DataLoader(range(9))).load_order_state(state)
-
-
-class Drawn(Sampler[int]):
-    """The indices below 24 in an order drawn from torch's generator."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __iter__(self):
-        return iter(torch.randperm(24).tolist())
-
-
-class DrawnStream(IterableDataset):
-    def __iter__(self):
-        return iter(Drawn())
-
-
-LOADERS = {
-    "sampler": lambda: DataLoader(range(24), 4, sampler=Drawn()),
-    "stream": lambda: DataLoader(DrawnStream(), 4),
-}
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_a_seeded_pass_without_its_first_batches_has_the_order_of_the_whole(
-    kind: str, count: int, dispatch: bool
-) -> None:
-    """Libraries resume so, in a process that knows of no pass."""
-
-    def loader(skipped: int) -> list[list[int]]:
-        made = prepare_data_loader(
-            LOADERS[kind](), num_processes=count, process_index=0, dispatch_batches=dispatch
-        )
-        torch.manual_seed(17)
-        return values(skip_first_batches(made, skipped))
-
-    assert loader(2) == loader(0)[2:]
 
 
 def of_torchs_generator(dispatch: bool) -> tuple[list[list[int]], float]:
@@ -380,14 +239,6 @@ def test_a_shuffled_loader_takes_its_seed_from_torchs_generator() -> None:
         assert found[1] == drawn
 
 
-def test_a_dispatched_loader_leaves_torchs_generator_alone() -> None:
-    set_seed(0)
-    torch.rand(3)
-    assert {drawn for _, drawn in run_distributed(of_torchs_generator, 2, True)} == {
-        torch.rand(1).item()
-    }
-
-
 # -- metrics -------------------------------------------------------------------------------------
 
 
@@ -400,16 +251,3 @@ def of_single_samples() -> tuple[list[int], int]:
 
 def test_single_samples_are_counted_once() -> None:
     assert run_distributed(of_single_samples, 2) == [([0, 1, 2], 2)] * 2
-
-
-def of_shared_data(rows: int) -> list[int]:
-    accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6)), batch_size=4))
-    found = [accelerator.gather_for_metrics(x.repeat_interleave(rows)) for (x,) in loader]
-    return torch.cat(found).tolist()
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_batches_that_nothing_completes_are_kept_whole(rows: int) -> None:
-    wanted = [i for i in range(6) for _ in range(rows)]
-    assert run_distributed(of_shared_data, 2, rows) == [wanted] * 2

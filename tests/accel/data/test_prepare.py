@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from accel import Accelerator, DataLoaderConfiguration
-from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import SeedableRandomSampler
 from accel.machine.errors import ConfigError, MissingPackageError
@@ -53,16 +53,6 @@ def test_skipping_map_data_fetches_nothing(count: int, split: bool, dispatch: bo
     assert type(skipping) is type(loader)
 
 
-def test_skipping_keeps_the_epoch_and_counts_it_on() -> None:
-    loader = prepare_data_loader(
-        DataLoader(range(20), batch_size=4, shuffle=True), use_seedable_sampler=True, data_seed=1
-    )
-    orders = [values(loader) for _ in range(4)]
-    loader.set_epoch(2)
-    assert values(skip_first_batches(loader, 3)) == orders[2][3:]
-    assert values(loader) == orders[3]
-
-
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_skipping_a_stream(dispatch: bool) -> None:
     loader = prepare_data_loader(
@@ -74,18 +64,6 @@ def test_skipping_a_stream(dispatch: bool) -> None:
     everything = values(loader)
     skipping = skip_first_batches(skip_first_batches(loader, 1), 1)
     assert values(skipping) == everything[2:]
-
-
-def test_skipping_plain_loaders() -> None:
-    dataset = Counting(7)
-    plain = skip_first_batches(DataLoader(dataset, batch_size=2), 2)
-    assert type(plain) is DataLoader
-    assert (values(plain), dataset.fetched, len(plain)) == ([[4, 5], [6]], [4, 5, 6], 2)
-    stream = skip_first_batches(skip_first_batches(DataLoader(Stream(7), batch_size=2), 1), 1)
-    assert isinstance(stream, SkipDataLoader)
-    assert values(stream) == [[4, 5], [6]]
-    single = DataLoader(dataset, batch_size=None)
-    assert [int(i) for i in skip_first_batches(single, 5)] == [5, 6]
 
 
 def test_skipping_nothing_too_much_or_backwards() -> None:

@@ -15,11 +15,8 @@ from accel.data.order import Order
 from accel.data.order_across_ranks import AgreedSampler
 from accel.data.samplers import (
     BatchSamplerShard,
-    CompletedBatchSampler,
-    SamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,
-    added_indices,
     set_sampler_epoch,
     total_batch_size,
 )
@@ -132,31 +129,6 @@ class Bare(Sampler[list[int]]):
         return len(self.sizes)
 
 
-def test_batches_of_varying_size_are_dealt_whole() -> None:
-    shards = [BatchSamplerShard(Bare([2, 3, 1, 4, 2]), 2, rank) for rank in (0, 1)]
-    assert [list(shard) for shard in shards] == [
-        [[0, 1], [5], [10, 11]],
-        [[2, 3, 4], [6, 7, 8, 9], [0, 1]],
-    ]
-    assert [(len(s), s.remainder, s.round_size) for s in shards] == [(3, 2, 4)] * 2
-    shards = [BatchSamplerShard(Bare([2, 3]), 4, rank) for rank in range(4)]
-    assert [list(shard) for shard in shards] == [[[0, 1]], [[2, 3, 4]]] * 2
-    assert [(s.remainder, s.round_size) for s in shards] == [(5, 10)] * 4
-    shard = BatchSamplerShard(Bare([2, 3]), 2, 0)
-    assert (list(shard), shard.remainder) == ([[0, 1]], 0)
-
-
-def test_a_sampler_without_batch_size_is_shared_out_or_not_split() -> None:
-    for use in (len, list):
-        with pytest.raises(ConfigError, match=r"without `batch_size`.*split_batches=False"):
-            use(BatchSamplerShard(Bare([3, 1, 2]), 2, 0, split_batches=True))
-    shard = BatchSamplerShard(Bare([3, 1, 2]), 2, 0)
-    shard.num_processes = 1  # as libraries do, whose sampler deals batches itself
-    assert (len(shard), list(shard), shard.remainder) == (3, [[0, 1, 2], [3], [4, 5]], 0)
-    found = [list(BatchSamplerShard(Bare([3, 1, 2]), 2, r, even_batches=False)) for r in (0, 1)]
-    assert found == [[[0, 1, 2], [4, 5]], [[3]]]
-
-
 def test_even_batches_refuse_a_short_batch_in_the_middle() -> None:
     sampler = Bare([3, 1, 3, 3])
     sampler.batch_size = 3
@@ -171,29 +143,6 @@ def test_a_batch_that_does_not_split_names_the_nearest_sizes() -> None:
     inner = BatchSampler(SequentialSampler(range(8)), 5, False)
     with pytest.raises(ConfigError, match=r"batch_size=5 on 4 processes.*4 or 8"):
         BatchSamplerShard(inner, 4, 0, split_batches=True)
-
-
-def test_a_rank_beyond_the_processes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="process_index=2 of 2"):
-        BatchSamplerShard(BatchSampler(SequentialSampler(range(8)), 4, False), 2, 2)
-
-
-@settings(max_examples=100)
-@given(LENGTH, COUNT, st.booleans())
-def test_single_indices_are_dealt_out(n: int, count: int, even: bool) -> None:
-    found = [list(SamplerShard(SequentialSampler(range(n)), count, r, even)) for r in range(count)]
-    seen = [i for group in itertools.zip_longest(*found) for i in group if i is not None]
-    assert sorted(set(seen)) == list(range(n))
-    assert (len({len(indices) for indices in found}) == 1) or not even
-
-
-def test_skipping_asks_for_no_more_than_it_leaves() -> None:
-    inner = BatchSampler(SequentialSampler(range(10)), 3, False)
-    skipping = SkipBatchSampler(inner, 2)
-    assert list(skipping) == [[6, 7, 8], [9]]
-    assert (len(skipping), skipping.batch_size, skipping.drop_last) == (2, 3, False)
-    assert len(SkipBatchSampler(inner, 9)) == 0
-    assert list(SkipBatchSampler(skipping, 1)) == [[9]]
 
 
 # -- order ---------------------------------------------------------------------------------------
@@ -221,43 +170,8 @@ def test_the_order_is_that_of_torch_for_the_sum_of_seed_and_epoch() -> None:
     assert list(sampler) == expected.tolist()
 
 
-def test_the_seed_defaults_to_that_of_a_generator() -> None:
-    generator = torch.Generator().manual_seed(11)
-    assert SeedableRandomSampler(range(5), generator=generator).seed == 11
-    torch.manual_seed(12)
-    assert SeedableRandomSampler(range(5)).seed == 12
-
-
-def test_drawing_an_order_leaves_the_training_generator_alone() -> None:
-    sampler = SeedableRandomSampler(range(20), data_seed=0)
-    before = torch.get_rng_state()
-    list(sampler)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_an_epoch_reaches_every_sampler_inside() -> None:
     sampler = SeedableRandomSampler(range(20), data_seed=4)
     shard = BatchSamplerShard(BatchSampler(sampler, 2, False), 2, 0)
     set_sampler_epoch(SkipBatchSampler(shard, 1), 7)
     assert sampler.epoch == 7
-
-
-@pytest.mark.parametrize(
-    ("length", "size", "count", "expected", "added"),
-    [
-        (5, 2, 2, [[0, 1], [2, 3], [4, 0]], 1),
-        (4, 2, 2, [[0, 1], [2, 3]], 0),
-        (4, 4, 3, [[0, 1, 2, 3], [0, 1]], 2),  # in a batch more
-        (1, 4, 3, [[0, 0, 0]], 2),
-    ],
-)
-def test_the_first_indices_complete_the_last_batch(
-    length: int, size: int, count: int, expected: list[list[int]], added: int
-) -> None:
-    sampler = CompletedBatchSampler(BatchSampler(range(length), size, False), count)
-    assert (len(sampler), list(sampler), added_indices(sampler)) == (len(expected), expected, added)
-    skipping = SkipBatchSampler(sampler, 1)
-    assert list(skipping) == expected[1:]
-    assert added_indices(skipping) == added
-    sampler.even_batches = False
-    assert list(sampler) == list(BatchSampler(range(length), size, False))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from accel import Accelerator, DataLoaderConfiguration
 from accel.data.prepare import prepare_data_loader
 from accel.data.stream import IterableDatasetShard
-from accel.machine.imports import is_available
 from tests.accel.data.parts import values
 from tests.helpers import run_distributed
 
@@ -95,19 +92,6 @@ def test_the_epoch_reaches_the_stream() -> None:
     assert stream.epoch == 4
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_an_uneven_shard_gives_each_sample_once(split: bool) -> None:
-    for length in range(14):
-        shards = [
-            IterableDatasetShard(Sized(length), 4, False, 2, rank, split, even_batches=False)
-            for rank in range(2)
-        ]
-        found = [list(shard) for shard in shards]
-        assert sorted(found[0] + found[1]) == list(range(length))
-        assert [len(shard) for shard in shards] == [len(samples) for samples in found]
-        assert [shard.remainder for shard in shards] == [0, 0]
-
-
 SIZE = 4
 
 
@@ -156,49 +140,9 @@ LENGTHS = [[11, 12], [3, 30], [30, 3], [1, 0], [8, 16]]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_only_the_last_round_is_completed(lengths: list[int], workers: int) -> None:
-    made = loaders(lengths, workers)
-    found = [values(loader) for loader in made]
-    total, size = sum(lengths), 2 * SIZE
-    rounds = -(-total // size)
-    assert [len(batches) for batches in found] == [rounds, rounds]
-    assert [len(loader) for loader in made] == [rounds, rounds]
-    assert {len(batch) for batches in found for batch in batches} <= {SIZE}
-    before = [batch for pair in list(zip(*found, strict=True))[:-1] for batch in pair]
-    seen = Counter(flat([before]))
-    assert all(times == 1 for times in seen.values())
-    last = found[0][-1] + found[1][-1] if rounds else []
-    real = total % size or size
-    assert sorted([*seen, *last[:real]]) == list(range(total))
-    assert set(last[real:]) <= set(range(total))
-    assert [loader.dataset.remainder for loader in made] == [total % size] * 2
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
 def test_an_uneven_pass_gives_each_sample_once(lengths: list[int]) -> None:
     found = [values(loader) for loader in loaders(lengths, 2, even_batches=False)]
     assert sorted(flat(found)) == list(range(sum(lengths)))
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_batches_that_are_cut_and_samples_without_batches(workers: int) -> None:
-    cut = [values(loader) for loader in loaders([11, 12], workers, split_batches=True)]
-    assert [len(batches) for batches in cut] == [6, 6]
-    assert sorted(set(flat(cut))) == list(range(23))
-    single = [list(loader) for loader in loaders([3, 4], workers, batch_size=None)]
-    assert [len(samples) for samples in single] == [4, 4]
-    assert sorted({*single[0], *single[1]}) == list(range(7))
-
-
-def test_a_pass_after_another_is_like_it() -> None:
-    (loader, _) = loaders([11, 12], 2)
-    assert values(loader) == values(loader)
-    persistent = DataLoader(SizedParts([11, 12]), SIZE, num_workers=2, persistent_workers=True)
-    loader = prepare_data_loader(
-        persistent, num_processes=2, process_index=0, dispatch_batches=False
-    )
-    assert values(loader) == values(loader)
 
 
 class Around:
@@ -272,10 +216,6 @@ def test_a_pass_is_resumed_after_each_batch(stateful: bool, tmp_path: Path) -> N
     assert run_distributed(resumed, 2, str(tmp_path), [11, 30], stateful) == [[], []]
 
 
-needs_torchdata = pytest.mark.skipif(
-    not is_available("torchdata"), reason="needs torchdata (extra stateful)"
-)
-
 SAMPLES = 40
 
 
@@ -310,68 +250,6 @@ class Placed(Divided):
         self.at = state["at"]
 
 
-KINDS: dict[str, Any] = {
-    "stream": Divided,
-    "placed": Placed,
-    "map": lambda: range(SAMPLES),
-}
-
-
-def engine(kind: str, workers: int, dispatch: bool | None) -> tuple[Accelerator, Any]:
-    config = DataLoaderConfiguration(dispatch_batches=dispatch, use_stateful_dataloader=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    context = "fork" if workers else None
-    loader = DataLoader(
-        KINDS[kind](), batch_size=3, num_workers=workers, multiprocessing_context=context
-    )
-    return accelerator, accelerator.prepare(loader)
-
-
-def resumed_twice(kind: str, workers: int, dispatch: bool | None, folder: str) -> Any:
-    """Return the batches of a pass, and those of one that is saved and loaded at 2 and at 5."""
-    accelerator, loader = engine(kind, workers, dispatch)
-    straight = [[batch.tolist() for batch in loader] for _ in range(2)]
-    found: list[Any] = []
-    for stop in (2, 3, 100):
-        accelerator.free_memory()
-        accelerator, loader = engine(kind, workers, dispatch)
-        if stop != 2:
-            accelerator.load_state(folder)
-        for number, batch in enumerate(loader, start=1):
-            found.append(batch.tolist())
-            if number == stop:
-                accelerator.save_state(folder)
-                break
-    following = [batch.tolist() for batch in loader]
-    accelerator.free_memory()
-    return straight, [found, following]
-
-
-@needs_torchdata
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_is_resumed_twice_on_two_processes(
-    kind: str, dispatch: bool, tmp_path: Path
-) -> None:
-    given = kind, 0, dispatch, str(tmp_path)
-    for straight, found in run_distributed(resumed_twice, 2, *given):
-        assert found == straight
-
-
-@needs_torchdata
-def test_a_state_has_the_keys_of_torchdata() -> None:
-    """E1."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    for kind in KINDS:
-        plain = StatefulDataLoader(KINDS[kind](), batch_size=3)
-        _, loader = engine(kind, 0, None)
-        for one in (plain, loader):
-            next(batches := iter(one)), next(batches)
-        assert plain.state_dict().keys() <= loader.state_dict().keys()
-        assert loader.state_dict()["_num_yielded"] == plain.state_dict()["_num_yielded"] == 2
-
-
 # -- Hugging Face data sets with shards of their own ---------------------------------------------
 
 
@@ -397,34 +275,6 @@ def own_shards(num_shards: int, even: bool) -> list[list[int]]:
             gathered += accelerator.gather_for_metrics(batch["id"]).tolist()
         passes += [read, sorted(gathered)]
     return passes
-
-
-def some_of_three_workers(dispatch: bool | None, state: Any, count: int) -> tuple[list[int], Any]:
-    import datasets
-
-    data = datasets.IterableDataset.from_generator(of_shards, gen_kwargs={"files": [0, 1, 2]})
-    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    loader = accelerator.prepare(DataLoader(data, batch_size=1, num_workers=3))
-    if state is not None:
-        loader.load_state_dict(state)
-    batches = iter(loader)
-    found = [batch["id"].item() for batch in itertools.islice(batches, count)]
-    return found, loader.state_dict()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dispatch", [None, False])
-def test_a_pass_is_resumed_before_every_worker_has_given_a_batch(dispatch: bool | None) -> None:
-    """E2."""
-    pytest.importorskip("datasets", reason="datasets is not installed (extra: libraries)")
-    seen: list[int] = []
-    state = None
-    for count in (1, 1, 1, 3, 99):
-        found, state = some_of_three_workers(dispatch, state, count)
-        seen += found
-    gc.collect()  # the loaders' workers
-    assert sorted(seen) == [10 * file + row for file in range(3) for row in range(4)]
 
 
 @pytest.mark.slow

@@ -38,14 +38,6 @@ def test_missing_options_only_are_an_error_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("fp32", "no"), ("float32", "no"), ("Bfloat16", "bf16"), ("half", "fp16")]
-)
-def test_what_is_called_so_elsewhere_is_answered(name: str, meant: str) -> None:
-    assert nearest(name, ["no", "fp16", "bf16", "fp8"]) == f"Did you mean {meant!r}?"
-    assert nearest(name, ["other"]) == "Known names: other."
-
-
-@pytest.mark.parametrize(
     ("name", "answer"),
     [
         ("bf61", "Did you mean 'bf16'?"),

@@ -38,10 +38,6 @@ def test_the_end_of_a_process_is_noticed(has_pidfd: bool, monkeypatch: pytest.Mo
     assert not waiter.is_alive()
 
 
-def test_a_process_that_has_ended_is_not_waited_for() -> None:
-    parent_watch.wait_for_end(os.getpid(), lambda: False)
-
-
 def test_nobody_survives_a_killed_parent(tmp_path: Path) -> None:
     code, _, _ = Parent(tmp_path, "stay_blocked").signal(signal.SIGKILL)
     assert code == -signal.SIGKILL

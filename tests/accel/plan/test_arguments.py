@@ -44,12 +44,6 @@ def test_an_argument_of_another_type_is_refused(name: str, value: Any, rule: str
     assert not PartialState._shared_state
 
 
-def test_all_of_them_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Accelerator(cpu="no", project_dir=5, mixed_precision="x")  # type: ignore[arg-type]
-    assert len(caught.value.problems) == 3
-
-
 def test_the_states_check_theirs() -> None:
     for kind in (PartialState, AcceleratorState):
         with pytest.raises(ConfigError, match="cpu='no': expected true or false"):

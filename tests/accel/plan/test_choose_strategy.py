@@ -70,30 +70,6 @@ def test_one_engine_spreads_a_model_but_for_pairs_that_share_it() -> None:
     assert "tensor_parallel with deepspeed" in text
 
 
-@pytest.mark.parametrize("policy", ["fp16", {"param_dtype": "torch.float16"}])
-def test_the_policy_of_fsdp_settles_the_precision(policy: object) -> None:
-    for given in (None, "no"):
-        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
-        arguments = Arguments(cpu=True, strategy_plugins=[plugin], mixed_precision=given)
-        plan = resolve(arguments, FOUR)
-        assert plan.mixed_precision == "fp16"
-    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy={"reduce_dtype": "bf16"})
-    arguments = Arguments(cpu=True, strategy_plugins=[plugin], mixed_precision="bf16")
-    plan = resolve(arguments, FOUR)
-    assert plan.mixed_precision == "bf16"
-
-
-def test_what_fsdp_cannot_do_is_told_at_once() -> None:
-    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="fp16", dp_replicate_size=3)
-    arguments = Arguments(cpu=True, strategy_plugins=[plugin], mixed_precision="bf16")
-    with pytest.raises(ConfigError) as caught:
-        resolve(arguments, FOUR)
-    text = str(caught.value)
-    assert "mixed_precision='bf16' with mixed_precision_policy='fp16'" in text
-    assert "dp_replicate_size=3 with 4 processes for data" in text
-    assert len(caught.value.problems) == 2
-
-
 def test_a_handler_of_another_strategy_is_told_and_no_error() -> None:
     """Libraries pass it whatever the strategy is, as `transformers.Trainer` does."""
     handlers = [

@@ -48,13 +48,6 @@ def test_one_process() -> None:
     assert plan.rng_types == ("generator",)
 
 
-def test_two_processes() -> None:
-    plan = resolve(Arguments(), TWO)
-    assert (plan.rank, plan.local_rank, plan.world_size, plan.local_world_size) == (1, 1, 2, 2)
-    assert (plan.backend, plan.strategy) == ("gloo", "ddp")
-    assert plan.distributed_type is DistributedType.MULTI_CPU
-
-
 def test_handlers_are_known_and_single() -> None:
     text = problems(
         Arguments(kwargs_handlers=[AutocastKwargs(), AutocastKwargs(), KwargsHandler()])
@@ -164,20 +157,6 @@ def test_dynamo() -> None:
     assert "Did you mean 'inductor'?" in problems(Arguments(dynamo_backend="indctor"))
     both = Arguments(dynamo_backend="no", dynamo_plugin=TorchDynamoPlugin())
     assert "given in two places with different values" in problems(both)
-
-
-def test_everything_wrong_is_said_at_once() -> None:
-    arguments = Arguments(
-        mixed_precision="bf61",
-        gradient_accumulation_steps=0,
-        rng_types=["x"],
-        plugins={"fsdp_plugin": object()},
-        kwargs_handlers=[KwargsHandler()],
-    )
-    with pytest.raises(ConfigError) as caught:
-        resolve(arguments, dataclasses.replace(ONE, world_size=-1))
-    assert not isinstance(caught.value, NotBuiltError)
-    assert len(caught.value.problems) == 6
 
 
 @pytest.mark.parametrize(

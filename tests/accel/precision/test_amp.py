@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from accel import Accelerator
 from accel.config.handlers import AutocastKwargs, GradScalerKwargs
-from accel.machine.errors import ConfigError, StateError
+from accel.machine.errors import StateError
 from accel.precision.amp import (
     get_mixed_precision_context_manager,
 )
@@ -163,14 +161,3 @@ def test_a_context_computes_in_the_precision_of_the_run(precision: str, dtype: t
     off = AutocastKwargs(enabled=False)
     with get_mixed_precision_context_manager(True, autocast_kwargs=off):
         assert (product @ product).dtype == torch.float32
-
-
-def test_a_handler_of_another_kind_is_refused() -> None:
-    handler: Any = GradScalerKwargs()
-    for precision in ("no", "bf16"):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=True, mixed_precision=precision)
-        with pytest.raises(ConfigError, match=r"autocast\(GradScaler.*it takes AutocastKwargs"):
-            accelerator.autocast(handler)
-    with pytest.raises(ConfigError, match=r"_manager\(5\): it takes AutocastKwargs"):
-        get_mixed_precision_context_manager(True, 5)  # type: ignore[arg-type]

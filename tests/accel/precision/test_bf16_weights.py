@@ -148,33 +148,6 @@ def test_replicas_stay_equal_and_resume(tmp_path: Path) -> None:
 # -- weights in bf16 after `prepare` -------------------------------------------------------------
 
 
-def late() -> torch.Tensor:
-    """Return the weights after steps of an optimizer that was prepared over frozen ones."""
-    accelerator = Accelerator(cpu=True)
-    set_seed(1)
-    model: Any = torch.nn.Sequential(
-        torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)
-    )
-    model.to(torch.bfloat16).requires_grad_(False)
-    optimizer: Any = accelerator.prepare(RoundingAdamW(model.parameters(), lr=1e-3))
-    model = accelerator.prepare(model.requires_grad_(True))
-    torch.manual_seed(100 + accelerator.process_index)  # each rank's own dropout
-    first = next(model.parameters())
-    for _ in range(5):
-        inputs = torch.randn(8 + accelerator.process_index, 8, dtype=first.dtype)
-        accelerator.backward(model(inputs).float().square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    found = weights(model)
-    accelerator.end_training()
-    return found
-
-
-def test_replicas_stay_equal_of_weights_that_are_unfrozen_in_bf16() -> None:
-    first, second = run_distributed(late, 2)
-    assert torch.equal(first, second)
-
-
 def test_a_closure_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     model = network()

@@ -6,7 +6,6 @@ Holds E3.
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from accel import Accelerator
 from accel.config.fp8 import AO_RECIPES
 from accel.machine.enums import FP8BackendType
 from accel.machine.errors import ConfigError
-from accel.precision.fp8 import has_hardware, import_torchao, linear_config
-from accel.utils import AORecipeKwargs, FP8RecipeKwargs, TorchDynamoPlugin
+from accel.precision.fp8 import has_hardware, linear_config
+from accel.utils import AORecipeKwargs, TorchDynamoPlugin
 from tests.accel.precision.float8 import (
     CONVERTED,
     DIM,
@@ -28,7 +27,6 @@ from tests.accel.precision.float8 import (
     resume,
     train,
 )
-from tests.helpers import run_distributed
 
 pytestmark = needs_torchao
 CPU = torch.device("cpu")
@@ -92,15 +90,6 @@ def test_a_layer_keeps_its_weights_hooks_and_mode() -> None:
     assert calls == [1, 1]
 
 
-def test_a_converted_model_is_refused_in_another_format() -> None:
-    accelerator, model = prepared()
-    own = accelerator.unwrap_model(model)
-    accelerator.free_memory()
-    accelerator.state._reset_state(reset_partial_state=True)
-    with pytest.raises(ConfigError, match="2 of its layers were converted by an earlier"):
-        Accelerator(cpu=True, mixed_precision="bf16").prepare(own)
-
-
 def test_a_model_that_is_a_layer_is_refused_and_one_without_layers_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -115,31 +104,7 @@ def test_a_model_that_is_a_layer_is_refused_and_one_without_layers_warned_of(
     assert "no layer of Net is converted" in caplog.text
 
 
-def test_a_layer_whose_weight_is_computed_is_refused_and_nothing_converted() -> None:
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp8",
-        kwargs_handlers=[AORecipeKwargs(module_filter_func=lambda layer, name: True)],
-    )
-    model = torch.nn.Sequential(
-        torch.nn.Linear(DIM, DIM), torch.nn.utils.spectral_norm(torch.nn.Linear(DIM, DIM))
-    )
-    kinds = [type(layer) for layer in model]
-    with pytest.raises(ConfigError, match=r"chooses 1: .*Leave it out in module_filter_func"):
-        accelerator.prepare(model)
-    assert [type(layer) for layer in model] == kinds
-
-
 # -- the config --------------------------------------------------------------------------------
-
-
-def test_a_config_of_torchao_is_taken_as_it_is_but_for_emulation() -> None:
-    kind = import_torchao().Float8LinearConfig
-    found = linear_config(AORecipeKwargs(config=kind(round_scales_to_power_of_2=True)), CPU)
-    assert found == kind(round_scales_to_power_of_2=True, emulate=True)
-    assert linear_config(AORecipeKwargs(pad_inner_dim=False), CPU) == kind(emulate=True)
-    with pytest.raises(ConfigError, match="Float8LinearConfig, or the name"):
-        linear_config(AORecipeKwargs(config=object()), CPU)
 
 
 def test_fp8_is_emulated_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,31 +134,7 @@ def test_a_run_is_the_loop_by_hand_bit_for_bit(config: str) -> None:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("config", AO_RECIPES)
-def test_evaluation_computes_the_same_in_each_mode(config: str) -> None:
-    accelerator, model = prepared({"config": config})
-    model.eval()
-    (batch,) = batches(0, 1)
-    expected = model(batch).detach()
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode:
-            assert torch.equal(model(batch), expected)
-    whole = pickle.loads(pickle.dumps(accelerator.unwrap_model(model, keep_fp32_wrapper=False)))
-    with accelerator.autocast():
-        assert torch.equal(whole(batch).float(), expected)
-
-
 # -- several processes, compile ----------------------------------------------------------------
-
-
-def test_ddp_is_the_loop_by_hand_over_both_batches() -> None:
-    (losses, weights), (_, other) = run_distributed(train, 2, {"config": "rowwise"})
-    expected_losses, expected = by_hand("rowwise", world_size=2)
-    assert losses[0] == expected_losses[0]
-    assert losses == pytest.approx(expected_losses, rel=1e-3)
-    for name, weight in expected.items():
-        assert torch.equal(weights[name], other[name])
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-3)
 
 
 def test_a_compiled_model_is_one_graph_and_computes_the_same() -> None:
@@ -228,8 +169,3 @@ def test_a_saved_model_is_one_of_torch(tmp_path: Any) -> None:
 
 
 # -- what is refused ---------------------------------------------------------------------------
-
-
-def test_an_older_recipe_of_another_library_is_not_torchaos() -> None:
-    with pytest.raises(ConfigError, match="TransformerEngine"):
-        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[FP8RecipeKwargs()])

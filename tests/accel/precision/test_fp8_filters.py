@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.machine.errors import ConfigError
-from accel.precision.fp8 import choose_layers, heads, is_plain
+from accel.precision.fp8 import choose_layers, heads
 
 
 class Tied(torch.nn.Module):
@@ -50,23 +50,6 @@ def test_sizes_that_are_no_multiples_of_16_stay_and_are_named(
     found = choose_layers(stack(16, 32, 40, 32, 48, 16))
     assert list(found) == ["3"]
     assert "no multiples of 16: 1 (40 × 32), 2 (32 × 40)." in caplog.text
-
-
-def test_layers_of_other_kinds_stay() -> None:
-    class Own(torch.nn.Linear):
-        """A layer that may compute something else."""
-
-    patched = torch.nn.Linear(16, 16)
-    patched.forward = patched.forward  # type: ignore[method-assign]
-    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 16))
-    integers = torch.nn.Linear(16, 16)
-    integers.weight = torch.nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
-    others = (Own(16, 16), patched, normed, integers)
-    assert [is_plain(layer) for layer in others] == [False] * 4
-    model = torch.nn.Sequential(
-        torch.nn.Linear(16, 16), *others, *stack(16, 16, 16), torch.nn.Linear(16, 16)
-    )
-    assert list(choose_layers(model)) == ["5", "6"]
 
 
 def test_a_model_without_a_layer_for_fp8_is_refused_unless_it_is_only_evaluated(

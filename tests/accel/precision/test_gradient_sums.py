@@ -55,15 +55,6 @@ def test_a_window_given_as_a_whole_adds_up() -> None:
     assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
 
 
-def test_parts_under_no_sync_add_up() -> None:
-    accelerator, model, _ = prepared(1)
-    with accelerator.no_sync(model):
-        for _ in range(WINDOW - 1):
-            backward(accelerator, model, 1 / WINDOW)
-    backward(accelerator, model, 1 / WINDOW)
-    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
-
-
 def test_the_gradient_is_the_sum_rounded_once() -> None:
     accelerator, model, _ = prepared(16)
     generator = torch.Generator().manual_seed(0)
@@ -95,47 +86,6 @@ def test_what_is_written_to_a_gradient_counts(way: str) -> None:
         with accelerator.accumulate(model):
             backward(accelerator, model, 4.0)
         assert torch.equal(model.weight.grad, torch.full_like(model.weight, before + number))
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_gradients_that_are_returned_leave_the_sum(when: str) -> None:
-    """Those of `torch.autograd.grad`, as for the weight of a loss; also outside windows."""
-    accelerator, model, optimizer = prepared(4)
-    ones = torch.ones(1, 8, dtype=torch.bfloat16)
-    for number in range(1, 5):
-        with accelerator.accumulate(model):
-            if when == "before":
-                torch.autograd.grad(model(ones).sum(), list(model.parameters()))
-            backward(accelerator, model, 4.0)
-            if when == "after":
-                torch.autograd.grad(model(ones).square().sum(), list(model.parameters()))
-        assert torch.equal(model.weight.grad, torch.full_like(model.weight, float(number)))
-    optimizer.step()
-    optimizer.zero_grad()
-    model(ones).sum().backward()
-    torch.autograd.grad(model(ones).sum(), list(model.parameters()))
-    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
-
-
-def test_a_weight_that_is_frozen_but_for_its_own_pass_takes_part() -> None:
-    """The discriminator of a GAN: at the begin of each micro-batch it is frozen."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=512)
-    generator, critic = layer(1), layer(1)
-    made = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (generator, critic)]
-    generator, critic, *optimizers = accelerator.prepare(generator, critic, *made)
-    ones = torch.ones(1, 1, dtype=torch.bfloat16)
-    critic.requires_grad_(False)
-    for _ in range(2):
-        for _ in range(512):
-            with accelerator.accumulate(generator, critic):
-                critic.requires_grad_(True)
-                accelerator.backward(critic(ones).sum())
-                critic.requires_grad_(False)
-                accelerator.backward(critic(generator(ones)).sum())
-        assert critic.weight.grad.item() == generator.weight.grad.item() == 1.0
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def test_the_norm_is_computed_in_fp32() -> None:

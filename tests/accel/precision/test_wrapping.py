@@ -28,19 +28,6 @@ def test_containers_deeper_in_a_module_are_removed_on_demand() -> None:
     assert extract_model_from_parallel(model, recursive=True)[0][0] is inner
 
 
-def test_a_compiled_module_around_a_container_stays_compiled() -> None:
-    """E1: the module inside is compiled with the same options; the given one stays whole."""
-    inner = torch.nn.Linear(2, 2)
-    compiled = torch.compile(torch.nn.DataParallel(inner), backend="eager")
-    found = extract_model_from_parallel(compiled, keep_torch_compile=True)
-    assert is_compiled_module(found)
-    assert found._orig_mod is inner
-    assert found.dynamo_ctx is compiled.dynamo_ctx
-    assert isinstance(compiled._orig_mod, torch.nn.DataParallel)
-    assert found(torch.ones(1, 2)).shape == (1, 2)
-    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is inner
-
-
 def test_a_forward_is_wrapped_once_and_keeps_its_signature() -> None:
     model = torch.nn.Linear(1, 1)
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -237,10 +236,8 @@ def test_each_row_of_a_sample_counts_once(
             assert found["odd"] == found["given"] + size
 
 
-def read_together(shape: str, lengths: tuple[int, int], sizes: tuple[int, int]) -> Any:
+def read_together(shape: str, lengths: tuple[int, int], sizes: tuple[int, int]) -> list[list[int]]:
     accelerator = Accelerator(cpu=True)
-    told = Told()
-    logging.getLogger("accel").addHandler(told)
     first, second = accelerator.prepare(
         *(DataLoader(range(n), batch_size=k) for n, k in zip(lengths, sizes, strict=True))
     )
@@ -255,47 +252,8 @@ def read_together(shape: str, lengths: tuple[int, int], sizes: tuple[int, int]) 
             found[1] = [
                 row for inner in second for row in accelerator.gather_for_metrics(inner).tolist()
             ]
-    logging.getLogger("accel").removeHandler(told)
     accelerator.end_training()
-    return [sorted(rows) for rows in found], [text for text in told.texts if "side by side" in text]
-
-
-class Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def one_row_per_process(length: int, batch_size: int) -> tuple[list[list[float]], list[str]]:
-    accelerator = Accelerator(cpu=True)
-    told = Told()
-    logging.getLogger("accel").addHandler(told)
-    loader = accelerator.prepare(DataLoader(range(length), batch_size=batch_size))
-    found = [accelerator.gather_for_metrics(batch.sum()).tolist() for batch in loader]
-    logging.getLogger("accel").removeHandler(told)
-    accelerator.end_training()
-    return found, told.texts
-
-
-@pytest.mark.parametrize(
-    ("length", "batch_size", "wanted", "warnings"),
-    [
-        (5, 2, [[1, 5], [4 + 0]], 1),  # of the last round, 1 of 4 samples is real
-        (6, 2, [[1, 5], [9, 0 + 1]], 1),
-        (7, 2, [[1, 5], [9, 6 + 0]], 1),
-        (3, 1, [[0, 1], [2]], 0),
-    ],
-)
-def test_of_one_row_per_process_as_many_stay_as_there_are_samples(
-    length: int, batch_size: int, wanted: list[list[float]], warnings: int
-) -> None:
-    ranks = run_distributed(one_row_per_process, 2, length, batch_size)
-    assert [found for found, _ in ranks] == [wanted] * 2
-    told = ranks[0][1]  # the main process warns
-    assert ["in which repeated samples count" in text for text in told] == [True] * warnings
+    return [sorted(rows) for rows in found]
 
 
 @pytest.mark.parametrize(
@@ -308,6 +266,5 @@ def test_of_one_row_per_process_as_many_stay_as_there_are_samples(
     ],
 )
 def test_other_loaders_that_end_together_count_every_sample_once(shape, lengths, sizes) -> None:
-    found, told = run_distributed(read_together, 2, shape, lengths, sizes)[0]
+    found = run_distributed(read_together, 2, shape, lengths, sizes)[0]
     assert found == [list(range(length)) for length in lengths]
-    assert told == []

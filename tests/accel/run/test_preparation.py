@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from accel import Accelerator, DataLoaderConfiguration
+from accel import Accelerator
 from accel.data.loaders import DataLoaderShard
 from accel.machine.errors import ConfigError
 from accel.optimizer import AcceleratedOptimizer
 from accel.scheduler import AcceleratedScheduler
 from accel.state import AcceleratorState
 from accel.strategies.base import Objects
-from tests.accel.checkpoint.parts import Counter
 from tests.accel.test_accelerator import loader, parts
 
 # -- preparing ---------------------------------------------------------------------------------
@@ -90,24 +86,6 @@ def test_a_scheduler_of_the_users_own_needs_no_base_class() -> None:
     assert schedule.calls == 1
     assert schedule.optimizers == [optimizer]
     assert isinstance(accelerator.prepare_scheduler(Average()), AcceleratedScheduler)
-
-
-class Wrapped(Average):
-    """An optimizer around another that is none of torch's."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-
-
-@pytest.mark.parametrize("build", [lambda _: Average(), lambda _: torch.amp.GradScaler(), Wrapped])
-def test_not_everything_that_steps_is_a_scheduler(build: Callable[[object], object]) -> None:
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, *_ = parts()
-    other = build(optimizer)
-    with pytest.warns(UserWarning, match=r"no model, .*\n?.*register_for_checkpointing"):
-        *_, same = accelerator.prepare(model, optimizer, other)
-    assert same is other
-    assert accelerator._schedulers == []
 
 
 def test_a_scheduler_may_be_prepared_before_its_optimizer() -> None:
@@ -215,37 +193,6 @@ def test_free_memory_lets_go_of_everything() -> None:
     accelerator.prepare(model)
     assert accelerator.clear() == []
     assert accelerator._models == []
-
-
-def test_loaders_after_free_memory_draw_the_orders_that_the_first_ones_drew() -> None:
-    """A library that trains again in the same run resumes by skipping batches of the same order."""
-    accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
-    )
-    orders = []
-    for _ in range(2):
-        for _ in range(2):
-            shuffled = DataLoader(TensorDataset(torch.arange(20)), batch_size=20, shuffle=True)
-            orders += [batch.tolist() for (batch,) in accelerator.prepare(shuffled)]
-        accelerator.free_memory()
-    assert orders[:2] == orders[2:]
-    assert orders[0] != orders[1]
-
-
-def test_free_memory_keeps_what_the_script_registered(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    counter, saved, loaded = Counter(3), [], []
-    accelerator.register_for_checkpointing(counter)
-    accelerator.register_save_state_pre_hook(lambda *arguments: saved.append(arguments))
-    accelerator.register_load_state_pre_hook(lambda *arguments: loaded.append(arguments))
-    for free in (accelerator.free_memory, accelerator.clear):
-        accelerator.prepare(*parts())
-        free()
-        accelerator.save_state(tmp_path)
-        counter.value = 9
-        accelerator.load_state(tmp_path)
-        assert counter.value == 3
-    assert (len(saved), len(loaded)) == (2, 2)
 
 
 def test_what_was_prepared_is_marked() -> None:

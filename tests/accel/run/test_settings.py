@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,24 +51,6 @@ def test_the_settings_of_loaders_are_read_and_set() -> None:
     assert config == DataLoaderConfiguration(**SETTINGS), "the caller's own stays as it was"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("dataloader_config", DataLoaderConfiguration(split_batches=True)),
-        ("project_configuration", ProjectConfiguration("here")),
-    ],
-)
-def test_a_configuration_is_assigned_as_a_whole(name: str, value: object) -> None:
-    """E1: for what is prepared or saved from then on."""
-    accelerator = Accelerator(cpu=True)
-    setattr(accelerator, name, value)
-    assert getattr(accelerator, name) is value
-    assert accelerator.split_batches is (name == "dataloader_config")
-    assert accelerator.project_dir == ("here" if name == "project_configuration" else None)
-    with pytest.raises(ConfigError, match=f"{name}=3: it is a {type(value).__name__}"):
-        setattr(accelerator, name, 3)
-
-
 def test_generators_and_schedulers_are_set_for_what_is_prepared_later() -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
@@ -89,18 +70,6 @@ def test_generators_and_schedulers_are_set_for_what_is_prepared_later() -> None:
         accelerator.step_scheduler_with_optimizer = "x"  # type: ignore[assignment]
     assert accelerator.rng_types == ("torch",)
     assert accelerator.step_scheduler_with_optimizer is False
-
-
-def test_trackers_are_set_for_the_next_start(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
-    accelerator.log_with = "csv"
-    accelerator.init_trackers("run")
-    assert [tracker.name for tracker in accelerator.trackers] == ["csv"]
-    accelerator.log_with = None
-    assert accelerator.log_with == []
-    with pytest.raises(ConfigError, match="tensorbord"):
-        accelerator.log_with = "tensorbord"
-    accelerator.end_training()
 
 
 def test_the_precision_cannot_be_set() -> None:
@@ -259,18 +228,6 @@ def test_the_recipe_of_fp8_is_that_of_its_library() -> None:
     accelerator.plan = dataclasses.replace(accelerator.plan, fp8=fp8)
     assert accelerator.te_recipe_handler is other
     assert accelerator.ao_recipe_handler is None
-
-
-@pytest.mark.parametrize("name", ["autocast_handler", "ddp_handler", "profile_handler"])
-def test_a_handler_that_is_set_takes_the_place_of_the_first(name: str) -> None:
-    accelerator = Accelerator(cpu=True)
-    setattr(accelerator, name, HANDLERS[name])
-    assert getattr(accelerator, name) == HANDLERS[name]
-    setattr(accelerator, name, None)
-    assert getattr(accelerator, name) is None
-    setattr(accelerator, name, None)
-    with pytest.raises(ConfigError, match=r"GradScalerKwargs\(.*it takes \w+Kwargs"):
-        setattr(accelerator, name, HANDLERS["scaler_handler"])
 
 
 def wrap() -> list[bool]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from accel import Accelerator
 from accel.config.training import TorchDynamoPlugin
@@ -18,8 +16,6 @@ from accel.machine.errors import ConfigError
 from accel.plan.arguments import Arguments
 from accel.plan.plan import resolve
 from accel.strategies.compile import compile_arguments, compile_model, repeated_blocks
-from tests.accel.strategies import training
-from tests.helpers import run_distributed
 
 EAGER = "eager"
 
@@ -125,18 +121,6 @@ def test_the_whole_model_is_one_graph(graphs: list[int]) -> None:
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is inner
 
 
-def test_repeated_blocks_are_compiled_once_and_stay_where_they_are(graphs: list[int]) -> None:
-    plugin = TorchDynamoPlugin(backend=EAGER, use_regional_compilation=True, fullgraph=True)
-    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    inner = Stack(num_blocks=12)
-    names = list(inner.state_dict())
-    model = accelerator.prepare(inner)
-    assert model is inner
-    train(accelerator, model)
-    assert len(graphs) == 1
-    assert list(model.state_dict()) == names
-
-
 def test_blocks_are_the_outermost_repeated_layers() -> None:
     model = Stack()
     assert repeated_blocks(model) == list(model.blocks)
@@ -159,39 +143,6 @@ def test_a_model_without_repeated_layers_is_compiled_whole(
     assert len(graphs) == 1
 
 
-def test_an_engine_within_the_model_has_its_blocks_compiled_in_place(graphs: list[int]) -> None:
-    plugin = TorchDynamoPlugin(backend=EAGER)
-    inside = compile_model(Stack(), plugin, hooks_inside=True)
-    assert isinstance(inside, Stack)
-    inside(torch.randn(2, 4))
-    assert len(graphs) == 1
-    whole = compile_model(Stack(1), plugin, hooks_inside=True)
-    assert isinstance(whole, Stack)
-    assert whole._compiled_call_impl is not None
-    strict = TorchDynamoPlugin(backend=EAGER, fullgraph=True, use_regional_compilation=False)
-    with pytest.raises(ConfigError, match="for a whole sharded model"):
-        compile_model(Stack(), strict, hooks_inside=True)
-
-
-@pytest.mark.parametrize("num_blocks", [1, 3])  # of one block, the whole model is compiled
-def test_what_is_compiled_in_place_is_so_no_more_on_request(
-    num_blocks: int, graphs: list[int], tmp_path: Path
-) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = compile_model(
-        accelerator.prepare(Stack(num_blocks)), TorchDynamoPlugin(backend=EAGER), hooks_inside=True
-    )
-    accelerator.save_model(model, tmp_path)  # looks inside, and changes nothing
-    accelerator.get_state_dict(model)
-    assert accelerator.unwrap_model(model) is model
-    expected = model(torch.ones(2, 4))
-    assert len(graphs) == 1
-    assert accelerator.unwrap_model(model, keep_torch_compile=False) is model
-    torch.compiler.reset()  # what is still compiled would be compiled anew
-    torch.testing.assert_close(model(torch.ones(2, 4)), expected)
-    assert len(graphs) == 1
-
-
 def test_what_is_off_or_compiled_is_left_as_it_is(graphs: list[int]) -> None:
     model = Stack()
     assert compile_model(model, TorchDynamoPlugin()) is model
@@ -200,14 +151,6 @@ def test_what_is_off_or_compiled_is_left_as_it_is(graphs: list[int]) -> None:
     disabled = TorchDynamoPlugin(backend=EAGER, disable=True)
     compile_model(model, disabled)(torch.randn(2, 4))
     assert graphs == []
-
-
-def test_a_model_that_is_only_evaluated_is_compiled() -> None:
-    accelerator = Accelerator(cpu=True, dynamo_backend=EAGER)
-    model = accelerator.prepare_model(Stack(), evaluation_mode=True)
-    assert isinstance(model, torch._dynamo.OptimizedModule)
-    model.eval()
-    assert not model._orig_mod.training
 
 
 def test_graph_breaks_are_errors_on_request() -> None:
@@ -241,20 +184,6 @@ def test_losses_are_those_of_eager_training(mixed_precision: str, regional: bool
     plugin = TorchDynamoPlugin("aot_eager", use_regional_compilation=regional, fullgraph=True)
     expected = losses_of(None, mixed_precision)
     assert losses_of(plugin, mixed_precision) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.slow  # a C++ compiler runs; other backends are not slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
-    monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
-    plugin = TorchDynamoPlugin(backend="inductor", options={"max_autotune": False})
-    inner, batch = Block(), torch.randn(2, 4)
-    model = Accelerator(cpu=True, dynamo_plugin=plugin).prepare(inner)
-    with torch.no_grad():
-        torch.testing.assert_close(model(batch), inner(batch))
-    assert any(tmp_path.rglob("*.cpp"))
 
 
 def test_the_forward_pass_of_a_compiled_model_is_in_mixed_precision() -> None:
@@ -307,64 +236,6 @@ def test_a_state_loads_whatever_is_compiled(saver: str, loader: str, tmp_path: P
 
 
 # -- several processes -------------------------------------------------------------------------
-
-
-def _train_distributed() -> list[tuple[list[float], bool, list[str]]]:
-    found = []
-    for regional in (None, False, True):
-        plugin = TorchDynamoPlugin(
-            backend="no" if regional is None else EAGER,
-            use_regional_compilation=regional,
-            fullgraph=True,
-        )
-        torch.manual_seed(0)
-        accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-        model = accelerator.prepare(Stack())
-        losses = train(accelerator, model)
-        with accelerator.no_sync(model):
-            model(torch.ones(2, 4)).sum().backward()
-        names = list(accelerator.get_state_dict(model))
-        found.append((losses, isinstance(model, DistributedDataParallel), names))
-        accelerator.free_memory()
-    torch.compiler.reset()
-    accelerator.end_training()
-    return found
-
-
-def test_a_model_is_compiled_inside_its_container() -> None:
-    for plain, *compiled in run_distributed(_train_distributed, 2):
-        for losses, wrapped, names in compiled:
-            assert losses == pytest.approx(plain[0], rel=1e-6)
-            assert wrapped
-            assert names == list(Stack().state_dict())
-
-
-def _train_split(engines: dict[str, Any]) -> None:
-    torch._dynamo.utils.counters.clear()
-    plugin = TorchDynamoPlugin(backend=EAGER)
-    accelerator = training.build(**engines, dynamo_plugin=plugin)
-    losses, norms, weights = training.train(accelerator, training.Model())
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    torch.compiler.reset()
-    expected = training.plain(training.Model())
-    assert losses == pytest.approx(expected[0], abs=1e-5)
-    assert norms == pytest.approx(expected[1], abs=1e-5)
-    assert training.difference(weights, expected[2]) < 1e-5
-    accelerator.end_training()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "engines"),
-    [
-        (2, {"tp": {"tp_size": 2}}),
-        (2, {"fsdp": {}}),
-        pytest.param(4, {"fsdp": {}, "tp": {"tp_size": 2}}, marks=pytest.mark.slow),
-    ],
-)
-def test_blocks_are_compiled_where_matrices_are_in_parts(
-    world_size: int, engines: dict[str, Any]
-) -> None:
-    run_distributed(_train_split, world_size, engines)
 
 
 # -- asking for it -----------------------------------------------------------------------------

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel import (
     Accelerator,
-    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
 )
 from accel.config.handlers import GradScalerKwargs
@@ -78,18 +77,6 @@ def test_training_is_that_of_one_process(world_size: int, steps: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         assert found_rate == rate
         assert found_kind == "DistributedDataParallel"
-
-
-def train_static(steps: int) -> tuple[torch.Tensor, float, str]:
-    return train(6, steps, static_graph=True)
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_static_graph_accumulates(steps: int) -> None:
-    """torch alone fails with INTERNAL ASSERT where the first backward does not synchronise."""
-    expected, _, _ = train(6, steps)
-    for found, _, _ in run_distributed(train_static, 2, steps):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def only_evaluated() -> tuple[str, ...]:
@@ -230,26 +217,6 @@ def test_a_parameter_that_nobody_keeps_equal_is_refused() -> None:
 
 
 # -- data and metrics ----------------------------------------------------------------------------
-
-
-class Stream(IterableDataset):
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        yield from torch.arange(4.0)
-
-
-def joined_stream() -> int:
-    config = DataLoaderConfiguration(dispatch_batches=False)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    model = make_model()
-    model, _ = accelerator.prepare(model, DataLoader(Stream(), batch_size=1))
-    with pytest.warns(UserWarning, match="stream"):
-        with accelerator.join_uneven_inputs([model], even_batches=False):
-            pass
-    return 0
-
-
-def test_streams_keep_their_own_setting() -> None:
-    assert run_distributed(joined_stream, 2) == [0, 0]
 
 
 # -- the end ---------------------------------------------------------------------------------------

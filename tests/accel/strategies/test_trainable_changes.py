@@ -5,7 +5,6 @@ Under DDP the model is prepared again after each change; without that, the next 
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -142,20 +141,8 @@ def check(engines: dict[str, Any], grows: bool, options: list[dict[str, Any]]) -
                 assert apart < CLOSE, (chosen, accumulation, name, apart)
 
 
-DDP_OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"gradient_as_bucket_view": True, "bucket_cap_mb": 1, "find_unused_parameters": True},
-    {"static_graph": True},
-]
-
-
 def test_one_process_trains_what_is_unfrozen() -> None:
     check({}, True, [])
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ddp_averages_the_gradients_of_what_is_unfrozen(world_size: int) -> None:
-    run_distributed(check, world_size, {}, True, DDP_OPTIONS if world_size == 2 else [])
 
 
 @pytest.mark.parametrize("engines", [{"fsdp": {}}, {"tp": {"tp_size": 2}}])
@@ -308,44 +295,6 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_ddp_knows_what_trains(case: Any) -> None:
     run_distributed(case, 2)
-
-
-def bypassed(path: str) -> None:
-    """Gradients that bypass the prepared model cause one warning."""
-    accelerator = Accelerator(cpu=True)
-    net = Net()
-    model, optimizer = accelerator.prepare(net, sgd(net))
-    second = accelerator.prepare(sgd(net.norm))
-    inputs = ones_and_threes(accelerator)
-
-    def step(forward: Any) -> None:
-        accelerator.backward(forward(inputs).square().sum())
-        optimizer.step()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(model)
-        second.step()
-        with accelerator.no_sync(model):
-            step(model)
-        optimizer.zero_grad()
-        step(lambda values: model(values) + net.body(values))
-        optimizer.zero_grad()
-    past = {
-        "unwrapped": accelerator.unwrap_model(model),
-        "inner": lambda values: model.module.body(values),
-    }
-    with pytest.warns(UserWarning, match=r"gradients of Net without a forward pass of the prep"):
-        step(past[path])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(past[path])
-    accelerator.end_training()
-
-
-@pytest.mark.parametrize("path", ["unwrapped", "inner"])
-def test_gradients_that_come_past_ddp_are_told_of(path: str) -> None:
-    run_distributed(bypassed, 2, path)
 
 
 def added_to_shards() -> None:
@@ -528,48 +477,3 @@ def test_shards_train_what_is_unfrozen_between_steps_and_within_a_window(
 ) -> None:
     """E3, E5: layers stay frozen or not when they are resharded; gradients are reduced in fp32."""
     run_distributed(shards_change, 2, precision, plugin, shift)
-
-
-class Gated(torch.nn.Module):
-    """One unit, of whose two layers a micro-batch may use the first alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.always, self.sometimes = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: torch.Tensor, both: bool) -> torch.Tensor:
-        hidden = self.always(inputs)
-        return self.sometimes(hidden) if both else hidden
-
-
-def used_late(evaluates: bool) -> None:
-    """Use a layer for the first time in the last micro-batch of a window, then in none."""
-    accelerator = build(fsdp={}, mixed_precision="bf16", gradient_accumulation_steps=2)
-    plain, model = Gated(), Gated()
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    rank, size = accelerator.process_index, accelerator.num_processes
-    for index in range(8):
-        both = index in (1, 5)
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model(inputs_of(index)[rank::size], both)))
-            optimizer.step()
-            optimizer.zero_grad()
-        if evaluates:
-            with torch.no_grad():
-                model(inputs_of(index), True)
-        (loss_of(plain(inputs_of(index), both)) / 2).backward()
-        if index % 2:
-            reference.step()
-            reference.zero_grad()
-    found = accelerator.get_state_dict(model)
-    for name, value in plain.state_dict().items():
-        assert (found[name] - value).abs().max() < 0.02, name
-    accelerator.end_training()
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_a_layer_that_is_used_late_in_a_window_trains(evaluates: bool) -> None:
-    """E3: in bf16, beside a layer whose gradients are summed in fp32 already."""
-    run_distributed(used_late, 2, evaluates)

@@ -7,9 +7,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from accel.trackers.clearml import _chart
 from tests.accel.trackers.offline import logged, needs
 
 ENVIRONMENT = {"CLEARML_OFFLINE_MODE": "1", "CLEARML_CACHE_DIR": "{here}/cache"}
@@ -52,16 +49,3 @@ def test_an_offline_session_holds_what_was_logged(tmp_path: Path) -> None:
     assert (found["params"]["name"], found["params"]["optimizer/lr"]) == ("digits", "0.2")
     assert (found["names"], found["images"], found["noted"]) == (["proj", "proj"], 2, True)
     assert '"x"' in found["tables"][0]
-
-
-@pytest.mark.parametrize(
-    ("name", "chart"),
-    [
-        ("train/loss", ("loss", "train")),
-        ("validation_accuracy", ("accuracy", "validation")),
-        ("lr", ("lr", "lr")),
-        ("trainable", ("trainable", "trainable")),
-    ],
-)
-def test_the_splits_of_a_value_share_a_chart(name: str, chart: tuple[str, str]) -> None:
-    assert _chart(name) == chart

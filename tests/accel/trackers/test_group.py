@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accel import Accelerator
-from accel.machine.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError
 from accel.tracking import GeneralTracker, on_main_process
 from tests.helpers import ROOT, python, run_distributed
 
@@ -82,32 +82,6 @@ def test_a_tracker_of_the_users_own_as_a_class_and_as_an_object() -> None:
         ("finished",),
     ]
     assert made.tracker[1] == ({"loss": 1.0}, 3, {})
-
-
-def test_a_tracker_is_found_by_its_name_alone() -> None:
-    accelerator = Accelerator(cpu=True, log_with=Memory)
-    with pytest.raises(StateError, match="init_trackers"):
-        accelerator.get_tracker("memory")
-    with pytest.raises(ConfigError, match="Did you mean 'memory'"):
-        accelerator.get_tracker("memry")
-    with pytest.raises(ConfigError, match="Did you mean 'memory'"):
-        accelerator.init_trackers("run", init_kwargs={"memry": {}})
-
-
-@pytest.mark.parametrize(
-    ("log_with", "other"),
-    [(None, "wandb"), ("csv", "wandb"), (None, "csv"), ("tensorboard", "csv")],
-)
-def test_arguments_of_a_tracker_that_is_not_chosen_take_no_effect(
-    log_with: str | None, other: str, tmp_path: Path
-) -> None:
-    accelerator = Accelerator(cpu=True, log_with=log_with, project_dir=tmp_path)
-    accelerator.init_trackers("run", init_kwargs={other: {"entity": "team"}})
-    accelerator.log({"x": 1.0}, step=0, log_kwargs={other: {"commit": True}})
-    assert [tracker.name for tracker in accelerator.trackers] == ([log_with] if log_with else [])
-    with pytest.raises(ConfigError, match=r"'wandbb'.*no such tracker is used"):
-        accelerator.init_trackers("run", init_kwargs={"wandbb": {"entity": "team"}})
-    accelerator.end_training()
 
 
 @pytest.mark.parametrize("method", ["log", "log_images"])
@@ -209,26 +183,6 @@ def test_a_resumed_run_continues_its_trackers_runs(tmp_path: Path) -> None:
     after.end_training()
 
 
-def test_a_state_loaded_after_init_trackers_continues_its_runs(tmp_path: Path) -> None:
-    state = str(tmp_path / "state")
-    before = Accelerator(cpu=True, log_with=Numbered)
-    before.init_trackers("run", init_kwargs={"numbered": {"number": "seven"}})
-    before.save_state(state)
-    before.end_training()
-    after = Accelerator(cpu=True, log_with=[Numbered, Memory])
-    after.init_trackers("run", config={"lr": 1})
-    empty, other = after.trackers
-    after.load_state(state)
-    continued = after.get_tracker("numbered")
-    assert (continued.number, continued.calls) == ("seven", [("config", {"lr": 1})])
-    assert isinstance(empty, Numbered)
-    assert empty.calls == [("config", {"lr": 1}), ("finished",)]
-    assert after.get_tracker("memory") is other
-    after.init_trackers("next")  # a run of its own
-    assert after.get_tracker("numbered").number == "new"
-    after.end_training()
-
-
 class Buffering(Numbered):
     """Has an id once its buffer is written, and refuses some values."""
 
@@ -240,17 +194,6 @@ class Buffering(Numbered):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         raise ValueError("refused")
-
-
-def test_a_checkpoint_keeps_the_ids_of_runs_that_are_written(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, log_with=Buffering)
-    accelerator.init_trackers("run")
-    accelerator.save_state(str(tmp_path / "state"))
-    assert accelerator.get_tracker("buffering").calls == [("flushed",)]
-    accelerator.end_training()
-    after = Accelerator(cpu=True, log_with=Buffering)
-    after.load_state(str(tmp_path / "state"))
-    assert after.tracker_group.run_ids() == {"buffering": "flushed"}
 
 
 def test_a_tracker_that_fails_keeps_nothing_from_the_others() -> None:

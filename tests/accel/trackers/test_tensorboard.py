@@ -36,18 +36,6 @@ def test_tensorboard_gets_scalars_text_images_and_hyper_parameters(tmp_path: Pat
     assert json.loads((tmp_path / "run" / "hparams.yml").read_text()) == config
 
 
-def test_a_value_that_is_no_number_is_skipped(tmp_path: Path) -> None:
-    tracker = TensorBoardTracker("run", tmp_path)
-    tracker.flush()
-    tracker.log({"weights": torch.zeros(3), "none": None, "loss": 1.0}, step=0)
-    tracker.log({"parts": {"a": 1.0, "b": None}}, step=0)
-    tracker.flush()
-    assert scalars(tmp_path / "run") == {"loss": [(0, 1.0)]}
-    assert scalars(tmp_path / "run" / "parts_a") == {"parts": [(0, 1.0)]}
-    assert not (tmp_path / "run" / "parts_b").exists()
-    tracker.finish()
-
-
 def test_a_resumed_run_drops_later_steps_of_charts_with_several_curves(tmp_path: Path) -> None:
     for begin, purge in ((0, {}), (3, {"purge_step": 3})):
         time.sleep(1.1)  # files are read in the order of the seconds in their names

@@ -23,11 +23,9 @@ from accel import (
 from accel.machine.errors import ConfigError
 from accel.utils import check_device_map, get_balanced_memory, get_max_memory
 from accel.utils.modeling import (
-    clean_device_map,
     compute_module_sizes,
     get_state_dict_offloaded_model,
 )
-from accel.weights import device_map
 from accel.weights.device_map import Filler, lies_in
 from accel.weights.sizes import own_parts
 from accel.weights.tensors import find_tied_parameters
@@ -115,19 +113,6 @@ def test_every_weight_needs_a_device() -> None:
         check_device_map(model, {"": "cpu", "2": 0})
 
 
-def test_entries_of_one_device_become_one() -> None:
-    devices: dict[str, int | str | torch.device] = {"a.b": 0, "a.c": 0, "d": 1}
-    assert clean_device_map(devices) == {"a": 0, "d": 1}
-    assert clean_device_map({"a": 0, "b": 0, "b.c": 0}) == {"": 0}
-    apart = {"l.1.a": 0, "l.10.a": 1, "l.10.b": 0, "l.1.b": 0}
-    assert clean_device_map(dict(apart)) == {"l.1": 0, "l.10.a": 1, "l.10.b": 0}
-    assert clean_device_map({"a.x": 0, "a.y": 0, "b.x": 1, "b.y": 1}, "a") == {
-        "b.x": 1,
-        "b.y": 1,
-        "a": 0,
-    }
-
-
 ROOM = {0: 3000, 1: 3000, "cpu": 10_000}
 
 
@@ -156,16 +141,6 @@ def test_texts_become_bytes_where_they_were_given() -> None:
     with pytest.raises(ConfigError):
         get_max_memory(refused)
     assert refused == {"cpu": "10MB", "gpu": "1MB"}
-
-
-def test_a_container_has_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(device_map, "_CGROUP", tmp_path)
-    assert get_max_memory()["cpu"] > 700
-    (tmp_path / "memory.current").write_text("300\n")
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert get_max_memory()["cpu"] == 700
-    (tmp_path / "memory.max").write_text("max\n")
-    assert get_max_memory()["cpu"] > 700
 
 
 def test_layers_are_balanced() -> None:

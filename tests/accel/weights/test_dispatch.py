@@ -24,11 +24,9 @@ from accel.hooks import remove_hook_from_submodules
 from accel.machine.errors import ConfigError, StateError
 from accel.utils import OffloadedWeightsLoader, offload_state_dict, set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
-from accel.weights import read_ahead
 from accel.weights.hooks import hooks_of
 from tests.accel.weights.models import (
     TO_DISK,
-    Block,
     Direct,
     Dispatch,
     hook_of,
@@ -142,23 +140,6 @@ def test_buffers_that_nothing_has_a_value_for_are_refused(
     assert torch.equal(model(inputs()), torch.ones(2, 4))
 
 
-def test_a_model_with_weights_of_its_own_has_one_hook(tmp_path: Path) -> None:
-    """transformers reads them from `model._hf_hook.weights_map`, as to save the model."""
-    for model in (
-        cpu_offload(Block().eval(), "cpu"),
-        disk_offload(Block().eval(), tmp_path, "cpu"),
-        dispatch_model(Block().eval(), {"": "disk"}, offload_dir=tmp_path / "map"),
-    ):
-        hook = hook_of(model)
-        assert hook.io_same_device
-        assert hook.weights_map is not None
-        expected = model(inputs())
-        scale = hook.weights_map["scale"]
-        remove_hook_from_submodules(model)
-        assert torch.equal(scale, model.get_parameter("scale"))
-        assert torch.equal(expected, model(inputs()))
-
-
 # -- one after the other -------------------------------------------------------------------
 
 
@@ -267,16 +248,6 @@ def test_a_dispatched_model_is_not_moved(tmp_path: Path, caplog: pytest.LogCaptu
     assert "You shouldn't move a model" in caplog.text
 
 
-def test_weights_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "MIN_BYTES", 1)
-    model = disk_offload(net(), tmp_path, "cpu")
-    for _ in range(2):
-        assert torch.equal(model(inputs()), net()(inputs()))
-    ahead = hook_of(model[0].linear).read_ahead
-    assert ahead is not None
-    assert ahead[0] is hook_of(model[1].norm).read_ahead[0]
-
-
 def test_an_accelerator_takes_a_dispatched_model(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare_model(dispatch_model(net(), HALF, offload_dir=tmp_path / "off"))
@@ -292,35 +263,8 @@ def test_an_accelerator_takes_a_dispatched_model(tmp_path: Path) -> None:
     assert torch.equal(fresh(inputs()), net()(inputs()))
 
 
-MAPS: list[dict[str, Any]] = [
-    {"0": "disk", "1": "cpu"},
-    {"": "cpu"},
-    {"": "disk"},
-    {"0": "cpu", "1": "disk"},
-    {"0.norm": "disk", "": "cpu"},
-]
-
-
 def hooks(model: nn.Module) -> list[int]:
     return [len(hooks_of(module)) for module in model.modules()]
-
-
-@pytest.mark.parametrize("first", MAPS)
-@pytest.mark.parametrize("second", MAPS)
-def test_the_last_map_holds(first: dict[str, Any], second: dict[str, Any], tmp_path: Path) -> None:
-    once = dispatch_model(net(), second, offload_dir=tmp_path / "once")
-    model = dispatch_model(net(), first, offload_dir=tmp_path / "one")
-    model(inputs())
-    for folder in ("one", "other", "other"):
-        dispatch_model(model, second, offload_dir=tmp_path / folder)
-        assert model.hf_device_map == second
-        for _ in range(2):
-            assert torch.equal(model(inputs()), net()(inputs()))
-        assert on_meta(model) == on_meta(once)
-        assert hooks(model) == hooks(once)
-    if second == {"": "cpu"}:
-        model.load_state_dict(net().state_dict())
-        assert "to" not in vars(model)
 
 
 DISPATCHES: list[Dispatch] = [

@@ -280,15 +280,6 @@ def test_a_checkpoint_is_looked_for_where_it_is_said_to_be(tmp_path: Path) -> No
     assert same(fresh, model)
 
 
-def test_a_prepared_model_keeps_its_parameters(tmp_path: Path) -> None:
-    model = saved(tmp_path)
-    fresh = net()
-    before = list(fresh.parameters())
-    load_checkpoint_in_model(nn.DataParallel(Accelerator(cpu=True).prepare(fresh)), tmp_path)
-    assert same(fresh, model)
-    assert all(map(lambda a, b: a is b, fresh.parameters(), before))
-
-
 # -- what fits -----------------------------------------------------------------------------
 
 
@@ -321,21 +312,6 @@ def test_a_checkpoint_of_which_no_name_fits_is_refused(tmp_path: Path) -> None:
     message = fails(load_checkpoint_in_model, nn.Sequential(net()), tmp_path)
     assert "not in the model: 0.bias, 0.weight" in message
     assert "strict" not in message
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_tied_weights_stay_tied(tmp_path: Path, device: str) -> None:
-    model, fresh = TiedNet(), TiedNet(device=device)
-    export_model(model.state_dict(), tmp_path)
-    load_checkpoint_in_model(fresh, tmp_path, strict=True)
-    assert fresh.head.weight is fresh.embedding.weight
-    assert torch.equal(fresh.head.weight, model.head.weight)
-    # Another library's file has one of the two names, and does not tell of the other.
-    torch.save({"head.weight": torch.ones(5, 3)}, tmp_path / "one.bin")
-    again = TiedNet(device=device)
-    load_checkpoint_in_model(again, tmp_path / "one.bin", strict=True)
-    assert again.head.weight is again.embedding.weight
-    assert torch.equal(again.embedding.weight, torch.ones(5, 3))
 
 
 # -- device and dtype ----------------------------------------------------------------------
@@ -405,23 +381,6 @@ def test_the_models_own_dtype_holds_otherwise(tmp_path: Path) -> None:
     assert torch.equal(fresh[0].weight, model[0].weight.half())
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_codes_of_quantized_weights_are_no_weights(tmp_path: Path, device: str) -> None:
-    state = net().state_dict()
-    state["0.weight"] = torch.ones(4, 3, dtype=torch.int8)
-    export_model(state, tmp_path)
-    message = fails(load_checkpoint_in_model, net().to(device), tmp_path)
-    assert "0.weight (int8): they are codes of quantized weights" in message
-
-
-def test_what_was_read_is_no_view_of_the_file(tmp_path: Path) -> None:
-    model, fresh = saved(tmp_path), net().to("meta")
-    load_checkpoint_in_model(fresh, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert same(fresh, model)
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in fresh.parameters())
-
-
 # -- the rest ------------------------------------------------------------------------------
 
 
@@ -461,22 +420,6 @@ def test_what_offloading_needs_is_asked_for() -> None:
 
 
 DISK = {"0": "cpu", "1": "disk", "2": "disk"}
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("layout", ["folder", "shards", "legacy folder"])
-def test_weights_stay_on_disk(tmp_path: Path, device: str, layout: str) -> None:
-    model, fresh = saved(tmp_path, **LAYOUTS[layout][1]), net().to(device)
-    off = tmp_path / "off"
-    load_checkpoint_in_model(fresh, tmp_path, DISK, offload_folder=off)
-    assert torch.equal(fresh[0].weight, model[0].weight)
-    assert torch.equal(fresh[1].running_mean, model[1].running_mean)
-    assert all(p.is_meta for p in (*fresh[1].parameters(), *fresh[2].parameters()))
-    weights = OffloadedWeightsLoader(save_folder=off)
-    assert set(weights) == {"1.weight", "1.bias", "2.weight", "2.bias"}
-    assert all(torch.equal(weights[n], v) for n, v in model.state_dict().items() if n in weights)
-    copied = len(list(off.glob("*.dat")))
-    assert copied == (4 if layout.startswith("legacy") else 0)
 
 
 def test_buffers_are_offloaded_on_request_in_memory(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional
 
 from accel import Accelerator, cpu_offload, disk_offload, dispatch_model, load_checkpoint_in_model
 from accel.hooks import (
@@ -27,7 +26,6 @@ from accel.hooks import (
 from accel.machine.errors import StateError
 from accel.utils import align_module_device, set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
-from accel.weights import read_ahead
 from tests.accel.weights.models import Tied, inputs, net
 
 HALF = {"0": "cpu", "1": "disk"}
@@ -73,97 +71,11 @@ def test_what_has_the_values_is_saved_and_copied(offload: Any, copied: Any, tmp_
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_a_state_dict_is_looked_at_and_loaded_again(offload: Any, tmp_path: Path) -> None:
-    model = offload(net(), tmp_path / "off")
-    state = model.state_dict()
-    assert {name: value.shape for name, value in state.items()} == {
-        name: value.shape for name, value in net().state_dict().items()
-    }
-    assert not model.load_state_dict(state).missing_keys
-    assert torch.equal(model(inputs()), net()(inputs()))
-    with pytest.raises(RuntimeError, match=RULE):
-        net().load_state_dict(state)
-    with pytest.raises(StateError, match=RULE):
-        torch.ones(4, 4) @ state["1.linear.weight"]
-    for use in (torch.Tensor.numpy, torch.Tensor.tolist, lambda value: value[0, 0].item()):
-        with pytest.raises(StateError, match=RULE):
-            use(state["1.linear.weight"])
-    remove_hook_from_submodules(model)
-    torch.save(model.state_dict(), tmp_path / "full.pt")
-
-
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("move", [nn.Module.cpu, lambda m: m.cpu(), lambda m: m.to("cpu")])
-def test_an_offloaded_model_is_not_moved(offload: Any, move: Any, tmp_path: Path) -> None:
-    model = offload(net(), tmp_path)
-    rule = r"(You can't move a model|an offloaded weight) .*remove_hook_from_submodules\(model\)"
-    for module in (model, nn.Sequential(model), model[1].linear):
-        with pytest.raises(StateError, match=rule):
-            move(module)
-    assert torch.equal(model(inputs()), net()(inputs()))
-    remove_hook_from_submodules(model)
-    assert move(model) is model
-
-
-@pytest.mark.parametrize("offload", OFFLOADS)
 def test_offloaded_weights_get_another_dtype(offload: Any, tmp_path: Path) -> None:
     model, expected = offload(net(), tmp_path), net().to(torch.float64)
     x = inputs().double()
     assert model.to(torch.float64, non_blocking=True) is model
     assert torch.equal(model(x), expected(x))
-
-
-Use = Callable[[torch.Tensor, torch.Tensor], object]
-
-
-class Reader(nn.Module):
-    """Uses the weight of a submodule without calling it."""
-
-    def __init__(self, use: Use) -> None:
-        super().__init__()
-        self.use = use
-        self.inner = nn.Embedding(6, 4)
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> object:
-        return self.use(self.layer(x), self.inner.weight)
-
-
-USES: list[Use] = [
-    lambda x, w: x @ w.T,
-    lambda x, w: functional.linear(x, w[:2]),
-    lambda x, w: x @ w.data.T,
-    lambda x, w: x @ w.half().float().T,
-    lambda x, w: x @ w.clone().mT,
-    lambda x, w: torch.einsum("bi,oi->bo", x, w[:, :4]),
-    lambda x, w: x * w.norm(),
-    lambda x, w: w[0, 0].item(),
-    lambda x, w: w.data.numpy(),
-]
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_view_is_not_computed_with(use: Use, context: type) -> None:
-    model = cpu_offload(Reader(use), "cpu")
-    with context(), pytest.raises(StateError, match=RULE):
-        model(torch.ones(2, 4))
-    with context():
-        cpu_offload(Reader(use), "cpu", preload_module_classes=["Reader"])(torch.ones(2, 4))
-
-
-def test_shapes_and_new_tensors_need_no_values() -> None:
-    weight = cpu_offload(nn.Linear(4, 3), "cpu").weight
-    assert weight.T.shape == (4, 3)
-    assert weight[:2].half().dtype == torch.float16
-    assert [part.shape for part in weight.split(2)] == [(2, 4), (1, 4)]
-    assert torch.zeros_like(weight, device="cpu").sum() == 0
-    assert weight.new_ones(2, device="cpu").sum() == 2
-    assert weight.requires_grad_(False) is weight
-    for like in (torch.zeros_like(weight), weight.new_ones(3, 4)):
-        assert like.shape == (3, 4)
-        with pytest.raises(StateError, match=RULE):
-            torch.ones(2, 4) @ like.T
 
 
 WRITES: list[Callable[[torch.Tensor], object]] = [
@@ -192,16 +104,6 @@ def test_a_write_to_a_weight_is_refused(
         with context(), pytest.raises(StateError, match=RULE):
             write(model.state_dict()["weight"])
         assert torch.equal(model(torch.ones(2, 4)), before)
-
-
-def test_a_frozen_weight_may_be_in_an_optimizer() -> None:
-    model = nn.Sequential(
-        cpu_offload(nn.Linear(4, 4), "cpu").requires_grad_(False), nn.Linear(4, 1)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    assert len(optimizer.state_dict()["state"]) == 2
 
 
 Offload = Callable[[nn.Module, Path], nn.Module]
@@ -297,21 +199,6 @@ def test_changes_within_a_context_are_kept(offload: Offload, tmp_path: Path) -> 
     expected[0].linear.weight.data.zero_()
     expected[0].linear.bias.data.fill_(1)
     assert torch.equal(model(inputs()), expected(inputs()))
-
-
-def test_what_was_read_ahead_is_not_used_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(read_ahead, "MIN_BYTES", 1)
-    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
-    model = disk_offload(nn.Sequential(*layers), tmp_path, "cpu")
-    model[0](inputs())  # the weight of the next one is read ahead
-    set_module_tensor_to_device(model, "1.weight", "cpu", value=torch.eye(4))
-    assert torch.equal(model[1](inputs()), inputs())
-    model[0](inputs())
-    hook = model[1]._hf_hook
-    hook.weights_map = {"weight": torch.zeros(4, 4)}
-    assert torch.equal(model[1](inputs()), torch.zeros(2, 4))
 
 
 def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from accel import (
 )
 from accel.machine.errors import ConfigError
 from accel.utils.modeling import get_state_dict_offloaded_model
-from tests.accel.weights.models import Block, Tied, inputs, net
+from tests.accel.weights.models import Tied, inputs, net
 
 TOKENS = torch.arange(6)
 
@@ -140,29 +140,6 @@ def test_every_name_has_the_loaded_value(
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     both = {**saved, **{key: saved[one] for key in NAMES for one in NAMES if one in saved}}
     assert is_equal(both, source, dtype)
-
-
-@pytest.mark.parametrize(
-    "device_map",
-    [
-        {"": "disk"},
-        {"0": "disk", "1": "cpu", "2": "disk"},
-        {"0": "disk", "1": "cpu", "2": "disk", "2.norm.running_mean": "cpu"},
-    ],
-)
-def test_a_module_may_be_in_several_places(device_map: dict[str, Any], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    block = Block()
-    source = nn.Sequential(block, Block(), block).eval()
-    source[0].norm.running_mean.fill_(1)
-    Accelerator(cpu=True).save_model(source, tmp_path / "weights")
-    model = copy.deepcopy(source)
-    for value in model.state_dict().values():
-        value.zero_()
-    load_checkpoint_and_dispatch(
-        model, tmp_path / "weights", device_map, offload_folder=tmp_path / "off", strict=True
-    )
-    assert torch.equal(model(inputs()), source(inputs()))
 
 
 RESIDENT = [

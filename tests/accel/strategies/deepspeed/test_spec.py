@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.training import TorchDynamoPlugin
 from accel.machine.env import Environment
-from accel.machine.errors import ConfigError
 from accel.strategies.deepspeed.spec import SPEC
 from accel.strategies.spec import Request
 
@@ -44,18 +41,3 @@ def test_a_run_and_its_configuration_may_not_disagree() -> None:
     first, second = SPEC.problems(request({"deepspeed": named}))
     assert "train_batch_size=3 with 4 by the run" in first.value
     assert "optimizer with optimizer=" in second.value
-
-
-def test_a_file_is_recorded_by_its_content() -> None:
-    assert PLUGIN.frozen_fields is not None
-    config = {"train_batch_size": 3}
-    found = PLUGIN.frozen_fields(DeepSpeedPlugin(hf_ds_config=config))
-    assert found["hf_ds_config"]["train_batch_size"] == 3
-    assert PLUGIN.frozen_fields(DeepSpeedPlugin()) == {}
-
-
-def test_plugins_of_other_classes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="there is one plugin at least"):
-        PLUGIN.resolved({}, ONE)
-    with pytest.raises(ConfigError, match=r"deepspeed_plugins\['b'\]=3"):
-        PLUGIN.resolved({"a": DeepSpeedPlugin(), "b": 3}, ONE)

@@ -79,12 +79,6 @@ def trains_equally(cases: list[dict[str, Any]]) -> None:
         assert all(tensor.dtype == torch.float32 for tensor in state.values())
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_every_stage_trains_as_a_plain_loop(world_size: int) -> None:
-    cases: list[dict[str, Any]] = [{"zero_stage": stage} for stage in range(4)]
-    run_distributed(trains_equally, world_size, cases)
-
-
 def test_accumulation_clipping_and_offload_train_as_a_plain_loop() -> None:
     cases: list[dict[str, Any]] = [
         {"zero_stage": stage, "accumulation": 2, "clip": 0.3} for stage in range(4)
@@ -93,11 +87,6 @@ def test_accumulation_clipping_and_offload_train_as_a_plain_loop() -> None:
         {"zero_stage": 2, "gradient_clipping": 0.3, "clip": 0.3, "offload_optimizer_device": "cpu"},
         {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"},
     ]
-    run_distributed(trains_equally, 2, cases)
-
-
-def test_bf16_of_the_engine_is_near_a_plain_loop() -> None:
-    cases: list[dict[str, Any]] = [{"zero_stage": stage, "precision": "bf16"} for stage in range(4)]
     run_distributed(trains_equally, 2, cases)
 
 

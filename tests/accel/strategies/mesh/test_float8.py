@@ -18,7 +18,6 @@ from accel.utils import (
 from tests.accel.precision.float8 import (
     Net,
     batches,
-    by_hand,
     needs_torchao,
     network,
     optimizer_of,
@@ -29,34 +28,6 @@ from tests.helpers import run_distributed
 
 pytestmark = needs_torchao
 GATHERED = {"enable_fsdp_float8_all_gather": True}
-BLOCKS = {"transformer_cls_names_to_wrap": ["Sequential"]}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "plugin"),
-    [
-        ({}, {}),
-        ({"config": "rowwise"}, BLOCKS),
-        ({"config": "rowwise_with_gw_hp"}, {"reshard_after_forward": False}),
-        (GATHERED, BLOCKS),
-        (GATHERED, {"cpu_offload": True}),
-    ],
-)
-def test_two_ranks_are_the_loop_by_hand_over_both_batches(
-    recipe: dict[str, Any], plugin: dict[str, Any]
-) -> None:
-    (losses, weights), (_, other) = run_distributed(train, 2, recipe, plugin)
-    expected_losses, expected = by_hand(recipe.get("config", "tensorwise"), world_size=2)
-    # Here weights are rounded to bf16 before they are scaled, unless they are gathered in fp8.
-    assert losses == pytest.approx(expected_losses, rel=2e-2)
-    assert set(weights) == set(expected)
-    for name, weight in expected.items():
-        assert type(weights[name]) is torch.Tensor
-        assert torch.equal(weights[name], other[name])
-        # Adam's steps are of size lr, whatever the size of a gradient: 4 of 1e-2, of which noise
-        # turns some around.
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=4e-2)
-        assert (weights[name] - weight).abs().mean() < 4e-3
 
 
 def gathered(change: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -133,31 +104,6 @@ def test_a_state_goes_from_fp8_to_fp32_and_back(tmp_path: Any, kind: str) -> Non
     # The scales of the gathered weights are those of the loaded ones: else the answer would be off.
     torch.testing.assert_close(sharded["answer"], again["answer"], rtol=0.1, atol=0.05)
     torch.testing.assert_close(exact["answer"], again["answer"], rtol=0.1, atol=0.1)
-
-
-def tied() -> str:
-    """Return why a layer whose weight has another use cannot be gathered in fp8."""
-    model = network()
-    model.twin = torch.nn.Bilinear(1, 1, 1)
-    model.twin.weight = model.inside[0].weight
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="fp8",
-        kwargs_handlers=[AORecipeKwargs(**GATHERED)],
-        fsdp_plugin=FullyShardedDataParallelPlugin(),
-    )
-    try:
-        accelerator.prepare(model)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        accelerator.end_training()
-    return ""
-
-
-def test_a_tied_weight_is_not_gathered_in_fp8() -> None:
-    for text in run_distributed(tied, 2):
-        assert "inside.0.weight, twin.weight: a weight that is gathered in fp8" in text
 
 
 def test_tensor_parallelism_is_refused() -> None:

@@ -151,27 +151,6 @@ def test_training_goes_on_from_the_shards(engines: dict[str, Any]) -> None:
     run_distributed(check_flows, 2, engines)
 
 
-def check_window() -> None:
-    accelerator = build(fsdp={}, gradient_accumulation_steps=2)
-    model, other = Model(), Model()
-    run = Run(model, accelerator.prepare, accelerator.backward, accelerator.clip_grad_norm_)
-    accelerator.prepare(model)
-    run.optimizer = accelerator.prepare(adamw(model))
-    expected = Run(other, run.prepare, torch.Tensor.backward, clip_grad_norm_, adamw(other))
-    for step in range(4):
-        with accelerator.accumulate(model):
-            losses = between(run, step)
-        loss = expected.loss(step)
-        (loss / 2).backward()
-        assert largest(losses, [loss.item(), expected.evaluate(step)]) < CLOSE
-        if step % 2:
-            expected.update()
-
-
-def test_an_evaluation_within_a_window_of_micro_batches() -> None:
-    run_distributed(check_window, 2)
-
-
 # -- modules inside that are called by themselves -----------------------------------------
 
 
