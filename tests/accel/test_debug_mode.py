@@ -47,7 +47,7 @@ def other_shapes(rank: int) -> list[str]:
     return [refused(lambda call=call: call(data)) for call in calls]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2])
 def test_ranks_and_shapes_are_named(size: int) -> None:
     for messages in run_distributed(in_debug_mode, size, other_shapes):
         names = ["gather", "broadcast", "reduce", "gather", "reduce", "gather"]
@@ -110,7 +110,7 @@ def agreement(rank: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_ranks_that_agree_are_left_alone(size: int) -> None:
     objects = [{"rank": rank} for rank in range(size) for _ in range(rank + 1)]
     wanted = [str(size * size), str(sum(range(size))), str(objects), "[0, None]"]

@@ -172,7 +172,7 @@ def rates_of_all_cases() -> list[dict[str, list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_of_the_optimizer_is_one_of_the_schedule_for_each_process(world_size: int) -> None:
     for found in run_distributed(rates_of_all_cases, world_size):
         for (num_steps, with_optimizer, split, _), rates in zip(CASES, found, strict=True):
@@ -228,7 +228,7 @@ def plateau_rates(by_name: bool) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_plateau_counts_measurements_not_processes(world_size: int) -> None:
     """It sees 1, 2, 3, 4: the third one exhausts its patience, on any number of processes."""
     for by_name in (False, True):
@@ -248,7 +248,7 @@ def overrun(split_batches: bool, num_calls: int) -> int:
     return int(schedule.last_epoch)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_processes_together_stop_at_the_end_of_a_schedule(world_size: int) -> None:
     assert run_distributed(overrun, world_size, False, 6) == [5] * world_size
 

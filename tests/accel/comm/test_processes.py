@@ -19,7 +19,7 @@ from accel.utils import wait_for_everyone
 from tests.helpers import run_distributed
 
 KINDS = {"partial": PartialState, "state": AcceleratorState, "accelerator": Accelerator}
-SIZE = pytest.mark.parametrize("size", [1, 2, 3])
+SIZE = pytest.mark.parametrize("size", [1, 2])
 
 
 class Noting:

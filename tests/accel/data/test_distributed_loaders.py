@@ -56,15 +56,14 @@ def shuffled_passes(rng_types: list[str] | None, seedable: bool) -> list[list[in
     return passes
 
 
-@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("seedable", [True, False])
 @pytest.mark.parametrize("rng_types", [None, ["torch", "generator"]])
-def test_ranks_shuffle_alike_though_their_generators_differ(rng_types, seedable, count) -> None:
-    ranks = run_distributed(shuffled_passes, count, rng_types, seedable)
+def test_ranks_shuffle_alike_though_their_generators_differ(rng_types, seedable) -> None:
+    ranks = run_distributed(shuffled_passes, 2, rng_types, seedable)
     orders = [tuple(itertools.chain(*shares)) for shares in zip(*ranks, strict=True)]
     for order in orders:
         assert sorted(set(order)) == list(range(22))
-        assert len(order) == {2: 24, 3: 27}[count]
+        assert len(order) == 24
     assert len(set(orders)) == 3
 
 

@@ -127,13 +127,12 @@ def shares(config: bool, flags: dict[str, Any]) -> list[list[int]]:
     return values(loader)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_split_and_even_batches(size: int) -> None:
     for config in (True, False):
-        if size < 3:  # 4 does not divide by 3
-            found = run_distributed(shares, size, config, {"split_batches": True})
-            pieces = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}
-            assert [batches[0] for batches in found] == pieces[size]
+        found = run_distributed(shares, size, config, {"split_batches": True})
+        pieces = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}
+        assert [batches[0] for batches in found] == pieces[size]
         found = run_distributed(shares, size, config, {"even_batches": False})
         short = [batch for rank in found for batch in rank if len(batch) < 4]
         assert short == [[4, 5]]
@@ -202,7 +201,7 @@ def drawn_after_a_pass(rng_types: list[str] | None) -> float:
     return torch.rand(1).item()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_pass_synchronises_the_named_generators(size: int) -> None:
     assert len(set(run_distributed(drawn_after_a_pass, size, ["torch"]))) == 1
     assert len(set(run_distributed(drawn_after_a_pass, size, None))) == size
@@ -236,12 +235,11 @@ def cut_backwards() -> list[list[int]]:
     return values(accelerator.prepare_data_loader(original, slice_fn_for_dispatch=cut))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_the_callers_slice_function_cuts(size: int) -> None:
     wanted = {
         1: [[[0], [1], [2], [3], [4], [5]]],  # one process gets all: nothing is cut
         2: [[[1], [3], [5]], [[0], [2], [4]]],
-        3: [[[2], [5]], [[1], [4]], [[0], [3]]],
     }
     assert run_distributed(cut_backwards, size) == wanted[size]
 

@@ -19,7 +19,7 @@ from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState, GradientState
 from tests.helpers import run_distributed
 
-WORLD_SIZES = [1, 2, 3]
+WORLD_SIZES = [1, 2]
 
 
 def weight_of(model: torch.nn.Module) -> torch.nn.Parameter:
@@ -195,8 +195,8 @@ def loader_facts() -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_state_knows_the_loader_that_is_read(world_size: int) -> None:
-    batches = {1: 4, 2: 2, 3: 2}[world_size]
-    remainder = {1: 1, 2: 3, 3: 1}[world_size]
+    batches = {1: 4, 2: 2}[world_size]
+    remainder = {1: 1, 2: 3}[world_size]
     for found in run_distributed(loader_facts, world_size):
         assert found == {
             "ends": [(False, -1)] * (batches - 1) + [(True, remainder)],
@@ -378,7 +378,7 @@ def uneven(even_batches: bool | None) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_processes_that_run_out_of_batches_shadow_the_others(world_size: int) -> None:
     found = run_distributed(uneven, world_size, False)
-    shares = {1: [5], 2: [3, 2], 3: [2, 2, 1]}[world_size]
+    shares = {1: [5], 2: [3, 2]}[world_size]
     assert [entry["batches"] for entry in found] == shares
     assert [entry["after"] for entry in found] == [max(shares)] * world_size
     assert found[0]["weight"] != 1.0
@@ -387,7 +387,7 @@ def test_processes_that_run_out_of_batches_shadow_the_others(world_size: int) ->
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_loaders_own_setting_holds_unless_told_otherwise(world_size: int) -> None:
-    batches = {1: 5, 2: 3, 3: 2}[world_size]
+    batches = {1: 5, 2: 3}[world_size]
     for setting in (None, True):
         for entry in run_distributed(uneven, world_size, setting):
             assert entry["batches"] == entry["after"] == batches

@@ -194,7 +194,7 @@ def traced(folder: str) -> int:
     return accelerator.process_index
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_each_process_writes_its_own_chrome_trace(world_size: int, tmp_path: Path) -> None:
     assert run_distributed(traced, world_size, str(tmp_path)) == list(range(world_size))
     for rank in range(world_size):

@@ -121,6 +121,18 @@ def test_the_whole_model_is_one_graph(graphs: list[int]) -> None:
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is inner
 
 
+def test_repeated_blocks_are_compiled_once_and_stay_where_they_are(graphs: list[int]) -> None:
+    plugin = TorchDynamoPlugin(backend=EAGER, use_regional_compilation=True, fullgraph=True)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    inner = Stack(num_blocks=12)
+    names = list(inner.state_dict())
+    model = accelerator.prepare(inner)
+    assert model is inner
+    train(accelerator, model)
+    assert len(graphs) == 1
+    assert list(model.state_dict()) == names
+
+
 def test_blocks_are_the_outermost_repeated_layers() -> None:
     model = Stack()
     assert repeated_blocks(model) == list(model.blocks)
@@ -233,9 +245,6 @@ def test_a_state_loads_whatever_is_compiled(saver: str, loader: str, tmp_path: P
     assert optimizer.param_groups[0]["lr"] == 0.1
     for name, value in inner.state_dict().items():
         assert torch.equal(value, state[name])
-
-
-# -- several processes -------------------------------------------------------------------------
 
 
 # -- asking for it -----------------------------------------------------------------------------

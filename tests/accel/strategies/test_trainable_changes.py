@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
-from accel import Accelerator, DistributedDataParallelKwargs
+from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.machine.errors import ConfigError
-from accel.utils import TorchDynamoPlugin
 from tests.accel.strategies.training import build
 from tests.helpers import reset_accel, run_distributed
 
@@ -98,11 +96,9 @@ def plain(grows: bool, accumulation: int) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def trained(
-    engines: dict[str, Any], grows: bool, accumulation: int, **options: Any
-) -> dict[str, torch.Tensor]:
+def trained(engines: dict[str, Any], grows: bool, accumulation: int) -> dict[str, torch.Tensor]:
     """Train on this rank's part of each micro-batch; return the weights, equal on all ranks."""
-    accelerator = build(**engines, gradient_accumulation_steps=accumulation, **options)
+    accelerator = build(**engines, gradient_accumulation_steps=accumulation)
     model = Net()
     optimizer = sgd(model)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -128,43 +124,28 @@ def trained(
     return weights
 
 
-def check(engines: dict[str, Any], grows: bool, options: list[dict[str, Any]]) -> None:
-    expected = {accumulation: plain(grows, accumulation) for accumulation in (1, 2)}
-    for chosen in options or [{}]:
-        # torch learns a static graph from the first pass, which has to synchronize.
-        for accumulation in (1,) if "static_graph" in chosen else (1, 2):
-            handlers = [DistributedDataParallelKwargs(**chosen)] if chosen else []
-            found = trained(engines, grows, accumulation, kwargs_handlers=handlers)
-            assert found.keys() == expected[accumulation].keys()
-            for name, value in expected[accumulation].items():
-                apart = (found[name] - value).abs().max()
-                assert apart < CLOSE, (chosen, accumulation, name, apart)
+def check(engines: dict[str, Any], grows: bool) -> None:
+    for accumulation in (1, 2):
+        expected = plain(grows, accumulation)
+        found = trained(engines, grows, accumulation)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            apart = (found[name] - value).abs().max()
+            assert apart < CLOSE, (accumulation, name, apart)
 
 
 def test_one_process_trains_what_is_unfrozen() -> None:
-    check({}, True, [])
+    check({}, True)
 
 
 @pytest.mark.parametrize("engines", [{"fsdp": {}}, {"tp": {"tp_size": 2}}])
 def test_sharded_models_train_what_is_unfrozen(engines: dict[str, Any]) -> None:
-    run_distributed(check, 2, engines, False, [])
+    run_distributed(check, 2, engines, False)
 
 
 def ones_and_threes(accelerator: Accelerator) -> torch.Tensor:
     """Inputs whose average over two ranks is 2."""
     return torch.full((1, WIDTH), 1.0 + 2 * accelerator.process_index)
-
-
-def gradient_after(accelerator: Accelerator, model: Any, trains: bool) -> torch.Tensor | None:
-    """Freeze or unfreeze the encoder, prepare again; return its gradient, equal on all ranks."""
-    own = accelerator.unwrap_model(model)
-    own.encoder.requires_grad_(trains)
-    assert accelerator.prepare_model(model) is model
-    model.zero_grad()
-    model(ones_and_threes(accelerator)).square().sum().backward()
-    gradient = own.encoder.weight.grad
-    assert gradient is None or torch.equal(*accelerator.gather(gradient[None]))
-    return gradient
 
 
 def raises_until_prepared_again() -> None:
@@ -195,15 +176,6 @@ def refused_within_a_window() -> None:
     accelerator.end_training()
 
 
-def wrapped_by_the_user() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(torch.nn.parallel.DistributedDataParallel(Net()))
-    model.module.encoder.requires_grad_(True)
-    with pytest.raises(ConfigError, match="you wrapped it in DistributedDataParallel"):
-        accelerator.prepare(model)
-    accelerator.end_training()
-
-
 def frozen_at_prepare() -> None:
     accelerator = Accelerator(cpu=True)
     net = Net().requires_grad_(False)
@@ -216,31 +188,6 @@ def frozen_at_prepare() -> None:
     assert type(model).__name__ == "DistributedDataParallel"
     model(ones_and_threes(accelerator)).square().sum().backward()
     assert torch.equal(*accelerator.gather(net.body.weight.grad[None]))
-    accelerator.end_training()
-
-
-def hooks_stay() -> None:
-    """Hooks of the user stay, and the mode of the model."""
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(Net()).eval()
-    calls: list[int] = []
-
-    def hook(state: Any, bucket: torch.distributed.GradBucket) -> Any:
-        calls.append(bucket.buffer().numel())
-        return torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(
-            state, bucket
-        )
-
-    hook.__annotations__ = {"bucket": torch.distributed.GradBucket}  # which torch looks at
-    model.register_comm_hook(None, hook)
-    forwards: list[str] = []
-    model.register_forward_hook(lambda *_: forwards.append("called"))
-    for trains in (True, False):
-        gradient_after(accelerator, model, trains)
-    count = WIDTH * WIDTH + WIDTH
-    assert sum(calls) == 3 * count + 4 * WIDTH
-    assert len(forwards) == 2
-    assert not model.training
     accelerator.end_training()
 
 
@@ -264,15 +211,6 @@ def toggled() -> None:
     accelerator.end_training()
 
 
-def compiled() -> None:
-    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=False)
-    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    model = accelerator.prepare(Net())
-    for trains in (False, True, False, True):
-        assert (gradient_after(accelerator, model, trains) is not None) is trains
-    accelerator.end_training()
-
-
 def evaluated() -> None:
     accelerator = Accelerator(cpu=True)
     judge = accelerator.prepare_model(Net(), evaluation_mode=True)
@@ -287,8 +225,7 @@ def evaluated() -> None:
 
 
 CASES = [
-    *(raises_until_prepared_again, refused_within_a_window, wrapped_by_the_user),
-    *(frozen_at_prepare, hooks_stay, toggled, compiled, evaluated),
+    *(raises_until_prepared_again, refused_within_a_window, frozen_at_prepare, toggled, evaluated),
 ]
 
 
@@ -431,49 +368,3 @@ def test_adapters_over_a_frozen_base_train_as_in_one_process(
     """E3: with sharded units that are frozen as a whole, and with resharding off."""
     for plugin in ({}, {"reshard_after_forward": False}):
         run_distributed(lora, 2, precision, plugin, accumulation)
-
-
-UNITS: dict[str, Any] = {"transformer_cls_names_to_wrap": ["Linear"]}
-
-
-def shards_change(precision: str, plugin: dict[str, Any], shift: int) -> None:
-    """Compare with a plain loop; layers change `shift` micro-batches into a window of two."""
-    accelerator = build(fsdp=plugin, mixed_precision=precision, gradient_accumulation_steps=2)
-    plain, model = Net(), Net()
-    reference = sgd(plain)
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    rank, size = accelerator.process_index, accelerator.num_processes
-    schedule = changes(grows=False)
-    for index in range(MICRO_BATCHES):
-        change = schedule.get(index - shift, lambda *_: None)
-        change(plain, reference)
-        change(model, optimizer)
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model(inputs_of(index)[rank::size])))
-            for parameter in model.parameters():
-                grad = parameter.grad
-                assert grad is None or not isinstance(grad, DTensor) or grad.dtype == torch.float32
-            optimizer.step()
-            optimizer.zero_grad()
-        (loss_of(plain(inputs_of(index))) / 2).backward()
-        if index % 2:
-            reference.step()
-            reference.zero_grad()
-            for name, parameter in model.named_parameters():
-                assert parameter.requires_grad is plain.get_parameter(name).requires_grad, name
-    found = accelerator.get_state_dict(model)
-    close = CLOSE if precision == "no" else 0.05
-    for name, value in plain.state_dict().items():
-        assert (found[name] - value).abs().max() < close, name
-    accelerator.end_training()
-
-
-@pytest.mark.parametrize(
-    ("precision", "plugin", "shift"),
-    [("bf16", UNITS, 0), ("no", {}, 1), ("no", UNITS, 1), ("bf16", UNITS, 1)],
-)
-def test_shards_train_what_is_unfrozen_between_steps_and_within_a_window(
-    precision: str, plugin: dict[str, Any], shift: int
-) -> None:
-    """E3, E5: layers stay frozen or not when they are resharded; gradients are reduced in fp32."""
-    run_distributed(shards_change, 2, precision, plugin, shift)
