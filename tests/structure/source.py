@@ -21,7 +21,6 @@ LAYOUT = {
 }
 # From Python 3.12 the tokenizer splits an f-string; before, it is one STRING.
 STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
-Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)

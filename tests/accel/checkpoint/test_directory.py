@@ -101,6 +101,14 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path, name: str) -> None:
         directory.read_manifest(path)
 
 
+def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "FORMAT_VERSION", 2)
+    path = commit(tmp_path / "checkpoint_0")
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="format is 2"):
+        directory.read_manifest(path)
+
+
 def test_the_newest_complete_one_wins_and_broken_ones_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -108,6 +108,56 @@ def test_two_models_in_one_optimizer_and_shared_parameters(tmp_path: Path) -> No
     assert same(restored.state_dict(), optimizer.state_dict())
 
 
+TORCHS: dict[str, Make] = {
+    "adamw": torch.optim.AdamW,
+    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "nadam": torch.optim.NAdam,
+    "asgd": torch.optim.ASGD,
+    "adafactor": torch.optim.Adafactor,
+    "rprop": torch.optim.Rprop,
+}
+
+
+# Entries in fp32 whatever the weight is.
+EXACT = {"step", "mu_product", "eta", "mu"}
+
+
+class NamedAdamW(torch.optim.AdamW):
+    """A subclass whose step is torch's."""
+
+
+class Scaled(nn.Module):
+    """A model with weights of two, one and no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(self.scale.dtype)) * self.scale
+
+
+@pytest.mark.parametrize("kind", TORCHS)
+@pytest.mark.parametrize(
+    ("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_moments_of_torchs_optimizers_take_the_dtype_of_their_weights(
+    tmp_path: Path, kind: str, before: torch.dtype, after: torch.dtype
+) -> None:
+    model, other = Scaled().to(before), Scaled().to(after)
+    optimizer, restored = (TORCHS[kind](m.parameters()) for m in (model, other))
+    train(model, optimizer)
+    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
+    load_by_name(restored, saved, ParameterNames([other]))
+    for old, new in zip(model.parameters(), other.parameters(), strict=True):
+        for name, value in optimizer.state[old].items():
+            expected = value if name in EXACT else value.to(after)
+            assert same(restored.state[new][name], expected), name
+    train(other, restored)
+
+
 def test_moments_of_rounding_adamw_stay_in_fp32_and_go_on_in_torchs_adamw(tmp_path: Path) -> None:
     model, other = (build().to(torch.bfloat16) for _ in range(2))
     optimizer = RoundingAdamW(model.parameters())

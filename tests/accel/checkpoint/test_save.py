@@ -292,6 +292,14 @@ def trained(folder: str, compiled: bool, plugin: Any = None) -> dict[str, torch.
     return found
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_names_are_those_without_the_compilation(compiled: bool, tmp_path: Path) -> None:
+    trained(str(tmp_path), compiled)
+    assert load_file(tmp_path / "export" / "model.safetensors").keys() == NAMES
+    _, model, _ = prepared(not compiled)
+    load_checkpoint_in_model(model, tmp_path / "export", strict=True)
+
+
 def sharded(folder: str) -> None:
     from accel import FullyShardedDataParallelPlugin
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel.comm import rng
-from accel.machine.errors import ConfigError, MissingPackageError
+from accel.machine.errors import CheckpointError, ConfigError, MissingPackageError
 from accel.state import PartialState
 from tests.helpers import run_distributed
 
@@ -133,6 +133,21 @@ def test_capture_and_restore_through_a_file(tmp_path: Path) -> None:
     expected = draw()
     rng.restore(torch.load(tmp_path / "rng.pkl", weights_only=True))
     assert draw() == expected
+
+
+@pytest.mark.parametrize("part", ["python", "numpy", "torch", "accelerator"])
+def test_a_missing_part_is_an_error(part: str) -> None:
+    state = rng.capture()
+    del state[part]
+    with pytest.raises(CheckpointError, match=part):
+        rng.restore(state)
+
+
+def test_a_state_of_another_device_is_named() -> None:
+    PartialState(cpu=True)
+    state = {**rng.capture(), "accelerator": {"kind": "cuda", "state": torch.zeros(16)}}
+    with pytest.warns(UserWarning, match="saved on cuda and this run computes on cpu"):
+        rng.restore(state)
 
 
 @pytest.mark.gpu

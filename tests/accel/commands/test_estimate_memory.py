@@ -109,6 +109,11 @@ def test_the_estimate_is_what_a_strategy_holds(strategy: str, precision: str) ->
 # -- choices -------------------------------------------------------------------------------
 
 
+def test_a_format_that_no_strategy_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"have fp32 master weights there. .*format='bf16'"):
+        estimates(model(), formats=["pure_bf16"], strategies=["zero1"])
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

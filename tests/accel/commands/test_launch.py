@@ -86,6 +86,24 @@ def test_a_recipe_of_fp8_is_handed_to_the_script() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        (["--fp8_backend=foo"], "FP8_BACKEND='FOO': it is one of AO, TE, MSAMP"),
+        (["--fp8_format=E4M3"], "--fp8_format without --fp8_backend"),
+        (["--mixed_precision=bf16", "--fp8_backend=te"], "--fp8_backend with mixed_precision=bf16"),
+        (["--fp8_backend=ao", "--fp8_margin=1"], "AORecipeKwargs has no such field"),
+        (["--fp8_backend=te", "--fp8_margin=x"], "FP8_MARGIN='x'"),
+        (["--fp8_backend=te", "--fp8_interval=0"], "TERecipeKwargs.interval=0"),
+        (["--fp8_backend=msamp"], "--fp8_backend=MSAMP"),
+    ],
+)
+def test_settings_of_fp8_are_checked_before_the_start(flags: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        launch.parse(["--cpu", *flags, "train.py"])
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
         (["--tpu"], "--tpu: TPUs are not built yet"),
         (["--tpu-use-sudo"], "--tpu-use-sudo: TPUs"),
         (["--num_processes", "2", "--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree"),
@@ -296,6 +314,12 @@ def test_a_launcher_that_starts_several_launches_is_refused() -> None:
         assert plan({}, TRAIN).command == TRAIN.command  # one of its processes
         machines = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "node0"}
         assert "--nnodes=2" in plan({**settings, **machines}, TRAIN).command
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=r"offers 2\. Give --num_processes=2"):
+        plan({"num_processes": 3}, TRAIN)
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:

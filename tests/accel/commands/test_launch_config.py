@@ -90,6 +90,16 @@ def test_the_precision_is_written(tmp_path: Path) -> None:
         launch_config.write_basic_config("bf61")
 
 
+def test_all_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_config.device, "default_device_type", lambda: "cuda")
+    monkeypatch.setattr(launch_config.device, "device_count", lambda kind: 4)
+    found = launch_config.basic_config()
+    assert (found["distributed_type"], found["num_processes"]) == ("MULTI_GPU", 4)
+    assert found["use_cpu"] is False
+    monkeypatch.setattr(launch_config.device, "device_count", lambda kind: 1)
+    assert launch_config.basic_config()["distributed_type"] == "NO"
+
+
 def test_the_place_follows_the_documented_variables(tmp_path: Path) -> None:
     home, cache = str(tmp_path / "home"), str(tmp_path / "cache")
     with env.patched(HF_HOME=home, XDG_CACHE_HOME=cache):

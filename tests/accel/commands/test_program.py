@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from accel.commands import launch_config
 from accel.commands.program import main
+from accel.machine.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +87,12 @@ def test_questions_about_machines_and_deepspeed(
     assert (found["num_machines"], found["machine_rank"]) == (2, 1)
     assert (found["main_process_ip"], found["main_process_port"]) == ("10.0.0.1", 29500)
     assert (found["num_processes"], found["use_deepspeed"]) == (8, True)
+
+
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch)
+    with pytest.raises(ConfigError, match=r"nobody answers.*accel config default"):
+        launch_config.main([])
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,6 +238,19 @@ def test_the_given_configuration_is_the_one_that_prepare_reads(tmp_path: Path) -
     assert DeepSpeedPlugin(str(path)).place == str(path)
 
 
+def test_a_configuration_can_be_replaced() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    plugin.hf_ds_config = HfDeepSpeedConfig(plugin.hf_ds_config.config)
+    plugin.deepspeed_config = plugin.hf_ds_config.config
+    assert plugin.deepspeed_config is plugin.hf_ds_config.config
+    plugin.deepspeed_config = {"train_batch_size": 4}
+    assert plugin.hf_ds_config.config["train_batch_size"] == 4
+    assert plugin.stage == 3
+    plugin.hf_ds_config = {"zero_optimization": {"stage": 3}, "train_batch_size": 2}
+    assert plugin.deepspeed_config["train_batch_size"] == 2
+    assert plugin.hf_ds_config.config is plugin.deepspeed_config
+
+
 def test_transformers_reads_a_configuration_without_open_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

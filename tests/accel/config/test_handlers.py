@@ -17,22 +17,12 @@ from accel import Accelerator, AutocastKwargs, GradScalerKwargs
 from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState
 from accel.utils import (
-    AORecipeKwargs,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    MSAMPRecipeKwargs,
-    ProfileKwargs,
-    TERecipeKwargs,
 )
 from tests.helpers import run_distributed
-
-HANDLERS = (
-    *(AORecipeKwargs, AutocastKwargs, DistributedDataParallelKwargs, FP8RecipeKwargs),
-    *(GradScalerKwargs, InitProcessGroupKwargs, MSAMPRecipeKwargs, ProfileKwargs, TERecipeKwargs),
-)
 
 # -- what differs ------------------------------------------------------------------------------
 

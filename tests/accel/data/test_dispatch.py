@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel import Accelerator
 from accel.data.prepare import prepare_data_loader
 from accel.machine.errors import ConfigError, StateError
 from accel.state import PartialState
@@ -175,3 +177,66 @@ def test_a_failure_to_read_reaches_every_rank(count: int) -> None:
 
 
 # -- metrics -----------------------------------------------------------------------------------
+
+
+class Sizes:
+    """Batches of consecutive indices, of these sizes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for end, size in zip(itertools.accumulate(self.sizes), self.sizes, strict=True):
+            yield list(range(end - size, end))
+
+
+def original(sizes: Sequence[int]) -> DataLoader[Any]:
+    return DataLoader(torch.arange(sum(sizes)), batch_sampler=Sizes(sizes))  # type: ignore[arg-type]
+
+
+def gathered(sizes: Sequence[int], dispatch: bool, skipped: int = 0) -> dict[str, list[Any]]:
+    """Gather each batch in three ways; tensors are padded to one shape over the ranks."""
+    accelerator = Accelerator(cpu=True, dispatch_batches=dispatch)
+    loader = accelerator.prepare(original(sizes))
+    found: dict[str, list[Any]] = {"padded": [], "objects": [], "losses": []}
+    for batch in accelerator.skip_first_batches(loader, skipped):
+        padded = accelerator.pad_across_processes(batch, pad_index=-1)
+        found["padded"].append(accelerator.gather_for_metrics(padded).tolist())
+        found["objects"].append(accelerator.gather_for_metrics([str(int(n)) for n in batch]))
+        found["losses"].append(accelerator.gather_for_metrics(batch.float().mean()).numel())
+    left = next(batch for batch in loader if loader.end_of_dataloader)
+    padded = accelerator.pad_across_processes(left, pad_index=-1)
+    found["left"] = accelerator.gather_for_metrics(padded).tolist()
+    accelerator.end_training()
+    return found
+
+
+def rounds(sizes: Sequence[int], count: int) -> list[list[int]]:
+    batches = list(Sizes(sizes))
+    parts = [batches[at : at + count] for at in range(0, len(batches), count)]
+    return [list(itertools.chain.from_iterable(part)) for part in parts]
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_completed_round_in_between_counts_each_sample_once(skipped: int) -> None:
+    sizes = (1, 2, 2, 2, 3, 2, 1)
+    for found in run_distributed(gathered, 2, sizes, True, skipped):
+        every = rounds(sizes, 2)[skipped:]
+        assert found["padded"] == every
+        assert found["objects"] == [[str(n) for n in some] for some in every]
+        assert found["losses"] == [min(2, len(some)) for some in every]
+        assert found["left"] == [12]
+
+
+def test_a_last_round_that_whole_batches_complete_keeps_the_real_ones() -> None:
+    sizes = (4, 2, 3, 1, 1)
+    for found in run_distributed(gathered, 3, sizes, False):
+        first, last = found["padded"]
+        assert [n for n in first if n >= 0] == list(range(9))
+        assert last == [9, -1, -1, -1, 10, -1, -1, -1]
+        assert found["objects"] == [[str(n) for n in some] for some in rounds(sizes, 3)]
+        assert found["losses"] == [3, 2]
+        assert len(found["left"]) == 12  # rows do not tell whose they are

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from torch.utils.data import (
 )
 
 from accel import Accelerator, DataLoaderConfiguration
+from accel.comm import rng
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.machine.errors import ConfigError
 from accel.state import PartialState
-from accel.utils import set_seed
+from accel.utils import TorchTensorParallelPlugin, set_seed
 from tests.accel.data.parts import Counting, flat
 from tests.helpers import run_distributed
 
@@ -104,6 +107,32 @@ def test_a_distributed_sampler_gives_the_order_of_all_its_ranks() -> None:
 
 
 # -- resuming ------------------------------------------------------------------------------------
+
+
+class Failing(Sampler[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self):
+        if PartialState().is_main_process:
+            raise OSError("no index")
+        return iter(range(4))
+
+
+def failing() -> str:
+    Accelerator(cpu=True)
+    loader = prepare_data_loader(DataLoader(range(4), sampler=Failing()))
+    try:
+        flat(loader)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_sampler_that_fails_fails_on_every_rank() -> None:
+    main, other = run_distributed(failing, 2)
+    assert main == "OSError: no index"
+    assert "Rank 0 failed to draw" in other
 
 
 class Drawing(Sampler[int]):
@@ -210,6 +239,92 @@ def test_a_data_set_learns_the_epoch_before_it_is_read(workers: int) -> None:
 # -- resuming ------------------------------------------------------------------------------------
 
 
+class Private(Sampler[int]):
+    """Draws each of 12 indices when it is wanted, from a generator that nobody knows of."""
+
+    def __init__(self) -> None:
+        self.source = random.Random(5)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(12))
+        while left:
+            yield left.pop(self.source.randrange(len(left)))
+
+
+def test_a_sampler_with_a_generator_of_its_own_is_told_at_the_resume(tmp_path: Path) -> None:
+    def loader() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(DataLoader(range(12), sampler=Private()))
+
+    accelerator, read_first = loader()
+    flat(read_first)
+    for number, _ in enumerate(read_first):
+        if number == 2:
+            accelerator.save_state(str(tmp_path))
+    accelerator, resumed = loader()
+    accelerator.load_state(str(tmp_path))
+    with pytest.warns(UserWarning, match="sampler Private that does not draw again what it had"):
+        flat(skip_first_batches(resumed, 3))
+
+
+def test_persistent_workers_are_warned_of() -> None:
+    loader = prepare_data_loader(
+        DataLoader(
+            Learned(2),
+            num_workers=1,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+        )
+    )
+    flat(loader)
+    with pytest.warns(UserWarning, match="persistent_workers=True"):
+        flat(loader)
+
+
+def test_another_data_set_than_the_saved_one_is_warned_of() -> None:
+    state = prepare_data_loader(DataLoader(range(12))).order_state()
+    with pytest.warns(UserWarning, match="over 9 samples"):
+        prepare_data_loader(DataLoader(range(9))).load_order_state(state)
+
+
+class Shuffled(Sampler[int]):
+    """The indices below `length` in an order drawn from Python's generator."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self):
+        order = list(range(self.length))
+        random.shuffle(order)
+        return iter(order)
+
+
+def shuffled() -> Any:
+    random.seed(1)
+    loader = DataLoader(range(12), batch_size=2, sampler=Shuffled(12))
+    return prepare_data_loader(loader, num_processes=2, process_index=0)
+
+
+def test_a_resume_at_the_end_of_a_pass_draws_no_order_for_nothing() -> None:
+    Accelerator(cpu=True)
+    loader = shuffled()
+    for number, _ in enumerate(loader, 1):
+        if number == 3:
+            saved, generators = loader.order_state(), rng.capture()
+    wanted = [batch.tolist() for batch in loader], random.random()
+    loader = shuffled()
+    loader.load_order_state(saved)
+    rng.restore(generators)
+    assert list(skip_first_batches(loader, 3)) == []
+    assert ([batch.tolist() for batch in loader], random.random()) == wanted
+
+
 def of_torchs_generator(dispatch: bool) -> tuple[list[list[int]], float]:
     config = DataLoaderConfiguration(dispatch_batches=dispatch)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
@@ -251,3 +366,16 @@ def of_single_samples() -> tuple[list[int], int]:
 
 def test_single_samples_are_counted_once() -> None:
     assert run_distributed(of_single_samples, 2) == [([0, 1, 2], 2)] * 2
+
+
+def of_shared_data(rows: int) -> list[int]:
+    accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6)), batch_size=4))
+    found = [accelerator.gather_for_metrics(x.repeat_interleave(rows)) for (x,) in loader]
+    return torch.cat(found).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_batches_that_nothing_completes_are_kept_whole(rows: int) -> None:
+    wanted = [i for i in range(6) for _ in range(rows)]
+    assert run_distributed(of_shared_data, 2, rows) == [wanted] * 2

@@ -15,8 +15,11 @@ from accel.data.order import Order
 from accel.data.order_across_ranks import AgreedSampler
 from accel.data.samplers import (
     BatchSamplerShard,
+    CompletedBatchSampler,
+    SamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,
+    added_indices,
     set_sampler_epoch,
     total_batch_size,
 )
@@ -129,6 +132,17 @@ class Bare(Sampler[list[int]]):
         return len(self.sizes)
 
 
+def test_a_sampler_without_batch_size_is_shared_out_or_not_split() -> None:
+    for use in (len, list):
+        with pytest.raises(ConfigError, match=r"without `batch_size`.*split_batches=False"):
+            use(BatchSamplerShard(Bare([3, 1, 2]), 2, 0, split_batches=True))
+    shard = BatchSamplerShard(Bare([3, 1, 2]), 2, 0)
+    shard.num_processes = 1  # as libraries do, whose sampler deals batches itself
+    assert (len(shard), list(shard), shard.remainder) == (3, [[0, 1, 2], [3], [4, 5]], 0)
+    found = [list(BatchSamplerShard(Bare([3, 1, 2]), 2, r, even_batches=False)) for r in (0, 1)]
+    assert found == [[[0, 1, 2], [4, 5]], [[3]]]
+
+
 def test_even_batches_refuse_a_short_batch_in_the_middle() -> None:
     sampler = Bare([3, 1, 3, 3])
     sampler.batch_size = 3
@@ -146,6 +160,15 @@ def test_a_batch_that_does_not_split_names_the_nearest_sizes() -> None:
 
 
 # -- order ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(LENGTH, COUNT, st.booleans())
+def test_single_indices_are_dealt_out(n: int, count: int, even: bool) -> None:
+    found = [list(SamplerShard(SequentialSampler(range(n)), count, r, even)) for r in range(count)]
+    seen = [i for group in itertools.zip_longest(*found) for i in group if i is not None]
+    assert sorted(set(seen)) == list(range(n))
+    assert (len({len(indices) for indices in found}) == 1) or not even
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
@@ -175,3 +198,24 @@ def test_an_epoch_reaches_every_sampler_inside() -> None:
     shard = BatchSamplerShard(BatchSampler(sampler, 2, False), 2, 0)
     set_sampler_epoch(SkipBatchSampler(shard, 1), 7)
     assert sampler.epoch == 7
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "count", "expected", "added"),
+    [
+        (5, 2, 2, [[0, 1], [2, 3], [4, 0]], 1),
+        (4, 2, 2, [[0, 1], [2, 3]], 0),
+        (4, 4, 3, [[0, 1, 2, 3], [0, 1]], 2),  # in a batch more
+        (1, 4, 3, [[0, 0, 0]], 2),
+    ],
+)
+def test_the_first_indices_complete_the_last_batch(
+    length: int, size: int, count: int, expected: list[list[int]], added: int
+) -> None:
+    sampler = CompletedBatchSampler(BatchSampler(range(length), size, False), count)
+    assert (len(sampler), list(sampler), added_indices(sampler)) == (len(expected), expected, added)
+    skipping = SkipBatchSampler(sampler, 1)
+    assert list(skipping) == expected[1:]
+    assert added_indices(skipping) == added
+    sampler.even_batches = False
+    assert list(sampler) == list(BatchSampler(range(length), size, False))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -59,6 +61,29 @@ def test_skipping_keeps_the_kind() -> None:
 # -- dispatched rounds ---------------------------------------------------------------------------
 
 
+class Counted(IterableDataset):
+    """The numbers below 11; knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 11:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def read(loader: Any) -> list[Any]:
+    return [plain(batch) for batch in loader]
+
+
 def plain(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: plain(value) for key, value in batch.items()}
@@ -69,3 +94,52 @@ def plain(batch: Any) -> Any:
 
 
 # -- ranks at different batches ------------------------------------------------------------------
+
+
+def named(samples: list[int]) -> dict[str, Any]:
+    return {"id": torch.tensor(samples), "name": [str(s) for s in samples], "kind": "numbers"}
+
+
+def of_two(dataset: Any, rank: int, collate: Any = None, **arguments: Any) -> Any:
+    """Return rank `rank`'s loader of two, which reads in this process."""
+    original = DataLoader(dataset, batch_size=2, collate_fn=collate, **arguments)
+    return prepare_data_loader(
+        original,
+        num_processes=2,
+        process_index=rank,
+        dispatch_batches=True,
+        use_stateful_dataloader=True,
+    )
+
+
+class Eleven(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(11))
+
+
+@pytest.mark.parametrize("kind", [Eleven, Counted])
+@pytest.mark.parametrize("collate", [None, named])
+def test_a_resumed_stream_completes_its_last_round_with_the_first_samples(kind, collate) -> None:
+    loader = of_two(kind(), 1, collate)
+    batches, states = [], []
+    for batch in loader:
+        batches.append(plain(batch))
+        states.append(pickle.loads(pickle.dumps(loader.state_dict())))
+    last = batches[-1]["id"] if collate else batches[-1]
+    assert (len(batches), last) == (3, [10, 0])
+    for number, state in enumerate(states):
+        again = of_two(kind(), 1, collate)
+        again.load_state_dict(state)
+        assert read(again) == (batches[number + 1 :] or batches)
+        assert read(again) == batches  # and the next pass is whole
+
+
+@pytest.mark.parametrize("dataset", [range(12), Stream()])
+def test_skipping_takes_the_place_of_a_loaded_position(dataset) -> None:
+    loader = prepared(dataset)
+    next(iter(loader))
+    state = loader.state_dict()
+    again = prepared(dataset)
+    again.load_state_dict(state)
+    assert read(skip_first_batches(again, 1)) == [[i, i + 1] for i in range(2, 12, 2)]
+    assert read(again) == [[i, i + 1] for i in range(0, 12, 2)]

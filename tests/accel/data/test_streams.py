@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from accel import Accelerator, DataLoaderConfiguration
 from accel.data.prepare import prepare_data_loader
 from accel.data.stream import IterableDatasetShard
+from accel.machine.imports import is_available
 from tests.accel.data.parts import values
 from tests.helpers import run_distributed
 
@@ -216,7 +217,7 @@ def test_a_pass_is_resumed_after_each_batch(stateful: bool, tmp_path: Path) -> N
     assert run_distributed(resumed, 2, str(tmp_path), [11, 30], stateful) == [[], []]
 
 
-SAMPLES = 40
+# -- Hugging Face data sets with shards of their own ---------------------------------------------
 
 
 class Divided(IterableDataset[int]):
@@ -250,7 +251,61 @@ class Placed(Divided):
         self.at = state["at"]
 
 
-# -- Hugging Face data sets with shards of their own ---------------------------------------------
+KINDS: dict[str, Any] = {
+    "stream": Divided,
+    "placed": Placed,
+    "map": lambda: range(SAMPLES),
+}
+
+
+SAMPLES = 40
+
+
+needs_torchdata = pytest.mark.skipif(
+    not is_available("torchdata"), reason="needs torchdata (extra stateful)"
+)
+
+
+def engine(kind: str, workers: int, dispatch: bool | None) -> tuple[Accelerator, Any]:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch, use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    context = "fork" if workers else None
+    loader = DataLoader(
+        KINDS[kind](), batch_size=3, num_workers=workers, multiprocessing_context=context
+    )
+    return accelerator, accelerator.prepare(loader)
+
+
+def resumed_twice(kind: str, workers: int, dispatch: bool | None, folder: str) -> Any:
+    """Return the batches of a pass, and those of one that is saved and loaded at 2 and at 5."""
+    accelerator, loader = engine(kind, workers, dispatch)
+    straight = [[batch.tolist() for batch in loader] for _ in range(2)]
+    found: list[Any] = []
+    for stop in (2, 3, 100):
+        accelerator.free_memory()
+        accelerator, loader = engine(kind, workers, dispatch)
+        if stop != 2:
+            accelerator.load_state(folder)
+        for number, batch in enumerate(loader, start=1):
+            found.append(batch.tolist())
+            if number == stop:
+                accelerator.save_state(folder)
+                break
+    following = [batch.tolist() for batch in loader]
+    accelerator.free_memory()
+    return straight, [found, following]
+
+
+@needs_torchdata
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_is_resumed_twice_on_two_processes(
+    kind: str, dispatch: bool, workers: int, tmp_path: Path
+) -> None:
+    given = kind, workers, dispatch, str(tmp_path)
+    for straight, found in run_distributed(resumed_twice, 2, *given):
+        assert found == straight
 
 
 def of_shards(files: list[int]) -> Iterator[dict[str, int]]:

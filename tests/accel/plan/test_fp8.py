@@ -9,7 +9,7 @@ import pytest
 from accel.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel.machine import imports
 from accel.machine.enums import FP8BackendType
-from accel.machine.errors import Problems
+from accel.machine.errors import ConfigError, Problems
 from accel.plan.fp8 import LAUNCHED, Float8, from_variables, resolve_fp8
 
 AO, TE = FP8BackendType.AO, FP8BackendType.TE
@@ -126,3 +126,19 @@ def test_every_field_has_a_variable() -> None:
     assert other == AORecipeKwargs(enable_fsdp_float8_all_gather=True, pad_inner_dim=False)
     assert from_variables(text | {"ACCELERATE_FP8_BACKEND": "msamp"}) == MSAMPRecipeKwargs("O1")
     assert from_variables({"ACCELERATE_FP8_MARGIN": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("BACKEND", "TEE", "it is one of AO, TE, MSAMP"),
+        ("MARGIN", "much", "ACCELERATE_FP8_MARGIN='much'"),
+        ("USE_AUTOCAST_DURING_EVAL", "perhaps", "use_autocast_during_eval of TERecipeKwargs"),
+        ("INTERVAL", "0", "at least 1"),
+    ],
+)
+def test_a_variable_that_makes_no_sense(name: str, text: str, message: str) -> None:
+    variables = {"ACCELERATE_FP8_BACKEND": "TE", f"ACCELERATE_FP8_{name}": text}
+    with pytest.raises(ConfigError, match=message):
+        from_variables(variables)
+    assert message in found(**{"backend": "TE", name.lower(): text})[1]

@@ -159,6 +159,20 @@ def test_dynamo() -> None:
     assert "given in two places with different values" in problems(both)
 
 
+def test_everything_wrong_is_said_at_once() -> None:
+    arguments = Arguments(
+        mixed_precision="bf61",
+        gradient_accumulation_steps=0,
+        rng_types=["x"],
+        plugins={"fsdp_plugin": object()},
+        kwargs_handlers=[KwargsHandler()],
+    )
+    with pytest.raises(ConfigError) as caught:
+        resolve(arguments, dataclasses.replace(ONE, world_size=-1))
+    assert not isinstance(caught.value, NotBuiltError)
+    assert len(caught.value.problems) == 6
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"), [("cuda", DistributedType.MULTI_GPU), ("xpu", DistributedType.MULTI_XPU)]
 )

@@ -6,6 +6,7 @@ Holds E3.
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -90,6 +91,16 @@ def test_a_layer_keeps_its_weights_hooks_and_mode() -> None:
     assert calls == [1, 1]
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_converted_model_is_refused_in_another_format(precision: str) -> None:
+    accelerator, model = prepared()
+    own = accelerator.unwrap_model(model)
+    accelerator.free_memory()
+    accelerator.state._reset_state(reset_partial_state=True)
+    with pytest.raises(ConfigError, match="2 of its layers were converted by an earlier"):
+        Accelerator(cpu=True, mixed_precision=precision).prepare(own)
+
+
 def test_a_model_that_is_a_layer_is_refused_and_one_without_layers_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -105,6 +116,22 @@ def test_a_model_that_is_a_layer_is_refused_and_one_without_layers_warned_of(
 
 
 # -- the config --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change", [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.spectral_norm]
+)
+def test_a_layer_whose_weight_is_computed_is_refused_and_nothing_converted(change: Any) -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[AORecipeKwargs(module_filter_func=lambda layer, name: True)],
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(DIM, DIM), change(torch.nn.Linear(DIM, DIM)))
+    kinds = [type(layer) for layer in model]
+    with pytest.raises(ConfigError, match=r"chooses 1: .*Leave it out in module_filter_func"):
+        accelerator.prepare(model)
+    assert [type(layer) for layer in model] == kinds
 
 
 def test_fp8_is_emulated_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +162,20 @@ def test_a_run_is_the_loop_by_hand_bit_for_bit(config: str) -> None:
 
 
 # -- several processes, compile ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", AO_RECIPES)
+def test_evaluation_computes_the_same_in_each_mode(config: str) -> None:
+    accelerator, model = prepared({"config": config})
+    model.eval()
+    (batch,) = batches(0, 1)
+    expected = model(batch).detach()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert torch.equal(model(batch), expected)
+    whole = pickle.loads(pickle.dumps(accelerator.unwrap_model(model, keep_fp32_wrapper=False)))
+    with accelerator.autocast():
+        assert torch.equal(whole(batch).float(), expected)
 
 
 def test_a_compiled_model_is_one_graph_and_computes_the_same() -> None:

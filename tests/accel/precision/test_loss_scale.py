@@ -105,6 +105,25 @@ def shared_encoder(engines: dict[str, Any], grows: bool) -> list[float]:
     return found
 
 
+def common_parameters(engines: dict[str, Any], grows: bool) -> list[float]:
+    """Two optimizers step one encoder by the same gradients: those are unscaled once."""
+    accelerator = started(engines, grows)
+    encoder, head = Net(), Net()
+    encoder, head, first, second = accelerator.prepare(
+        encoder, head, sgd(encoder, head), sgd(encoder)
+    )
+    for overflows in (not grows, False):
+        loss = encoder(ONES).sum() + loss_of(accelerator, head, overflows)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(head.parameters(), 100.0)
+        first.step()
+        second.step()
+        first.zero_grad()
+    found = [weight(accelerator, model) for model in (encoder, head)]
+    accelerator.end_training()
+    return found
+
+
 def kept_gradients(engines: dict[str, Any], grows: bool) -> list[float]:
     """As in fp32, gradients add up that were unscaled early, or kept after a step."""
     accelerator = started(engines, grows)
@@ -122,11 +141,32 @@ def kept_gradients(engines: dict[str, Any], grows: bool) -> list[float]:
     return found
 
 
+def loose_parameters(engines: dict[str, Any], grows: bool) -> list[float]:
+    """Parameters that no optimizer holds are clipped with the rest, and unscaled for that."""
+    accelerator = started(engines, grows)
+    first, second = Net(), Net()
+    first, second, optimizer = accelerator.prepare(first, second, sgd(first))
+    norms = []
+    for _ in range(2):
+        accelerator.backward(first(ONES).sum() + second(ONES).sum())
+        first(ONES)  # FSDP leaves gathered parameters behind
+        parameters = [*first.parameters(), *second.parameters()]
+        norms.append(float(accelerator.clip_grad_norm_(parameters, 100.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norms == pytest.approx([8**0.5, 20**0.5], rel=1e-6)
+    found = [weight(accelerator, first)]
+    accelerator.end_training()
+    return found
+
+
 SCENARIOS: list[tuple[Callable[..., list[float]], list[float], list[float]]] = [
     # What weights are where a scale falls, and where it grows.
     (two_windows, [-1.0, -2.0], [-2.0, -2.0]),
     (shared_encoder, [-2.0, 0.0], [-2.0, -1.0]),
+    (common_parameters, [-3.0, -1.0], [-4.0, -2.0]),
     (kept_gradients, [-5.0], [-5.0]),
+    (loose_parameters, [-2.0], [-2.0]),
 ]
 
 

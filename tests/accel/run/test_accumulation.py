@@ -159,6 +159,24 @@ def test_the_plugins_settings_arrive() -> None:
     assert settings_of(gradient_accumulation_steps=4).num_steps == 4
 
 
+def test_a_later_accelerator_that_says_nothing_keeps_the_micro_batches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    first = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    second = Accelerator(cpu=True)
+    assert first.gradient_accumulation_steps == second.gradient_accumulation_steps == 4
+    assert first.gradient_state.sync_with_dataloader is False
+    assert "keeps gradient_accumulation_steps=4, which an earlier one" in caplog.text
+    third = Accelerator(cpu=True, gradient_accumulation_steps=1)  # says so
+    assert first.gradient_accumulation_steps == third.gradient_accumulation_steps == 1
+    assert third.gradient_state.sync_with_dataloader is True
+    Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert first.gradient_accumulation_steps == 2
+    first.end_training()
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 1  # a run of its own
+
+
 def test_the_environment_gives_the_number_of_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
     accelerator = Accelerator(cpu=True)

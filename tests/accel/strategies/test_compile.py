@@ -155,6 +155,20 @@ def test_a_model_without_repeated_layers_is_compiled_whole(
     assert len(graphs) == 1
 
 
+def test_an_engine_within_the_model_has_its_blocks_compiled_in_place(graphs: list[int]) -> None:
+    plugin = TorchDynamoPlugin(backend=EAGER)
+    inside = compile_model(Stack(), plugin, hooks_inside=True)
+    assert isinstance(inside, Stack)
+    inside(torch.randn(2, 4))
+    assert len(graphs) == 1
+    whole = compile_model(Stack(1), plugin, hooks_inside=True)
+    assert isinstance(whole, Stack)
+    assert whole._compiled_call_impl is not None
+    strict = TorchDynamoPlugin(backend=EAGER, fullgraph=True, use_regional_compilation=False)
+    with pytest.raises(ConfigError, match="for a whole sharded model"):
+        compile_model(Stack(), strict, hooks_inside=True)
+
+
 def test_what_is_off_or_compiled_is_left_as_it_is(graphs: list[int]) -> None:
     model = Stack()
     assert compile_model(model, TorchDynamoPlugin()) is model

@@ -120,53 +120,6 @@ def test_prepared_models_pickle() -> None:
 # -- when gradients are exchanged ----------------------------------------------------------------
 
 
-def gradients() -> dict[str, float]:
-    """Return the gradient of a weight whose input is 1 on rank 0 and 3 on rank 1, in many ways."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = torch.nn.Linear(1, 1, bias=False)
-    model = accelerator.prepare(model)
-    inputs = torch.full((1, 1), 1.0 + 2 * accelerator.process_index)
-    found: dict[str, float] = {}
-
-    def note(name: str) -> None:
-        found[name] = model.module.weight.grad.item()
-        model.zero_grad()
-
-    model(inputs).sum().backward()
-    note("plain")
-    with accelerator.accumulate(model):
-        accelerator.backward(model(inputs).sum())
-        found["first of a window"] = model.module.weight.grad.item()
-    with accelerator.accumulate(model):
-        accelerator.backward(model(inputs).sum())
-        note("whole window")
-    with accelerator.accumulate(model, sync_gradients=False):
-        model(inputs).sum().backward()
-        note("said so")
-    with accelerator.no_sync():
-        model(inputs).sum().backward()
-        note("no_sync")
-    with accelerator.no_sync(model):
-        first, second = model(inputs).sum(), model(inputs).sum()
-    with accelerator.no_sync(model):
-        first.backward()
-    with accelerator.trigger_sync_in_backward(model):
-        second.backward()
-    note("triggered")
-    model(inputs).sum().backward()
-    note("afterwards")
-    accelerator.gradient_state.sync_each_batch = True
-    with accelerator.accumulate(model, sync_gradients=False):
-        model(inputs).sum().backward()
-        note("each batch")
-    with (
-        accelerator.no_sync(torch.nn.Linear(1, 1)),
-        accelerator.trigger_sync_in_backward(model.module),
-    ):
-        pass
-    return found
-
-
 def unused_trigger() -> str:
     handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])

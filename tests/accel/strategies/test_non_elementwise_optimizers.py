@@ -29,6 +29,13 @@ class Lamb(torch.optim.AdamW):
     """A class of that name: its step is not looked at."""
 
 
+class Own(torch.optim.SGD):
+    """One whose step nobody knows."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.dim() == 2]
 
@@ -102,6 +109,26 @@ def take_as_the_user_says() -> None:
 
 def test_stage_0_and_the_users_own_word_take_any_optimizer() -> None:
     run_distributed(take_as_the_user_says, 1)
+
+
+def warn_of_the_unknown() -> int:
+    told = []
+    from accel.strategies.deepspeed import settings as checks
+
+    log, checks.logger.warning_once = checks.logger.warning_once, told.append  # type: ignore
+    try:
+        for make in (Own, torch.optim.RMSprop, torch.optim.AdamW):
+            assert refusal(zero(1), lambda model, make=make: make(model.parameters(), lr=0.1)) == ""
+        allowed = zero(1, zero_allow_untested_optimizer=True)
+        assert refusal(allowed, lambda model: Own(model.parameters(), lr=0.1)) == ""
+    finally:
+        checks.logger.warning_once = log  # type: ignore[method-assign]
+    assert "Own under ZeRO 1" in str(told[0])
+    return len(told)
+
+
+def test_zero_warns_of_an_optimizer_that_nobody_knows() -> None:
+    assert run_distributed(warn_of_the_unknown, 1) == [1]
 
 
 def refuse_on_shards(arguments: dict[str, Any]) -> None:

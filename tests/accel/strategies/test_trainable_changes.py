@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
@@ -176,6 +177,15 @@ def refused_within_a_window() -> None:
     accelerator.end_training()
 
 
+def wrapped_by_the_user() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.parallel.DistributedDataParallel(Net()))
+    model.module.encoder.requires_grad_(True)
+    with pytest.raises(ConfigError, match="you wrapped it in DistributedDataParallel"):
+        accelerator.prepare(model)
+    accelerator.end_training()
+
+
 def frozen_at_prepare() -> None:
     accelerator = Accelerator(cpu=True)
     net = Net().requires_grad_(False)
@@ -225,7 +235,8 @@ def evaluated() -> None:
 
 
 CASES = [
-    *(raises_until_prepared_again, refused_within_a_window, frozen_at_prepare, toggled, evaluated),
+    *(raises_until_prepared_again, refused_within_a_window, wrapped_by_the_user),
+    *(frozen_at_prepare, toggled, evaluated),
 ]
 
 
@@ -368,3 +379,49 @@ def test_adapters_over_a_frozen_base_train_as_in_one_process(
     """E3: with sharded units that are frozen as a whole, and with resharding off."""
     for plugin in ({}, {"reshard_after_forward": False}):
         run_distributed(lora, 2, precision, plugin, accumulation)
+
+
+UNITS: dict[str, Any] = {"transformer_cls_names_to_wrap": ["Linear"]}
+
+
+def shards_change(precision: str, plugin: dict[str, Any], shift: int) -> None:
+    """Compare with a plain loop; layers change `shift` micro-batches into a window of two."""
+    accelerator = build(fsdp=plugin, mixed_precision=precision, gradient_accumulation_steps=2)
+    plain, model = Net(), Net()
+    reference = sgd(plain)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    rank, size = accelerator.process_index, accelerator.num_processes
+    schedule = changes(grows=False)
+    for index in range(MICRO_BATCHES):
+        change = schedule.get(index - shift, lambda *_: None)
+        change(plain, reference)
+        change(model, optimizer)
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model(inputs_of(index)[rank::size])))
+            for parameter in model.parameters():
+                grad = parameter.grad
+                assert grad is None or not isinstance(grad, DTensor) or grad.dtype == torch.float32
+            optimizer.step()
+            optimizer.zero_grad()
+        (loss_of(plain(inputs_of(index))) / 2).backward()
+        if index % 2:
+            reference.step()
+            reference.zero_grad()
+            for name, parameter in model.named_parameters():
+                assert parameter.requires_grad is plain.get_parameter(name).requires_grad, name
+    found = accelerator.get_state_dict(model)
+    close = CLOSE if precision == "no" else 0.05
+    for name, value in plain.state_dict().items():
+        assert (found[name] - value).abs().max() < close, name
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("precision", "plugin", "shift"),
+    [("bf16", UNITS, 0), ("no", {}, 1), ("no", UNITS, 1), ("bf16", UNITS, 1)],
+)
+def test_shards_train_what_is_unfrozen_between_steps_and_within_a_window(
+    precision: str, plugin: dict[str, Any], shift: int
+) -> None:
+    """E3, E5: layers stay frozen or not when they are resharded; gradients are reduced in fp32."""
+    run_distributed(shards_change, 2, precision, plugin, shift)

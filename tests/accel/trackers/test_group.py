@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accel import Accelerator
-from accel.machine.errors import ConfigError
+from accel.machine.errors import ConfigError, StateError
 from accel.tracking import GeneralTracker, on_main_process
 from tests.helpers import ROOT, python, run_distributed
 
@@ -82,6 +82,16 @@ def test_a_tracker_of_the_users_own_as_a_class_and_as_an_object() -> None:
         ("finished",),
     ]
     assert made.tracker[1] == ({"loss": 1.0}, 3, {})
+
+
+def test_a_tracker_is_found_by_its_name_alone() -> None:
+    accelerator = Accelerator(cpu=True, log_with=Memory)
+    with pytest.raises(StateError, match="init_trackers"):
+        accelerator.get_tracker("memory")
+    with pytest.raises(ConfigError, match="Did you mean 'memory'"):
+        accelerator.get_tracker("memry")
+    with pytest.raises(ConfigError, match="Did you mean 'memory'"):
+        accelerator.init_trackers("run", init_kwargs={"memry": {}})
 
 
 @pytest.mark.parametrize("method", ["log", "log_images"])
@@ -180,6 +190,26 @@ def test_a_resumed_run_continues_its_trackers_runs(tmp_path: Path) -> None:
     after.load_state(str(tmp_path / "state"))
     after.init_trackers("run", init_kwargs={"numbered": {"number": "eight"}})
     assert after.get_tracker("numbered").number == "eight"
+    after.end_training()
+
+
+def test_a_state_loaded_after_init_trackers_continues_its_runs(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    before = Accelerator(cpu=True, log_with=Numbered)
+    before.init_trackers("run", init_kwargs={"numbered": {"number": "seven"}})
+    before.save_state(state)
+    before.end_training()
+    after = Accelerator(cpu=True, log_with=[Numbered, Memory])
+    after.init_trackers("run", config={"lr": 1})
+    empty, other = after.trackers
+    after.load_state(state)
+    continued = after.get_tracker("numbered")
+    assert (continued.number, continued.calls) == ("seven", [("config", {"lr": 1})])
+    assert isinstance(empty, Numbered)
+    assert empty.calls == [("config", {"lr": 1}), ("finished",)]
+    assert after.get_tracker("memory") is other
+    after.init_trackers("next")  # a run of its own
+    assert after.get_tracker("numbered").number == "new"
     after.end_training()
 
 

@@ -20,7 +20,7 @@ from accel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel.hooks import remove_hook_from_submodules
+from accel.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel.machine.errors import ConfigError, StateError
 from accel.utils import OffloadedWeightsLoader, offload_state_dict, set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
@@ -275,6 +275,21 @@ DISPATCHES: list[Dispatch] = [
     ),
 ]
 LOADED_MAPS: list[Any] = [{"": "disk"}, {"": "cpu"}, {"0": "disk", "1": "cpu"}, "auto"]
+
+
+def test_hooks_of_others_stay(tmp_path: Path) -> None:
+    class Doubling(ModelHook):
+        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+            return output * 2
+
+    model = disk_offload(net(), tmp_path, "cpu")
+    add_hook_to_module(model[1], Doubling(), append=True)
+    for _ in range(2):
+        add_hook_to_module(model[0].norm, ModelHook(), append=True)
+    dispatch_model(model, {"": "cpu"})
+    assert torch.equal(model(inputs()), net()(inputs()) * 2)
+    assert hooks(model[0]) == [0, 2, 0]
+    assert isinstance(model[1]._hf_hook, Doubling)
 
 
 def other() -> nn.Sequential:

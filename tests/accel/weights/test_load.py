@@ -384,6 +384,15 @@ def test_the_models_own_dtype_holds_otherwise(tmp_path: Path) -> None:
 # -- the rest ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_codes_of_quantized_weights_are_no_weights(tmp_path: Path, device: str) -> None:
+    state = net().state_dict()
+    state["0.weight"] = torch.ones(4, 3, dtype=torch.int8)
+    export_model(state, tmp_path)
+    message = fails(load_checkpoint_in_model, net().to(device), tmp_path)
+    assert "0.weight (int8): they are codes of quantized weights" in message
+
+
 def test_legacy_files_may_be_mapped_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,14 +9,28 @@ import torch
 from torch import nn
 
 from accel import (
+    Accelerator,
     cpu_offload,
     disk_offload,
     dispatch_model,
+    load_checkpoint_in_model,
 )
-from accel.machine.errors import StateError
+from accel.machine.errors import ConfigError, StateError
 from tests.accel.weights.models import inputs, net
 
 # -- what users do to models ---------------------------------------------------------------
+
+
+def test_a_layer_that_is_moved_before_the_first_dispatch_is_refused(tmp_path: Path) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+    Accelerator(cpu=True).save_model(layers, tmp_path / "weights")
+    model = layers.to("meta")
+    load_checkpoint_in_model(
+        model, tmp_path / "weights", {"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    del model[1]
+    with pytest.raises(ConfigError, match=r"weights 1\.0\.weight.* layers were moved"):
+        disk_offload(model, tmp_path / "off", "cpu")
 
 
 class Adapter(nn.Module):

@@ -144,11 +144,6 @@ def test_an_offloaded_weight_does_not_train() -> None:
 
 
 Offload = Callable[[nn.Module, Path], nn.Module]
-OFFLOADS: list[Offload] = [
-    lambda model, folder: disk_offload(model, folder, "cpu"),
-    lambda model, folder: cpu_offload(model, "cpu"),
-    lambda model, folder: dispatch_model(model, {"0": "cpu", "": "disk"}, offload_dir=folder),
-]
 
 
 def layers() -> nn.Sequential:
@@ -206,7 +201,3 @@ def test_an_assigned_value_is_the_value(
     with pytest.raises(StateError, match="weight of Linear: offloaded tensors were assigned"):
         model(torch.ones(1, 4))
     assert torch.equal(used(model, tmp_path), torch.ones(4, 4))
-
-
-def tied(model: Any) -> None:
-    model[0].weight = model[1].weight

@@ -26,6 +26,7 @@ from accel.hooks import (
 from accel.machine.errors import StateError
 from accel.utils import align_module_device, set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
+from accel.weights import read_ahead
 from tests.accel.weights.models import Tied, inputs, net
 
 HALF = {"0": "cpu", "1": "disk"}
@@ -199,6 +200,21 @@ def test_changes_within_a_context_are_kept(offload: Offload, tmp_path: Path) -> 
     expected[0].linear.weight.data.zero_()
     expected[0].linear.bias.data.fill_(1)
     assert torch.equal(model(inputs()), expected(inputs()))
+
+
+def test_what_was_read_ahead_is_not_used_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "MIN_BYTES", 1)
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    model = disk_offload(nn.Sequential(*layers), tmp_path, "cpu")
+    model[0](inputs())  # the weight of the next one is read ahead
+    set_module_tensor_to_device(model, "1.weight", "cpu", value=torch.eye(4))
+    assert torch.equal(model[1](inputs()), inputs())
+    model[0](inputs())
+    hook = model[1]._hf_hook
+    hook.weights_map = {"weight": torch.zeros(4, 4)}
+    assert torch.equal(model[1](inputs()), torch.zeros(2, 4))
 
 
 def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:

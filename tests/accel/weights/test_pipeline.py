@@ -16,7 +16,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from accel.machine.errors import ConfigError
 from accel.weights import pipeline as stages
 from accel.weights.pipeline import balanced_split_points, check_split_points
-from tests.accel.weights.models import Tied
+from tests.accel.weights.models import Block, Tied
 
 
 class Step(nn.Module):
@@ -140,6 +140,14 @@ def test_the_largest_stage_is_as_small_as_can_be(widths: list[int], data: st.Dat
     assert list(starts) == sorted({*starts} - {0})
     every = combinations(range(1, len(widths)), num_stages - 1)
     assert largest(widths, starts) == min(largest(widths, one) for one in every)
+
+
+def test_classes_are_not_split() -> None:
+    model = nn.Sequential(Block(), Block(), Block(), Block())
+    assert balanced_split_points(model, names(model), 2, {"Block"}) == ["2"]
+    assert balanced_split_points(model, names(model), 4, ["Block"]) == ["1", "2", "3"]
+    with pytest.raises(ConfigError, match=r"calls 4 layers once.*Start fewer processes"):
+        balanced_split_points(model, names(model), 5, {"Block"})
 
 
 def test_split_points_of_a_user_are_checked() -> None:

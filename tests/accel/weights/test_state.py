@@ -16,6 +16,7 @@ from accel import (
     disk_offload,
     dispatch_model,
     init_empty_weights,
+    load_checkpoint_in_model,
 )
 from accel.hooks import ModelHook, add_hook_to_module
 from accel.machine.errors import CheckpointError, StateError
@@ -201,6 +202,9 @@ llama = pytest.mark.skipif(
 WAYS = [(4, {}), (4, {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}), (8, {})]
 
 
+X = torch.linspace(-1, 1, 128).reshape(2, 64)
+
+
 class Model(nn.Module):
     """A layer that is quantized and one that is not."""
 
@@ -287,6 +291,27 @@ def test_lora_on_a_quantized_base_resumes_bit_equal(
     assert second.losses(range(2)) != expected[:2]
     second.accelerator.load_state(tmp_path / "state")
     assert second.losses(range(2, 5)) == expected
+
+
+@pytest.mark.parametrize(("bits", "given"), WAYS)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_codes_and_scales_are_loaded_together(
+    bits: int, given: dict[str, Any], has_run: bool, tmp_path: Path
+) -> None:
+    source, target = quantized(Model(), bits, **given), quantized(Model(1), bits, **given)
+    expected = source(X)
+    if has_run:
+        target(X)
+    # So small that a layer's entries lie in several files.
+    Accelerator(cpu=True).save_model(source, tmp_path, max_shard_size="2KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    load_checkpoint_in_model(target, tmp_path, dtype="bfloat16", keep_in_fp32_modules=["head"])
+    assert target.up.weight.dtype == source.up.weight.dtype
+    target.float()
+    target.up.bias.data.copy_(source.up.bias)  # which bf16 rounded
+    assert torch.equal(target(X), expected)
+    state = target.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in source.state_dict().items())
 
 
 def without(state: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Holds E5.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.training import GradientAccumulationPlugin
 from accel.machine.errors import ConfigError
+from accel.plan.dims import data_parallel
+from accel.strategies.deepspeed.settings import Settings
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 from tests.accel.strategies.deepspeed.helpers import completed, plan_of
 from tests.helpers import run_distributed
@@ -197,6 +200,31 @@ def test_a_schedule_takes_from_its_stand_in_what_the_configuration_leaves_out() 
     assert scheduled("WarmupLR", {"warmup_max_lr": "auto"}, own)["warmup_max_lr"] == [0.5, 0.001]
 
 
+def test_a_schedule_and_its_stand_in_do_not_disagree() -> None:
+    model = torch.nn.Linear(6, 5)
+    dummy = DummyOptim(model.parameters(), lr=0.02)
+    params = {"warmup_num_steps": 100, "warmup_max_lr": 0.5, "total_num_steps": 1000}
+    with pytest.raises(ConfigError) as error:
+        scheduled("WarmupDecayLR", params, dummy, warmup_num_steps=4, total_num_steps=21)
+    text = told_by(error)
+    assert len(error.value.problems) == 3
+    for value, source in (
+        ("warmup_max_lr=0.5", "lr=0.02 of the optimizer"),
+        ("warmup_num_steps=100", "DummyScheduler(warmup_num_steps=4)"),
+        ("total_num_steps=1000", "DummyScheduler(total_num_steps=21)"),
+    ):
+        assert f"scheduler.params.{value} with {source}" in text
+    trained = torch.optim.SGD(model.parameters(), lr=0.02)
+    with pytest.raises(ConfigError, match=r"lr=0\.02 of the optimizer"):
+        scheduled("WarmupLR", {"warmup_max_lr": 0.5}, trained)
+    nobodys = DummyOptim(model.parameters())  # nobody gave its rate, nor the steps below
+    assert scheduled("WarmupDecayLR", dict(params), nobodys) == params
+    with pytest.raises(ConfigError, match="WarmupDecayLR without total_num_steps"):
+        scheduled("WarmupDecayLR", {}, dummy)
+    with pytest.raises(ConfigError, match='total_num_steps="auto": it cannot be resolved'):
+        scheduled("WarmupDecayLR", {"total_num_steps": "auto"}, dummy)
+
+
 def test_values_that_are_auto_and_that_nobody_gives() -> None:
     """E1: "auto" is a norm of 1.0, and the warm-up of a `DummyScheduler`'s default."""
     auto = {"gradient_clipping": "auto"}
@@ -209,6 +237,21 @@ def test_values_that_are_auto_and_that_nobody_gives() -> None:
 
 
 # -- with an engine ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("bf16", None), ("fp16", "bfloat16"), ("no", "enabled=True")]
+)
+def test_autocast_of_the_configuration_is_that_of_the_run(
+    precision: str, expected: str | None
+) -> None:
+    plugin = DeepSpeedPlugin({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    dims = data_parallel(2, 0)
+    plan = replace(plan_of(plugin), mixed_precision=precision, parallel_dims=dims)
+    settings = Settings(plugin, plan)
+    settings.resolve_run([4])
+    assert len(settings.problems) == (expected is not None)
+    assert (expected or "") in "".join(problem.value for problem in settings.problems)
 
 
 def loaders_come_after_the_model() -> None:

@@ -41,3 +41,11 @@ def test_a_run_and_its_configuration_may_not_disagree() -> None:
     first, second = SPEC.problems(request({"deepspeed": named}))
     assert "train_batch_size=3 with 4 by the run" in first.value
     assert "optimizer with optimizer=" in second.value
+
+
+def test_a_file_is_recorded_by_its_content() -> None:
+    assert PLUGIN.frozen_fields is not None
+    config = {"train_batch_size": 3}
+    found = PLUGIN.frozen_fields(DeepSpeedPlugin(hf_ds_config=config))
+    assert found["hf_ds_config"]["train_batch_size"] == 3
+    assert PLUGIN.frozen_fields(DeepSpeedPlugin()) == {}

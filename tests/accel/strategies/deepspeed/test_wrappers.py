@@ -88,6 +88,18 @@ def steers_adagrad(stage: int, kind: str) -> None:
     accelerator.end_training()
 
 
+def refuses_a_schedule_from_another_rate() -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config, zero_stage=1))
+    model = build()
+    stand_in = DummyOptim(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(stand_in, lambda step: 0.5**step)
+    accelerator.prepare(model, stand_in)
+    with pytest.raises(ConfigError, match=r"LambdaLR on DummyOptim\(lr=0.001\).*engine's is 0.2"):
+        accelerator.prepare_scheduler(scheduler)
+    accelerator.end_training()
+
+
 def refuses_adagrad_in_groups() -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1))
     model = build()
@@ -100,6 +112,7 @@ def schedules() -> None:
     steers_adagrad(2, "sequential")
     steers_adagrad(3, "warm")
     refuses_adagrad_in_groups()
+    refuses_a_schedule_from_another_rate()
 
 
 def test_schedules_steer_the_optimizer_that_steps() -> None:

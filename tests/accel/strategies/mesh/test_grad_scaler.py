@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 from accel.config.handlers import GradScalerKwargs
 from accel.machine.enums import DistributedType
@@ -19,7 +18,6 @@ from accel.machine.errors import ConfigError
 from accel.state import PartialState
 from accel.strategies.mesh.gradients import ShardedStepScaler, get_grad_scaler
 from tests.accel.strategies.training import (
-    BATCH,
     Model,
     adamw,
     build,
@@ -30,8 +28,6 @@ from tests.accel.strategies.training import (
 from tests.helpers import run_distributed
 
 SCALE = 1024.0
-STEPS = 8
-POISONED = (2, 5)  # steps whose loss overflows on the last rank only
 Engines = dict[str, Any]
 
 
@@ -43,34 +39,6 @@ def run_of(engines: Engines, accumulation: int = 1, scale: float = SCALE) -> Any
         gradient_accumulation_steps=accumulation,
         kwargs_handlers=[handler],
     )
-
-
-def trained(
-    engines: Engines, poisoned: tuple[int, ...] = POISONED, accumulation: int = 1
-) -> tuple[dict[str, list[Any]], dict[str, torch.Tensor]]:
-    """Train once over the data; return what was seen after each step, and the weights."""
-    accelerator = run_of(engines, accumulation)
-    model = Model()
-    model, optimizer, loader = accelerator.prepare(
-        model, adamw(model), DataLoader(data(STEPS), BATCH)
-    )
-    found: dict[str, list[Any]] = {"losses": [], "norms": [], "skipped": [], "scales": []}
-    for index, (tokens, targets) in enumerate(loader):
-        with accelerator.accumulate(model):
-            loss = loss_of(model, tokens, targets)
-            found["losses"].append(accelerator.reduce(loss.detach(), "mean").item())
-            overflows = index in poisoned and accelerator.is_last_process
-            accelerator.backward(loss * float("inf") if overflows else loss)
-            if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5).item()
-                found["norms"].append(norm if norm < float("inf") else -1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        found["skipped"].append(accelerator.optimizer_step_was_skipped)
-        found["scales"].append(accelerator.scaler.get_scale())
-    weights = accelerator.get_state_dict(model)
-    accelerator.end_training()
-    return found, weights
 
 
 # -- an overflow in one shard --------------------------------------------------------------
