@@ -110,12 +110,10 @@ class Loop(Run):
                 "it names a validation metric",
                 "Give the data set a validation part, or leave the monitor out.",
             )
-        monitored = (self.monitor, self.mode)
-        total = self.plan.total_steps
-        self._hyperparameters = Hyperparameters(recipe, step, data, total, monitored)
-        self.schedulers = setup.make_schedulers(step, total)
+        self._hyperparameters = Hyperparameters(self)
+        self.schedulers = setup.make_schedulers(step, self.plan.total_steps)
         plateaus = setup.plateaus(self)
-        self._hyperparameters.scheduled(step, self.schedulers)
+        self._hyperparameters.start()
         self._stepping: list[tuple[LRScheduler, Any]] = [
             (scheduler, step.optimizers[name])
             for name, scheduler in self.schedulers.items()
@@ -123,8 +121,9 @@ class Loop(Run):
         ]
         self._evaluations = Evaluations(self, sets, list(plateaus.values()), self.recorder)
         parts: dict[str, Stateful] = {
-            **{"train": self.state, "meter": self.log.meter, "recipe": self._hyperparameters},
-            **{f"scheduler.{name}": one for name, one in self._hyperparameters.parts.items()},
+            "train": self.state,
+            "meter": self.log.meter,
+            "recipe": self._hyperparameters,
         }
         for name, callback in self.callbacks.items():
             if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
@@ -274,7 +273,7 @@ class Loop(Run):
         if self.resume_from is None:
             return
         self.accelerator.load_state(self.resume_from)
-        self._hyperparameters.resume(self)
+        self._hyperparameters.resume()
         self.remeasured = self._hyperparameters.measures_differently
         self.state.move_to(self.plan.global_batch)
         found = directory.read_manifest(self.resume_from).metadata.get("metrics")
@@ -282,8 +281,7 @@ class Loop(Run):
             self.metrics["validation"] = dict(found)
         self._seconds_before, self._samples_before = self.state.seconds, self.state.samples
         self.log.resume()
-        added = [name for name in self._saved.added if not self._hyperparameters.knows(name)]
-        dropped = self._saved.dropped
+        added, dropped = self._saved.added, self._saved.dropped
         for note in (
             self.saver.resume(self.resume_from),
             f"Not in the checkpoint, starting fresh: {', '.join(added)}." if added else "",

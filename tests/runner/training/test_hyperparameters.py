@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import ConfigError
 from runner.builtin.optimizers import cosine
 from runner.data.datasets import Data
 from runner.training.console import Display
-from runner.training.hyperparameters import ScheduleState, set_scaler
+from runner.training.hyperparameters import set_scaler
 from tests.runner import loops
 from tests.runner.loops import Points, newest, recipe_of, records
 
@@ -98,8 +96,9 @@ def test_a_new_rate_holds_from_the_next_step_on(tmp_path: Path, schedule: Any) -
         (None, cosine),
         (cosine, one_cycle),
         (one_cycle, None),
+        (loops.plateau, cosine),
     ],
-    ids=["argument", "off", "on", "other", "momenta"],
+    ids=["argument", "off", "on", "other", "momenta", "measured"],
 )
 def test_a_new_schedule_holds_from_the_next_step_on(tmp_path: Path, first: Any, then: Any) -> None:
     before = None if first is None else {"name": "first"}
@@ -123,32 +122,22 @@ def test_a_new_schedule_holds_from_the_next_step_on(tmp_path: Path, first: Any, 
     assert rates(tmp_path / "a")[STOP:] == pytest.approx(rates(tmp_path / "b")[STOP:], rel=1e-12)
 
 
-def test_measurements_in_place_of_a_schedule_start_anew(tmp_path: Path) -> None:
-    resumed(
-        tmp_path,
-        {"make_scheduler": loops.scheduler},
-        {"make_scheduler": loops.plateau},
-        {"scheduler": {"name": "plateau"}},
-    )
-    assert rates(tmp_path)[STOP] == pytest.approx(0.02 * (1 - 0.9 * STOP / 20))
-
-
-def test_new_options_of_a_schedule_that_follows_measurements_hold(tmp_path: Path) -> None:
-    def patient(optimizer: Any, num_steps: int) -> Any:
-        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=7)
-
-    loops.run(
-        tmp_path,
-        recipe_of(trainer__stop_after=STOP, scheduler={"name": "plateau"}),
-        make_scheduler=loops.plateau,
-    )
-    changes = {"scheduler": {"name": "plateau", "patience": 7}}
-    loop = loops.build(
-        tmp_path, recipe_of(**changes), make_scheduler=patient, resume_from=newest(tmp_path)
-    )
-    loop.run()
-    found = loop.schedulers["optimizer"]
-    assert (found.patience, found.factor, found.last_epoch) == (7, 0.25, 4)
+@pytest.mark.parametrize(
+    ("first", "then", "changes"),
+    [
+        (loops.scheduler, loops.plateau, {"scheduler": {"name": "plateau"}}),
+        (loops.plateau, loops.plateau, {"scheduler": {"name": "plateau", "patience": 7}}),
+        (loops.plateau, loops.plateau, {"checkpoint__monitor": "count"}),
+    ],
+    ids=["on", "options", "metric"],
+)
+def test_a_schedule_that_follows_measurements_is_not_changed(
+    tmp_path: Path, first: Any, then: Any, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"ReduceLROnPlateau with resume: a schedule"
+    ):
+        resumed(tmp_path, {"make_scheduler": first}, {"make_scheduler": then}, changes)
 
 
 def test_a_longer_run_follows_the_longer_schedule_at_once(tmp_path: Path) -> None:
@@ -156,14 +145,6 @@ def test_a_longer_run_follows_the_longer_schedule_at_once(tmp_path: Path) -> Non
     resumed(tmp_path / "a", made, made, {"trainer__epochs": 8})
     loops.run(tmp_path / "b", recipe_of(trainer__epochs=8), **made)
     assert rates(tmp_path / "a")[STOP:] == pytest.approx(rates(tmp_path / "b")[STOP:], rel=1e-12)
-
-
-def test_a_rate_that_follows_measurements_keeps_what_they_made_of_it(tmp_path: Path) -> None:
-    made = {"make_scheduler": loops.plateau}
-    resumed(
-        tmp_path, {**made, "make_optimizer": adamw()}, {**made, "make_optimizer": adamw(lr=2.0)}
-    )
-    assert rates(tmp_path)[STOP] == pytest.approx(100 * rates(tmp_path)[STOP - 1])
 
 
 @pytest.mark.parametrize(
@@ -298,22 +279,6 @@ def test_a_step_that_is_past_ends_nothing_and_is_refused(tmp_path: Path, after: 
     assert len(records(tmp_path)) == STOP
 
 
-def optimizer() -> torch.optim.SGD:
-    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-
-
-def test_the_best_of_another_metric_is_reset() -> None:
-    plateau = ReduceLROnPlateau(optimizer())
-    plateau.step(0.5)
-    scheduler = ReduceLROnPlateau(optimizer())
-    state = ScheduleState(scheduler)
-    state.load_state_dict(ScheduleState(plateau).state_dict())
-    assert scheduler.best == 0.5
-    assert not state.reset_best(remeasured=False)
-    assert state.reset_best(remeasured=True)
-    assert scheduler.best == math.inf
-
-
 # -- the mode of a schedule that follows a metric ------------------------------------------
 
 
@@ -335,7 +300,6 @@ COUNTED = {"checkpoint__monitor": "count", "checkpoint__mode": "max"}
 def test_a_plateau_takes_the_mode_of_the_run(tmp_path: Path, mode: str | None) -> None:
     """C2: an improvement of a metric whose best is the greatest does not cut the rate."""
     loop = plateau_loop(tmp_path, mode, **COUNTED)
-    loop._prepare()
     schedule = loop.schedulers["optimizer"]
     for value in (0.1, 0.2, 0.3):
         schedule.step(value)
@@ -352,12 +316,10 @@ def test_a_plateau_of_the_other_mode_is_refused(
 ) -> None:
     """C1: a contradiction is refused."""
     with pytest.raises(ConfigError, match=f"scheduler mode={mode}.*checkpoint.mode={mode}"):
-        plateau_loop(tmp_path, mode, **changes)._prepare()
+        plateau_loop(tmp_path, mode, **changes)
 
 
 def test_a_plateau_without_validation_data_is_refused(tmp_path: Path) -> None:
     """C1: as early stopping is."""
-    loop = plateau_loop(tmp_path)
-    loop.data.validation = None
     with pytest.raises(ConfigError, match="ReduceLROnPlateau without validation data"):
-        loop._prepare()
+        loops.build(tmp_path, recipe_of(), data=Data(Points(8)), make_scheduler=loops.plateau)
