@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel.comm.rng import preserved, set_seed
-from accel.machine.errors import ConfigError, Problem, text_of
+from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
 from runner.data import datasets
 from runner.data.batches import MicroBatch, OnDevice, Window
 from runner.training.evaluation import buffers_kept, evaluation_mode
-from runner.training.metrics import NonFiniteError
 
 if TYPE_CHECKING:
     from runner.training.run import Run
-    from runner.training.state import TrainState
 
 # Largest difference of gradients, relative to their norm, that is rounding.
 ROUNDING = {"no": 1e-3}
 ROUNDING_IN_LOW_PRECISION = 0.05
-ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
-UNUSED = "Expected to have finished reduction in the prior iteration"  # in torch's message
 MOST_SAMPLES = 64  # per window
 CONTRACT = (
     "the gradient of a step is that of its loss over all samples, however they are cut into "
@@ -182,29 +177,3 @@ def _difference(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) 
 def _ratio(one: list[list[torch.Tensor]], two: list[list[torch.Tensor]]) -> float:
     a, b = _flat(one), _flat(two)
     return float(b.norm() / a.norm()) if float(a.norm()) > 0 else float("inf")
-
-
-@contextlib.contextmanager
-def torch_explained(state: TrainState) -> Iterator[None]:
-    """Raise torch's errors of gradients as errors about keys of the recipe.
-
-    Raises:
-        ConfigError: if parameters get no gradient in every step under data parallelism.
-        NonFiniteError: if anomaly detection found a gradient that is not a number.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if found := ANOMALY.search(text_of(error)):
-            value = f"{found.group(1)} gave a gradient that is NaN at step {state.step + 1}"
-            rule = "with trainer.detect_anomaly=true it must be a number"
-            remedy = "Keep its input away from where its derivative is infinite, or lower the rate."
-            raise NonFiniteError(str(Problem(value, rule, remedy))) from error
-        if UNUSED not in text_of(error):
-            raise
-        raise ConfigError.of(
-            "trainable parameters got no gradient in a step",
-            "under data parallelism every trainable parameter must take part in the loss",
-            "Set distributed.ddp.find_unused_parameters=true, or freeze unused parameters; "
-            "TORCH_DISTRIBUTED_DEBUG=INFO names them.",
-        ) from error

@@ -168,7 +168,7 @@ class Loop(Run):
         self.check_limits(resumed=True)
         self._validate_if_due()  # a signal may have interrupted it
         anomalies = torch.autograd.set_detect_anomaly(self.recipe.trainer.detect_anomaly)
-        with anomalies, gradient_check.torch_explained(self.state), self._profiler() as profiling:
+        with anomalies, self._profiler() as profiling:
             while self.stopped is None:
                 self._train_epoch(profiling)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -147,18 +146,11 @@ class TrainLog:
         self._rates = {}
         of_run["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
         self._recorder.write("train", values, run.seconds, of_run)
-        values = self._recorder.renamed(values, of_run) | of_run
+        values |= of_run
         run.display.values(values)
         return values
 
 
-logger = logging.getLogger(__name__)
-
-# Names of what the run itself writes; a value of the user's of such a name gets another.
-RESERVED = (
-    *("step", "epoch", "samples", "split", WEIGHTS_STEP, "time"),
-    *("lr", "samples_per_second", "skipped_steps"),
-)
 PURGING = ("tensorboard", "csv")  # trackers that take `purge_step`
 # By tracker, the argument that names a run; the others name it after the project.
 RUN_NAMES = {"mlflow": "run_name", "wandb": "name", "swanlab": "name", "trackio": "name"}
@@ -178,7 +170,6 @@ class Recorder:
         self._early: list[dict[str, object]] | None = []
         self._resumed_at: int | None = None
         self._told: set[object] = set()  # splits that trackers have at the step that is resumed
-        self._renamed: set[str] = set()
 
     def open(self, resumed: bool) -> None:
         """Open the trackers; where the run is resumed (from `state`), later records are removed."""
@@ -217,8 +208,7 @@ class Recorder:
 
         Args:
             split: whose they are.
-            values: as measured; trackers get them under ``<split>/<name>``, and the file with a
-                name of the run's own as ``<name>_value``.
+            values: as measured; trackers get them under ``<split>/<name>``.
             seconds: since the run began.
             of_run: values that belong to no split; trackers get them under their own names.
             weights_step: the step whose weights were measured; None: the present ones.
@@ -227,8 +217,7 @@ class Recorder:
         where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
         if weights_step is not None:
             where[WEIGHTS_STEP] = weights_step
-        own = self.renamed(values, common)
-        record = {**where, "split": split, **own, **common, "time": round(seconds, 3)}
+        record = {**where, "split": split, **values, **common, "time": round(seconds, 3)}
         if self._early is not None:
             self._early.append(record)
         elif self._file is not None:
@@ -236,23 +225,6 @@ class Recorder:
         if state.step != self._resumed_at or split not in self._told:
             named = {f"{split}/{name}": value for name, value in values.items()} | common
             self._accelerator.log(named, step=state.step)
-
-    def renamed(self, values: Mapping[str, float], of_run: Mapping[str, float]) -> dict[str, float]:
-        """Return values by names that neither `of_run` nor the run's records have."""
-        found: dict[str, float] = {}
-        for name, value in values.items():
-            other = name
-            while other in RESERVED or other in of_run or (other != name and other in values):
-                other = f"{other}_value"
-            found[other] = value
-            if other != name and name not in self._renamed:
-                self._renamed.add(name)
-                logger.warning(
-                    "The run writes a value of its own as %s: yours is in metrics.jsonl as %s.",
-                    name,
-                    other,
-                )
-        return found
 
     def close(self) -> None:
         """Close the file. Trackers are closed by the engine, with the run's processes."""

@@ -1,10 +1,10 @@
 """`run.log` of a run: everything that its main process prints, as plain text.
 
 Standard output and standard error of the process are copied line by line as they are written: the
-run's own lines, the user's prints and warnings. A line that is redrawn on a terminal, as a progress
-bar, is kept as it was last; control codes are left out. A resumed run adds to the file. The
-launcher of several processes writes into the same file (how they ended), complete lines at a time.
-Output that native code writes past Python (a crash in C++) is on the terminal only.
+run's own lines, the user's prints and warnings. Of a line that is redrawn on a terminal, such as a
+progress bar, the last drawing is kept; control codes are left out. A resumed run adds to the file.
+The launcher of several processes writes into the same file (how they ended), complete lines at a
+time. Output that native code writes past Python (a crash in C++) is on the terminal only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,8 +26,6 @@ from runner.runs.directory import RUN_LOG
 BEGIN = "--- process"
 # Sequences of ANSI X3.64: colours and the like, titles of windows, single escapes.
 _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\^_]")
-_ERASE = re.compile(r"\x1b\[[012]?K")
-_UP = re.compile(r"\x1b\[1?A")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 MOST_WAITING = 1 << 16  # characters of a line without an end
 
@@ -40,10 +38,13 @@ class RunLog:
         self._file: int | None = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
         )
+        self.after_fork()
+        _OPEN.add(self)
+
+    def after_fork(self) -> None:
+        """Forget in a child what the parent has begun to write."""
         self._lock = threading.Lock()
         self._waiting: dict[int, str] = {}
-        self._drawn: dict[int, str] = {}  # a redrawn line that the cursor may yet go back to
-        _OPEN.add(self)
 
     def feed(self, source: int, text: str) -> str:
         """Take text of a stream, told apart by the number `source`, and write complete lines.
@@ -52,28 +53,11 @@ class RunLog:
             Why it could not be written, the first time; else nothing.
         """
         with self._lock:
-            # The end of a redrawn line is where the next drawing begins.
-            waiting = self._waiting.get(source, "") + _ERASE.sub("\r", text)
-            *lines, rest = waiting.split("\n")
-            kept = self._complete(source, lines)
-            if rest and self._drawn.get(source):
-                kept += [] if _UP.search(rest) else [self._drawn[source]]
-                self._drawn[source] = ""
-            self._waiting[source] = _redrawn(rest)[-MOST_WAITING:]
+            *lines, rest = (self._waiting.get(source, "") + text).split("\n")
+            self._waiting[source] = rest[-MOST_WAITING:]
+            # A redrawn line that was erased at last leaves none.
+            kept = [_plain(line) for line in lines if _plain(line) or "\r" not in line.rstrip("\r")]
             return self._write("".join(f"{line}\n" for line in kept))
-
-    def _complete(self, source: int, lines: Sequence[str]) -> list[str]:
-        """Return complete lines as they are to be kept; a drawing waits for the text behind it."""
-        kept = []
-        for line in lines:
-            drawn, self._drawn[source] = self._drawn.get(source, ""), ""
-            kept += [drawn] if drawn and not _UP.search(line) else []
-            redrawn = "\r" in line.rstrip("\r")
-            if redrawn and _plain(line):
-                self._drawn[source] = _plain(line)
-            elif not redrawn or _plain(line):
-                kept.append(_plain(line))
-        return kept
 
     def line(self, text: str) -> str:
         """Write a line that is on no stream; return as `feed`."""
@@ -94,19 +78,13 @@ class RunLog:
     def close(self) -> None:
         """Write what is left of a line, and close the file."""
         with self._lock:
-            for rest in [*self._drawn.values(), *self._waiting.values()]:
-                if _plain(rest).strip():
-                    self._write(f"{_plain(rest)}\n")
+            for rest in map(_plain, self._waiting.values()):
+                if rest.strip():
+                    self._write(f"{rest}\n")
             self._waiting.clear()
-            self._drawn.clear()
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
-
-    def after_fork(self) -> None:
-        """Forget in a child what the parent has begun to write."""
-        self._lock = threading.Lock()
-        self._waiting, self._drawn = {}, {}
 
 
 _OPEN: weakref.WeakSet[RunLog] = weakref.WeakSet()
@@ -119,11 +97,6 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _redrawn(line: str) -> str:
-    """Return the end of a line that is not complete, without earlier drawings of it."""
-    return line[line.rfind("\r") :] if "\r" in line.rstrip("\r") else line
 
 
 def _plain(line: str) -> str:
@@ -153,10 +126,6 @@ class Tee:
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the stream."""
         return getattr(self._stream, name)
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the stream, as one does that is open for reading, too."""
-        return iter(self._stream)
 
 
 _ACTIVE: list[RunLog] = []

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from runner.data.batches import MicroBatch, Window
     from runner.recipe.schema import Trainer
 
+# Names of what the run itself logs.
+RESERVED = (
+    *("step", "epoch", "samples", "split", "weights_step", "time"),
+    *("lr", "samples_per_second", "skipped_steps"),
+)
+
 
 class Step(ABC):
     """Owns models and optimizers, and makes one optimizer step from a window of micro-batches.
@@ -390,6 +396,14 @@ def _checked(objective: Objective) -> tuple[Callable[..., Any], Callable[..., An
     )
 
 
+def _require_free(owner: object, method: str, names: Mapping[str, object]) -> None:
+    """Refuse names of what the run itself logs."""
+    for name in names:
+        if name in RESERVED or name.startswith("lr_"):
+            rule = "the run logs a value of its own of that name"
+            raise refused(owner, method, f"{name!r}", rule, f'Return it as "own_{name}".')
+
+
 def checked_tensors(owner: object, method: str, value: object) -> dict[str, torch.Tensor]:
     """Return values by name, each a tensor; else a ConfigError about the method of `owner`."""
     rule = "it returns tensors by name"
@@ -399,6 +413,8 @@ def checked_tensors(owner: object, method: str, value: object) -> dict[str, torc
         if not isinstance(found, torch.Tensor):
             shown_value = f"{shown(found)} for {name!r}"
             raise refused(owner, method, shown_value, rule, "Return a tensor for each name.")
+    if method == "train":
+        _require_free(owner, method, value)
     return dict(value)
 
 
@@ -418,4 +434,5 @@ def checked_metrics(owner: object, value: object) -> dict[str, float]:
         except (TypeError, ValueError):
             shown_value = f"{shown(metric)} for {name!r}"
             raise refused(owner, "summarize", shown_value, rule, remedy) from None
+    _require_free(owner, "summarize", found)
     return found

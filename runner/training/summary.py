@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.recipe.units import counted, size
+from runner.recipe.units import counted
 from runner.runs.json_files import WEIGHTS_STEP
 from runner.training.console import clock, number, short
 
@@ -31,7 +31,6 @@ def header_rows(loop: Run) -> list[Row]:
         ("device", device_line(loop.accelerator)),
         ("engine", engine_line(loop.accelerator)),
         ("model", model_line(loop)),
-        ("per rank", memory_line(loop)),
         ("data", data_line(loop.data)),
         ("batch", batch_line(loop.plan, loop.accelerator.parallel_dims.model_size)),
         ("length", length_line(loop)),
@@ -91,20 +90,6 @@ def _axes(accelerator: Accelerator) -> dict[str, int]:
     return {"data": accelerator.num_processes} if accelerator.num_processes > 1 else {}
 
 
-def memory_line(loop: Run) -> str:
-    """Return e.g. "parameters 2.6 MB · gradients 2.6 MB · optimizer state 5.3 MB"."""
-    step = loop.step
-    held = loop.accelerator.strategy.state.footprint(step.models.values(), step.optimizers.values())
-    state = held.optimizer_state
-    return " · ".join(
-        (
-            f"parameters {size(held.parameters)}",
-            f"gradients {size(held.gradients)}",
-            f"optimizer state {'not known yet' if state is None else size(state)}",
-        )
-    )
-
-
 def model_line(loop: Run) -> str:
     """Return e.g. "Cnn · 123,456 parameters, all trainable"."""
     total, trainable = loop.num_parameters
@@ -136,20 +121,15 @@ def batch_line(plan: BatchPlan, copies: int = 1) -> str:
 
 
 def length_line(loop: Run) -> str:
-    """Return how long the run is, e.g. "20 epochs × 20 steps = 400 steps"."""
-    trainer, plan = loop.recipe.trainer, loop.plan
-    limits = [] if trainer.epochs is None else [counted(trainer.epochs, "epoch")]
-    if plan.steps_per_epoch is None or trainer.epochs is None:
-        limits += [] if trainer.max_steps is None else [counted(trainer.max_steps, "step")]
-        return " or ".join(limits)
-    unlimited = counted(trainer.epochs * plan.steps_per_epoch, "step")
-    line = f"{limits[0]} × {counted(plan.steps_per_epoch, 'step')} = {unlimited}"
-    total = counted(plan.total_steps or 0, "step")
-    if plan.total_steps not in (trainer.max_steps, trainer.epochs * plan.steps_per_epoch):
-        # Resumed with epochs of another length.
-        made, left = loop.state.step, (plan.total_steps or 0) - loop.state.step
-        return f"{total}: {made} made, then {left} to the end of epoch {trainer.epochs}"
-    return line if total == unlimited else f"{total} (of {line})"
+    """Return how long the run is, e.g. "20 epochs × 20 steps, 400 steps"."""
+    epochs, plan, parts = loop.recipe.trainer.epochs, loop.plan, []
+    if epochs is not None and plan.steps_per_epoch is not None:
+        parts.append(f"{counted(epochs, 'epoch')} × {counted(plan.steps_per_epoch, 'step')}")
+    elif epochs is not None:
+        parts.append(counted(epochs, "epoch"))
+    if plan.total_steps is not None:
+        parts.append(counted(plan.total_steps, "step"))
+    return ", ".join(parts)
 
 
 def summary_of(loop: Run) -> dict[str, object]:

@@ -14,12 +14,8 @@ from torch import nn
 from accel.machine.errors import ConfigError
 from runner.data.batches import MicroBatch, Window
 from runner.training.console import Display
-from runner.training.gradient_check import torch_explained
 from runner.training.loop import Loop
-from runner.training.metrics import NonFiniteError
-from runner.training.state import TrainState
 from runner.training.step import SupervisedStep
-from tests.helpers import run_distributed
 from tests.runner import loops
 from tests.runner.loops import recipe_of
 
@@ -93,44 +89,3 @@ def test_batch_statistics_are_left_alone(tmp_path: Path) -> None:
     loop = loop_of(tmp_path, MeanStep, model=model)
     loop.run()
     assert model[1].num_batches_tracked == 3  # type: ignore[union-attr]
-
-
-# -- torch's own errors --------------------------------------------------------------------
-
-
-class Forked(nn.Module):
-    """A model with a layer that never takes part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = nn.Linear(2, 1), nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
-
-
-def train_forked() -> str:
-    from accel import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(Forked())
-    try:
-        with torch_explained(TrainState()):
-            for _ in range(2):
-                accelerator.backward(model(torch.ones(4, 2)).sum())
-    except ConfigError as error:
-        return str(error)
-    return "no error"
-
-
-def test_unused_parameters_name_the_key() -> None:
-    for answer in run_distributed(train_forked, 2):
-        assert "distributed.ddp.find_unused_parameters=true" in answer
-
-
-@pytest.mark.filterwarnings("ignore:Error detected in")
-def test_an_anomaly_names_the_operation_and_the_step() -> None:
-    x = torch.zeros(1, requires_grad=True)
-    with pytest.raises(NonFiniteError, match=r"SqrtBackward0 gave a gradient .* at step 7"):
-        with torch.autograd.set_detect_anomaly(True), torch_explained(TrainState(step=6)):
-            (x.sqrt() * 0).sum().backward()

@@ -134,9 +134,7 @@ def test_a_new_schedule_holds_from_the_next_step_on(tmp_path: Path, first: Any, 
 def test_a_schedule_that_follows_measurements_is_not_changed(
     tmp_path: Path, first: Any, then: Any, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=r"ReduceLROnPlateau with resume: a schedule"
-    ):
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau with resume: a schedule"):
         resumed(tmp_path, {"make_scheduler": first}, {"make_scheduler": then}, changes)
 
 

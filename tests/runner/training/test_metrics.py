@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from accel.checkpoint.directory import checkpoints
+from accel.machine.errors import ConfigError
 from accel.trackers.table import TRACKERS
 from runner.data.datasets import Data
 from tests import commands
@@ -97,35 +98,21 @@ def test_trackers_get_the_values_under_their_names(tmp_path: Path) -> None:
 
 
 class Timed(Fit):
-    """Measures things under names that the run's own values have."""
+    """Measures something under a name that the run itself has."""
 
     def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        return {**super().summarize(values), "time": 0.5, "samples": 3.0, "samples_value": 4.0}
+        return {**super().summarize(values), "time": 0.5}
 
 
-def test_a_value_of_a_name_of_the_runs_own_gets_another(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = build(tmp_path, recipe_of(trainer__epochs=2), objective=Timed())
+def test_a_name_of_the_runs_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"Timed.summarize returned 'time': .* \"own_time\""):
+        run(tmp_path / "a", recipe_of(trainer__sanity_steps=1), objective=Timed())
+    loop = build(tmp_path / "b", recipe_of())
     train = loop.step.train
-
-    def trained_so(*arguments: Any) -> dict[str, torch.Tensor]:
-        return {**train(*arguments), "lr": torch.tensor(7.0), "step": torch.tensor(8.0)}
-
-    monkeypatch.setattr(loop.step, "train", trained_so)
-    loop.run()
-    loop.accelerator.end_training()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if line["split"] == "train"]
-    assert [line["step"] for line in trained] == list(range(1, 11))
-    assert {(line["lr_value"], line["step_value"]) for line in trained} == {(7.0, 8.0)}
-    assert all(line["lr"] < 1 for line in trained)
-    measured = [line for line in lines if line["split"] == "validation"]
-    assert [line["samples"] for line in measured] == [trained[4]["samples"], trained[9]["samples"]]
-    values = {(m["time_value"], m["samples_value_value"], m["samples_value"]) for m in measured}
-    assert values == {(0.5, 3.0, 4.0)}
-    told = [text for text in caplog.messages if "in metrics.jsonl as" in text]
-    assert len(told) == 4  # once for each name
+    logged = {"lr_own": torch.tensor(7.0)}
+    monkeypatch.setattr(loop.step, "train", lambda *given: {**train(*given), **logged})
+    with pytest.raises(ConfigError, match=r"SupervisedStep.train returned 'lr_own'"):
+        loop.run()
 
 
 def test_a_resumed_run_appends_to_its_trackers_files(tmp_path: Path) -> None:
