@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from accel.machine.errors import ConfigError, Problem
-from runner.runs import sessions, sweep_records
-from runner.runs.json_files import JsonObject
+from runner.runs import sessions
+from runner.runs.directory import SWEEP
 from runner.runs.record import RunRecord
 
-SWEEP, SWEEP_PREFIX, JOURNAL = "sweep.json", "sweep-", sweep_records.FILE
 DEFAULT_FOLDER = "runs"
 DEPTH = 6
 NO_RUNS = ("tensorboard", "logs")  # folders of a sweep, of a folder for each job
@@ -62,13 +61,6 @@ def require_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
     return list(found.values())
 
 
-def is_sweep(path: Path) -> bool:
-    """Return whether a directory is that of a sweep."""
-    return (path / SWEEP).is_file() or (
-        path.name.startswith(SWEEP_PREFIX) and (path / JOURNAL).is_file()
-    )
-
-
 def _walk(path: Path, depth: int) -> Iterator[RunRecord]:
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
@@ -76,23 +68,17 @@ def _walk(path: Path, depth: int) -> Iterator[RunRecord]:
         return
     names = {entry.name for entry in entries}
     if sessions.FOLDER in names or _STAMPED.fullmatch(path.name):
-        yield RunRecord(path, *_of_sweep(path))
+        of_sweep = _NUMBERED.fullmatch(path.name) and (path.parent / SWEEP).is_file()
+        yield RunRecord(path, path.parent.name if of_sweep else None)
         return
     folders = [entry for entry in entries if entry.name[0] != "." and entry.is_dir()]
-    if SWEEP in names or (path.name.startswith(SWEEP_PREFIX) and JOURNAL in names):
-        journal = sweep_records.last_of_each_job(path)
+    if SWEEP in names:
         for entry in folders:
             if _NUMBERED.fullmatch(entry.name):
-                yield RunRecord(Path(entry.path), path.name, journal.get(int(entry.name)))
+                yield RunRecord(Path(entry.path), path.name)
             elif depth > 0 and entry.name not in NO_RUNS:  # another sweep may lie there
                 yield from _walk(Path(entry.path), depth - 1)
         return
     if depth > 0:
         for entry in folders:
             yield from _walk(Path(entry.path), depth - 1)
-
-
-def _of_sweep(path: Path) -> tuple[str | None, JsonObject | None]:
-    if not _NUMBERED.fullmatch(path.name) or not is_sweep(path.parent):
-        return None, None
-    return path.parent.name, sweep_records.last_of_each_job(path.parent).get(int(path.name))

@@ -59,13 +59,11 @@ class RunRecord:
     Attributes:
         path: the run directory.
         sweep: the name of the directory of its sweep; None: it is no job of one.
-        journal: the last record of the job's newest attempt in the sweep's journal; empty: none.
     """
 
-    def __init__(self, path: Path, sweep: str | None = None, journal: Fields | None = None) -> None:
+    def __init__(self, path: Path, sweep: str | None = None) -> None:
         self.path = path
         self.sweep = sweep
-        self.journal = dict(journal or {})
         self._problems: list[str] = []
         self._nodes: JsonObject = {}
 
@@ -172,11 +170,14 @@ class RunRecord:
 
     @cached_property
     def ended(self) -> Fields:
-        """How its newest session ended; empty: it did not. A try leaves a complete run as it is."""
-        found = [self._loaded(one / sessions.ENDED) for one in sessions.of_run(self.path)[-1:]]
-        current = {} if self.session is None else self._loaded(self.session / sessions.ENDED)
-        is_complete = (current.get("summary") or {}).get("complete") is True
-        return current if is_complete else next(iter(found), {})
+        """How its newest session ended; empty: it did not."""
+        folder = sessions.last(self.path)
+        return {} if folder is None else self._loaded(folder / sessions.ENDED)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it came to the end that it was given."""
+        return self.ended.get("code") == exit_codes.DONE
 
     @cached_property
     def summary(self) -> Fields:
@@ -221,31 +222,23 @@ class RunRecord:
     @cached_property
     def status(self) -> str:
         """One of `STATUSES`."""
-        if self.holder is not None:
+        summary = self.ended.get("summary") or {}
+        if summary.get("complete") is not True and self.holder is not None:
             return RUNNING
         if not self._is_recipe:
             return BROKEN
-        if self.journal.get("status") == PRUNED:
+        if summary.get("stopped") == PRUNED:
             return PRUNED
-        if summary := self.ended.get("summary"):
-            return FINISHED if summary.get("complete") is True else STOPPED
+        if summary:
+            return FINISHED if summary["complete"] is True else STOPPED
         if self.ended:
             return ENDED_WITH.get(self.ended["code"], CUT_OFF)
-        if self._is_failed_job:
-            return FAILED
         return SUBMITTED if self.is_submitted else CUT_OFF
 
     @property
     def is_submitted(self) -> bool:
         """Whether its newest session is one that waits for Slurm, or waited in vain."""
         return any((one / sessions.SUBMITTED).exists() for one in sessions.of_run(self.path)[-1:])
-
-    @property
-    def _is_failed_job(self) -> bool:
-        """Whether the journal has the newest attempt as failed; a killed process says nothing."""
-        # A job that was resumed by itself since is not in the journal.
-        at = number(self.journal.get("time")) or 0.0
-        return self.journal.get("status") == FAILED and at >= self.started
 
     @property
     def reason(self) -> str:
@@ -256,10 +249,8 @@ class RunRecord:
             return "; ".join(dict.fromkeys(self.problems))
         if self.status == SUBMITTED:
             return f"Slurm's job {sessions.submitted_job(self.path)} has not begun"
-        if self.status == FAILED and self.failure:
-            return str(self.failure.get("message") or "")
         if self.status == FAILED:
-            return self.journal.get("reason") or "the journal of its sweep names no reason"
+            return str(self.failure.get("message") or "")
         if self.status == CUT_OFF:
             return "it was ended without saving: by Ctrl-C, a kill, or a loss of power"
         return str(self.summary.get("reason") or "")

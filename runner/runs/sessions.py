@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 import time
@@ -25,6 +26,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
+from runner.exit_codes import DONE
 from runner.recipe import paths
 from runner.runs import environment
 from runner.runs.json_files import Fields, read_json, write_json
@@ -61,12 +63,12 @@ def run_dir_of(folder: Path) -> Path:
 
 def of_run(run_dir: Path) -> list[Path]:
     """Return the sessions of a run, oldest first."""
-    return [folder for folder in _folders(run_dir) if (folder / JOB).exists()]
+    return [folder for folder in _folders(run_dir) if _has(folder, JOB)]
 
 
 def begun(run_dir: Path) -> list[Path]:
     """Return the sessions of a run in which a step was made, oldest first."""
-    return [folder for folder in _folders(run_dir) if (folder / BEGUN).exists()]
+    return [folder for folder in _folders(run_dir) if _has(folder, BEGUN)]
 
 
 def current(run_dir: Path) -> Path | None:
@@ -74,9 +76,11 @@ def current(run_dir: Path) -> Path | None:
 
     The folder of a session is its own.
     """
-    if (run_dir / JOB).exists():
+    if _has(run_dir, JOB):
         return run_dir
-    return next(iter(begun(run_dir)[::-1]), None) or next(iter(of_run(run_dir)), None)
+    folders = _folders(run_dir)
+    newest = (folder for folder in reversed(folders) if _has(folder, BEGUN))
+    return next(newest, None) or next((folder for folder in folders if _has(folder, JOB)), None)
 
 
 def read(run_dir: Path, name: str) -> bytes | None:
@@ -109,6 +113,31 @@ def end(folder: Path, code: int, **more: object) -> None:
             if error.errno not in paths.FULL:
                 raise
             logger.warning("%s could not be written: %s", folder / ENDED, error)
+
+
+def last(run_dir: Path) -> Path | None:
+    """Return the session whose end is the run's: the newest one. None: there is none.
+
+    A try that made no step leaves a complete run complete.
+    """
+    folders = of_run(run_dir)
+    if len(folders) > 1 and summary(run_dir).get("complete") is True:
+        return current(run_dir)
+    return folders[-1] if folders else None
+
+
+def ended(run_dir: Path) -> Fields:
+    """Return how a run ended; empty: it did not."""
+    folder = last(run_dir)
+    return {} if folder is None else read_json(folder / ENDED)
+
+
+def is_done(run_dir: Path) -> bool:
+    """Return whether a run came to the end that it was given: nothing is left of its command.
+
+    This is the one definition of finished. A limit of the session (`trainer.max_time`) is an end.
+    """
+    return ended(run_dir).get("code") == DONE
 
 
 def summary(run_dir: Path) -> Fields:
@@ -154,8 +183,13 @@ def earlier_environments(run_dir: Path) -> list[Path]:
 
 
 def _folders(run_dir: Path) -> list[Path]:
+    parent = run_dir / FOLDER
     try:
-        found = [one for one in (run_dir / FOLDER).iterdir() if _NUMBER.fullmatch(one.name)]
+        found = [name for name in os.listdir(parent) if _NUMBER.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=lambda folder: int(folder.name))
+    return [parent / name for name in sorted(found, key=int)]
+
+
+def _has(folder: Path, name: str) -> bool:
+    return os.path.exists(f"{folder}/{name}")  # thousands of runs are listed

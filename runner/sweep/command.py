@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 
 from accel.machine import passwords
 from accel.machine.errors import ConfigError, Problem
-from runner.exit_codes import DONE, FAILED, INTERRUPTED, REFUSED, STOPPED
+from runner.exit_codes import FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.launch import failures
 from runner.recipe import hydra_setup, launchers, serialization, sweepers
 from runner.recipe.composition import Examined
@@ -32,7 +33,6 @@ from runner.sweep import (
 )
 from runner.sweep.directory import Description, Sweep
 from runner.sweep.jobs import Choice
-from runner.sweep.journal import JobState
 from runner.sweep.live import Live
 from runner.sweep.settings import Settings
 
@@ -112,25 +112,22 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
     over = finished.find(request.given, request.config_name, request.settings)
     if over is not None:
         check([])
-        return table.nothing_left(over[0], request.config_name, over[1])
+        return table.nothing_left(over, request.config_name)
     with contextlib.ExitStack() as stack:
         server = _Server(stack)
         known = _known(request, check, server)
         jobs.require_cluster(known.choice)
         sweep = known.sweep
-        states = {} if sweep is None else sweep.journal.states()
-        numbers = _pending(sweep, known, states)
-        if known.choice.known and sweep is not None and not numbers:
-            return table.nothing_left(sweep, request.config_name, states)
-        require(_to_require(known, sweep, numbers))
+        if known.choice.known and sweep is not None and not sweep.pending():
+            return table.nothing_left(sweep, request.config_name)
+        require(_to_require(known, sweep))
         jobs.require_place(known.choice, request.overrides)
         if sweep is None:
             assert known.description is not None
             recipe = known.first.recipe
             sweep = directory.create(request.settings.dir, recipe, known.description)
-            states = sweep.journal.states()
-            numbers = _pending(sweep, known, states)
-        print(f"sweep: {sweep.path}{_of_how_many(known, states, numbers)}", flush=True)
+        numbers = sweep.pending()
+        print(f"sweep: {sweep.path}{_of_how_many(sweep, numbers)}", flush=True)
         code = _run(request, known, sweep, numbers, server, hydra)
         if known.sweep is None and request.settings.dir is None and code == REFUSED:
             _remove_unstarted(sweep)
@@ -139,7 +136,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
 
 def _remove_unstarted(sweep: Sweep) -> None:
     """Remove the directory that this command has made, if no job was started in it."""
-    if not sweep.journal.records() and not any(sweep.path.glob(f"{task.CONTROL}*")):
+    if not sweep.started() and not any(sweep.path.glob(f"{task.CONTROL}*")):
         shutil.rmtree(sweep.path, ignore_errors=True)
 
 
@@ -255,31 +252,22 @@ def _described(
     )
 
 
-def _pending(sweep: Sweep | None, known: _Known, states: dict[int, JobState]) -> tuple[int, ...]:
-    """Return the jobs to train: those that are not complete."""
-    total = len(sweep.description.jobs) if sweep is not None else len(known.examined or ())
-    done = {number for number, state in states.items() if state.is_complete}
-    return tuple(number for number in range(total) if number not in done)
-
-
-def _to_require(known: _Known, sweep: Sweep | None, numbers: Sequence[int]) -> list[Examined]:
+def _to_require(known: _Known, sweep: Sweep | None) -> list[Examined]:
     if known.examined is not None:
         return known.examined
     assert sweep is not None
-    listed = sweep.description.jobs
-    recipes = ((number, sweep.recipe(number)) for number in numbers)
-    name = sweep.description.config_name
+    listed, name = sweep.description.jobs, sweep.description.config_name
+    recipes = ((number, sweep.recipe(number)) for number in sweep.pending())
     return [
         Examined(recipe, [], listed[number].overrides, name) for number, recipe in recipes if recipe
     ]
 
 
-def _of_how_many(known: _Known, states: dict[int, JobState], numbers: Sequence[int]) -> str:
-    if not known.choice.known:
-        return ""
-    done = sum(state.is_complete for state in states.values())
+def _of_how_many(sweep: Sweep, numbers: Sequence[int]) -> str:
+    total = len(sweep.description.jobs)
+    done = total - len(numbers)
     before = f", {done} are finished" if done else ""
-    return f" ({len(numbers) + done} jobs{before})"
+    return f" ({total} jobs{before})" if total else ""
 
 
 # -- running -------------------------------------------------------------------------------
@@ -293,10 +281,9 @@ def _run(
     server: _Server,
     hydra: Hydra,
 ) -> int:
-    choice, num_records = known.choice, len(sweep.journal.records())
-    before = sweep.journal.states()
-    done = sum(state.is_complete for state in before.values())
+    choice, before = known.choice, _sessions(sweep)
     total = len(sweep.description.jobs) if choice.known else None
+    done = total - len(numbers) if total else len(sweep.started())
     with hydra_setup.session():
         levels = hydra_setup.log_levels(request.overrides)
     with task.control_folder(sweep.path) as control, contextlib.ExitStack() as stack:
@@ -332,20 +319,19 @@ def _run(
         except Exception as error:  # of the launcher or the sweeper
             code = failures.report(error)
         stack.close()
-        if code == REFUSED:
-            if len(sweep.journal.records()) == num_records:
-                return code
-            code = FAILED  # jobs were started: a search has found no objective in them
-        stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
-        mine = () if stopped else numbers
-        ended = table.conclude(request.config_name, sweep, mine, before, is_search=choice.is_search)
-        if ended is None:
-            ended = DONE if choice.known or choice.is_search else FAILED
-        if code in (STOPPED, INTERRUPTED):
+        if code == REFUSED and _sessions(sweep) == before:
             return code
+        stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
+        ended = table.conclude(sweep, request.config_name, is_stopped=stopped)
         if stopped:
-            return STOPPED
-        return FAILED if FAILED in (code, ended) else max(code, ended)
+            return code if code in (STOPPED, INTERRUPTED) else STOPPED
+        # A search that is refused after its first jobs has failed.
+        return FAILED if {code, ended} & {FAILED, REFUSED} else max(code, ended)
+
+
+def _sessions(sweep: Sweep) -> set[Path]:
+    """Return the sessions of all jobs."""
+    return set(sweep.path.glob("[0-9]*/sessions/*"))
 
 
 def _common(sweep: Sweep, examined: Sequence[Examined]) -> set[str]:

@@ -1,8 +1,8 @@
 """The directory of a sweep: found again by the same command, described by `sweep.json`.
 
 ``<output_dir>/<name>/sweep-<time>-<digest>/`` holds `sweep.json` (written before the first job, and
-never changed), `journal.jsonl`, `results.csv` and a run directory for each job, named by its number
-with four digits. The digest is that of the command: the config's name and the overrides, without
+never changed) and a run directory for each job, named by its number with four digits. A job's state
+is that of its run. The digest is that of the command: the config's name and the overrides, without
 those that only say where jobs run. Free of torch.
 """
 
@@ -26,9 +26,8 @@ from accel.machine.errors import ConfigError, Problem
 from runner.recipe import hydra_setup, paths, resumed_recipe, serialization, sweepers
 from runner.recipe.schema import Recipe
 from runner.runs import directory as run_directory
-from runner.runs import lock
+from runner.runs import lock, sessions
 from runner.runs.directory import SWEEP, SWEEPS
-from runner.sweep.journal import Journal
 from runner.sweep.settings import is_setting
 
 FORMAT = 1
@@ -96,14 +95,18 @@ class Sweep:
     path: Path
     description: Description
 
-    @property
-    def journal(self) -> Journal:
-        """The journal of its jobs."""
-        return Journal(self.path)
-
     def run_dir(self, number: int) -> Path:
         """Return the run directory of a job, which may not exist yet."""
         return self.path / run_name(number)
+
+    def started(self) -> list[int]:
+        """Return the numbers of the jobs that have a run directory."""
+        return sorted(int(path.name) for path in self.path.glob("[0-9]*") if path.name.isdigit())
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the jobs, of those that are known in advance, whose runs are not finished."""
+        known = (job.number for job in self.description.jobs)
+        return tuple(number for number in known if not sessions.is_done(self.run_dir(number)))
 
     def recipe(self, number: int) -> Recipe | None:
         """Return the recipe of a job that is known in advance, as composed; None: it is not."""

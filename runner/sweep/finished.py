@@ -17,17 +17,14 @@ from runner.recipe.schema import Recipe
 from runner.runs.directory import SWEEP
 from runner.sweep import directory
 from runner.sweep.directory import Description, Sweep
-from runner.sweep.journal import JobState
 from runner.sweep.settings import Settings
 
 # Interpolations whose values are not in the files of a recipe.
 RESOLVER = re.compile(rb"\$\{[^}]*:")
 
 
-def find(
-    given: Sequence[str], config_name: str, chosen: Settings
-) -> tuple[Sweep, dict[int, JobState]] | None:
-    """Return the finished sweep of a command and its states; None: composing tells.
+def find(given: Sequence[str], config_name: str, chosen: Settings) -> Sweep | None:
+    """Return the finished sweep of a command; None: composing tells.
 
     Args:
         given: the overrides of the command, those of where jobs run included.
@@ -47,13 +44,12 @@ def find(
         return None
     if chosen.dir is None and not _is_where_it_was_made(sweep):
         return None
-    states = sweep.journal.states()
-    if not all(job.number in states and states[job.number].is_complete for job in there.jobs):
+    if sweep.pending():
         return None
     with hydra_setup.session(given):  # dearer than all before
         if not are_of(there, fingerprint()):
             return None
-    return sweep, states
+    return sweep
 
 
 def _place(digest: str, chosen: Settings) -> Path | None:

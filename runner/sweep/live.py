@@ -24,7 +24,7 @@ from runner.exit_codes import DONE
 from runner.recipe.schema import Recipe
 from runner.runs.json_files import METRICS
 from runner.runs.outcomes import describe_exit
-from runner.sweep.journal import FAILED, JobState, Journal, status_of
+from runner.runs.record import CUT_OFF, ENDED_WITH, RunRecord
 from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 
 REFRESH_SECONDS = 1.0
@@ -115,15 +115,13 @@ class Live:
         died = status < 0 and code != DONE
         if self._alone and not died:
             return
-        # A search may judge a run that has come to its end as failed.
-        state = Journal(self._folder).state(job) if code == DONE else JobState()
-        shown.status = state.status if state.ended else status_of(code)
+        run = RunRecord(self._folder / f"{job:04}")
+        shown.status = run.status if code == DONE else ENDED_WITH.get(code, CUT_OFF)
         shown.seconds = time.monotonic() - shown.began
-        failed = code != DONE or shown.status == FAILED
-        self._done += not failed
-        self._failed += failed
-        value = state.objective
-        objective = "" if value is None else f"  objective {_objective(value)}"
+        self._done += code == DONE
+        self._failed += code != DONE
+        value = run.objective if code == DONE else None
+        objective = "" if value is None else f"  objective {number(value.value)}"
         how = "" if status >= 0 else f" (its process {describe_exit(status)})"
         log = "" if code == DONE or self._alone else f"  see {self._folder / f'{job:04}' / 'logs'}"
         text = f"job {job:04} {shown.status}{how}  {clock(shown.seconds)}{objective}{log}"
@@ -195,10 +193,6 @@ class Live:
             table.add_row(*cells, *([overrides] if has_overrides else []))
         wide = self._console.options.update(max_width=UNLIMITED_COLUMNS)
         return table, Measurement.get(self._console, wide, table).maximum
-
-
-def _objective(value: float | list[float]) -> str:
-    return ", ".join(map(number, value)) if isinstance(value, list) else number(value)
 
 
 def _read_position(path: Path, job: _Job) -> None:

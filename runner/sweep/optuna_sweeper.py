@@ -30,7 +30,6 @@ from runner.runs import numerics, sessions
 from runner.runs import study as study_files
 from runner.runs.study import BEST, StudyFile
 from runner.sweep import study_settings
-from runner.sweep.journal import Journal
 from runner.sweep.search_space import Space
 from runner.sweep.settings import AUTO
 from runner.sweep.study_settings import Settings
@@ -173,7 +172,7 @@ class Search:
             file.write(self.sweep_dir)  # before the study: from now on it is this sweep's
         else:
             file = replace(file, name=earlier.name)  # the folder may have been renamed
-            if file.name not in names and Journal(self.sweep_dir).records():
+            if file.name not in names and any(self.sweep_dir.glob("[0-9]*")):
                 rule = "the study of the sweep's jobs is not there"
                 remedy = "Restore it from a copy, or begin a new search with sweep.dir=DIR."
                 raise ConfigError.of(place, rule, remedy)

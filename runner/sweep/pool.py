@@ -12,7 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -50,7 +50,6 @@ class _Running:
     task: Task
     recipe: Recipe
     share: Share
-    ordered: float = field(default_factory=time.time)
     pid: int = 0
 
 
@@ -228,10 +227,8 @@ class Pool:
             return
         code = self._code_of(status)
         if code != DONE:
-            how = f"its process {describe_exit(status)}" if status < 0 else None
-            here = status < 0 and code == FAILED and not self._machine.has_queue
-            ordered = running.ordered if here else None  # other machines have other clocks
-            attempt.recorded_death(self._folder, task.number, task.overrides, code, how, ordered)
+            how = f"its process {describe_exit(status)}"
+            attempt.record_death(self._folder, task.number, code, how)
         self._codes[task.number] = code
         self._live.ended(task.number, code, status)
 

@@ -1,8 +1,8 @@
 """Jobs of a sweep on Slurm: submitit hands them over as one array.
 
-How a job has ended is read from the sweep's journal, and whether it is still to come from the
-queue, so that Slurm needs no accounting. Elements that an earlier command has left waiting in the
-queue are cancelled; what runs of them is waited for, and not submitted again.
+How a job has ended is read from its run, and whether it is still to come from the queue, so that
+Slurm needs no accounting. Elements that an earlier command has left waiting in the queue are
+cancelled; what runs of them is waited for, and not submitted again.
 
 Rank 0 trains the job and records its end; the others join it. A job that is stopped has its state
 saved, and is queued again where Slurm does not do so itself:
@@ -38,8 +38,7 @@ from accel.machine.errors import StateError
 from runner.exit_codes import DONE, FAILED, STOPPED
 from runner.launch import launcher, worker
 from runner.recipe import processes
-from runner.runs import slurm_job
-from runner.sweep.journal import JobState, Journal
+from runner.runs import lock, sessions, slurm_job
 from runner.sweep.task import Task
 
 if TYPE_CHECKING:
@@ -82,38 +81,34 @@ class _Array:
             task.number(first + index): list(overrides)
             for index, overrides in enumerate(job_overrides)
         }
-        journal = Journal(Path(task.folder))
-        ids = self._left_running(journal, jobs)
-        new = [number for number in jobs if number not in ids]
-        if new:
-            submitted = self._submit(new, [jobs[number] for number in new])
-            ids |= dict(zip(new, submitted, strict=True))
-            array = submitted[0].partition("_")[0]
+        self._cancel_earlier()
+        held = [number for number in jobs if lock.holder(self._run_dir(number)) is not None]
+        for number in held:
+            print(f"job {number:04} is being trained: it is waited for", flush=True)
+        ids: list[str] = []
+        if new := [number for number in jobs if number not in held]:
+            ids = self._submit(new, [jobs[number] for number in new])
+            array = ids[0].partition("_")[0]
             print(f"Slurm: job {array}, {len(new)} runs (scancel {array} stops them)", flush=True)
         try:
-            self._wait(ids, journal)
+            self._wait(ids, held)
         except KeyboardInterrupt:
-            slurm_job.cancel(*ids.values())
+            slurm_job.cancel(*ids)
             raise
         if task.is_stopped:
             raise SystemExit(STOPPED)
-        states = journal.states()
-        codes = {number: _code_of(states.get(number)) for number in jobs}
+        codes = {number: _code_of(self._run_dir(number)) for number in jobs}
         return task.returned(job_overrides, first, codes)
 
-    def _left_running(self, journal: Journal, jobs: Collection[int]) -> dict[int, str]:
-        """Cancel what waits of earlier commands on the sweep; return what runs, by job number."""
+    def _run_dir(self, number: int) -> Path:
+        return Path(self._task.folder, f"{number:04}")
+
+    def _cancel_earlier(self) -> None:
+        """Cancel what waits in the queue of earlier commands on the sweep."""
         folder = Path(str(self._params[FOLDER])).parent
         arrays = {path.name.partition("_")[0] for path in folder.glob("[0-9]*")}
-        before = {i for i in slurm_job.queue() if i.partition("_")[0] in arrays}
+        before = [i for i in slurm_job.queue() if i.partition("_")[0] in arrays]
         slurm_job.cancel(*before, state=slurm_job.PENDING)
-        left = before & slurm_job.queue().keys()
-        states = journal.states()
-        found = {number: states[number].slurm for number in jobs if number in states}
-        running = {n: i for n, i in found.items() if i in left and not states[n].ended}
-        for number, job_id in running.items():
-            print(f"job {number:04} runs as Slurm's job {job_id}: it is waited for", flush=True)
-        return running
 
     def _submit(self, numbers: list[int], overrides: list[list[str]]) -> list[str]:
         """Submit jobs as an array; return their ids, as squeue shows them."""
@@ -133,35 +128,32 @@ class _Array:
         named = {name if name in SHARED else f"slurm_{name}": v for name, v in given.items()}
         return {**named, "slurm_srun_args": SRUN}
 
-    def _wait(self, ids: Mapping[int, str], journal: Journal) -> None:
-        """Wait until the jobs are neither queued nor run; cancel them if the command is stopped."""
+    def _wait(self, ids: Collection[str], held: Collection[int]) -> None:
+        """Wait until the jobs are neither queued nor run; cancel them if the command is stopped.
+
+        Those of `held` run in elements of an earlier command.
+        """
         seconds, is_cancelled, trouble = LOOK_SECONDS, False, ""
         while True:
             try:
                 if self._task.is_stopped and not is_cancelled:
-                    slurm_job.cancel(*ids.values())
+                    slurm_job.cancel(*ids)
                     is_cancelled, seconds = True, LOOK_SECONDS
-                if not slurm_job.queue().keys() & set(ids.values()):
+                is_left = any(lock.holder(self._run_dir(number)) for number in held)
+                if not slurm_job.queue().keys() & set(ids) and (is_cancelled or not is_left):
                     return
                 trouble = ""
             except StateError as error:  # the controller restarts
                 if str(error) != trouble:
                     print(f"{error}; asking again", file=sys.stderr, flush=True)
                 trouble = str(error)
-            states = journal.states()
-            if all(number in states and states[number].is_complete for number in ids):
-                return
             time.sleep(seconds)
             seconds = LOOK_SECONDS if self._task.is_stopped else seconds * 1.2
             seconds = min(seconds, MOST_SECONDS)
 
 
-def _code_of(state: JobState | None) -> int:
-    if state is None:
-        return FAILED
-    if state.is_complete:
-        return DONE
-    code = state.ended.get("code")
+def _code_of(run_dir: Path) -> int:
+    code = sessions.ended(run_dir).get("code")
     return code if isinstance(code, int) else FAILED
 
 

@@ -279,9 +279,10 @@ def recorded(overrides: Sequence[str], config_name: str, recipe: Recipe) -> dict
         ConfigError: if the direction is not that of the monitored metric.
     """
     node = plugin_nodes.settings("sweeper", overrides, config_name)
-    modes_of(Settings.read(node), recipe)
+    settings = Settings.read(node)
     kept = [key for key in sweepers.DEFAULTS if f"{sweepers.NODE}.{key}" not in sweepers.SCHEDULING]
-    plain: dict[str, Any] = json.loads(json.dumps({key: node.get(key) for key in kept}))
+    read = {"metrics": settings.metrics, "modes": modes_of(settings, recipe)}
+    plain: dict[str, Any] = json.loads(json.dumps({key: node.get(key) for key in kept} | read))
     return plain
 
 

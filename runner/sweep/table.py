@@ -1,6 +1,6 @@
 """The end of a sweep: `results.csv`, a table, the best job's command, failed jobs. Free of torch.
 
-All of it comes from `sweep.json` and the journal: two files, however many jobs there are.
+All of it is derived from `sweep.json` and the runs, and never read back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from rich import box
 from rich.console import Console
@@ -23,14 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
-from runner.exit_codes import DONE, FAILED
+from accel.machine.errors import ConfigError
+from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.recipe import hydra_setup, paths
-from runner.runs import environment, json_files, sessions
-from runner.runs.sweep_records import FINISHED, PRUNED
-from runner.sweep import task
+from runner.runs import json_files, study
+from runner.runs.record import PRUNED, RunRecord
 from runner.sweep.directory import Sweep
-from runner.sweep.journal import FAILED as FAILURE
-from runner.sweep.journal import INTERRUPT, PENDING, STOP, JobState, Objective
 from runner.sweep.settings import is_setting
 from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 
@@ -40,31 +38,81 @@ _FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE
 FILE = "results.csv"
 MOST_ROWS = 40
 STYLES = {"finished": "green", "failed": "red", "stopped": "yellow", "interrupted": "yellow"}
-_GOOD = (FINISHED, PRUNED, STOP, INTERRUPT)
-COLUMNS = ("status", "objective", "best_step", "step", "seconds", "attempts", "run_dir")
+PENDING = "pending"
+COLUMNS = ("status", "objective", "best_step", "step", "seconds", "run_dir")
+Objective = float | list[float] | None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One job of a sweep; `values` are its overrides by key."""
+    """One job of a sweep.
+
+    Attributes:
+        job: its number.
+        overrides: of the job.
+        run: its run, which may not be there yet.
+        metrics: the objectives of a search, with their modes; empty: the run's own decides.
+    """
 
     job: int
-    values: Mapping[str, str]
     overrides: tuple[str, ...]
-    state: JobState
-    run_dir: str
+    run: RunRecord
+    metrics: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def values(self) -> dict[str, str]:
+        """The overrides by key."""
+        return dict(found for one in self.overrides if (found := _value(one)) is not None)
+
+    @cached_property
+    def status(self) -> str:
+        """That of the run."""
+        return self.run.status if self.run.path.exists() else PENDING
+
+    @cached_property
+    def judged_by(self) -> tuple[str, str] | None:
+        """The metric of the objective and its mode; None: there are none, or several."""
+        if not self.is_own:
+            return next(iter(self.metrics.items())) if len(self.metrics) == 1 else None
+        found = self.run.objective if self.run.is_done else None
+        return None if found is None else (found.metric, found.mode)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the objective is that of the run itself."""
+        return not self.metrics or list(self.metrics) == [study.BEST]
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The value of a job that is done, or those of a search; None: there is none."""
+        if not self.run.is_done:
+            return None
+        if self.is_own:
+            return None if self.run.objective is None else self.run.objective.value
+        try:
+            found = study.values_of(self.run.summary, list(self.metrics), self.run.path)
+        except ConfigError:  # the search has said so
+            return None
+        return found if len(found) > 1 else found[0]
 
     def field(self, name: str) -> object:
-        """Return a value that the journal has of the job's end; "" without one."""
-        value = self.state.ended.get(name)
-        return "" if value is None else value
+        """Return a value of the summary of a run that is done; "" without one."""
+        if not self.run.is_done:
+            return ""
+        best = self.run.summary.get("best") or {}
+        value = best.get("step") if name == "best_step" else self.run.summary.get(name)
+        return "" if value is None or (name == "best_step" and not self.is_own) else value
 
     @property
     def is_no_number(self) -> bool:
-        """Whether the job has an objective, or one of several, that is NaN or infinite."""
-        found = self.state.objective
-        values = found if isinstance(found, list) else [] if found is None else [found]
-        return not all(map(math.isfinite, values))
+        """Whether the job lacks its objective, or has one that is NaN or infinite.
+
+        A run that measures nothing is judged by nothing, unless a search has chosen it.
+        """
+        found = self.objective
+        if found is None or self.status == PRUNED:
+            return bool(self.metrics) and self.status != PRUNED
+        return not all(map(math.isfinite, found if isinstance(found, list) else [found]))
 
 
 @dataclass(frozen=True)
@@ -88,36 +136,27 @@ class Results:
         """The finished job with the best objective; None: no single objective was measured."""
         if self.metrics:
             return None
-        scored = (row for row in self.rows if _rank(row.state.objective, self.mode)[0] == 0)
-        return next((row for row in scored if row.state.status == FINISHED), None)
+        scored = (row for row in self.rows if _rank(row.objective, self.mode)[0] == 0)
+        return next((row for row in scored if row.status != PRUNED), None)
 
 
-def results(sweep: Sweep, states: Mapping[int, JobState]) -> Results:
-    """Return the results of a sweep, whose journal has these states."""
-    overrides = {job.number: job.overrides for job in sweep.description.jobs}
-    for job, state in states.items():
-        overrides.setdefault(job, tuple(state.overrides))
-    rows = [
-        Row(job, _values(given), given, states.get(job, JobState()), f"{job:04}")
-        for job, given in sorted(overrides.items())
-    ]
-    judged = dict.fromkeys(one for row in rows if (one := _judged_by(row)))
+def results(sweep: Sweep) -> Results:
+    """Return the results of a sweep."""
+    there = sweep.description
+    known = {job.number: job.overrides for job in there.jobs}
+    metrics = dict(zip(*(there.search.get(k) or () for k in ("metrics", "modes")), strict=True))
+    rows = []
+    for job in sorted(known) or sweep.started():
+        run = RunRecord(sweep.run_dir(job))
+        given = known.get(job) or tuple(run.job.get("overrides") or ())
+        rows.append(Row(job, given, run, metrics))
+    judged = dict.fromkeys(one for row in rows if (one := row.judged_by))
     if len(judged) > 1:
         names = tuple(f"{metric} ({mode})" for metric, mode in judged)
         return Results(rows, _swept(rows), "", "", str(sweep.path), names)
     metric, mode = next(iter(judged), ("", "min"))
-    rows.sort(key=lambda row: (_rank(row.state.objective, mode), row.job))
+    rows.sort(key=lambda row: (_rank(row.objective, mode), row.job))
     return Results(rows, _swept(rows), metric, mode, str(sweep.path))
-
-
-def _judged_by(row: Row) -> tuple[str, str] | None:
-    """Return the metric of a job's objective and its mode; None: it has none."""
-    metric = str(row.field("metric"))
-    return (metric, str(row.field("mode") or "min")) if metric else None
-
-
-def _values(overrides: Sequence[str]) -> dict[str, str]:
-    return dict(found for override in overrides if (found := _value(override)) is not None)
 
 
 @functools.lru_cache(maxsize=4096)  # most jobs have most overrides in common
@@ -166,12 +205,11 @@ def write_csv(sweep: Sweep, found: Results) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["job", *found.swept, *COLUMNS])
     for row in sorted(found.rows, key=lambda row: row.job):
-        state = row.state
-        objective = state.objective
+        objective = row.objective
         shown = " ".join(map(repr, objective)) if isinstance(objective, list) else objective
         values = [row.values.get(key, "") for key in found.swept]
         numbers = [row.field(name) for name in ("best_step", "step", "seconds")]
-        end = [state.status, "" if shown is None else shown, *numbers, state.attempts, row.run_dir]
+        end = [row.status, "" if shown is None else shown, *numbers, f"{row.job:04}"]
         writer.writerow([row.job, *values, *end])
     path, content = sweep.path / FILE, text.getvalue().encode(errors="replace")
     if not path.is_file() or path.read_bytes() != content:
@@ -229,14 +267,14 @@ def _table(found: Results, layout: _Layout) -> Table:
     for column in (title, *(["best step"] if layout.has_step else []), "time"):
         result.add_column(layout.heading(column), justify="right", no_wrap=True)
     for row in found.rows[:MOST_ROWS]:
-        value = row.state.objective
+        value = row.objective
         measured = [value] if isinstance(value, float) else value or []
-        unit = f"{row.field('metric')} " if found.metrics and measured else ""
+        unit = f"{row.judged_by[0]} " if found.metrics and row.judged_by else ""
         seconds = row.field("seconds")
         result.add_row(
             f"{row.job:04}",
             *(Text(row.values.get(key, "")) for key in keys),
-            Text(row.state.status, style=STYLES.get(row.state.status, "")),
+            Text(row.status, style=STYLES.get(row.status, "")),
             Text(unit + "  ".join(map(number, measured))),
             *([str(row.field("best_step"))] if layout.has_step else []),
             clock(float(seconds)) if isinstance(seconds, (int, float)) else "",
@@ -287,103 +325,68 @@ def _is_of_launchers(override: str) -> bool:
 # -- the end of a command ------------------------------------------------------------------
 
 
-def nothing_left(sweep: Sweep, config_name: str, states: Mapping[int, JobState]) -> int:
+def nothing_left(sweep: Sweep, config_name: str) -> int:
     """Show a sweep in which nothing is left to do, and return the exit code."""
-    found = results(sweep, states)
-    code = _written(sweep, found)
-    show(found, config_name, PipedConsole(highlight=False))
-    code = max(code, _without_a_number(found))
+    code = _shown(sweep, config_name, results(sweep))
     print(f"{sweep.path} is finished. Nothing is left to do; sweep.dir=DIR begins a new one.")
     return code
 
 
-def _written(sweep: Sweep, found: Results) -> int:
-    """Write `results.csv`; return the code that says whether it was possible.
+def conclude(sweep: Sweep, config_name: str, *, is_stopped: bool = False) -> int:
+    """Write and show the results; print which jobs failed, and return the code of the sweep.
 
-    A failure is told, and hides neither the table nor which jobs have failed.
+    It is that of a failure as soon as one job has failed, however other jobs have ended.
     """
+    found = results(sweep)
+    code = _shown(sweep, config_name, found)
+    _tell_other_code(found)
+    left = sorted((row for row in found.rows if not row.run.is_done), key=lambda row: row.job)
+    codes = {row.job: row.run.ended.get("code", FAILED) for row in left}
+    unstarted = [row.job for row in left if row.status == PENDING]
+    stopped = [job for job, one in codes.items() if one in (STOPPED, INTERRUPTED)]
+    failed = [job for job in codes if job not in (*unstarted, *stopped)]
+    if is_stopped:
+        unstarted = []
+    for some, what in ((failed, "failed"), (unstarted, "were not started")):
+        if some:
+            names = ", ".join(f"{number:04}" for number in some)
+            print(f"{len(some)} of {len(found.rows)} jobs {what}: {names}", file=sys.stderr)
+    if failed or unstarted or code != DONE:
+        return FAILED
+    return max((codes[job] for job in stopped), default=DONE)
+
+
+def _shown(sweep: Sweep, config_name: str, found: Results) -> int:
+    """Write `results.csv` and show the table; return the exit code of what is wrong with them.
+
+    A file that cannot be written hides neither the table nor which jobs have failed.
+    """
+    code = DONE
     try:
         write_csv(sweep, found)
     except OSError as error:
         told = f"Warning: {FILE} is not written: {paths.failure(error)} ({sweep.path})"
         print(f"{told}. The same command again writes it.", file=sys.stderr, flush=True)
-        return FAILED
-    return DONE
-
-
-def conclude(
-    config_name: str,
-    sweep: Sweep,
-    numbers: Sequence[int],
-    before: Mapping[int, JobState],
-    *,
-    is_search: bool = False,
-) -> int | None:
-    """Write and show the results; print which jobs failed, and return the code of the sweep.
-
-    It is that of a failure as soon as one job has failed, however other jobs have ended.
-    None: no job was to be run, and all has been written. `numbers` are the jobs that were to be
-    run, `before` the states before the command. Of a search all failed jobs count: it does not try
-    those again whose objective is no number.
-    """
-    begun = [n for n, state in sweep.journal.states().items() if _is_new(state, before.get(n))]
-    task.record_deaths(sweep.path, begun)
-    states = sweep.journal.states()
-    found = results(sweep, states)
-    others = [n for n, state in states.items() if is_search and state.status == FAILURE]
-    mine = sorted({*numbers, *begun, *others})
-    written = _written(sweep, found)
+        code = FAILED
     show(found, config_name, PipedConsole(highlight=False))
-    written = max(written, _without_a_number(found))
-    _tell_other_code(found)
-    ended = {number: states.get(number, JobState()) for number in mine}
-    bad = {number: state for number, state in ended.items() if state.status not in _GOOD}
-    unstarted = [number for number, state in bad.items() if state.status == PENDING]
-    failed = [number for number in bad if number not in unstarted]
-    for some, what in ((failed, "failed"), (unstarted, "were not started")):
-        if some:
-            names = ", ".join(f"{number:04}" for number in some)
-            print(f"{len(some)} of {len(found.rows)} jobs {what}: {names}", file=sys.stderr)
-    if bad or written != DONE:
-        return FAILED
-    return max(map(_code_of, ended.values()), default=None)
-
-
-def _without_a_number(found: Results) -> int:
-    """Say which finished jobs have an objective that is NaN or infinite, and return the code."""
-    rows = [row.job for row in found.rows if row.state.status == FINISHED and row.is_no_number]
-    if not rows:
-        return DONE
-    names = ", ".join(f"{job:04}" for job in sorted(rows))
-    told = "their objectives are no finite numbers, and the same command does not train them again"
-    print(f"{len(rows)} of {len(found.rows)} jobs finished, but {told}: {names}", file=sys.stderr)
-    return FAILED
+    rows = [row.job for row in found.rows if row.run.is_done and row.is_no_number]
+    if rows:
+        names = ", ".join(f"{job:04}" for job in sorted(rows))
+        told = "their objectives are no finite numbers, and the same command does not train them"
+        count = f"{len(rows)} of {len(found.rows)} jobs finished"
+        print(f"{count}, but {told}: {names}", file=sys.stderr)
+        code = FAILED
+    return code
 
 
 def _tell_other_code(found: Results) -> None:
     """Say which jobs were trained with other code than the first: files were edited meanwhile."""
     codes: dict[str, list[int]] = {}
     for row in sorted(found.rows, key=lambda row: row.job):
-        if row.state.is_complete and (trained := sessions.begun(Path(found.folder, row.run_dir))):
-            codes.setdefault(_code_of_sessions(trained), []).append(row.job)
+        if row.run.is_done:
+            code = json_files.digest(row.run.environment.get("code"))
+            codes.setdefault(code, []).append(row.job)
     for other in list(codes.values())[1:]:
         first, names = next(iter(codes.values()))[0], ", ".join(f"{job:04}" for job in other)
         told = f"trained with other Python code than job {first:04}, which has changed meanwhile"
         print(f"{len(other)} of {len(found.rows)} jobs were {told}: {names}", file=sys.stderr)
-
-
-def _code_of_sessions(folders: Sequence[Path]) -> str:
-    """Return the digests of the user's packages in sessions, each once."""
-    found = [json_files.read_json(one / environment.FILE).get("code") for one in folders]
-    return json_files.digest([one for n, one in enumerate(found) if one not in found[:n]])
-
-
-def _is_new(state: JobState, before: JobState | None) -> bool:
-    return before is None or state.attempt != before.attempt or state.status != before.status
-
-
-def _code_of(state: JobState) -> int:
-    if state.is_complete:
-        return DONE
-    code = state.ended.get("code")
-    return code if isinstance(code, int) and code != DONE else FAILED

@@ -2,8 +2,8 @@
 
 A launcher may call it in another process, or on another machine, which knows nothing of the command
 that began the sweep. So the task is a plain value: it finds the job's recipe in the sweep directory
-(or composes and checks it, where a sweeper has chosen the values), trains, and records the end in
-the journal. Free of torch until a job starts.
+(or composes and checks it, where a sweeper has chosen the values) and trains. Free of torch until a
+job starts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from accel.machine import parent_watch
-from accel.machine.errors import ConfigError, MissingPackageError, Problem
+from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
 from runner.recipe import composition, hydra_setup, paths
-from runner.runs import lock, study
+from runner.runs import study
+from runner.runs.record import RunRecord
 from runner.sweep import attempt, directory, pool
 from runner.sweep.devices import Machine
-from runner.sweep.journal import Journal, Objective
 from runner.sweep.settings import Jobs
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
 
@@ -141,7 +141,6 @@ class Task:
                 recipe = self._recipe_later(number, overrides)
             except Exception as error:
                 refused[number] = failures.report(error)
-                attempt.record_refusal(Path(self.folder), number, overrides, refused[number])
                 continue
             tasks.append(pool.Task(number, tuple(overrides), recipe))
         codes = {**refused, **workers.run(tasks)}
@@ -186,7 +185,7 @@ class Task:
 
     # -- anywhere --------------------------------------------------------------------------
 
-    def __call__(self, config: DictConfig) -> Objective:
+    def __call__(self, config: DictConfig) -> float | None:
         """Train the job that Hydra has composed, in a process of the launcher's.
 
         The config is not read: the recipe is the one that was composed and checked when the sweep
@@ -226,16 +225,10 @@ class Task:
             return failures.report(error)
 
     def _train(self, number: int, overrides: Sequence[str]) -> int:
-        place = Path(self.folder)
-        try:
-            recipe = self._recipe(number, overrides)
-        except (ConfigError, MissingPackageError) as error:
-            code = failures.report(error)
-            attempt.record_refusal(place, number, overrides, code)
-            return code
+        recipe = self._recipe(number, overrides)
         while True:
             code = attempt.run(
-                place,
+                Path(self.folder),
                 number,
                 overrides,
                 self.config_name,
@@ -264,30 +257,30 @@ class Task:
         build.require([examined], missing)
         return examined.recipe
 
-    def _answer(self, number: int, code: int) -> Objective:
+    def _answer(self, number: int, code: int) -> float | None:
         """Return a job's objective; raise to a sweeper that chooses its samples if there is none.
 
         The other one starts the next job, whatever becomes of this.
         """
-        state = Journal(Path(self.folder)).state(number)
+        run = RunRecord(Path(self.folder, f"{number:04}"))
+        value = None if run.objective is None else run.objective.value
         if self.numbers is not None:
-            return state.objective
+            return value
         if code in (STOPPED, INTERRUPTED):
             raise JobStopped(f"job {number:04} was stopped")
         if code != DONE:
-            how = state.ended.get("reason") or f"it ended with exit code {code}"
+            how = run.failure.get("message") or f"it ended with exit code {code}"
             raise JobFailed(f"job {number:04}: {how}")
         # A search may have other objectives, and knows what none means.
-        if state.objective is None and not (Path(self.folder) / study.FILE).exists():
-            run_dir = Path(self.folder) / f"{number:04}"
+        if value is None and not (Path(self.folder) / study.FILE).exists():
             problem = Problem(
-                str(run_dir),
+                str(run.path),
                 "the sweeper chooses by a validation metric, and the run has measured none",
                 "Give the data a validation split, or sweep over lists with the basic sweeper.",
             )
             print(problem, file=sys.stderr)
             raise JobFailed(str(problem))
-        return state.objective
+        return value
 
     @contextlib.contextmanager
     def in_launcher_process(self, number: int) -> Iterator[None]:
@@ -374,11 +367,3 @@ def stops_forwarded(control: Path) -> Iterator[None]:
         if before[signal.SIGINT] is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
         yield
-
-
-def record_deaths(folder: Path, jobs: Sequence[int]) -> None:
-    """Record the ends of jobs whose processes died without a word."""
-    for number, state in Journal(folder).states().items():
-        died = number in jobs and state.attempt and not state.ended
-        if died and lock.holder(folder / f"{number:04}") is None:
-            attempt.recorded_death(folder, number, state.overrides, FAILED)

@@ -56,7 +56,7 @@ def write_run(
         overrides: of its command; None: those of `values`.
     """
     metrics = (2 if summary else 0) if metrics is None else metrics
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     recipe = deepcopy(_base())
     for key, value in (values or {}).items():
         *parents, leaf = key.split(".")
@@ -144,15 +144,11 @@ def write_sweep(folder: Path, rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)) -> 
     """Write and return a sweep over learning rate, width and two seeds."""
     sweep = folder / "digits" / "sweep-20261124-120000-abcd"
     sweep.mkdir(parents=True)
-    lines = []
     for number, (rate, width, seed) in enumerate(
         (rate, width, seed) for rate in rates for width in (16, 32) for seed in (0, 1)
     ):
         best = 0.2 + abs(math.log10(rate / 3e-3)) + 0.01 * seed + (0.1 if width == 16 else 0.0)
         values = {"optimizer.lr": rate, "model.width": width, "seed": seed}
         write_run(sweep / f"{number:04}", values, best=best, metrics=5, started=STARTED + number)
-        record = {"event": "ended", "job": number, "overrides": [f"optimizer.lr={rate}"]}
-        lines.append(json.dumps({**record, "status": "finished"}))
     (sweep / "sweep.json").write_text("{}")
-    (sweep / "journal.jsonl").write_text("\n".join(lines) + '\n{"event": "star')
     return sweep

@@ -137,7 +137,7 @@ def test_a_sweep_runs_every_combination(
     (folder,) = tmp_path.glob("runs/digits/sweep-*")
     assert sorted(path.name for path in folder.iterdir()) == [
         *("0000", "0001", "0002", "0003"),
-        *("journal.jsonl", "results.csv", "sweep.json"),
+        *("results.csv", "sweep.json"),
     ]
 
 

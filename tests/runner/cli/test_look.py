@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from tests.runner.written_runs import STARTED, session_of, write_failure, write_run, write_sweep
+from tests.runner.written_runs import session_of, write_failure, write_run, write_sweep
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,24 +142,13 @@ def test_damaged_runs_are_marked(
     assert said in printed("show", "runs/a", capsys=capsys)
 
 
-def test_killed_jobs_of_a_sweep_have_failed_as_its_journal_says(
+def test_killed_jobs_of_a_sweep_have_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from runner.sweep.journal import Journal
-
     sweep = write_sweep(tmp_path / "runs")
-    (session_of(sweep / "0003") / "ended.json").unlink()
-    lines = (sweep / "journal.jsonl").read_text().splitlines(keepends=True)
-    (sweep / "journal.jsonl").write_text("".join(line for line in lines if '"job": 3' not in line))
     how = "its process was ended by SIGKILL (out of memory?)"
-    begun = {"event": "started", "job": 3, "time": STARTED + 3, "attempt": "a"}
-    end = {"status": "failed", "reason": how, "time": STARTED + 90}
-    journal = Journal(sweep)
-    for record in (begun, {**begun, "event": "ended", **end}):
-        journal.append(record)
+    write_failure(sweep / "0003", how)
     listed = printed("list", str(sweep), "status=failed", capsys=capsys)
     assert f"{sweep.name}/0003" in listed
     assert "1 of 12 runs" in listed
     assert f"failed  {how}" in printed("show", str(sweep / "0003"), capsys=capsys)
-    journal.append({**begun, "attempt": "b"})  # it was killed, and the sweep with it
-    assert "interrupted" in printed("show", str(sweep / "0003"), capsys=capsys)

@@ -36,10 +36,9 @@ def test_a_sweep_means_its_jobs(tmp_path: Path) -> None:
     runs = discovery.find_runs([sweep])
     assert len(runs) == 13
     assert runs[0].sweep == sweep.name
-    assert runs[0].journal["status"] == "finished"
     assert runs[-1].status == "broken"
     (one,) = discovery.find_runs([sweep / "0003"])
-    assert (one.sweep, one.journal["job"]) == (sweep.name, 3)
+    assert one.sweep == sweep.name
 
 
 def test_folders_without_runs_are_refused_where_runs_are_required(tmp_path: Path) -> None:

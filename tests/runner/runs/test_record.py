@@ -11,7 +11,6 @@ import pytest
 from runner.runs import lock, record
 from runner.runs.record import MISSING, RunRecord
 from tests.runner.written_runs import (
-    STARTED,
     failure,
     write_failure,
     write_run,
@@ -79,55 +78,24 @@ def test_a_locked_run_is_running(tmp_path: Path) -> None:
 
 
 def test_a_pruned_job_is_pruned(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a", stopped="callback")
-    assert RunRecord(path, "sweep-x", {"status": "pruned"}).status == "pruned"
+    path = write_run(tmp_path / "a", stopped="pruned")
+    assert RunRecord(path, "sweep-x").status == "pruned"
 
 
-DEATH = "its process was ended by SIGKILL (out of memory?)"
-ENDED = {"event": "ended", "status": "failed", "reason": DEATH, "time": STARTED + 50}
-INTERRUPTION = "it was ended without saving: by Ctrl-C, a kill, or a loss of power"
-
-
-@pytest.mark.parametrize(
-    ("journal", "status", "reason"),
-    [
-        (ENDED, "failed", DEATH),
-        ({**ENDED, "reason": None}, "failed", "the journal of its sweep names no reason"),
-        ({**ENDED, "time": STARTED - 50}, "interrupted", INTERRUPTION),  # resumed by itself since
-        ({**ENDED, "status": "interrupted"}, "interrupted", INTERRUPTION),
-        ({"event": "started", "time": STARTED}, "interrupted", INTERRUPTION),
-        ({}, "interrupted", INTERRUPTION),
-    ],
-)
-def test_a_killed_job_has_failed_where_its_sweep_says_so(
-    journal: dict[str, object], status: str, reason: str, tmp_path: Path
-) -> None:
-    run = RunRecord(write_run(tmp_path / "0000", summary=False, metrics=3), "sweep-x", journal)
-    assert (run.status, run.reason, run.step) == (status, reason, 30)
-
-
-def test_a_failure_of_an_earlier_session_is_not_that_of_a_killed_one(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "0000", summary=False)
-    write_failure(path)
-    write_session(path)
-    run = RunRecord(path, "sweep-x", ENDED)
-    assert (run.status, run.reason, run.failure) == ("failed", DEATH, {})
-
-
-def test_the_end_that_a_run_has_recorded_counts_before_that_of_the_journal(tmp_path: Path) -> None:
-    finished = RunRecord(write_run(tmp_path / "0000"), "sweep-x", ENDED)
+def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
     stopped = write_run(tmp_path / "0001", stopped="signal", complete=False)
-    failed = write_run(tmp_path / "0002", summary=False)
+    failed, interrupted, killed = (
+        write_run(tmp_path / name, summary=False, metrics=3) for name in ("0002", "0003", "0004")
+    )
     write_failure(failed)
-    interrupted = write_run(tmp_path / "0003", summary=False)
     write_failure(interrupted, code=130)
-    assert finished.status == "finished"
-    assert RunRecord(stopped, "sweep-x", ENDED).status == "stopped"
-    assert RunRecord(failed, "sweep-x", ENDED).reason == "ValueError: no"
-    assert RunRecord(interrupted, "sweep-x", ENDED).status == "interrupted"
-    running = write_run(tmp_path / "0004", summary=False)
-    with lock.held(running):
-        assert RunRecord(running, "sweep-x", ENDED).status == "running"
+    found = [RunRecord(path) for path in (stopped, failed, interrupted, killed)]
+    assert [run.status for run in found] == ["stopped", "failed", "interrupted", "interrupted"]
+    assert [run.step for run in found] == [20, 30, 30, 30]
+    assert found[1].reason == "ValueError: no"
+    assert found[3].reason.startswith("it was ended without saving: by Ctrl-C, a kill")
+    write_session(failed)  # killed since
+    assert (RunRecord(failed).status, RunRecord(failed).failure) == ("interrupted", {})
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "job.json", "environment.json", "ended.json"])

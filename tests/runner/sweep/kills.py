@@ -11,9 +11,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.helpers import alive, python
 
@@ -31,16 +30,21 @@ class Outcome:
     code: int
     output: str
     folder: Path
-    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def ends(self, job: int) -> list[int | None]:
+        """Return the exit code of each session of a job; None: it was killed."""
+        found = sorted((self.folder / f"{job:04}" / "sessions").glob("*/job.json"))
+        files = [file.with_name("ended.json") for file in found]
+        return [json.loads(file.read_text())["code"] if file.exists() else None for file in files]
 
     def require_complete(self, num_jobs: int) -> None:
         """Assert that each job was completed exactly once, in one directory, with a full table."""
         assert self.code == 0, self.output
-        finished = [one["job"] for one in self.records if one.get("status") == "finished"]
-        assert sorted(finished) == list(range(num_jobs)), self.killed
         names = sorted(path.name for path in self.folder.glob("[0-9]*"))
         assert names == [f"{job:04}" for job in range(num_jobs)]
-        for name in names:
+        for job, name in enumerate(names):
+            ends = self.ends(job)
+            assert (ends.count(0), ends[-1]) == (1, 0), (name, ends, self.killed)
             summary = json.loads((self.folder / name / "summary.json").read_text())
             assert summary["complete"] is True
             steps = _train_steps(self.folder / name / "metrics.jsonl")
@@ -117,9 +121,7 @@ def killed_sweep(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
     )
     (folder,) = [path.parent for path in cwd.glob("runs/*/sweep-*/sweep.json")]
-    lines = (folder / "journal.jsonl").read_text().splitlines()
-    records = [json.loads(one) for one in lines if one]
-    return Outcome(killed, ended.returncode, ended.stdout + ended.stderr, folder, records)
+    return Outcome(killed, ended.returncode, ended.stdout + ended.stderr, folder)
 
 
 def require_ended(processes: Sequence[int], within: float) -> None:
@@ -132,5 +134,4 @@ def require_ended(processes: Sequence[int], within: float) -> None:
 
 
 def _num_started(cwd: Path) -> int:
-    journals = list(cwd.glob("runs/*/sweep-*/journal.jsonl"))
-    return sum(path.read_text().count('"started"') for path in journals)
+    return len(list(cwd.glob("runs/*/sweep-*/[0-9]*/sessions/*/job.json")))

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from runner.recipe import hydra_setup
+from runner.recipe import hydra_setup, serialization
 from runner.sweep import command, directory, finished, jobs
 from runner.sweep.directory import KnownJob, _sha256
 
@@ -14,7 +14,7 @@ from runner.sweep.directory import KnownJob, _sha256
 def make_large(folder: Path, number: int, *, pending: int = 0) -> list[str]:
     """Make a sweep of `number` jobs, all but the last `pending` finished; return its command line.
 
-    `sweep.json` and the journal are what such a command would have left; `folder` is the working
+    `sweep.json` and the runs are what such a command would have left; `folder` is the working
     directory of the command.
     """
     before = os.getcwd()
@@ -40,14 +40,16 @@ def _make(folder: Path, number: int, pending: int) -> list[str]:
         job = KnownJob(seed, overrides, _sha256(recipe)[:16], [[["seed"], seed]])
         described.jobs.append(job)
     sweep = directory.create(None, examined[0].recipe, described)
-    with sweep.journal.path.open("w") as file:
-        for job in range(number - pending):
-            common = {"job": job, "overrides": [f"seed={job}", "optimizer.lr=0.1"], "time": 1.0}
-            place = {"host": "here", "pid": 1, "attempt": f"{job:012x}"}
-            file.write(json.dumps({"event": "started", **common, **place}) + "\n")
-            end = {"code": 0, "status": "finished", "objective": 1 / (job + 1), "mode": "min"}
-            more = {"metric": "loss", "step": 9, "best_step": 7, "seconds": 1.5}
-            file.write(json.dumps({"event": "ended", **common, **end, **place, **more}) + "\n")
-            sweep.run_dir(job).mkdir()
-            (sweep.run_dir(job) / "sessions").mkdir()
+    plain = serialization.frozen_plain(examined[0].recipe)
+    best = {"metric": "loss", "mode": "min", "step": 7}
+    summary = {"complete": True, "stopped": "max_steps", "step": 9, "seconds": 1.5}
+    files = {"begun.json": "{}", "job.json": "{}", "config.yaml": serialization.yaml_text(plain)}
+    for job in range(number - pending):
+        session = sweep.run_dir(job) / "sessions" / "0001"
+        session.mkdir(parents=True)
+        for name, text in files.items():
+            (session / name).write_text(text)
+        value = {**best, "value": 1 / (job + 1)}
+        ended = {"code": 0, "time": 1.0, "summary": {**summary, "best": value}}
+        (session / "ended.json").write_text(json.dumps(ended))
     return ["-m", *given]

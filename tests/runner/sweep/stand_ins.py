@@ -10,23 +10,20 @@ from typing import Any
 import pytest
 
 from runner.recipe.schema import Recipe
+from runner.runs import sessions
 from runner.sweep import fork_server, pool
 from runner.sweep.devices import Machine
 from runner.sweep.fork_server import Event, Order
-from runner.sweep.journal import Journal
 from runner.sweep.live import Live
+from tests.runner.written_runs import session_of, write_run, write_session
 
 
 @dataclass
 class StandIn:
-    """Records the orders; job n ends with `codes[n]`, else 0, and `objectives[n]`, else n.
-
-    `statuses` are those of jobs whose status the exit code does not tell.
-    """
+    """Records the orders; job n ends with `codes[n]`, else 0, and `objectives[n]`, else n."""
 
     codes: dict[int, int] = field(default_factory=dict)
     objectives: dict[int, Any] = field(default_factory=dict)
-    statuses: dict[int, str] = field(default_factory=dict)
     orders: list[Order] = field(default_factory=list)
     waiting: list[Event] = field(default_factory=list)
     on_start: Callable[[Order], object] = lambda order: None
@@ -36,17 +33,14 @@ class StandIn:
     def start(self, order: Order) -> None:
         self.orders.append(order)
         given: Any = order.arguments
-        code, journal = self.codes.get(order.number, 0), Journal(Path(given["folder"]))
-        attempt = journal.started(order.number, given["overrides"])
-        run_dir = journal.path.parent / f"{order.number:04}"
-        run_dir.mkdir(exist_ok=True)
-        (run_dir / "sessions").mkdir(exist_ok=True)
+        code = self.codes.get(order.number, 0)
+        value = self.objectives.get(order.number, float(order.number))
+        session = begin_job(Path(given["folder"]), order.number, given["overrides"])
         self.on_start(order)
-        if code >= 0:
-            value = self.objectives.get(order.number, float(order.number)) if code == 0 else None
-            values = {"objective": value, "metric": "loss", "mode": "min", "seconds": 1.0}
-            values |= {"status": self.statuses.get(order.number)}
-            journal.ended(order.number, attempt, given["overrides"], code, **values)
+        if code == 0:
+            end_job(session, value)
+        elif code > 0:
+            sessions.end(session, code)
         self.waiting += [Event(order.number, 0), Event(order.number, 0, code)]
 
     def events(self, seconds: float) -> list[Event]:
@@ -62,6 +56,21 @@ class StandIn:
     @property
     def recipes(self) -> list[Recipe]:
         return [order.arguments["recipe"] for order in self.orders]  # type: ignore[misc]
+
+
+def begin_job(folder: Path, number: int, overrides: Sequence[str] = ()) -> Path:
+    """Begin the run of a job, or go on with it; return its session."""
+    run_dir = folder / f"{number:04}"
+    if sessions.of_run(run_dir):
+        return write_session(run_dir)
+    return session_of(write_run(run_dir, summary=False, overrides=list(overrides)))
+
+
+def end_job(session: Path, value: float | None, metric: str = "loss", mode: str = "min") -> None:
+    """Let the run of a job come to its end with an objective; None: nothing was measured."""
+    best = {"metric": metric, "mode": mode, "value": value, "step": 7}
+    summary = {"complete": True, "stopped": "max_steps", "step": 9, "seconds": 61.0}
+    sessions.end(session, 0, summary={**summary, "best": None if value is None else best})
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> StandIn:

@@ -52,7 +52,6 @@ def test_the_same_command_again_trains_what_is_not_finished(
     assert numbers(server) == []
     assert "Nothing is left to do" in capsys.readouterr().out
     rows = list(csv.DictReader((the_sweep(tmp_path) / "results.csv").open()))
-    assert [row["attempts"] for row in rows] == ["1", "3", "2"]
     assert {row["status"] for row in rows} == {"finished"}
 
 

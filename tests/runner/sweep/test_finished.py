@@ -21,7 +21,7 @@ def found(*line: str) -> Path | None:
     """Return the finished sweep of a command line in this directory."""
     chosen, _ = settings.take(line)
     over = finished.find(line, hydra_setup.PRIMARY, chosen)
-    return None if over is None else over[0].path
+    return None if over is None else over.path
 
 
 @pytest.fixture
@@ -67,11 +67,11 @@ def edited(sweep: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda sweep: (sweep / "journal.jsonl").unlink(),
+        lambda sweep: shutil.rmtree(sweep / "0001"),
         copied,
         edited,
     ],
-    ids=["no-journal", "in-a-copy", "other-files"],
+    ids=["a-run-removed", "in-a-copy", "other-files"],
 )
 def test_what_is_not_the_same_is_composed(
     change: Callable[[Path], None], line: list[str], tmp_path: Path

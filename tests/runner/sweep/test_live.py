@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from runner.recipe.schema import Checkpoint, Recipe, Trainer
-from runner.sweep.journal import Journal
 from runner.sweep.live import Live
+from tests.runner.sweep.stand_ins import begin_job, end_job
 
 
 def shown(folder: Path, *, terminal: bool = False, alone: bool = False) -> tuple[Live, StringIO]:
@@ -22,11 +22,11 @@ def shown(folder: Path, *, terminal: bool = False, alone: bool = False) -> tuple
 
 
 def test_plain_lines_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    still = SimpleNamespace(monotonic=lambda: 5.0)  # flushing the journal takes its time
+    still = SimpleNamespace(monotonic=lambda: 5.0)
     monkeypatch.setattr("runner.sweep.live.time", still)
     live, text = shown(tmp_path)
     live.started(2, ["a=1", "seed=[1]"], Recipe())
-    Journal(tmp_path).ended(2, "", [], 0, objective=0.5)
+    end_job(begin_job(tmp_path, 2), 0.5)
     live.ended(2, 0, 0)
     live.started(1, ["seed=2"], Recipe())
     live.ended(1, 1, -9)
@@ -37,13 +37,6 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, monkeypatch: pytest.Monk
     assert lines[1] == "job 0002 finished  0:00  objective 0.5000  seed=[1]"
     assert "job 0001 failed (its process was ended by SIGKILL" in lines[3]
     assert str(tmp_path / "0001" / "logs") in lines[3]
-
-
-def test_a_job_that_a_search_judges_as_failed(tmp_path: Path) -> None:
-    live, text = shown(tmp_path)
-    Journal(tmp_path).ended(0, "", [], 0, status="failed", objective=float("nan"))
-    live.ended(0, 0, 0)
-    assert "job 0000 failed" in text.getvalue()
 
 
 def test_the_death_of_a_process_is_told_in_any_case(tmp_path: Path) -> None:

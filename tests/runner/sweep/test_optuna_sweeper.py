@@ -22,7 +22,6 @@ from runner.runs import sessions
 from runner.runs import study as study_files
 from runner.runs.json_files import SUMMARY
 from runner.sweep import optuna_sweeper
-from runner.sweep.journal import Journal
 from runner.sweep.optuna_sweeper import STUDY, Search
 from runner.sweep.search_space import Space
 from runner.sweep.study_settings import Settings
@@ -209,18 +208,6 @@ def test_a_job_without_the_objective_stops_no_other(
     assert search(tmp_path, lacking, **LOSS).batches == [[2]]
 
 
-def journaled(folder: Path) -> Objective:
-    """Return an objective whose jobs are recorded in the sweep's own journal."""
-
-    def objective(number: int, given: dict[str, str]) -> float:
-        journal, overrides = Journal(folder), [f"{key}={value}" for key, value in given.items()]
-        value = distance(number, given)
-        journal.ended(number, journal.started(number, overrides), overrides, 0, objective=value)
-        return value
-
-    return objective
-
-
 def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: float) -> None:
     """Kill a search with a pruner, and assert that no trial was lost or doubled."""
     line = (
@@ -232,14 +219,13 @@ def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: f
     if ended.code:  # a job that was killed by itself is tried again by the next command
         ended = killed_sweep(line, tmp_path, kills=0, longest=0.0)
     assert ended.code == 0, ended.output
-    done = [one["job"] for one in ended.records if one.get("status") in ("finished", "pruned")]
-    assert sorted(done) == list(range(count)), ended.killed
+    for job in range(count):
+        assert (ended.ends(job).count(0), ended.ends(job)[-1]) == (1, 0), ended.killed
     names = sorted(path.name for path in ended.folder.glob("[0-9]*"))
     assert names == [f"{job:04}" for job in range(count)]
     newest = optuna_study.trials_of(study_of(ended.folder))
-    kept = {"COMPLETE": "finished", "PRUNED": "pruned"}
-    by_job = {one["job"]: one["status"] for one in ended.records if one["event"] == "ended"}
-    assert {n: kept[trial.state.name] for n, trial in newest.items()} == by_job
+    assert {trial.state.name for trial in newest.values()} <= {"COMPLETE", "PRUNED"}
+    assert sorted(newest) == list(range(count))
     for number, trial in newest.items():
         summary = json.loads((ended.folder / f"{number:04}" / SUMMARY).read_text())
         assert summary["complete"] is True
@@ -274,10 +260,11 @@ def test_a_study_of_another_sweep_is_refused(
 
 
 def test_a_study_that_was_lost_is_refused(tmp_path: Path) -> None:
-    search(tmp_path, journaled(tmp_path), n_trials=1)
+    search(tmp_path, distance, n_trials=1)
+    (tmp_path / "0000").mkdir()
     (tmp_path / study_files.JOURNAL).unlink()
     with pytest.raises(ConfigError, match=r"Restore it from a copy, .*sweep\.dir=DIR"):
-        search(tmp_path, journaled(tmp_path), n_trials=2)
+        search(tmp_path, distance, n_trials=2)
 
 
 # -- what was found ------------------------------------------------------------------------
@@ -332,20 +319,18 @@ def test_a_sweep_directory_that_was_moved_goes_on(
 
     def stopping(number: int, given: dict[str, str]) -> float:
         if number == 2:
-            overrides = [f"{key}={value}" for key, value in given.items()]
-            Journal(here).started(number, overrides)
             raise JobStopped("job 0002 was stopped")
-        return journaled(here)(number, given)
+        return distance(number, given)
 
     assert search(here, stopping).batches == [[0], [1], [2]]
     begun = study_of(here).trials
     here.rename(there)
-    assert search(there, journaled(there)).batches == [[2], [3], [4], [5]]
+    assert search(there, distance).batches == [[2], [3], [4], [5]]
     shown = capsys.readouterr().out
     assert "The study goes on: 2 of 6 trials have ended." in shown
     trials = study_of(there).trials
     assert [trial.params for trial in trials[:3]] == [trial.params for trial in begun]
     assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 6
     there.rename(here)
-    assert search(here, journaled(here)).batches == []
+    assert search(here, distance).batches == []
     assert len(study_of(here).trials) == 6

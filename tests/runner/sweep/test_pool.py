@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from runner.runs import lock
+from runner.runs.record import RunRecord
 from runner.sweep import attempt, pool
-from runner.sweep.fork_server import Event, Order, ServerDied
-from runner.sweep.journal import Journal
+from runner.sweep.fork_server import Event, ServerDied
 from tests.runner.sweep.stand_ins import StandIn, run_pool
 
 
@@ -36,9 +36,9 @@ def test_a_process_that_is_killed_is_recorded_as_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_pool(StandIn({1: -9}), tmp_path, [0, 1]) == {0: 0, 1: 1}
-    state = Journal(tmp_path).state(1)
-    assert state.status == "failed"
-    assert state.ended["reason"] == "its process was ended by SIGKILL (out of memory?)"
+    run = RunRecord(tmp_path / "0001")
+    assert run.status == "failed"
+    assert run.reason == "its process was ended by SIGKILL (out of memory?)"
     assert "was ended by SIGKILL" in capsys.readouterr().out
 
 
@@ -107,19 +107,3 @@ def test_the_death_of_the_server_fails_its_jobs_and_the_others_run(
     codes = run_pool(server, tmp_path, range(4))
     assert codes == {0: 1, 1: 1, 2: 0, 3: 0}
     assert "the jobs that ran have failed" in capsys.readouterr().out
-
-
-def test_a_job_that_died_before_it_had_recorded_its_start_has_failed(tmp_path: Path) -> None:
-    """It was pending in the table, and failed in the line below."""
-    server = StandIn()
-
-    def die(order: Order) -> None:
-        del server.start  # type: ignore[method-assign]
-        raise ServerDied("it was killed")
-
-    for attempts in (1, 2):
-        server.start = die  # type: ignore[method-assign]
-        assert run_pool(server, tmp_path, range(2)) == {0: 1, 1: 0}
-        state = Journal(tmp_path).state(0)
-        assert (state.status, state.attempts) == ("failed", attempts)
-        assert "SIGKILL" in str(state.ended["reason"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from runner.recipe import launchers
 from runner.recipe.schema import Distributed, Recipe
+from runner.runs import lock
+from runner.runs.record import RunRecord
 from runner.sweep.fork_server import Event
 from runner.sweep.ray_jobs import Jobs
 from tests import ray_nodes
@@ -26,22 +29,21 @@ QUICK = (
 )
 
 
-def records(cwd: Path) -> list[dict[str, Any]]:
-    (journal,) = cwd.glob("runs/*/sweep-*/journal.jsonl")
-    return [json.loads(line) for line in journal.read_text().splitlines()]
+def run_dirs(cwd: Path) -> list[Path]:
+    return sorted(cwd.glob("runs/*/sweep-*/0*"))
 
 
 def most_at_once(cwd: Path) -> int:
-    running, most = 0, 0
-    for record in sorted(records(cwd), key=lambda record: record["time"]):
-        running += 1 if record["event"] == "started" else -1
-        most = max(most, running)
-    return most
+    found = [json.loads(p.read_text()) for d in run_dirs(cwd) for p in d.glob("sessions/*/b*.json")]
+    ends = [
+        json.loads(p.read_text()) for d in run_dirs(cwd) for p in d.glob("sessions/*/ended.json")
+    ]
+    changes = [(one["time"], 1) for one in found] + [(one["time"], -1) for one in ends]
+    return max(itertools.accumulate(change for _, change in sorted(changes)))
 
 
 def statuses(cwd: Path) -> list[str]:
-    newest = {one["job"]: one["status"] for one in records(cwd) if one["event"] == "ended"}
-    return [newest[job] for job in sorted(newest)]
+    return [RunRecord(path).status for path in run_dirs(cwd)]
 
 
 @ray_nodes.in_a_cluster
@@ -102,7 +104,7 @@ def test_a_stop_ends_the_jobs(
     ray_nodes.wait_until(
         lambda: len({path.parts[-3] for path in tmp_path.glob(pattern)}) == 2, command
     )
-    started = [record["pid"] for record in records(tmp_path)]
+    started = [holder.pid for path in run_dirs(tmp_path) if (holder := lock.holder(path))]
     command.send_signal(number)
     code, output = ray_nodes.ended(command)
     assert code == expected, output

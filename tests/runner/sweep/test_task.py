@@ -39,11 +39,11 @@ def with_server(called: Task, server: StandIn) -> Task:
 
 
 def test_known_jobs_run_with_the_recipe_of_the_description(called: Task) -> None:
-    server = StandIn(objectives={2: [1.0, 2.0]})
+    server = StandIn(objectives={2: 2.5})
     found = with_server(called, server).run_here([["seed=5"], ["seed=7"]], 0)
     assert [order.number for order in server.orders] == [0, 2]
     assert [recipe.seed for recipe in server.recipes] == [5, 7]
-    assert [one.return_value for one in found] == [0.0, [1.0, 2.0]]
+    assert [one.return_value for one in found] == [0.0, 2.5]
 
 
 def test_a_sweeper_gets_objectives_and_failures(called: Task) -> None:
@@ -145,10 +145,3 @@ def test_stops_are_handed_on(called: Task) -> None:
         assert heard == []  # a process of that number on this machine is another one
     finally:
         signal.signal(signal.SIGUSR2, before)
-
-
-def test_deaths_without_a_word_are_recorded(sweep: directory.Sweep) -> None:
-    sweep.journal.started(0, ["seed=5"])
-    sweep.journal.started(1, ["seed=6"])
-    task.record_deaths(sweep.path, [1])
-    assert [sweep.journal.state(n).status for n in (0, 1)] == ["running", "failed"]
