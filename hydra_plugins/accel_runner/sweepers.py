@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hydra.core.plugins import Plugins
@@ -31,8 +30,6 @@ class TaskSweeper(Sweeper):
     ) -> None:
         """Keep the task, and set up the launcher."""
         self.task = task_function  # type: ignore[assignment]
-        self.sweep_dir = str(config.hydra.sweep.dir)
-        self.config_name = str(config.hydra.job.config_name)
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -56,9 +53,6 @@ class OptunaSweeper(TaskSweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Search until the study has as many trials as it wants."""
-        from runner.sweep import optuna_sweeper
+        from runner.sweep.optuna.search import search
 
-        place = Path(self.sweep_dir)
-        optuna_sweeper.search(
-            arguments, self.settings, place, self.config_name, self.task, self.launcher
-        )
+        search(arguments, self.settings, self.task, self.launcher)

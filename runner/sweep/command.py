@@ -214,10 +214,12 @@ def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> d
     """
     if not choice.is_search or examined[0].problems:
         return {}
-    from runner.sweep import study_settings  # needs Optuna
+    from runner.sweep.optuna import settings as of_search  # needs Optuna
 
+    name, recipe = request.config_name, examined[0].recipe
+    digest = directory.digest_of(name, request.given)
     with hydra_setup.session(request.overrides):
-        return study_settings.recorded(request.overrides, request.config_name, examined[0].recipe)
+        return of_search.recorded(request.overrides, name, recipe, f"{recipe.name}-{digest}")
 
 
 def _described(

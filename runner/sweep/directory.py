@@ -261,7 +261,7 @@ def create(chosen: str | None, recipe: Recipe, description: Description) -> Swee
         parent, name = path.parent, path.name
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with _creating(parent):
+        with locked(parent):
             found = place_of(chosen, recipe, description.digest)
             return read(found) if found else _write(parent / name, description)
     except OSError as error:
@@ -271,13 +271,13 @@ def create(chosen: str | None, recipe: Recipe, description: Description) -> Swee
 
 
 @contextlib.contextmanager
-def _creating(parent: Path) -> Iterator[None]:
-    """Hold the lock of a folder, in which one command at a time begins a sweep."""
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder in the context, once no other command does."""
     deadline = time.monotonic() + CREATE_SECONDS
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(lock.held(parent))
+                stack.enter_context(lock.held(folder))
                 break
             except lock.HeldError:
                 if time.monotonic() > deadline:

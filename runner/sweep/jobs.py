@@ -148,9 +148,9 @@ def lists(overrides: Sequence[str], choice: Choice, chosen: Settings) -> list[li
             rule = "it needs the package 'optuna', which is not installed"
             remedy = "Install it with `pip install 'accel-runner[optuna]'`."
             raise ConfigError.of(f"hydra/sweeper={choice.sweeper}", rule, remedy)
-        from runner.sweep import study_settings
+        from runner.sweep.optuna import settings as of_search
 
-        return study_settings.probes(overrides, choice.config_name, choice.sweeper)
+        return of_search.probes(overrides, choice.config_name, choice.sweeper)
     overrides = [override for override in overrides if not directory.is_scheduling(override)]
     if not choice.known:
         return hydra_setup.probes(overrides)

@@ -26,9 +26,10 @@ from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.recipe import hydra_setup, paths
-from runner.runs import json_files, study
+from runner.runs import json_files
 from runner.runs.record import PRUNED, RunRecord
 from runner.sweep.directory import Sweep
+from runner.sweep.objectives import BEST, values_of
 from runner.sweep.settings import is_setting
 from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 
@@ -80,7 +81,7 @@ class Row:
     @property
     def is_own(self) -> bool:
         """Whether the objective is that of the run itself."""
-        return not self.metrics or list(self.metrics) == [study.BEST]
+        return not self.metrics or list(self.metrics) == [BEST]
 
     @cached_property
     def objective(self) -> Objective:
@@ -90,7 +91,7 @@ class Row:
         if self.is_own:
             return None if self.run.objective is None else self.run.objective.value
         try:
-            found = study.values_of(self.run.summary, list(self.metrics), self.run.path)
+            found = values_of(self.run, list(self.metrics))
         except ConfigError:  # the search has said so
             return None
         return found if len(found) > 1 else found[0]

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -28,7 +28,6 @@ from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
 from runner.recipe import composition, hydra_setup, paths
-from runner.runs import study
 from runner.runs.record import RunRecord
 from runner.sweep import attempt, directory, pool
 from runner.sweep.devices import Machine
@@ -97,13 +96,20 @@ class Task:
     local: Local | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "local": None}
+        return {key: value for key, value in self.__dict__.items() if key != "sweep"} | {
+            "local": None
+        }
+
+    @cached_property
+    def sweep(self) -> directory.Sweep:
+        """The sweep."""
+        return directory.read(Path(self.folder))
 
     # -- by the sweeper of known jobs ------------------------------------------------------
 
     def pending_overrides(self) -> list[list[str]]:
         """Return the overrides of the jobs to run."""
-        jobs = directory.read(Path(self.folder)).description.jobs
+        jobs = self.sweep.description.jobs
         return [_of_recipe(jobs[number].overrides) for number in self.numbers or ()]
 
     # -- on this machine -------------------------------------------------------------------
@@ -247,8 +253,7 @@ class Task:
         from runner.recipe import trust
         from runner.training import build
 
-        sweep = directory.read(Path(self.folder))
-        known = sweep.recipe(number) if self.numbers is not None else None
+        known = self.sweep.recipe(number) if self.numbers is not None else None
         if known is not None:
             return known
         missing = trust.missing_packages()
@@ -272,7 +277,7 @@ class Task:
             how = run.failure.get("message") or f"it ended with exit code {code}"
             raise JobFailed(f"job {number:04}: {how}")
         # A search may have other objectives, and knows what none means.
-        if value is None and not (Path(self.folder) / study.FILE).exists():
+        if value is None and not self.sweep.description.search:
             problem = Problem(
                 str(run.path),
                 "the sweeper chooses by a validation metric, and the run has measured none",

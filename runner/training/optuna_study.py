@@ -1,18 +1,14 @@
 """Optuna's study of a sweep: storage, samplers and pruners by name. Free of torch.
 
-The journal is Optuna's, behind a lock that the kernel drops with its holder: after a SIGKILL the
-next process waits for nothing. A last line that was cut off (a full disk, a power failure) is
-removed before the next is written, since Optuna reads no journal with such a line in it. Some
-samplers (CMA-ES) keep their state in the journal as a pickle, which Optuna loads: continue studies
-of people whom you trust.
+In a journal, a last line that was cut off (a full disk, a power failure) is removed before the next
+is written, since Optuna reads no journal with such a line in it. Some samplers (CMA-ES) keep their
+state in the journal as a pickle, which Optuna loads: continue studies of people whom you trust.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,15 +18,12 @@ import optuna
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 from sqlalchemy.exc import SQLAlchemyError
 
 from accel.machine.errors import ConfigError, Problem, nearest
-from runner.runs import lock
 
 SAMPLER, PRUNER = "sampler", "pruner"
-PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)  # seconds between tries to open a database
-LONGEST_TRY = 10.0  # seconds, after which none follows
 FAILURES = (SQLAlchemyError, StorageInternalError)  # of a database
 # Without arguments that YAML could give, or in no need of a search.
 _GRIDS = {"grid", "bruteforce"}
@@ -46,34 +39,21 @@ NUMERIC = ("cmaes", "qmc")
 
 
 class Lock(JournalFileSymlinkLock):
-    """Lock of a journal: the kernel's, or Optuna's own where the file system offers none."""
+    """Lock of a journal under which a last line that was cut off is removed first."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._path = Path(path)
-        self._stack = contextlib.ExitStack()
 
     def acquire(self) -> bool:
-        """Wait for the lock, and remove a last line that was cut off."""
-        try:
-            self._stack.enter_context(
-                lock.waited_for(self._path.with_name(f".{self._path.name}.lock"))
-            )
-        except OSError as error:
-            if error.errno not in lock.NOT_OFFERED:
-                raise
-            super().acquire()
-            self._stack.callback(super().release)
+        """Wait for the lock; that of a process that was killed is broken after half a minute."""
+        super().acquire()
         try:
             _remove_cut_line(self._path)
         except BaseException:
-            self._stack.close()
+            self.release()
             raise
         return True
-
-    def release(self) -> None:
-        """Release the lock."""
-        self._stack.close()
 
 
 def _remove_cut_line(path: Path) -> None:
@@ -88,27 +68,6 @@ def _remove_cut_line(path: Path) -> None:
         journal.truncate(journal.read().rfind(b"\n") + 1)
 
 
-def _database(url: str) -> RDBStorage:
-    """Return the storage of a URL; commands that begin one at once make its tables together.
-
-    Each of them then meets tables that the other has made meanwhile, and finds them at its next
-    try. A host that does not answer is not waited for again.
-
-    Raises:
-        ConfigError: if it cannot be opened.
-    """
-    for seconds in (*PAUSES, None):
-        began = time.monotonic()
-        try:
-            return RDBStorage(url)
-        except (*FAILURES, ImportError, ValueError) as error:
-            is_slow = time.monotonic() - began > LONGEST_TRY
-            if seconds is None or is_slow or not isinstance(error, FAILURES):
-                raise failed_database(url, error) from error
-        time.sleep(seconds)
-    raise AssertionError("the last try returns or raises")
-
-
 def failed_database(url: str, error: Exception) -> ConfigError:
     """Return what to say of a study's database that could not be opened, or not be used."""
     cause = error.__cause__ if isinstance(error, (StorageInternalError, ImportError)) else None
@@ -121,9 +80,16 @@ def failed_database(url: str, error: Exception) -> ConfigError:
 
 
 def storage_of(text: str, folder: Path) -> BaseStorage:
-    """Return the storage of a URL, or the journal of a path, which starts from `folder`."""
+    """Return the storage of a URL, or the journal of a path, which starts from `folder`.
+
+    Raises:
+        ConfigError: if a database cannot be opened.
+    """
     if "://" in text:
-        return _database(text)
+        try:
+            return RDBStorage(text)
+        except (*FAILURES, ImportError, ValueError) as error:
+            raise failed_database(text, error) from error
     path = str(folder / text)
     return JournalStorage(JournalFileBackend(path, lock_obj=Lock(path)))
 
@@ -211,25 +177,18 @@ def make(kind: str, spec: Mapping[str, object] | None, **own: object) -> Any:
         raise ConfigError.of(value, rule, "Correct the arguments.") from error
 
 
-# A trial's user attribute that says which job it is, of which command.
-JOB = "job"
+JOB = "job"  # a trial's user attribute: the number of its job
 
 
 def trials_of(study: optuna.Study) -> dict[int, FrozenTrial]:
     """Return the newest trial of each job of a sweep by the job's number."""
     trials = study.get_trials(deepcopy=False)
-    return {int(one.user_attrs[JOB]["number"]): one for one in trials if JOB in one.user_attrs}
+    return {int(one.user_attrs[JOB]): one for one in trials if JOB in one.user_attrs}
 
 
-def running_trial(study: optuna.Study, storage: BaseStorage, number: int) -> optuna.Trial | None:
-    """Return the trial of a job, to report to; None if it is not running."""
-    found = trials_of(study).get(number)
-    if found is None or found.state is not TrialState.RUNNING:
-        return None
-    return trial_numbered(study, storage, found.number)
-
-
-def trial_numbered(study: optuna.Study, storage: BaseStorage, number: int) -> optuna.Trial:
-    """Return a trial of a study that is under way."""
+def running(study: optuna.Study, storage: BaseStorage, found: FrozenTrial) -> optuna.Trial:
+    """Return a trial that is under way, to sample and to report to."""
     study_id = storage.get_study_id_from_name(study.study_name)
-    return optuna.Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, number))
+    return optuna.Trial(
+        study, storage.get_trial_id_from_study_id_trial_number(study_id, found.number)
+    )

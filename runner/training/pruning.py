@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from accel.comm.ops import broadcast_object_list
 from accel.machine.errors import ConfigError
 from accel.machine.imports import require
-from runner.runs import study
-from runner.runs.study import StudyFile
+from runner.runs import json_files
+from runner.runs.directory import SWEEP
+from runner.runs.json_files import Fields
 from runner.training.evaluation import monitored_value
 from runner.training.run import Callback
 from runner.training.state import PRUNED
@@ -26,10 +27,14 @@ NAME = "hydra.sweeper"
 
 def callbacks_of(run_dir: Path) -> dict[str, Callback]:
     """Return the callback of a run that reports to a study; none for any other run."""
-    found = study.of_run(run_dir)
-    if found is None or found[0].mode is None:
+    if not run_dir.name.isdigit():
         return {}
-    return {NAME: TrialReport(*found, run_dir.parent)}
+    search = json_files.read_json(run_dir.parent / SWEEP).get("search") or {}
+    metrics = search.get("metrics") or []
+    # Optuna prunes by one objective only, and a run reports validation metrics.
+    if len(metrics) != 1 or not metrics[0].startswith(("best", "validation/")):
+        return {}
+    return {NAME: TrialReport(search, run_dir)}
 
 
 class TrialReport(Callback):
@@ -39,25 +44,26 @@ class TrialReport(Callback):
     before it takes effect: a run that is killed in between is pruned when it is resumed.
 
     Args:
-        file: describes the study.
-        number: of the job, whose trial is found by it; without a running one nothing is reported.
-        sweep_dir: folder of the sweep.
+        search: what `sweep.json` records of the search.
+        run_dir: of a job, whose number is the name; without a running trial nothing is reported.
     """
 
-    def __init__(self, file: StudyFile, number: int, sweep_dir: Path) -> None:
-        self.file, self.number, self.sweep_dir = file, number, sweep_dir
+    def __init__(self, search: Fields, run_dir: Path) -> None:
+        self.search, self.run_dir = search, run_dir
+        self.metric = search["metrics"][0].partition("/")[2]  # empty: the monitored one
         self._trial: Trial | None = None
 
     def on_start(self, loop: Run) -> None:
         """Open the study, and stop at once if the trial has been pruned before."""
-        if self.file.metric is None and self.file.mode != loop.mode:
+        mode = self.search["modes"][0]
+        if not self.metric and mode != loop.mode:
             raise ConfigError.of(
-                f"hydra.sweeper.direction={self.file.mode}imize",
+                f"hydra.sweeper.direction={mode}imize",
                 f"the best {loop.monitor} of this run is the {loop.mode}imum",
                 f"Set hydra.sweeper.direction={loop.mode}imize, or checkpoint.mode.",
             )
         if loop.accelerator.is_main_process:
-            self._trial = _running_trial(self.file, self.number, self.sweep_dir)
+            self._trial = _running_trial(self.search, self.run_dir)
         decided = self._trial is not None and PRUNED in self._trial.user_attrs
         if self._agreed(loop, decided):
             loop.stop("pruned before", PRUNED)
@@ -66,8 +72,8 @@ class TrialReport(Callback):
         """Report the metric, and stop if the pruner decides so."""
         if split != "validation":
             return
-        metric = self.file.metric or loop.monitor
-        if metric == self.file.metric and metric not in metrics:
+        metric = self.metric or loop.monitor
+        if self.metric and metric not in metrics:
             return  # not every evaluation need measure it
         value = monitored_value(metrics, metric, "hydra.sweeper.metrics")
         step = loop.state.step
@@ -96,20 +102,24 @@ def _report(trial: Trial, step: int, value: float) -> bool:
         return trial.should_prune()
 
 
-def _running_trial(file: StudyFile, number: int, sweep_dir: Path) -> Trial | None:
-    """Return the running trial of a job."""
+def _running_trial(search: Fields, run_dir: Path) -> Trial | None:
+    """Return the running trial of a job; None: there is none, as where it is resumed by hand."""
     require("optuna", "a run of an Optuna study", extra="optuna")
     import optuna
 
     from runner.training import optuna_study
+    from runner.training.optuna_study import PRUNER
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = optuna_study.storage_of(file.storage, sweep_dir)
-    opened = optuna.load_study(
-        study_name=file.name,
+    storage = optuna_study.storage_of(search["storage"], run_dir.parent)
+    study = optuna.load_study(
+        study_name=search["study_name"],
         storage=storage,
         # It draws nothing: the parameters of the trial are there.
         sampler=optuna.samplers.RandomSampler(),
-        pruner=optuna_study.make(optuna_study.PRUNER, file.pruner),
+        pruner=optuna_study.make(PRUNER, optuna_study.normalized(PRUNER, search["pruner"])),
     )
-    return optuna_study.running_trial(opened, storage, number)
+    found = optuna_study.trials_of(study).get(int(run_dir.name))
+    if found is None or found.state is not optuna.trial.TrialState.RUNNING:
+        return None
+    return optuna_study.running(study, storage, found)

@@ -19,7 +19,6 @@ class StandIn(SQLiteDialect_pysqlite):
     driver = "pysqlite"
     supports_statement_cache = True
     is_away = False
-    tries = 0
 
     @classmethod
     def get_pool_class(cls, url: Any) -> Any:
@@ -30,7 +29,6 @@ class StandIn(SQLiteDialect_pysqlite):
         return [url.database], {"check_same_thread": False}
 
     def connect(self, *args: Any, **kwargs: Any) -> Any:
-        StandIn.tries += 1
         if StandIn.is_away:
             raise sqlite3.OperationalError("could not connect to server: Connection refused")
         return super().connect(*args, **kwargs)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import optuna
@@ -16,14 +13,6 @@ from accel.machine.errors import ConfigError
 from runner.training import optuna_study
 from tests.helpers import python
 from tests.runner.sweep import databases
-
-HOLDER = """
-import os, signal, sys
-from pathlib import Path
-from runner.training.optuna_study import Lock
-Lock(sys.argv[1]).acquire()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 def opened(folder: Path) -> optuna.Study:
@@ -43,22 +32,7 @@ def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
     assert [trial.value for trial in opened(tmp_path).trials] == [1.0, 2.0, 3.0]
 
 
-def test_commands_that_begin_a_database_at_once_all_open_it(tmp_path: Path) -> None:
-    at_once = threading.Barrier(3)
-
-    def begun(number: int) -> str:
-        at_once.wait(60)
-        storage = optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path)
-        return optuna.create_study(storage=storage, study_name="s", load_if_exists=True).study_name
-
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(begun, range(3))) == ["s"] * 3
-
-
-def test_a_database_that_cannot_be_opened_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(optuna_study, "PAUSES", (0.0,))
+def test_a_database_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unable to open"):
         optuna_study.storage_of(f"sqlite:///{tmp_path}/none/s.db", tmp_path)
     (tmp_path / "s.db").write_bytes(b"no database" * 100)
@@ -66,31 +40,16 @@ def test_a_database_that_cannot_be_opened_is_an_error(
         optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path)
 
 
-@pytest.mark.parametrize("answers", [True, False])
 def test_a_database_that_is_away_is_told_without_its_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = databases.url_in(tmp_path)
     monkeypatch.setattr(databases.StandIn, "is_away", True)
-    monkeypatch.setattr(databases.StandIn, "tries", 0)
-    monkeypatch.setattr(optuna_study, "PAUSES", (0.0, 0.0))
-    monkeypatch.setattr(optuna_study, "LONGEST_TRY", 60.0 if answers else -1.0)
     with pytest.raises(ConfigError) as caught:
         optuna_study.storage_of(url, tmp_path)
-    assert databases.StandIn.tries == (3 if answers else 1)
     said = r"storage=standin://user:\*\*\*@host/.*failed \(.*Connection refused\)\. Mend it"
     assert re.match(said, str(caught.value))
     assert databases.PASSWORD not in str(caught.value)
-
-
-def test_a_killed_holder_of_the_lock_keeps_nobody_waiting(tmp_path: Path) -> None:
-    found = opened(tmp_path)
-    path = str(tmp_path / "study.journal")
-    ended = subprocess.run(python("-c", HOLDER, path), timeout=120)
-    assert ended.returncode < 0
-    begin = time.monotonic()
-    found.tell(found.ask(), 1.0)
-    assert time.monotonic() - begin < 5.0
 
 
 def test_processes_write_one_after_the_other(tmp_path: Path) -> None:
@@ -104,18 +63,6 @@ def test_processes_write_one_after_the_other(tmp_path: Path) -> None:
     started = [subprocess.Popen(python("-c", code, str(tmp_path))) for _ in range(2)]
     assert [process.wait(timeout=120) for process in started] == [0, 0]
     assert len(opened(tmp_path).trials) == 40
-
-
-def test_without_locks_of_the_kernel_there_is_optunas_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none_here(path: Path) -> None:
-        raise OSError(optuna_study.lock.NOT_OFFERED[0], "no locks here")
-
-    monkeypatch.setattr(optuna_study.lock, "waited_for", none_here)
-    found = opened(tmp_path)
-    found.tell(found.ask(), 1.0)
-    assert not list(tmp_path.glob("*.lock"))
 
 
 def test_samplers_and_pruners_have_short_names() -> None:

@@ -13,8 +13,7 @@ from optuna.trial import TrialState
 
 from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
-from runner.runs import study
-from runner.runs.study import StudyFile
+from runner.runs import json_files
 from runner.training import optuna_study, pruning
 from runner.training.optuna_study import JOB
 from tests.helpers import run_distributed
@@ -33,24 +32,24 @@ class Scripted(Fit):
         return {"loss": self.values.pop(0), "count": float(len(values["loss"]))}
 
 
-def study_in(folder: Path, *, mode: str = "min", **changes: Any) -> optuna.Study:
+def study_in(
+    folder: Path, *, mode: str = "min", metrics: tuple[str, ...] = ("best",), pruner: Any = PRUNER
+) -> optuna.Study:
     """Return a study with one good complete trial, and a running one, of job 1."""
-    folder.mkdir(exist_ok=True)
-    file = StudyFile(study.JOURNAL, "sweep", mode=mode, pruner=PRUNER)
-    StudyFile(**{**vars(file), **changes}).write(folder)
-    storage = optuna_study.storage_of(study.JOURNAL, folder)
-    found = optuna.create_study(storage=storage, study_name="sweep", direction=f"{mode}imize")
+    search = {"storage": "optuna.journal", "study_name": "s", "modes": [mode], "pruner": pruner}
+    json_files.write_json(folder / "sweep.json", {"search": {**search, "metrics": metrics}})
+    storage = optuna_study.storage_of("optuna.journal", folder)
+    found = optuna.create_study(storage=storage, study_name="s", direction=f"{mode}imize")
     first = found.ask()
     for step in (5, 10, 15, 20):
         first.report(1.0, step)
     found.tell(first, 1.0)
-    attribute = {"number": 1, "command": "x", "overrides": []}
-    found.ask().set_user_attr(JOB, attribute)
+    found.ask().set_user_attr(JOB, 1)
     return found
 
 
 def train(folder: Path, *values: float, **kwargs: Any) -> dict[str, Any]:
-    run_dir = study.job_folder(folder, 1)
+    run_dir = folder / "0001"
     run_dir.mkdir(exist_ok=True)
     data = Data(Points(NUM_TRAIN), Points(8), Points(8))
     callbacks = pruning.callbacks_of(run_dir)
@@ -82,12 +81,11 @@ def test_the_last_evaluation_prunes_nothing_any_more(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_after_the_decision_is_pruned_at_once(tmp_path: Path) -> None:
-    found = study_in(tmp_path, pruner={})
+    found = study_in(tmp_path, pruner=None)
     assert train(tmp_path, 0.5, 0.5, 0.5, 0.5, 0.5)["stopped"] == "epochs"
-    trial = optuna_study.running_trial(found, optuna_study.storage_of(study.JOURNAL, tmp_path), 1)
-    assert trial is not None
-    trial.set_user_attr("pruned", 5)
-    resume = newest(study.job_folder(tmp_path, 1))
+    storage = optuna_study.storage_of("optuna.journal", tmp_path)
+    optuna_study.running(found, storage, found.trials[1]).set_user_attr("pruned", 5)
+    resume = newest(tmp_path / "0001")
     assert train(tmp_path, 0.5, resume_from=resume)["stopped"] == "pruned"
 
 
@@ -105,15 +103,14 @@ def test_not_a_number_is_pruned(tmp_path: Path) -> None:
 
 
 def test_another_metric_may_be_the_one_reported(tmp_path: Path) -> None:
-    found = study_in(tmp_path, metric="count", pruner={})
+    found = study_in(tmp_path, metrics=("validation/count",), pruner=None)
     train(tmp_path, 9.0, 9.0, 9.0, 9.0, 9.0)
     assert set(found.trials[1].intermediate_values.values()) == {8.0}
 
 
 def test_runs_of_several_objectives_report_nothing(tmp_path: Path) -> None:
-    study_in(tmp_path, mode="min")
-    StudyFile(study.JOURNAL, "sweep", mode=None).write(tmp_path)
-    assert pruning.callbacks_of(study.job_folder(tmp_path, 1)) == {}
+    study_in(tmp_path, metrics=("best", "seconds"))
+    assert pruning.callbacks_of(tmp_path / "0001") == {}
 
 
 def test_a_study_in_the_other_direction_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from runner.recipe import composition, hydra_setup, sweepers
-from runner.sweep import jobs, study_settings
+from runner.sweep import jobs
 from runner.sweep import settings as sweep_settings
-from runner.sweep.study_settings import Settings
+from runner.sweep.optuna import settings
+from runner.sweep.optuna.settings import Settings
 
 
 def read(**changes: object) -> Settings:
@@ -19,7 +20,7 @@ def read(**changes: object) -> Settings:
 
 def test_the_defaults_are_a_search_of_the_monitored_metric() -> None:
     found = read()
-    assert (found.metrics, found.modes, found.reported) == (("best",), None, "best")
+    assert (found.metrics, found.modes) == (("best",), None)
     assert found.sampler == {"name": "tpe"}
     assert found.pruner is None
 
@@ -41,13 +42,6 @@ def test_several_objectives_have_a_direction_each() -> None:
         metrics=["validation/loss", "samples_per_second"], directions=["minimize", "maximize"]
     )
     assert found.modes == ("min", "max")
-    assert found.reported is None
-
-
-def test_one_validation_metric_is_reported() -> None:
-    found = read(metrics="validation/loss", direction="minimize", timeout="01:00:00")
-    assert (found.reported, found.timeout) == ("loss", 3600.0)
-    assert read(metrics="seconds", direction="min").reported is None
 
 
 @pytest.mark.parametrize(
@@ -63,6 +57,10 @@ def test_one_validation_metric_is_reported() -> None:
         ({"metrics": ["validation/loss", "seconds"]}, "less or more of it is better"),
         ({"metrics": "secods", "direction": "minimize"}, "Did you mean 'seconds'"),
         ({"metrics": ["best", "best"], "directions": ["min", "min"]}, "names each objective once"),
+        (
+            {"metrics": ["validation/a", "test/a"], "directions": ["min", "min"]},
+            "Give objectives of one split",
+        ),
         ({"n_trials": 0}, "a whole number of at least 1"),
         (
             {"metrics": ["best", "seconds"], "directions": ["max", "min"], "pruner": "median"},
@@ -99,7 +97,7 @@ def _session() -> Iterator[None]:
 
 
 def probes(*overrides: str) -> list[list[str]]:
-    return study_settings.probes(["hydra/sweeper=optuna", *overrides], "config", "optuna")
+    return settings.probes(["hydra/sweeper=optuna", *overrides], "config", "optuna")
 
 
 def test_jobs_to_check_hold_no_override_of_hydra() -> None:
@@ -146,14 +144,14 @@ def test_without_the_package_its_installation_is_told(monkeypatch: pytest.Monkey
 )
 def test_the_recipe_says_what_is_better(overrides: tuple[str, ...], mode: str) -> None:
     recipe = composition.require(composition.new_run(overrides, "config"))
-    assert study_settings.monitored(recipe)[1] == mode
+    assert settings.monitored(recipe)[1] == mode
 
 
 def test_a_sweep_keeps_the_settings_but_for_scheduling() -> None:
     line = ["hydra/sweeper=optuna", LR, "hydra.sweeper.n_trials=3", "hydra.sweeper.seed=5"]
     recipe = composition.require(composition.new_run((), "config"))
-    kept = study_settings.recorded(line, "config", recipe)
+    kept = settings.recorded(line, "config", recipe, "s")
     assert (kept["seed"], kept["sampler"]) == (5, {"name": "tpe"})
     assert not {"n_trials", "n_jobs", "timeout", "max_failure_rate"} & kept.keys()
     with pytest.raises(ConfigError, match="direction=maximize: the best of the monitored metric"):
-        study_settings.recorded([*line, "hydra.sweeper.direction=maximize"], "config", recipe)
+        settings.recorded([*line, "hydra.sweeper.direction=maximize"], "config", recipe, "s")

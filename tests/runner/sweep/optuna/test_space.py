@@ -15,7 +15,7 @@ from optuna.distributions import (
 
 from accel.machine.errors import ConfigError, Problems
 from runner.recipe import hydra_setup
-from runner.sweep.search_space import (
+from runner.sweep.optuna.space import (
     Condition,
     Space,
     distribution_of,

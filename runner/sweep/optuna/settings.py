@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -18,14 +19,13 @@ from runner.recipe import diagnose, hydra_setup, plugin_nodes, sweepers
 from runner.recipe.schema import Recipe
 from runner.recipe.sweepers import NODE
 from runner.recipe.units import parse_duration
-from runner.runs.study import BEST, SPLITS
-from runner.sweep.search_space import Space
+from runner.sweep.objectives import BEST, NUMBERS, SPLITS
+from runner.sweep.optuna.space import Space
 from runner.training import optuna_study
 from runner.training.optuna_study import PRUNER, SAMPLER
 
 CMAES = "cmaes"
-# Numbers of summary.json.
-NUMBERS = ("seconds", "samples_per_second", "num_parameters", "step", "epoch", "samples")
+JOURNAL = "optuna.journal"  # in the sweep's folder
 DIRECTIONS = {"minimize": "min", "maximize": "max", "min": "min", "max": "max"}
 
 
@@ -85,17 +85,6 @@ class Settings:
             *(seed, name, storage, rate, timeout),
         )
 
-    @property
-    def reported(self) -> str | None:
-        """The validation metric that runs report; "best": the monitored one; None: there is none.
-
-        Optuna prunes by one objective only.
-        """
-        if len(self.metrics) > 1:
-            return None
-        split, _, name = self.metrics[0].partition("/")
-        return BEST if split == BEST else name if split == "validation" else None
-
 
 def _metrics(given: object, problems: Problems) -> tuple[str, ...]:
     listed = [BEST] if given is None else given if isinstance(given, list) else [given]
@@ -107,6 +96,9 @@ def _metrics(given: object, problems: Problems) -> tuple[str, ...]:
         rule = f"it is one of {', '.join(known)}, validation/<metric> and test/<metric>"
         meant = nearest(str(metric), [*known, *(f"{one}/{name or split}" for one in SPLITS)])
         problems.add(f"{NODE}.metrics={metric}", rule, meant)
+    if {str(one).partition("/")[0] for one in listed}.issuperset(SPLITS):
+        rule = "validation and test are measured with different weights"
+        problems.add(f"{NODE}.metrics={given}", rule, "Give objectives of one split.")
     if len(set(map(str, listed))) < len(listed) or not listed:
         problems.add(f"{NODE}.metrics={given}", "it names each objective once", "Correct it.")
     return tuple(map(str, listed))
@@ -265,7 +257,9 @@ def _unknown(overrides: Sequence[str]) -> list[Problem]:
     ]
 
 
-def recorded(overrides: Sequence[str], config_name: str, recipe: Recipe) -> dict[str, Any]:
+def recorded(
+    overrides: Sequence[str], config_name: str, recipe: Recipe, name: str
+) -> dict[str, Any]:
     """Return what a sweep keeps of `hydra.sweeper`: all but what may change while it goes on.
 
     Inside a session, after `probes` has found the settings to be right.
@@ -274,14 +268,23 @@ def recorded(overrides: Sequence[str], config_name: str, recipe: Recipe) -> dict
         overrides: of the command line.
         config_name: the primary config.
         recipe: the first job's.
+        name: of the study, where none is given.
 
     Raises:
         ConfigError: if the direction is not that of the monitored metric.
     """
     node = plugin_nodes.settings("sweeper", overrides, config_name)
     settings = Settings.read(node)
+    storage = settings.storage or JOURNAL
+    if settings.storage and "://" not in storage:
+        storage = str(Path.cwd() / storage)
     kept = [key for key in sweepers.DEFAULTS if f"{sweepers.NODE}.{key}" not in sweepers.SCHEDULING]
-    read = {"metrics": settings.metrics, "modes": modes_of(settings, recipe)}
+    read = {
+        "storage": storage,
+        "study_name": settings.study_name or name,
+        "metrics": settings.metrics,
+        "modes": modes_of(settings, recipe),
+    }
     plain: dict[str, Any] = json.loads(json.dumps({key: node.get(key) for key in kept} | read))
     return plain
 

@@ -10,7 +10,6 @@ import pytest
 
 from runner import cli
 from runner.exit_codes import FAILED, REFUSED
-from runner.runs import study as study_files
 from tests.runner.sweep import databases, stand_ins
 from tests.runner.sweep.stand_ins import StandIn
 
@@ -156,5 +155,3 @@ def test_a_job_whose_objective_is_no_number_has_failed_each_time(
         assert cli.main(LINE) == 1
         assert "1 of 2 jobs finished, but their objectives" in capsys.readouterr().err
     assert numbers(server) == [0, 1]
-    (folder,) = sweeps(tmp_path)
-    assert study_files.of_sweep(folder) is not None

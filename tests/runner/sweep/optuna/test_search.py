@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import signal
+import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +21,23 @@ from rich.console import Console
 
 from accel.machine.errors import ConfigError
 from runner.recipe import hydra_setup, sweepers
-from runner.runs import sessions
-from runner.runs import study as study_files
-from runner.runs.json_files import SUMMARY
-from runner.sweep import optuna_sweeper
-from runner.sweep.optuna_sweeper import STUDY, Search
-from runner.sweep.search_space import Space
-from runner.sweep.study_settings import Settings
+from runner.recipe.schema import Recipe
+from runner.runs import lock
+from runner.runs.json_files import METRICS, SUMMARY
+from runner.sweep import directory
+from runner.sweep.directory import SWEEP, Sweep
+from runner.sweep.optuna.search import Search
+from runner.sweep.optuna.settings import JOURNAL, Settings
+from runner.sweep.optuna.space import Space
 from runner.sweep.task import JobFailed, JobStopped
 from runner.training import optuna_study
+from tests.helpers import python
 from tests.runner.sweep.kills import killed_sweep
-from tests.runner.written_runs import session_of, write_run, write_session
+from tests.runner.sweep.stand_ins import begin_job, end_job
+from tests.runner.sweep.test_directory import described
 
 SPACE = ("optimizer.lr=tag(log, interval(1e-4,1e-1))", "seed=1,2")
+STUDY = "s"
 Objective = Callable[[int, dict[str, str]], Any]
 QUICK = (
     *("tracker.log_with=[]", "data.augment=false", "checkpoint.every_steps=5", "model.width=4"),
@@ -39,10 +46,10 @@ QUICK = (
 
 
 class Launched(Launcher):
-    """Calls a function with number and overrides of each job, and keeps the numbers."""
+    """Ends the run of each job with the value of a function, and keeps the jobs' numbers."""
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
+    def __init__(self, sweep: Sweep, objective: Objective) -> None:
+        self.sweep, self.objective = sweep, objective
         self.batches: list[list[int]] = []
 
     def setup(self, **_: object) -> None:
@@ -55,32 +62,40 @@ class Launched(Launcher):
         for number, overrides in zip(numbers, job_overrides, strict=True):
             given = dict(one.lstrip("+").split("=", 1) for one in overrides)
             answer = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
+            session = begin_job(self.sweep.path, number, overrides)
             try:
-                answer.return_value = self.objective(number, given)
+                end_job(session, self.objective(number, given))
             except JobFailed as error:
                 answer.return_value, answer.status = error, JobStatus.FAILED
             answers.append(answer)
         return answers
 
 
-def search(
-    folder: Path,
-    objective: Objective,
-    *space: str,
-    config_name: str = "config",
-    **changes: object,
-) -> Launched:
-    launcher = Launched(objective)
+def sweep_in(folder: Path, settings: Settings) -> Sweep:
+    """Return the sweep of a search in a folder, which an earlier call may have made."""
+    if not (folder / SWEEP).exists():
+        found: dict[str, Any] = {"storage": settings.storage or JOURNAL, "pruner": None}
+        found |= {"study_name": settings.study_name or STUDY, "metrics": settings.metrics}
+        found |= {"modes": settings.modes or ("min",)}
+        there = replace(described(1), jobs=[], search=found, time=float(len(str(folder))))
+        directory.create(str(folder), Recipe(), there)
+    return directory.read(folder)
+
+
+def search(folder: Path, objective: Objective, *space: str, **changes: object) -> Launched:
     with hydra_setup.session():
         read = Space.read(space or SPACE, {}, {})
     settings = Settings.read({**sweepers.DEFAULTS, "n_trials": 6, **changes})
-    Search(settings, read, folder, config_name, launcher).run()
+    sweep = sweep_in(folder, settings)
+    launcher = Launched(sweep, objective)
+    Search(settings, read, sweep, launcher).run()
     return launcher
 
 
 def study_of(folder: Path) -> optuna.Study:
-    storage = optuna_study.storage_of(study_files.JOURNAL, folder)
-    return optuna.load_study(study_name=STUDY, storage=storage)
+    storage = optuna_study.storage_of(JOURNAL, folder)
+    name = directory.read(folder).description.search["study_name"]
+    return optuna.load_study(study_name=name, storage=storage)
 
 
 def states(folder: Path) -> list[str]:
@@ -117,30 +132,95 @@ def test_a_failed_job_stops_no_other_and_is_tried_again_once(tmp_path: Path) -> 
 
     assert search(tmp_path, failing).batches == [[n] for n in range(6)]
     assert states(tmp_path) == ["COMPLETE", "FAIL", *["COMPLETE"] * 4]
+    assert search(tmp_path, failing).batches == [[1]]
     assert search(tmp_path, distance).batches == [[1]]
     assert states(tmp_path) == ["COMPLETE"] * 6
+    first, *_, last = (one for one in study_of(tmp_path).trials if one.user_attrs["job"] == 1)
+    assert first.params == last.params
 
 
-def test_an_objective_that_is_no_number_fails_with_the_reason(tmp_path: Path) -> None:
+def test_an_objective_that_is_no_number_fails_for_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     search(tmp_path, lambda number, given: math.nan if number else math.inf, n_trials=2)
     assert states(tmp_path) == ["FAIL", "FAIL"]
-    reasons = [trial.user_attrs["failure"]["reason"] for trial in study_of(tmp_path).trials]
-    assert reasons == [f"an objective is no finite number: best {x}" for x in ("inf", "nan")]
+    assert "trial 0: failed (an objective is no finite number: best inf)" in capsys.readouterr().out
     assert search(tmp_path, distance, n_trials=2).batches == []
 
 
-def test_a_stopped_job_keeps_its_trial(tmp_path: Path) -> None:
+def stopping_at(stopped: int) -> Objective:
     def stopping(number: int, given: dict[str, str]) -> float:
-        if number == 1:
-            raise JobStopped("job 0001 was stopped")
+        if number == stopped:
+            raise JobStopped(f"job {number:04} was stopped")
         return distance(number, given)
 
-    assert search(tmp_path, stopping).batches == [[0], [1]]
-    before = study_of(tmp_path).trials[1]
+    return stopping
+
+
+def test_an_interrupted_trial_goes_on_as_the_same_trial(tmp_path: Path) -> None:
+    assert search(tmp_path, stopping_at(1)).batches == [[0], [1]]
+    study = study_of(tmp_path)
+    before = study.trials[1]
     assert before.state is TrialState.RUNNING
+    storage = optuna_study.storage_of(JOURNAL, tmp_path)
+    optuna_study.running(study, storage, before).report(0.25, 10)
     assert search(tmp_path, distance).batches == [[n] for n in range(1, 6)]
-    assert study_of(tmp_path).trials[1].params == before.params
-    assert len(study_of(tmp_path).trials) == 6
+    after = study_of(tmp_path).trials
+    assert (after[1].params, after[1].intermediate_values) == (before.params, {10: 0.25})
+    assert [trial.user_attrs["job"] for trial in after] == list(range(6))
+
+
+def test_a_trial_whose_run_is_being_trained_is_left_to_its_command(tmp_path: Path) -> None:
+    search(tmp_path, stopping_at(1))
+    with lock.held(tmp_path / "0001"):
+        assert search(tmp_path, distance).batches == [[n] for n in range(2, 6)]
+    assert search(tmp_path, distance).batches == [[1]]
+
+
+def test_a_failed_trial_that_is_tried_again_keeps_what_its_run_has_reported(
+    tmp_path: Path,
+) -> None:
+    def failing(number: int, given: dict[str, str]) -> float:
+        study = study_of(tmp_path)
+        storage = optuna_study.storage_of(JOURNAL, tmp_path)
+        optuna_study.running(study, storage, study.trials[0]).report(0.25, 10)
+        raise JobFailed("it broke")
+
+    search(tmp_path, failing, n_trials=1)
+    search(tmp_path, distance, n_trials=1)
+    again = study_of(tmp_path).trials[1]
+    assert (again.state, again.intermediate_values) == (TrialState.COMPLETE, {10: 0.25})
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.runner.sweep.optuna.test_search import distance, search
+def killing(number, given):
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return distance(number, given)
+search(Path(sys.argv[1]), killing)
+"""
+
+
+def test_a_search_that_was_killed_chooses_what_an_undisturbed_one_does(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    search(whole, distance)
+    ended = subprocess.run(python("-c", KILLED, str(parts)), timeout=120, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    study_of(parts).ask()  # as by a command that is killed before it has a job
+    assert search(parts, distance).batches == [[2], [3], [4], [5]]
+    found = [optuna_study.trials_of(study_of(folder)) for folder in (whole, parts)]
+    params = [[trials[number].params for number in sorted(trials)] for trials in found]
+    assert params[0] == params[1]
+
+
+@pytest.mark.parametrize("sampler", ["random", "qmc", "nsgaii", "cmaes"])
+def test_each_sampler_draws_different_jobs(tmp_path: Path, sampler: str) -> None:
+    space = ("optimizer.lr=interval(0,1)", "trainer.seed=range(1,9)")
+    search(tmp_path, lambda number, given: 0.5 + number, *space, sampler=sampler, n_trials=5)
+    assert len({str(trial.params) for trial in study_of(tmp_path).trials}) == 5
 
 
 def test_too_many_failures_end_the_search(tmp_path: Path) -> None:
@@ -160,18 +240,10 @@ def measured(folder: Path, lacking: Sequence[int] = ()) -> Objective:
     """Return an objective whose runs measure the loss, but for the jobs that lack it."""
 
     def objective(number: int, given: dict[str, str]) -> None:
-        run_dir = study_files.job_folder(folder, number)
-        if run_dir.exists():
-            write_session(run_dir)
-        else:
-            write_run(run_dir, summary=False)
-        session = session_of(run_dir)
         rate = float(given["optimizer.lr"])
-        metrics = {"validation": {"accuracy": 1.0}}
-        if number not in lacking:
-            metrics["validation"]["loss"] = rate
-        summary = {"best": None, "metrics": metrics, "seconds": 1 / rate}
-        sessions.end(session, 0, summary=summary)
+        found = {"accuracy": 1 / rate} | ({} if number in lacking else {"loss": rate})
+        record = {"split": "validation", "step": 9, **found}
+        (folder / f"{number:04}" / METRICS).write_text(json.dumps(record))
 
     return objective
 
@@ -179,16 +251,16 @@ def measured(folder: Path, lacking: Sequence[int] = ()) -> Objective:
 def test_several_objectives_end_in_a_pareto_front(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics, directions = ["validation/loss", "seconds"], ["minimize", "minimize"]
+    metrics, directions = ["validation/loss", "validation/accuracy"], ["minimize"] * 2
     search(tmp_path, measured(tmp_path), metrics=metrics, directions=directions)
     shown = capsys.readouterr().out
     assert "Pareto front" in shown
-    assert shown.count("Pareto-optimal trial") == 6  # faster is worse
+    assert shown.count("Pareto-optimal trial") == 6
     assert "python -m runner" in shown
 
 
 def test_a_metric_that_is_not_measured_is_told_after_one_job(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'validation/loss'"):
+    with pytest.raises(JobFailed, match="Did you mean 'validation/loss'"):
         search(tmp_path, measured(tmp_path), metrics=["validation/los"], directions=["minimize"])
     assert len(study_of(tmp_path).trials) == 1
 
@@ -205,7 +277,7 @@ def test_a_job_without_the_objective_stops_no_other(
     assert "trial 2: failed (hydra.sweeper.metrics=validation/loss: the run measures" in (
         capsys.readouterr().out
     )
-    assert search(tmp_path, lacking, **LOSS).batches == [[2]]
+    assert search(tmp_path, lacking, **LOSS).batches == []  # the run is finished
 
 
 def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: float) -> None:
@@ -250,87 +322,46 @@ def test_twenty_trials_with_pruning_killed_three_times(tmp_path: Path) -> None:
 def test_a_study_of_another_sweep_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    shared = {"storage": "shared.journal", "study_name": "s", "n_trials": 2}
+    shared = {"storage": str(tmp_path / "shared.journal"), "study_name": "t", "n_trials": 2}
     search(tmp_path / "a", distance, **shared)
     with pytest.raises(ConfigError, match="a study is of one sweep"):
-        search(tmp_path / "b", distance, **shared)
-    assert search(tmp_path / "b", distance, **{**shared, "study_name": "t"}).batches == [[0], [1]]
+        search(tmp_path / "longer", distance, **shared)
     assert search(tmp_path / "a", distance, **{**shared, "n_trials": 3}).batches == [[2]]
 
 
 def test_a_study_that_was_lost_is_refused(tmp_path: Path) -> None:
     search(tmp_path, distance, n_trials=1)
-    (tmp_path / "0000").mkdir()
-    (tmp_path / study_files.JOURNAL).unlink()
+    (tmp_path / JOURNAL).unlink()
     with pytest.raises(ConfigError, match=r"Restore it from a copy, .*sweep\.dir=DIR"):
         search(tmp_path, distance, n_trials=2)
-
-
-# -- what was found ------------------------------------------------------------------------
-
-
-def study_with(*values: tuple[float, ...], directions: tuple[str, ...]) -> optuna.Study:
-    study = optuna.create_study(directions=list(directions))
-    for number, value in enumerate(values):
-        trial = study.ask()
-        trial.suggest_float("optimizer.lr", 0, 1)
-        overrides = ["name=a b", f"++optimizer.lr={number}"]
-        trial.set_user_attr(optuna_study.JOB, {"number": number, "overrides": overrides})
-        study.tell(trial, list(value))
-    return study
-
-
-def shown_of(study: optuna.Study, *metrics: str) -> str:
-    out = io.StringIO()
-    console = Console(file=out, width=120)
-    optuna_sweeper.show(study, optuna_study.trials_of(study), metrics, "mine", console)
-    return out.getvalue()
-
-
-def test_the_best_trial_of_one_objective_with_its_command() -> None:
-    study = study_with((3.0,), (1.0,), (2.0,), directions=("maximize",))
-    text = shown_of(study, "validation/accuracy")
-    assert "3 trials: 3 complete" in text
-    assert "best trial 0: validation/accuracy 3" in text
-    assert "python -m runner --config-name mine 'name=a b' optimizer.lr=0" in text
-
-
-def test_the_front_of_several_objectives() -> None:
-    values = ((1.0, 5.0), (2.0, 4.0), (0.5, 6.0), (3.0, 9.0))
-    study = study_with(*values, directions=("minimize", "maximize"))
-    best = optuna_sweeper.best_trials(optuna_study.trials_of(study), study)
-    assert list(best) == [2, 3]  # 0.5 and 6 are better than 1 and 5, and than 2 and 4
-    assert shown_of(study, "validation/loss", "seconds").count("Pareto-optimal") == len(best)
-
-
-def test_a_study_without_results_is_counted() -> None:
-    study = optuna.create_study()
-    assert shown_of(study, "best") == "0 trials: none\n"
-
-
-# -- a directory that was moved ----------------------------------------------------------
 
 
 def test_a_sweep_directory_that_was_moved_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-
-    def stopping(number: int, given: dict[str, str]) -> float:
-        if number == 2:
-            raise JobStopped("job 0002 was stopped")
-        return distance(number, given)
-
-    assert search(here, stopping).batches == [[0], [1], [2]]
-    begun = study_of(here).trials
+    assert search(here, stopping_at(2)).batches == [[0], [1], [2]]
     here.rename(there)
     assert search(there, distance).batches == [[2], [3], [4], [5]]
-    shown = capsys.readouterr().out
-    assert "The study goes on: 2 of 6 trials have ended." in shown
-    trials = study_of(there).trials
-    assert [trial.params for trial in trials[:3]] == [trial.params for trial in begun]
-    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 6
-    there.rename(here)
-    assert search(here, distance).batches == []
-    assert len(study_of(here).trials) == 6
+    assert "The study goes on: 2 of 6 trials have ended." in capsys.readouterr().out
+    assert states(there) == ["COMPLETE"] * 6
+
+
+def test_the_best_trial_is_shown_with_its_command(tmp_path: Path) -> None:
+    with hydra_setup.session():
+        space = Space.read(["name='a b'", "seed=1,2"], {}, {})
+    changes = {"metrics": ["validation/loss"], "directions": ["maximize"], "n_trials": 3}
+    settings = Settings.read({**sweepers.DEFAULTS, **changes})
+    sweep = sweep_in(tmp_path, settings)
+
+    def objective(number: int, given: dict[str, str]) -> None:
+        record = {"split": "validation", "step": 9, "loss": 3.0 - number}
+        (tmp_path / f"{number:04}" / METRICS).write_text(json.dumps(record))
+
+    found = Search(settings, space, sweep, Launched(sweep, objective))
+    found.run()
+    out = io.StringIO()
+    found.show(Console(file=out, width=120))
+    assert "3 trials: 3 complete" in out.getvalue()
+    assert "best trial 0: validation/loss 3" in out.getvalue()
+    assert "python -m runner 'name='" in out.getvalue()

@@ -1,0 +1,366 @@
+"""A search with Optuna over any of Hydra's launchers, and its result. Free of torch.
+
+Optuna's storage is the record. Each trial carries the number of its job, the job's state is that of
+its run. A running trial whose run nobody trains was interrupted, and goes on as the same trial. A
+failed job is tried again, once by each command, as a new trial with the same parameters.
+
+The k-th job is drawn with a seed made of the study's seed and k: a search that was interrupted
+chooses what it would have chosen otherwise, as long as its trials end in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+import shlex
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import optuna
+from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf
+from optuna.study import StudyDirection
+from optuna.trial import FixedTrial, FrozenTrial, Trial, TrialState
+from rich.console import Console
+from rich.table import Table
+
+from accel.machine.errors import ConfigError
+from runner.recipe import hydra_setup, processes, sweepers
+from runner.runs import lock, numerics, sessions
+from runner.runs.record import RunRecord
+from runner.sweep import directory
+from runner.sweep.directory import Sweep
+from runner.sweep.objectives import BEST, values_of
+from runner.sweep.optuna.settings import Settings
+from runner.sweep.optuna.space import Space
+from runner.sweep.settings import AUTO
+from runner.sweep.task import JobFailed, JobStopped, Task
+from runner.training import optuna_study
+from runner.training.console import PipedConsole
+from runner.training.optuna_study import JOB, PRUNER, SAMPLER
+from runner.training.state import PRUNED
+
+SWEEP = "sweep"  # a study's user attribute: which sweep it is of
+DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
+# Their draws belong to one sequence, so that all trials have the same seed.
+SEQUENCES = ("qmc",)
+
+
+def search(
+    arguments: Sequence[str], settings: Mapping[str, object], task: Task, launcher: Launcher
+) -> None:
+    """Search, from where an earlier command has left off.
+
+    Args:
+        arguments: overrides of the command.
+        settings: `hydra.sweeper`.
+        task: of the sweep.
+        launcher: Hydra's, ready to launch.
+
+    Raises:
+        ConfigError: if the study is another sweep's, or its database fails.
+        JobFailed: if too many jobs fail.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    node = {name: _plain(value) for name, value in settings.items()}
+    with hydra_setup.session():
+        space = Space.read(arguments, node["params"], node["when"])
+    found = Settings.read(node)
+    if found.n_jobs is None:
+        found = replace(found, n_jobs=_at_once(task))
+    try:
+        Search(found, space, task.sweep, launcher).run()
+    except optuna_study.FAILURES as error:  # the database went away
+        raise optuna_study.failed_database(str(found.storage), error) from error
+
+
+def _at_once(task: Task) -> int:
+    """Return how many jobs run at once on this machine; 1 under other launchers."""
+    if task.local is None:
+        return 1
+    if task.local.jobs == AUTO:
+        return processes.num_accelerators() or numerics.cores()
+    return int(task.local.jobs)
+
+
+def _plain(value: object) -> object:
+    return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that this command is to run."""
+
+    number: int
+    overrides: tuple[str, ...]
+    trial: Trial
+
+
+class Search:
+    """One command's work on a study: batches of jobs until the study has as many as it wants.
+
+    Args:
+        settings: `hydra.sweeper`.
+        space: what is searched.
+        sweep: its folder and description, which says where the study is.
+        launcher: Hydra's, ready to launch.
+    """
+
+    def __init__(self, settings: Settings, space: Space, sweep: Sweep, launcher: Launcher) -> None:
+        self.settings, self.space, self.sweep, self.launcher = settings, space, sweep, launcher
+        with directory.locked(sweep.path):  # the first command makes the study
+            self.study, self._storage = self._open()
+        self._stopped = False
+        self._begin = time.monotonic()
+        self._failed_before: dict[int, int] = {}
+        self._unmeasured: dict[int, str] = {}  # by jobs that lack an objective
+
+    def run(self) -> None:
+        """Run jobs until the study is complete, and print what was found."""
+        before = self.newest()
+        ended = sum(trial.state.is_finished() for trial in before.values())
+        if before:
+            print(f"The study goes on: {ended} of {self.settings.n_trials} trials have ended.")
+        self._note_random_keys()
+        self._failed_before = {
+            number: trial.number
+            for number, trial in before.items()
+            if trial.state is TrialState.FAIL and not sessions.is_done(self.sweep.run_dir(number))
+        }
+        while not self._stopped and not self._time_is_up():
+            batch = self._take(self.settings.n_jobs or 1)
+            if not batch:
+                break
+            for group in _consecutive(batch):
+                self._launch(group)
+            self._check_failures(ended)
+        if not self._stopped:
+            self.show(PipedConsole(highlight=False, soft_wrap=True))
+
+    def newest(self) -> dict[int, FrozenTrial]:
+        """Return the newest trial of each job, by the job's number."""
+        return optuna_study.trials_of(self.study)
+
+    def _open(self) -> tuple[optuna.Study, optuna.storages.BaseStorage]:
+        """Create the study, or open that of an earlier command.
+
+        Raises:
+            ConfigError: if the study is another sweep's, or was lost.
+        """
+        there = self.sweep.description
+        place, name = there.search["storage"], there.search["study_name"]
+        storage = optuna_study.storage_of(place, self.sweep.path)
+        if name not in optuna.get_all_study_names(storage) and self.sweep.started():
+            rule = "the study of the sweep's jobs is not there"
+            remedy = "Restore it from a copy, or begin a new search with sweep.dir=DIR."
+            raise ConfigError.of(place, rule, remedy)
+        study = optuna.create_study(
+            study_name=name,
+            storage=storage,
+            directions=[DIRECTIONS[mode] for mode in there.search["modes"]],
+            pruner=optuna_study.make(PRUNER, self.settings.pruner),
+            load_if_exists=True,
+        )
+        own = [there.digest, there.time]
+        if not study.user_attrs and not study.get_trials(deepcopy=False):
+            study.set_user_attr(SWEEP, own)
+        if study.user_attrs.get(SWEEP) != own:
+            value = f"{sweepers.NODE}.study_name={name}"
+            rule = "a study is of one sweep, and there is one of that name"
+            remedy = "Give another name, or go on with its sweep (sweep.dir=DIR)."
+            raise ConfigError.of(value, rule, remedy)
+        return study, storage
+
+    # -- trials ----------------------------------------------------------------------------
+
+    def _take(self, most: int) -> list[Job]:
+        """Return up to `most` jobs to run now, in the order of their numbers.
+
+        First those that were interrupted, then those that had failed before this command, then new
+        ones. Empty: nothing is left that other commands do not run.
+        """
+        with directory.locked(self.sweep.path):
+            for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                if JOB not in trial.user_attrs:  # a command was killed as it asked for it
+                    self.study.tell(trial.number, state=TrialState.FAIL)
+            newest = self.newest()
+            taken = [
+                number
+                for number, trial in newest.items()
+                if trial.state is TrialState.RUNNING
+                and lock.holder(self.sweep.run_dir(number)) is None
+            ][:most]
+            for number, before in list(self._failed_before.items())[: most - len(taken)]:
+                del self._failed_before[number]
+                if newest[number].number == before:  # no other command has tried it again
+                    self._try_again(newest[number])
+                    taken.append(number)
+            new = range(len(newest), self.settings.n_trials)[: most - len(taken)]
+            return [*self._jobs(sorted(taken)), *map(self._new, new)]
+
+    def _jobs(self, numbers: Sequence[int]) -> Iterator[Job]:
+        """Yield the jobs whose trials run already."""
+        newest = self.newest()
+        for number in numbers:
+            self.study.sampler = self._sampler(number)
+            trial = optuna_study.running(self.study, self._storage, newest[number])
+            yield Job(number, tuple(self.space.sample(trial)), trial)
+
+    def _try_again(self, failed: FrozenTrial) -> None:
+        """Add a trial with the parameters of a failed one, and with what its run has reported."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            again = optuna.trial.create_trial(
+                state=TrialState.RUNNING,
+                params=failed.params,
+                distributions=failed.distributions,
+                user_attrs=failed.user_attrs,
+                intermediate_values=failed.intermediate_values,
+            )
+        self.study.add_trial(again)
+
+    def _new(self, number: int) -> Job:
+        self.study.sampler = self._sampler(number)
+        trial = self.study.ask()
+        trial.set_user_attr(JOB, number)
+        return Job(number, tuple(self.space.sample(trial)), trial)
+
+    def _sampler(self, number: int) -> Any:
+        spec, seed = self.settings.sampler, self.settings.seed
+        if seed is None:
+            return optuna_study.make(SAMPLER, spec)
+        own = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+        if spec["name"] in SEQUENCES:
+            rest = optuna.samplers.RandomSampler(seed=own)
+            return optuna_study.make(SAMPLER, spec, seed=seed, independent_sampler=rest)
+        return optuna_study.make(SAMPLER, spec, seed=own)
+
+    # -- jobs ------------------------------------------------------------------------------
+
+    def _launch(self, group: Sequence[Job]) -> None:
+        """Run jobs with consecutive numbers, and tell the study how they have ended."""
+        overrides = [list(job.overrides) for job in group]
+        ended = self.launcher.launch(overrides, initial_job_idx=group[0].number)
+        for job, result in zip(group, ended, strict=True):
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):  # Hydra prints it once more
+                    _ = result.return_value
+            except JobStopped:
+                self._stopped = True  # its trial stays: the next command goes on with it
+            except Exception as error:
+                self._tell(job, TrialState.FAIL, f"failed ({error or type(error).__name__})")
+            else:
+                self._record(job)
+
+    def _record(self, job: Job) -> None:
+        """Tell the study the objectives of a run that is done."""
+        run, metrics = RunRecord(self.sweep.run_dir(job.number)), self.settings.metrics
+        if run.summary.get("stopped") == PRUNED:
+            self._tell(job, TrialState.PRUNED, "pruned")
+            return
+        try:
+            values = values_of(run, metrics)
+        except ConfigError as error:
+            self._unmeasured[job.number] = str(error)
+            self._tell(job, TrialState.FAIL, f"failed ({error})")
+            return
+        named = _named(metrics, values)
+        if all(map(math.isfinite, values)):
+            self._tell(job, None, named, values)
+        else:
+            text = f"failed (an objective is no finite number: {named})"
+            self._tell(job, TrialState.FAIL, text)
+
+    def _tell(
+        self, job: Job, state: TrialState | None, text: str, values: list[float] | None = None
+    ) -> None:
+        # Another command may have run the job, too: the run's lock let one train.
+        self.study.tell(job.trial.number, values, state=state, skip_if_finished=True)
+        print(f"trial {job.number}: {text}", flush=True)
+
+    def _check_failures(self, before: int) -> None:
+        """Raise a JobFailed if too many have failed, or no trial that has ended has the objective.
+
+        The second, as where its name is misspelt, only once this command has tried one more than
+        the `before` that had ended: each command makes some progress.
+        """
+        ended = {n: trial for n, trial in self.newest().items() if trial.state.is_finished()}
+        failed = sum(trial.state is TrialState.FAIL for trial in ended.values())
+        if ended and failed / len(ended) > self.settings.max_failure_rate:
+            raise JobFailed(
+                f"{failed} of {len(ended)} jobs have failed: more than "
+                f"{sweepers.NODE}.max_failure_rate={self.settings.max_failure_rate}"
+            )
+        if len(ended) > before and self._unmeasured.keys() >= ended.keys():
+            raise JobFailed(self._unmeasured[min(ended)])
+
+    def _time_is_up(self) -> bool:
+        limit = self.settings.timeout
+        return limit is not None and time.monotonic() - self._begin >= limit
+
+    def _note_random_keys(self) -> None:
+        name = self.settings.sampler["name"]
+        found = [one.key for one in self.space.parameters if one.conditions or one.is_categorical]
+        if name in optuna_study.NUMERIC and found:
+            print(f"{name} samples {', '.join(found)} at random: lists and conditional keys.")
+
+    # -- what was found --------------------------------------------------------------------
+
+    def show(self, console: Console) -> None:
+        """Print the best trial, or the Pareto front of several objectives."""
+        newest, metrics = self.newest(), self.settings.metrics
+        states = Counter(trial.state for trial in newest.values())
+        counts = ", ".join(f"{number} {state.name.lower()}" for state, number in states.items())
+        console.print(f"{len(newest)} trials: {counts or 'none'}")
+        if not states[TrialState.COMPLETE]:
+            return
+        several = len(metrics) > 1
+        best = self.study.best_trials if several else [self.study.best_trial]
+        if several:
+            console.print(_front(best, metrics))
+        for trial in best:
+            kind = "Pareto-optimal" if several else "best"
+            values = _named(metrics, trial.values)
+            console.print(f"{kind} trial {trial.user_attrs[JOB]}: {values}")
+            if metrics != (BEST,):  # else the table of the sweep names it
+                overrides = self.space.sample(FixedTrial(trial.params))
+                console.print(f"  {command(overrides, self.sweep.description.config_name)}")
+
+
+def _consecutive(batch: Sequence[Job]) -> Iterator[list[Job]]:
+    """Yield runs of jobs whose numbers follow each other, as launchers count."""
+    for _, group in itertools.groupby(enumerate(batch), lambda pair: pair[1].number - pair[0]):
+        yield [job for _, job in group]
+
+
+def _named(metrics: Sequence[str], values: Sequence[float]) -> str:
+    pairs = zip(metrics, values, strict=True)
+    return ", ".join(f"{metric} {value:.6g}" for metric, value in pairs)
+
+
+def command(overrides: Sequence[str], config_name: str) -> str:
+    """Return the command that trains one job alone."""
+    name = [] if config_name == hydra_setup.PRIMARY else ["--config-name", config_name]
+    words = [*name, *overrides]
+    return shlex.join(["python", "-m", "runner", *words])
+
+
+def _front(best: Sequence[FrozenTrial], metrics: Sequence[str]) -> Table:
+    keys = list(dict.fromkeys(key for trial in best for key in trial.params))
+    table = Table("trial", *metrics, *keys, title="Pareto front")
+    for trial in best:
+        values = [f"{value:.6g}" for value in trial.values]
+        chosen = [_short(trial.params.get(key)) for key in keys]
+        table.add_row(str(trial.user_attrs[JOB]), *values, *chosen)
+    return table
+
+
+def _short(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
