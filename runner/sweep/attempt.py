@@ -64,9 +64,16 @@ def run(
         return failures.report(error)
 
 
-def record_death(folder: Path, number: int, code: int, how: str) -> None:
-    """Record the end of a job whose process died without a word, unless it is trained again."""
+def record_death(folder: Path, number: int, code: int, how: str) -> int:
+    """Record the end of a job whose process died without a word, unless it is trained again.
+
+    Returns:
+        The exit code of the job, which may have come to its end before its process died.
+    """
     run_dir = folder / f"{number:04}"
+    if sessions.is_done(run_dir):
+        return DONE
     for session in sessions.of_run(run_dir)[-1:]:
         with contextlib.suppress(lock.HeldError), lock.held(run_dir):
             sessions.end(session, code, cause=asdict(Outcome(0, time.time(), code, how)))
+    return code

@@ -314,7 +314,8 @@ def _run(
         code = FAILED
         try:
             code = hydra(_line(request, choice, sweep), called)
-        except task.JobFailed:  # the sweeper gave up
+        except task.JobFailed as error:  # the sweeper gave up
+            print(error, file=sys.stderr, flush=True)
             code = FAILED
         except KeyboardInterrupt:
             code = INTERRUPTED

@@ -122,7 +122,7 @@ class Live:
         self._failed += code != DONE
         value = run.objective if code == DONE else None
         objective = "" if value is None else f"  objective {number(value.value)}"
-        how = "" if status >= 0 else f" (its process {describe_exit(status)})"
+        how = "" if not died else f" (its process {describe_exit(status)})"
         log = "" if code == DONE or self._alone else f"  see {self._folder / f'{job:04}' / 'logs'}"
         text = f"job {job:04} {shown.status}{how}  {clock(shown.seconds)}{objective}{log}"
         self.note(f"{text}  {shown.overrides}".rstrip())

@@ -228,7 +228,7 @@ class Pool:
         code = self._code_of(status)
         if code != DONE:
             how = f"its process {describe_exit(status)}"
-            attempt.record_death(self._folder, task.number, code, how)
+            code = attempt.record_death(self._folder, task.number, code, how)
         self._codes[task.number] = code
         self._live.ended(task.number, code, status)
 

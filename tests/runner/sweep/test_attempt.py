@@ -67,5 +67,5 @@ def test_the_death_of_a_process_is_recorded_by_its_parent(tmp_path: Path) -> Non
     assert RunRecord(tmp_path / "0000").reason == "it was killed"
     session = begin_job(tmp_path, 0)
     end_job(session, 0.5)
-    attempt.record_death(tmp_path, 0, 1, "its process was killed behind it")
+    assert attempt.record_death(tmp_path, 0, 1, "its process was killed behind it") == 0
     assert json.loads((session / "ended.json").read_text())["code"] == 0

@@ -95,7 +95,7 @@ def test_ctrl_c_ends_the_jobs_and_is_raised(tmp_path: Path) -> None:
 def test_the_death_of_the_server_fails_its_jobs_and_the_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = StandIn()
+    server = StandIn({0: -9, 1: -9})
     real = server.events
 
     def die(seconds: float) -> list[Event]:
