@@ -284,7 +284,7 @@ def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: f
     """Kill a search with a pruner, and assert that no trial was lost or doubled."""
     line = (
         *("hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-5,1.0))", *QUICK),
-        *("hydra.sweeper.pruner={name: median, n_startup_trials: 2}"),
+        "hydra.sweeper.pruner={name: median, n_startup_trials: 2}",
         *(f"hydra.sweeper.n_trials={count}", "sweep.jobs=2", f"trainer.max_steps={steps}"),
     )
     ended = killed_sweep(line, tmp_path, kills=kills, longest=longest)
