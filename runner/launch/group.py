@@ -93,24 +93,33 @@ def command(module: str, order: Mapping[str, Any]) -> list[str]:
 
 
 class Stops:
-    """The stop signals that this process has got, oldest first."""
+    """The stop signals that this process has got, oldest first; each is forwarded at once, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: Callable[[int], object] = lambda number: None) -> None:
         self.received: list[int] = []
+        self._forward = forward
 
     def take(self, number: int, frame: FrameType | None = None) -> None:
         """Take a stop signal: of this process, or one that another node has got."""
         self.received.append(number)
+        self._forward(number)
+
+    def interrupt(self, number: int, frame: FrameType | None = None) -> None:
+        """Take Ctrl-C."""
+        signal.signal(number, signal.default_int_handler)
+        self._forward(number)
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def stops_heard() -> Iterator[Stops]:
+def stops_heard(forward: Callable[[int], object] = lambda number: None) -> Iterator[Stops]:
     """Listen in the context, and restore the handlers after it; within another one, give its stops.
 
-    Only the main thread may set handlers: in another one nothing is heard.
+    Only the main thread may set handlers: in another one nothing is heard. `forward` is for what no
+    `Group` polls: processes of Hydra's launchers.
     """
     around = getattr(signal.getsignal(STOP_SIGNALS[0]), "__self__", None)
-    stops = around if isinstance(around, Stops) else Stops()
+    stops = around if isinstance(around, Stops) else Stops(forward)
     if stops is around or threading.current_thread() is not threading.main_thread():
         yield stops
         return
@@ -119,7 +128,7 @@ def stops_heard() -> Iterator[Stops]:
             signal.signal(number, stops.take)
         for number in INTERRUPTS:  # a shell lets background jobs ignore Ctrl-C; they still do
             if before[number] is not signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler)
+                signal.signal(number, stops.interrupt)
         yield stops
 
 

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,8 @@ class Node:
         """Order it to start its workers for the job of a session; return the handle."""
         self.ranks, self.is_busy, self._status = place.ranks, True, None
         self.failed, self.outcomes = {}, []
-        order = {name: getattr(place, name) for name in ("first_rank", "world_size", "node")}
-        order |= {"num_nodes": place.num_nodes, "port": place.port}
-        self.connection.send("start", folder=str(folder), digest=_digest(folder), **order)
+        order = {"folder": str(folder), "digest": _digest(folder), "place": asdict(place)}
+        self.connection.send("start", **order)
         return self
 
     def poll(self) -> int | None:
@@ -418,7 +417,6 @@ def follow(recipe: Recipe, frozen: Recipe) -> int:
     distributed = recipe.distributed
     endpoint = nodes.endpoint(distributed)
     assert endpoint is not None
-    number = processes.local_count(distributed)
     wait = nodes.seconds(distributed, "join_timeout")
     try:
         end = messages.connect(endpoint, wait, distributed.local_addr)
@@ -432,12 +430,12 @@ def follow(recipe: Recipe, frozen: Recipe) -> int:
                 "hello",
                 name=platform.node(),
                 node_rank=distributed.node_rank,
-                num_processes=number,
+                num_processes=processes.local_count(distributed),
                 recipe=serialization.frozen_plain(frozen),
                 resume=recipe.resume,
                 run_dir=recipe.run_dir,
             )
-            return _Member(connection, endpoint, recipe, number, stops).run()
+            return _Member(connection, endpoint, distributed.local_addr, stops).run()
     except KeyboardInterrupt:
         connection.send("interrupted")
         return INTERRUPTED
@@ -451,15 +449,9 @@ class _Member:
     """What this node does for the first one, message by message."""
 
     def __init__(
-        self,
-        connection: Connection,
-        endpoint: Endpoint,
-        recipe: Recipe,
-        num_processes: int,
-        stops: Stops,
+        self, connection: Connection, endpoint: Endpoint, local_addr: str | None, stops: Stops
     ) -> None:
-        self._connection, self._endpoint = connection, endpoint
-        self._local_addr, self._number = recipe.distributed.local_addr, num_processes
+        self._connection, self._endpoint, self._local_addr = connection, endpoint, local_addr
         self._stops, self._told = stops, 0
 
     def run(self) -> int:
@@ -487,16 +479,9 @@ class _Member:
         if not _is_seen(folder, str(order["digest"])):
             self._connection.send("unseen", folder=str(run_dir_of(folder)))
             return
-        place = Place(
-            self._number,
-            order["world_size"],
-            order["port"],
-            self._endpoint.host,
-            order["first_rank"],
-            order["node"],
-            order["num_nodes"],
-            messages.gloo_variables(self._local_addr or self._connection.address),
-        )
+        variables = messages.gloo_variables(self._local_addr or self._connection.address)
+        place = Place(**order["place"])
+        place = replace(place, address=self._endpoint.host, variables=variables)
         print(
             f"node {place.node} of {place.num_nodes}: ranks {place.ranks[0]} to {place.ranks[-1]} "
             f"of {place.world_size}, run {run_dir_of(folder)}",

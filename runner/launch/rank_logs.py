@@ -76,7 +76,7 @@ def tail(path: Path, num_lines: int = TAIL_LINES) -> list[str]:
 
 def hang(path: Path, num_lines: int = TAIL_LINES) -> list[str]:
     """Return the user's frames where the interpreter hung; without such a report, no lines."""
-    _, found, report = _text(path).rpartition(f"\n{TIMED_OUT}")
+    _, found, report = f"\n{_text(path)}".rpartition(f"\n{TIMED_OUT}")
     lines = f"{TIMED_OUT}{report}".splitlines()
     return [lines[0], *(_own(lines) or lines[1:])][:num_lines] if found else []
 

@@ -83,15 +83,10 @@ def _tasks(submit: Submit, distributed: Distributed) -> int:
             rule = "each node has the same number of processes"
             raise ConfigError.of(value, rule, "Give a multiple of the nodes.")
         return total // submit.nodes
-    if _on_gpus(submit, distributed):
+    has_gpus = submit.gpus_per_node is not None and distributed.device != "cpu"
+    if distributed.kind == "multi_gpu" or (distributed.kind == "auto" and has_gpus):
         return submit.gpus_per_node or 1
     return 1 if distributed.kind == "none" else DEFAULT_CPU_PROCESSES
-
-
-def _on_gpus(submit: Submit, distributed: Distributed) -> bool:
-    if distributed.kind == "auto":
-        return submit.gpus_per_node is not None and distributed.device != "cpu"
-    return distributed.kind == "multi_gpu"
 
 
 def _contradictions(submit: Submit, distributed: Distributed, number: int) -> Iterator[Problem]:
@@ -310,13 +305,8 @@ def _train(folder: Path) -> int:
     if directory.newest_checkpoint(run_dir) == before and _time_was_up(run_dir):
         print(TOO_SHORT, file=sys.stderr, flush=True)
         return FAILED
-    stopped_file(run_dir).touch()
+    (outcomes.log_folder(run_dir) / f"slurm-{env.read(JOB_ID)}.stopped").touch()
     return DONE
-
-
-def stopped_file(run_dir: Path) -> Path:
-    """Return the file that says that this job's processes were stopped with the state saved."""
-    return outcomes.log_folder(run_dir) / f"slurm-{env.read(JOB_ID)}.stopped"
 
 
 def _lead(folder: Path, run_dir: Path) -> int:

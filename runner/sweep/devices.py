@@ -17,26 +17,6 @@ THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class Need:
-    """What a job computes on: processes, GPUs, and threads of each process (None: any)."""
-
-    processes: int = 1
-    gpus: int = 0
-    threads: int | None = None
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Need:
-        """Return the need of a recipe.
-
-        Raises:
-            ConfigError: if the number of processes contradicts the machine.
-        """
-        number = processes.count(recipe.distributed)
-        on_gpu = processes.device(recipe.distributed) != "cpu" and processes.num_accelerators() > 0
-        return cls(number, number if on_gpu else 0, recipe.distributed.num_threads)
-
-
-@dataclass(frozen=True)
 class Share:
     """What a job gets: GPUs by index or name, and cores; in a cluster, resources by name."""
 
@@ -72,37 +52,52 @@ class Machine:
         return cls(jobs, named)
 
     def share_of(self, recipe: Recipe) -> Share | None:
-        """Return the share of a recipe's job that starts now; None: it has to wait."""
-        return self.take(Need.of(recipe))
+        """Return the share of a recipe's job that starts now; None: it has to wait.
 
-    def take(self, need: Need) -> Share | None:
-        """Return the share of a job that starts now; None: it has to wait."""
+        Raises:
+            ConfigError: if the number of processes contradicts the machine.
+        """
+        distributed = recipe.distributed
+        number = processes.count(distributed)
+        on_gpu = processes.device(distributed) != "cpu" and processes.num_accelerators() > 0
+        return self.take(number, number if on_gpu else 0, distributed.num_threads)
+
+    def take(
+        self, num_processes: int = 1, gpus: int = 0, threads: int | None = None
+    ) -> Share | None:
+        """Return the share of a job that starts now; None: it has to wait.
+
+        Args:
+            num_processes: its processes.
+            gpus: its GPUs.
+            threads: those of each process; None: any number.
+        """
         if self.jobs == AUTO:
-            cores = need.processes * (need.threads or env.integer(THREADS, 1))
+            cores = num_processes * (threads or env.integer(THREADS, 1))
             free = sum(count == 0 for count in self._used.values())
-            enough = free >= need.gpus if need.gpus else self._free_cores >= cores
+            enough = free >= gpus if gpus else self._free_cores >= cores
             if self._running and not enough:
                 return None
         else:
             if self._running >= self.jobs:
                 return None
             cores = max(1, self._cores // self.jobs)
-        chosen = tuple(sorted(self._used, key=lambda name: self._used[name])[: need.gpus])
+        chosen = tuple(sorted(self._used, key=lambda name: self._used[name])[:gpus])
         self._used.update(chosen)
         self._free_cores -= cores
         self._running += 1
-        return Share(chosen, cores, self._environment(chosen, cores, need))
+        return Share(chosen, cores, self._environment(chosen, cores, num_processes))
 
-    def _environment(self, gpus: Sequence[str], cores: int, need: Need) -> dict[str, str | None]:
+    def _environment(
+        self, gpus: Sequence[str], cores: int, num_processes: int
+    ) -> dict[str, str | None]:
         found: dict[str, str | None] = {}
         if self._used:
             found[VISIBLE] = ",".join(gpus)  # a job on the CPU sees none
-        alone = self.jobs == 1
-        if not alone and env.read(THREADS) is None and not (gpus and self.jobs == AUTO):
-            found[THREADS] = str(max(1, cores // need.processes))
-        elif not alone and gpus and env.read(THREADS) is None:
-            share = self._cores * len(gpus) // max(1, len(self._used))
-            found[THREADS] = str(max(1, share // need.processes))
+        if self.jobs != 1 and env.read(THREADS) is None:
+            if gpus and self.jobs == AUTO:
+                cores = self._cores * len(gpus) // len(self._used)
+            found[THREADS] = str(max(1, cores // num_processes))
         return found
 
     def give_back(self, share: Share) -> None:

@@ -3,15 +3,21 @@
 The server is a fresh interpreter that imports and does nothing else: it computes nothing, starts no
 thread and touches no device, so that a fork is like a fresh process that has its imports behind it.
 Each job is a process of its own, which leaves no state to the next. When the server's parent ends,
-however it ends, the pipe closes, and the server kills the jobs; when the server ends, each job
-notices and ends its process group.
+however it ends, the pipe closes, and the server ends; when the server ends, each job notices and
+ends its process group.
+
+The standard library's fork server is no substitute: it imports with the working directory in front,
+starts the main module again in each fork, and ends with the signals of a whole session.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -22,16 +28,26 @@ from pathlib import Path
 from typing import Any
 
 from accel.machine import env, parent_watch
+from accel.machine.imports import is_available, load_attribute
 from runner.launch import group, rank_logs, worker
+from runner.recipe import paths, trust
 from runner.runs import numerics
-from runner.sweep import preload
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS
 
-# What a run of the built-in parts imports.
+# What built-in factories import when they are called.
+OF_FACTORIES = {
+    "runner.builtin.digits:digits": ("sklearn.datasets", "sklearn.model_selection"),
+}
+# What a run of the built-in parts imports. None of it starts a thread or asks for devices.
 PRELOADED = (
-    *preload.RUN,
-    *(module for modules in preload.OF_FACTORIES.values() for module in modules),
-    *("runner.builtin.digits", "runner.sweep.attempt"),
+    *("torch", "torch._dynamo", "torch.utils.data", "torch.utils.tensorboard"),
+    *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.base"),
+    *("runner.training.build", "runner.recipe.engine", "runner.training.loop"),
+    *("runner.launch.worker", "runner.launch.hangs", "runner.recipe.hydra_setup"),
+    *("runner.builtin.optimizers", "runner.builtin.digits", "runner.sweep.attempt"),
+    *("runner.data.batches", "rich.progress"),
+    *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
+    *(module for modules in OF_FACTORIES.values() for module in modules),
 )
 # With it, looking for GPUs starts no CUDA context, which a fork could not use.
 # Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code
@@ -65,20 +81,38 @@ class Order:
     resources: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Event:
-    """A job was started in process `pid` (`status` is None), or ended with an exit status.
+class Fork:
+    """A process of the server's, as a handle; `pid` is 0 until it is forked."""
 
-    The status is negative for a signal, as that of `subprocess`.
-    """
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+        self.pid = 0
+        self.status: int | None = None
+        self._early: list[int] = []  # signals from before it was forked
 
-    number: int
-    pid: int
-    status: int | None = None
+    def forked(self, pid: int) -> None:
+        """Take the process id."""
+        self.pid = pid
+        for number in self._early:
+            self.send(number)
 
+    def poll(self) -> int | None:
+        """Return the exit status; None: it runs. With the server it is killed."""
+        self._server.read()
+        return self.status
 
-class ServerDied(Exception):
-    """The server was killed, and its jobs with it."""
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        if not self.pid:
+            self._early.append(number)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and its children."""
+        if self.pid:
+            group.kill_group(self.pid)
 
 
 class ForkServer:
@@ -86,10 +120,11 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         self._modules = tuple(modules)
-        self._used = False
-        self._process, self._pipe = self._start()
+        self._forks: dict[int, Fork] = {}
+        self._was_used = False
+        self._process, self._pipe = self._started()
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+    def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
         pipe, theirs = Pipe()
         order = {
             "path": [str(Path(__file__).resolve().parents[2]), os.getcwd()],
@@ -112,51 +147,44 @@ class ForkServer:
         """The server's process id."""
         return self._process.pid
 
-    def start(self, order: Order) -> None:
-        """Have a job forked; an `Event` tells its process id.
-
-        Raises:
-            ServerDied: if the server has ended; the next call starts another.
-        """
-        self._used = True
+    def start(self, order: Order) -> Fork:
+        """Have a job forked."""
+        self._was_used = True
+        fork = self._forks[order.number] = Fork(self)
         try:
             self._pipe.send((order.number, pickle.dumps(order)))
-        except OSError as error:
-            raise self._restarted() from error
+        except OSError:
+            self._restart()
+        return fork
 
-    def events(self, seconds: float) -> list[Event]:
-        """Return what has happened, after at most so many seconds.
-
-        Raises:
-            ServerDied: if the server has ended; another is started.
-        """
-        found: list[Event] = []
+    def read(self, seconds: float = 0.0) -> None:
+        """Take what the server says, after at most so many seconds."""
         try:
-            while self._pipe.poll(0.0 if found else seconds):
-                found.append(self._pipe.recv())
-        except (EOFError, OSError) as error:
-            if not found:
-                raise self._restarted() from error
-        return found
+            while self._pipe.poll(seconds):
+                number, pid, status = self._pipe.recv()
+                if status is None:
+                    self._forks[number].forked(pid)
+                else:
+                    self._forks.pop(number).status = status
+                seconds = 0.0
+        except (EOFError, OSError):
+            self._restart()
 
-    def send(self, event: Event, number: int) -> None:
-        """Send a signal to the job of an event; SIGKILL goes to its children, too."""
-        with contextlib.suppress(ProcessLookupError):
-            if event.pid and number == signal.SIGKILL:
-                os.killpg(event.pid, number)
-            elif event.pid:
-                os.kill(event.pid, number)
+    wait = read
 
-    def _restarted(self) -> ServerDied:
-        status = self._process.wait()
+    def _restart(self) -> None:
+        """Start another server in place of one that was killed, with its jobs."""
+        for fork in self._forks.values():
+            fork.status = -signal.SIGKILL
+        self._forks.clear()
+        self._process.wait()
         self._pipe.close()
-        self._process, self._pipe = self._start()
-        return ServerDied(f"the server of the sweep's processes ended with status {status}")
+        self._process, self._pipe = self._started()
 
     def close(self) -> None:
         """End the server and every job that still runs."""
         self._pipe.close()
-        if not self._used:  # it may still import: a command that is refused does not wait
+        if not self._was_used:  # it may still import: a command that is refused does not wait
             self._process.kill()
         try:
             self._process.wait(END_SECONDS)
@@ -173,11 +201,28 @@ def main(settings: Mapping[str, Any]) -> None:
     for number in HEARD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     pipe = Connection(settings["pipe"])
-    preload.preload(settings["preload"])
+    preload(settings["preload"])
     server, order = os.getpid(), _serve(pipe)
     if order is not None:
         env.set_values(settings["environment"])
         be(order, server)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import modules, those that are installed, and keep the collector away from them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for name in modules:
+            if is_available(name.partition(".")[0]):
+                importlib.import_module(name)
+        if "torch" in sys.modules:
+            torch = sys.modules["torch"]
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # it imports much more
+    finally:
+        gc.freeze()  # the collector writes to the objects that it looks at, which would be copied
+        if collects:
+            gc.enable()
 
 
 def _serve(pipe: Connection) -> bytes | None:
@@ -191,7 +236,7 @@ def _serve(pipe: Connection) -> bytes | None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(woken)
     jobs: dict[int, int] = {}
-    try:
+    with contextlib.suppress(EOFError, OSError):  # the parent has ended
         while True:
             if pipe in wait([pipe, wake]):
                 number, pickled = pipe.recv()
@@ -206,25 +251,14 @@ def _serve(pipe: Connection) -> bytes | None:
                 with contextlib.suppress(OSError):  # it has done so itself
                     os.setpgid(pid, pid)
                 jobs[pid] = number
-                pipe.send(Event(number, pid))
+                pipe.send((number, pid, None))
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 1 << 12)
-            for pid, status in _ended(jobs):
-                pipe.send(Event(jobs.pop(pid), pid, status))
-    except (EOFError, OSError):  # the parent has ended
-        for pid in jobs:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        return None
-
-
-def _ended(jobs: Mapping[int, int]) -> list[tuple[int, int]]:
-    found = []
-    for pid in jobs:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            found.append((pid, os.waitstatus_to_exitcode(status)))
-    return found
+            for pid in list(jobs):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    pipe.send((jobs.pop(pid), pid, os.waitstatus_to_exitcode(status)))
+    return None
 
 
 def be(pickled: bytes, parent: int) -> None:
@@ -243,11 +277,17 @@ def be(pickled: bytes, parent: int) -> None:
     rank_logs.close_input()
     os.chdir(order.cwd)
     env.set_values(order.environment)
-    preload.forget_random_state()
+    forget_random_state()
     sys.orig_argv[:] = order.command
-    from accel.machine.imports import load_attribute
-    from runner.recipe import paths, trust
-
     paths.move_project_last()
     trust.import_packages()
     worker.end_process(load_attribute(order.target)(**order.arguments))
+
+
+def forget_random_state() -> None:
+    """Draw other random numbers than every other fork, as a fresh process does."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].seed()

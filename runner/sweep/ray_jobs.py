@@ -1,7 +1,6 @@
 """Jobs of a sweep in a Ray cluster: each is a process under an actor, where Ray finds room.
 
-`Jobs` is to the pool of a sweep what the fork server and this machine are to one here: all that is
-known of journal, locks, stops and retries holds. Free of torch.
+`Jobs` is to the pool of a sweep what the fork server and this machine are here. Free of torch.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import platform
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +28,7 @@ from runner.recipe import launchers, nodes, processes
 from runner.recipe.schema import Recipe
 from runner.sweep import fork_server
 from runner.sweep.devices import THREADS, Share
-from runner.sweep.fork_server import Event, Order
+from runner.sweep.fork_server import Order
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -65,16 +63,15 @@ class Jobs:
 
     def __init__(self, ray: ModuleType, settings: Mapping[str, Any]) -> None:
         self._ray, self._settings = ray, settings
-        self._jobs: dict[int, Actor] = {}
-        self._told: set[int] = set()  # jobs whose start has been told
-        self._signals: deque[tuple[int, int]] = deque()
+        self._jobs: list[_Job] = []
         self._short: set[str] = set()  # notes that have been printed
 
     # -- room ------------------------------------------------------------------------------
 
     def share_of(self, recipe: Recipe) -> Share | None:
         """Return what a recipe's job gets; None: enough others wait already."""
-        if sum(not job.pid for job in self._jobs.values()) >= MOST_WAITING:
+        self._jobs = [job for job in self._jobs if job.status is None]
+        if sum(not job.pid for job in self._jobs) >= MOST_WAITING:
             return None
         number = processes.count(recipe.distributed)
         threads = recipe.distributed.num_threads or 1
@@ -107,8 +104,8 @@ class Jobs:
 
     # -- processes -------------------------------------------------------------------------
 
-    def start(self, order: Order) -> None:
-        """Have a job started as soon as there is room; an `Event` tells its process id."""
+    def start(self, order: Order) -> _Job:
+        """Have a job started as soon as there is room."""
         resources = dict(order.resources)
         actor = cluster.host(
             self._ray,
@@ -121,49 +118,46 @@ class Jobs:
         cwd = cluster.cwd(self._settings["runtime_env"]) or "."
         pickled = pickle.dumps(replace(order, resources={}, cwd=cwd))
         sent = {"path": path, "folder": str(order.arguments["folder"])}
-        self._jobs[order.number] = Actor(
-            self._ray, actor, __name__, sent, pickled, on_lost=partial(_lost, order.number)
-        )
+        on_lost = partial(_lost, order.number)
+        job = _Job(Actor(self._ray, actor, __name__, sent, pickled, on_lost=on_lost))
+        self._jobs.append(job)
+        return job
 
-    def events(self, seconds: float) -> list[Event]:
-        """Return what has happened, after at most so many seconds."""
-        found = self._signalled()
-        if not found:
-            time.sleep(seconds)
-        for number, job in list(self._jobs.items()):
-            status = job.poll()
-            if job.pid and number not in self._told:
-                self._told.add(number)
-                found.append(Event(number, job.pid))
-            if status is not None:
-                found.append(self._ended(number, status))
-        return found
+    def wait(self, seconds: float) -> None:
+        """Wait so many seconds."""
+        time.sleep(seconds)
 
-    def send(self, event: Event, number: int) -> None:
-        """Send a signal to the job of an event, with the next call of `events`."""
-        self._signals.append((event.number, number))
 
-    def _signalled(self) -> list[Event]:
-        """Pass signals on; a job that has not started yet ends here."""
-        found = []
-        while self._signals:
-            number, name = self._signals.popleft()
-            job = self._jobs.get(number)
-            if job is None:
-                continue
-            if not job.pid:
-                found.append(self._ended(number, -name))
-            elif name == signal.SIGKILL:
-                job.kill()
-            else:
-                job.send(name)
-        return found
+class _Job:
+    """The handle of a job, which may wait for room; its actor gives the room back."""
 
-    def _ended(self, number: int, status: int) -> Event:
-        job = self._jobs.pop(number)
-        self._told.discard(number)
-        job.close()
-        return Event(number, job.pid, status)
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self.status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0: it has not started."""
+        return self._actor.pid
+
+    def poll(self) -> int | None:
+        if self.status is None and (status := self._actor.poll()) is not None:
+            self._end(status)
+        return self.status
+
+    def send(self, number: int) -> None:
+        if self.pid:
+            self._actor.send(number)
+        else:
+            self._end(-number)
+
+    def kill(self) -> None:
+        if self.status is None:
+            self._end(-signal.SIGKILL)
+
+    def _end(self, status: int) -> None:
+        self.status = status
+        self._actor.close()
 
 
 def _lost(number: int, reason: str) -> int:

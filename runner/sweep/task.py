@@ -27,6 +27,7 @@ from accel.machine import parent_watch
 from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures
+from runner.launch.group import stops_heard
 from runner.recipe import composition, hydra_setup, paths
 from runner.runs.record import RunRecord
 from runner.sweep import attempt, directory, pool
@@ -150,7 +151,7 @@ class Task:
                 continue
             tasks.append(pool.Task(number, tuple(overrides), recipe))
         codes = {**refused, **workers.run(tasks)}
-        if workers.stopped_by is not None:
+        if workers.is_stopped:
             raise SystemExit(STOPPED)
         return self.returned(job_overrides, first, codes)
 
@@ -349,26 +350,18 @@ def control_folder(sweep_dir: Path) -> Iterator[Path]:
 def stops_forwarded(control: Path) -> Iterator[None]:
     """Hand stop signals and Ctrl-C on to jobs in other processes, and let no further one begin."""
 
-    def forward(number: int, frame: FrameType | None = None) -> None:
+    def forward(number: int) -> None:
         (control / STOP_FILE).touch()
         for note in control.glob("*.pid"):
             with contextlib.suppress(OSError, ValueError):  # it has just ended
                 pid, host = note.read_text(encoding="utf-8").split()
                 if host == platform.node():
                     os.kill(int(pid), number)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        forward(number)
         deadline = time.monotonic() + pool.INTERRUPT_SECONDS
-        while any(control.glob("*.pid")) and time.monotonic() < deadline:
+        while (
+            number == signal.SIGINT and any(control.glob("*.pid")) and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
-        raise KeyboardInterrupt
 
-    with handlers_restored((*STOP_SIGNALS, signal.SIGINT)) as before:
-        for number in STOP_SIGNALS:
-            signal.signal(number, forward)
-        # A background job of a shell ignores Ctrl-C.
-        if before[signal.SIGINT] is signal.default_int_handler:
-            signal.signal(signal.SIGINT, interrupt)
+    with stops_heard(forward):
         yield

@@ -99,9 +99,10 @@ def test_a_silent_process_is_described_by_its_status(
     assert (ended.code, ended.cause.rank, ended.cause.message) == (code, 3, message)
 
 
-def test_a_process_whose_interpreter_hung_is_described_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["", "--- rank 3\n"])
+def test_a_process_whose_interpreter_hung_is_described_so(before: str, tmp_path: Path) -> None:
     log = rank_logs.log_file(tmp_path, 3)
-    log.write_text("--- rank 3\nTimeout (0:20:00)!\nThread 0x1 (most recent call first):\n")
+    log.write_text(f"{before}Timeout (0:20:00)!\nThread 0x1 (most recent call first):\n")
     ended = failures.conclude(tmp_path, {3: Failure(1, 5.0)}, [])
     assert ended.cause is not None
     assert ended.cause.message == "it hangs: native code keeps the interpreter"

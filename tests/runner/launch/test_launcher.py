@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from runner.launch import launcher
-from runner.runs import outcomes
 from tests.helpers import alive, python
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -116,34 +115,29 @@ def test_handlers_are_as_before(tmp_path: Path) -> None:
     assert [signal.getsignal(number) for number in range(1, 32)] == before
 
 
-def test_a_failed_worker_is_named_with_its_traceback_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("job", "cause", "also", "never"),
+    [
+        ("second_fails", "ValueError: the second one broke\n", "in second_fails", "worker.py"),
+        ("cascade", "ValueError: the cause", "in cascade", "connection closed"),
+        (
+            "crash",
+            "its process was ended by SIGKILL (out of memory?)",
+            "the last words of rank 1",
+            "connection closed",
+        ),
+    ],
+)
+def test_the_first_failure_is_the_cause_and_ends_all(
+    job: str, cause: str, also: str, never: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert group(tmp_path, "second_fails") == 1
+    assert group(tmp_path, job) == 1
     printed = capfd.readouterr().err
-    assert printed.count("Traceback") == 1
-    assert "in second_fails" in printed
-    assert "worker.py" not in printed
-    assert "rank 1 failed first: ValueError: the second one broke\n" in printed
-    assert none_left(tmp_path)
-
-
-def test_the_first_failure_is_the_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert group(tmp_path, "cascade") == 1
-    printed = capfd.readouterr().err
-    assert "rank 1 failed first: ValueError: the cause" in printed
-    assert "connection closed" not in printed
-    assert outcomes.read_outcomes(tmp_path)[0].message == "ValueError: the cause"
-
-
-def test_a_worker_that_is_killed_is_the_cause(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert group(tmp_path, "crash") == 1
-    printed = capfd.readouterr().err
-    assert "rank 1 failed first: its process was ended by SIGKILL (out of memory?)" in printed
-    assert "the last words of rank 1" in printed
-    assert none_left(tmp_path)
+    assert f"rank 1 failed first: {cause}" in printed
+    assert printed.count("Traceback") <= 1
+    assert also in printed
+    assert never not in printed
+    assert job == "cascade" or none_left(tmp_path)
 
 
 def test_a_mistake_found_by_workers_is_told_once(

@@ -185,7 +185,6 @@ def test_a_run_that_waits_for_room_can_be_ended(nodes: Cluster, tmp_path: Path) 
     assert "16 processes (CPU 1 each, STRICT_SPREAD)" in lines[-1], lines
     assert code == 143, output
     assert "SIGTERM came before training began: nothing is saved." in output
-    assert not (tmp_path / "runs").exists()
 
 
 # -- without a cluster -----------------------------------------------------------------------------

@@ -128,11 +128,3 @@ def test_values_for_a_layer_that_is_in_parts_are_not_lost_without_a_word(
 ) -> None:
     with pytest.raises(WorkerError, match=r"normal_ on a parameter of shape .* under ZeRO-3"):
         trained(tmp_path, text, "parts")
-
-
-@pytest.mark.slow  # `test_grad_scaler.py` does it with the engine alone
-def test_fp16_in_shards_skips_together(text: Path, tmp_path: Path) -> None:
-    more = ("precision=fp16", f"precision.scaler.init_scale={2.0**24}")
-    run_dir = trained(tmp_path, text, "split", *more)
-    skipped = [record.get("skipped_steps", 0) for record in loops.records(run_dir)]
-    assert sum(skipped) > 0

@@ -13,9 +13,28 @@ from runner.recipe.schema import Recipe
 from runner.runs import sessions
 from runner.sweep import fork_server, pool
 from runner.sweep.devices import Machine
-from runner.sweep.fork_server import Event, Order
+from runner.sweep.fork_server import Order
 from runner.sweep.live import Live
 from tests.runner.written_runs import session_of, write_run, write_session
+
+
+@dataclass
+class StoodIn:
+    """The handle of a job that has ended with a status."""
+
+    server: StandIn
+    number: int
+    status: int
+    pid: int = 1
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def send(self, number: int) -> None:
+        self.server.sent.append((self.number, number))
+
+    def kill(self) -> None:
+        """Nothing is left of it."""
 
 
 @dataclass
@@ -25,12 +44,11 @@ class StandIn:
     codes: dict[int, int] = field(default_factory=dict)
     objectives: dict[int, Any] = field(default_factory=dict)
     orders: list[Order] = field(default_factory=list)
-    waiting: list[Event] = field(default_factory=list)
     on_start: Callable[[Order], object] = lambda order: None
     sent: list[tuple[int, int]] = field(default_factory=list)
     closed: bool = False
 
-    def start(self, order: Order) -> None:
+    def start(self, order: Order) -> StoodIn:
         self.orders.append(order)
         given: Any = order.arguments
         code = self.codes.get(order.number, 0)
@@ -41,14 +59,10 @@ class StandIn:
             end_job(session, value)
         elif code > 0:
             sessions.end(session, code)
-        self.waiting += [Event(order.number, 0), Event(order.number, 0, code)]
+        return StoodIn(self, order.number, code)
 
-    def events(self, seconds: float) -> list[Event]:
-        found, self.waiting = self.waiting, []
-        return found
-
-    def send(self, event: Event, number: int) -> None:
-        self.sent.append((event.number, number))
+    def wait(self, seconds: float) -> None:
+        """Wait for nothing: jobs end at once."""
 
     def close(self) -> None:
         self.closed = True

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from runner.recipe.registry import register
 from runner.sweep import fork_server
-from runner.sweep.fork_server import Event, ForkServer, Order, ServerDied
+from runner.sweep.fork_server import Fork, ForkServer, Order
 from runner.training.stopping import HEARD_SIGNALS
 from tests.helpers import SECONDS, alive
 
@@ -20,8 +25,6 @@ HERE = "tests.runner.sweep.test_fork_server"
 
 def report(path: str, text: str, code: int = 0) -> int:
     """Run in a fork: say what is seen there."""
-    import random
-
     assert fork_server.NVML_CHECK not in os.environ
     seen = [os.getcwd(), os.environ.get("OF_THE_JOB"), text, str(random.random())]
     print("output of the job", flush=True)
@@ -58,21 +61,19 @@ def test_a_fork_of_the_warm_server_uses_a_gpu(tmp_path: Path) -> None:
     warm = ForkServer()
     try:
         for number in (1, 2):
-            warm.start(order(number, "on_gpu", tmp_path))
-            assert events_of(warm, number)[-1].status == 0
+            assert ended(warm.start(order(number, "on_gpu", tmp_path))) == 0
             assert (tmp_path / str(number)).read_text() == "3"
     finally:
         warm.close()
 
 
-def events_of(server: ForkServer, number: int) -> list[Event]:
-    """Return the events of a job, to its end."""
-    found: list[Event] = []
+def ended(fork: Fork) -> int:
+    """Return the exit status of a job."""
     deadline = time.monotonic() + SECONDS
-    while not any(event.status is not None for event in found):
+    while (status := fork.poll()) is None:
         assert time.monotonic() < deadline
-        found += [event for event in server.events(0.1) if event.number == number]
-    return found
+        time.sleep(0.02)
+    return status
 
 
 def order(number: int, function: str, folder: Path, **arguments: object) -> Order:
@@ -97,9 +98,9 @@ def appeared(path: Path) -> int:
 
 def test_each_job_is_a_process_of_its_own(server: ForkServer, tmp_path: Path) -> None:
     for number, code in ((1, 0), (2, 3)):
-        server.start(order(number, "report", tmp_path, text="hello", code=code))
-        started, ended = events_of(server, number)
-        assert (started.status, ended.status) == (None, code)
+        assert (
+            ended(server.start(order(number, "report", tmp_path, text="hello", code=code))) == code
+        )
     seen = [(tmp_path / str(number)).read_text().splitlines() for number in (1, 2)]
     assert [one[:3] for one in seen] == [[str(tmp_path), str(n), "hello"] for n in (1, 2)]
     assert seen[0][3] != seen[1][3]  # other random numbers
@@ -107,22 +108,19 @@ def test_each_job_is_a_process_of_its_own(server: ForkServer, tmp_path: Path) ->
     assert "OF_THE_JOB" not in os.environ
 
 
-def test_a_job_that_is_killed_is_told_with_its_signal(server: ForkServer, tmp_path: Path) -> None:
-    server.start(order(1, "wait", tmp_path))
-    pid = appeared(tmp_path / "1")
-    os.kill(pid, signal.SIGKILL)
-    assert events_of(server, 1)[-1] == Event(1, pid, -signal.SIGKILL)
+def test_a_signal_from_before_the_fork_reaches_it(server: ForkServer, tmp_path: Path) -> None:
+    fork = server.start(order(1, "wait", tmp_path))
+    fork.send(signal.SIGKILL)
+    assert ended(fork) == -signal.SIGKILL
 
 
 def test_the_end_of_the_server_ends_its_jobs(server: ForkServer, tmp_path: Path) -> None:
-    server.start(order(1, "wait", tmp_path))
+    fork = server.start(order(1, "wait", tmp_path))
     pid = appeared(tmp_path / "1")
     os.kill(server.pid, signal.SIGKILL)
-    with pytest.raises(ServerDied, match="ended with status -9"):
-        events_of(server, 1)
+    assert ended(fork) == -signal.SIGKILL
     until_ended(pid)
-    server.start(order(2, "report", tmp_path, text="the next server"))
-    assert events_of(server, 2)[-1].status == 0
+    assert ended(server.start(order(2, "report", tmp_path, text="the next server"))) == 0
 
 
 def test_closing_the_pipe_kills_the_jobs(server: ForkServer, tmp_path: Path) -> None:
@@ -146,22 +144,45 @@ def test_a_server_that_had_no_job_ends_at_once() -> None:
 
 
 def test_signals_of_a_whole_session_leave_the_server(server: ForkServer, tmp_path: Path) -> None:
-    server.start(order(1, "report", tmp_path, text="first"))
-    events_of(server, 1)
+    assert ended(server.start(order(1, "report", tmp_path, text="first"))) == 0
     for number in HEARD_SIGNALS:
         os.kill(server.pid, number)
-    server.start(order(2, "report", tmp_path, text="second"))
-    assert events_of(server, 2)[-1].status == 0
+    assert ended(server.start(order(2, "report", tmp_path, text="second"))) == 0
 
 
 @pytest.mark.slow  # it imports all that a run does
-def test_what_is_preloaded_starts_no_thread(tmp_path: Path, server: ForkServer) -> None:
+def test_what_is_preloaded_starts_no_thread(tmp_path: Path) -> None:
     warm = ForkServer()
     try:
-        warm.start(order(1, "report", tmp_path, text="warm"))
-        assert events_of(warm, 1)[-1].status == 0
+        assert ended(warm.start(order(1, "report", tmp_path, text="warm"))) == 0
         threads = [file.read_text() for file in Path(f"/proc/{warm.pid}/task").glob("*/comm")]
         # Where pyarrow is installed, pandas imports it: its allocator's thread survives forks.
         assert len([name for name in threads if name != "jemalloc_bg_thd\n"]) == 1, threads
     finally:
         warm.close()
+
+
+def test_what_is_preloaded_is_there() -> None:
+    missing = [name for name in fork_server.PRELOADED if importlib.util.find_spec(name) is None]
+    assert missing == []
+    known = {register.data.built_in(name) for name in register.data.names()}
+    assert fork_server.OF_FACTORIES.keys() <= known
+
+
+def test_forks_draw_other_numbers() -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        before = drawn()
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        assert drawn() == before
+        fork_server.forget_random_state()
+        assert all(one != other for one, other in zip(before, drawn(), strict=True))
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

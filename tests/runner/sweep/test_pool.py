@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from runner.runs import lock
 from runner.runs.record import RunRecord
 from runner.sweep import attempt, pool
-from runner.sweep.fork_server import Event, ServerDied
 from tests.runner.sweep.stand_ins import StandIn, run_pool
 
 
@@ -57,19 +55,10 @@ def test_a_job_that_another_command_takes_at_the_last_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "BUSY_SECONDS", 0.01)
-    server = StandIn()
-    real, calls = server.start, []
-
-    def start(order: Any) -> None:
-        calls.append(order.number)
-        if len(calls) == 1:
-            server.waiting.append(Event(0, 0, attempt.BUSY))
-        else:
-            real(order)
-
-    server.start = start  # type: ignore[method-assign]
+    server = StandIn({0: attempt.BUSY})
+    server.on_start = lambda order: server.codes.update({0: 0})
     assert run_pool(server, tmp_path, [0]) == {0: 0}
-    assert calls == [0, 0]
+    assert [order.number for order in server.orders] == [0, 0]
 
 
 def test_a_stop_signal_lets_no_further_job_begin(tmp_path: Path) -> None:
@@ -80,30 +69,16 @@ def test_a_stop_signal_lets_no_further_job_begin(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_ctrl_c_ends_the_jobs_and_is_raised(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_jobs_and_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = StandIn({0: 130})
 
-    def interrupt(seconds: float) -> list[Event]:
-        server.events = StandIn.events.__get__(server)  # type: ignore[method-assign]
+    def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    server.events = interrupt  # type: ignore[method-assign]
+    monkeypatch.setattr(server, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_pool(server, tmp_path, range(3))
-
-
-def test_the_death_of_the_server_fails_its_jobs_and_the_others_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = StandIn({0: -9, 1: -9})
-    real = server.events
-
-    def die(seconds: float) -> list[Event]:
-        server.events = real  # type: ignore[method-assign]
-        server.waiting.clear()
-        raise ServerDied("it was killed")
-
-    server.events = die  # type: ignore[method-assign]
-    codes = run_pool(server, tmp_path, range(4))
-    assert codes == {0: 1, 1: 1, 2: 0, 3: 0}
-    assert "the jobs that ran have failed" in capsys.readouterr().out
+    assert set(server.sent) == {(0, signal.SIGINT), (1, signal.SIGINT)}
+    assert len(server.orders) == 2

@@ -15,7 +15,7 @@ from runner.recipe import launchers
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs import lock
 from runner.runs.record import RunRecord
-from runner.sweep.fork_server import Event
+from runner.sweep import ray_jobs
 from runner.sweep.ray_jobs import Jobs
 from tests import ray_nodes
 from tests.ray_nodes import Cluster
@@ -183,16 +183,16 @@ class Waiting:
 
     pid, closed = 0, False
 
+    def poll(self) -> int | None:
+        return None
+
     def close(self) -> None:
         self.closed = True
 
 
 def test_a_stop_ends_a_job_that_waits_for_room() -> None:
-    jobs, actor = made(Ray()), Waiting()
-    jobs._jobs[3] = actor  # type: ignore[assignment]
-    jobs.send(Event(3, 0), signal.SIGTERM)
-    assert not actor.closed  # handlers call nothing of Ray's
-    assert jobs.events(0.0) == [Event(3, 0, -signal.SIGTERM)]
-    assert actor.closed
-    jobs.send(Event(3, 0), signal.SIGKILL)
-    assert jobs.events(0.0) == []
+    actor: Any = Waiting()
+    job = ray_jobs._Job(actor)
+    assert job.poll() is None
+    job.send(signal.SIGTERM)
+    assert (job.poll(), actor.closed) == (-signal.SIGTERM, True)
