@@ -1,4 +1,4 @@
-"""Command lines of ``runner list``, ``runner show`` and ``runner compare``. Free of torch."""
+"""Command lines of ``runner list``, ``show``, ``compare`` and ``report``. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError
 from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE
+from runner.recipe import paths
 from runner.runs import discovery
 from runner.runs.record import RunRecord
 
 MOST_ROWS = 50
+PAGE = "report.html"
 
 
 def list_runs(arguments: Sequence[str]) -> int:
@@ -130,4 +133,48 @@ def compare_runs(arguments: Sequence[str]) -> int:
         print(comparing.as_json(compared))
     else:
         comparing.show(compared, run_table.console_for_tables())
+    return DONE
+
+
+def report_runs(arguments: Sequence[str]) -> int:
+    """Write a page about runs.
+
+    Raises:
+        ConfigError: if a folder has no run, or the page cannot be written.
+        MissingPackageError: if the page is to be drawn and matplotlib is not installed.
+    """
+    from runner.reporting import filters, html_page, run_table
+
+    parser = CommandParser(
+        prog="runner report", description="Write a page about runs.", allow_abbrev=False
+    )
+    what = "runs, sweeps, folders of runs; and filters, as for runner list"
+    parser.add_argument("words", metavar="DIR|FILTER", nargs="+", help=what)
+    page = f"the page, in HTML (default: {PAGE} in the only DIR)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=page)
+    found = parser.parse_intermixed_args(list(arguments))
+    folders, conditions = _divided(found.words)
+    parsed = filters.parse(conditions)
+    if not folders:
+        rule = "a report is of runs, sweeps or folders of them"
+        raise ConfigError.of("no DIR", rule, "Name one: runner report runs/digits.")
+    html_page.require_matplotlib()
+    output = found.output or Path(folders[0] if len(folders) == 1 else ".", PAGE)
+    output = Path(os.path.abspath(os.path.expanduser(output)))
+    if output.suffix.lower() not in (".html", ".htm") or not output.parent.is_dir():
+        rule = "a report is a page in HTML (.html or .htm) in a folder that exists"
+        raise ConfigError.of(f"--output {output}", rule, f"Give --output {PAGE}.")
+    runs = filters.apply(parsed, discovery.require_runs(folders))
+    if not runs:
+        rule, words = "no run fulfills these conditions", " ".join(found.words)
+        raise ConfigError.of(words, rule, "Leave one out; runner list shows the runs.")
+    read = html_page.read(runs)
+    title = ", ".join(run_table.relative(Path(os.path.abspath(f))) for f in folders)
+    text = html_page.page(title, read)
+    try:
+        checkpoints.write_atomically(output, text.encode("utf-8", errors="replace"))
+    except OSError as error:
+        rule = f"the report is written there, and that failed ({paths.failure(error)})"
+        raise ConfigError.of(str(output), rule, "Give --output FILE elsewhere.") from error
+    print(f"{run_table.relative(output)}: {read.statuses}")
     return DONE

@@ -35,7 +35,7 @@ SUBCOMMANDS = {
     "list": "runner.cli.look:list_runs",
     "show": "runner.cli.look:show_run",
     "compare": "runner.cli.look:compare_runs",
-    "report": "runner.cli.report:main",
+    "report": "runner.cli.look:report_runs",
     "again": "runner.cli.again:main",
     "submit": "runner.cli.submit:main",
     "eval": "runner.cli.evaluate_predict:evaluate_runs",
@@ -140,7 +140,7 @@ def _show(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     """Print the composed recipe; with --resolve also the arguments at a factory's default."""
     from omegaconf import OmegaConf
 
-    from runner.recipe import composition, factory, hydra_setup, keys
+    from runner.recipe import composition, factory, hydra_setup, keys, serialization
 
     with hydra_setup.session(overrides):
         examined = examine(overrides, flags.config_name)
@@ -149,7 +149,7 @@ def _show(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     if flags.resolve:
         ConfigError.raise_if([*trust.missing_packages(), *factory.check_factories(recipe)])
         recipe = factory.completed(recipe)
-    shown = OmegaConf.create(composition.to_yaml(recipe))
+    shown = OmegaConf.create(serialization.to_plain(recipe))
     if flags.package is not None:
         content: Any = OmegaConf.to_container(shown)
         known = keys.known_keys(content)

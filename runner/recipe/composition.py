@@ -157,11 +157,6 @@ def _choose(
     return [*problems, *wrong]
 
 
-def to_yaml(found: Recipe) -> str:
-    """Return a recipe as YAML: every key with its value."""
-    return OmegaConf.to_yaml(OmegaConf.create(serialization.to_plain(found)))
-
-
 def require(examined: Examined) -> Recipe:
     """Return the recipe, or raise a ConfigError of everything that is wrong with it."""
     ConfigError.raise_if(examined.problems)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,7 +46,6 @@ OWN_OPTIONS = {
     "output": "run_dir",
     "chdir": "the working directory",
 }
-_TIME = re.compile(r"(?:(\d+)[-:])?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
 class Distributed(Protocol):
@@ -102,7 +102,8 @@ def problems_of(distributed: Distributed) -> Problems:
                 "these are processes of one machine",
                 "Choose distributed=multi_node.",
             )
-    for check in (_counts, _endpoint):
+    checks: tuple[Callable[[Distributed], object], ...] = (counts, endpoint)
+    for check in checks:
         try:
             check(distributed)
         except ConfigError as error:
@@ -161,27 +162,10 @@ def endpoint(distributed: Distributed) -> Endpoint | None:
     return Endpoint(found[1].strip("[]"), port)
 
 
-def missing_endpoint() -> Problem:
-    """Return the problem of nodes that do not know where to rendezvous."""
-    return Problem(
-        "distributed=multi_node",
-        "the nodes rendezvous at an address of the first one, which is not given",
-        f"Give distributed.rdzv_endpoint=node0:{DEFAULT_PORT}, the same on each node.",
-    )
-
-
 def seconds(distributed: Distributed, name: str) -> float:
     """Return the time-out `name` in seconds; infinity where it is null."""
     found = parse_duration(getattr(distributed, name), f"distributed.{name}")
     return float("inf") if found is None else found
-
-
-def _counts(distributed: Distributed) -> None:
-    counts(distributed)
-
-
-def _endpoint(distributed: Distributed) -> None:
-    endpoint(distributed)
 
 
 @dataclass
@@ -289,14 +273,12 @@ class Submit:
         """
         if self.time is None:
             return None
-        match = _TIME.fullmatch(self.time) if isinstance(self.time, str) else None
-        if match is None:
+        if not isinstance(self.time, str):
             rule = 'it is "HH:MM:SS" or "D-HH:MM:SS": a number could be minutes or seconds'
-            raise ConfigError.of(
-                f"submit.time={self.time!r}", rule, "Give submit.time=04:00:00 for four hours."
-            )
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+            remedy = "Give submit.time=04:00:00 for four hours."
+            raise ConfigError.of(f"submit.time={self.time!r}", rule, remedy)
+        found = parse_duration(self.time.replace("-", ":", 1), "submit.time")
+        return None if found is None else int(found)
 
     def _check_extra(self, problems: Problems) -> None:
         for option in self.extra:

@@ -96,7 +96,11 @@ def _num_nodes(distributed: Distributed, problems: Problems) -> int:
     if distributed.kind != nodes.KIND:
         return 1
     if adopted() is None and distributed.rdzv_endpoint is None:
-        problems.append(nodes.missing_endpoint())
+        rule = "the nodes rendezvous at an address of the first one, which is not given"
+        remedy = (
+            f"Give distributed.rdzv_endpoint=node0:{nodes.DEFAULT_PORT}, the same on each node."
+        )
+        problems.add("distributed=multi_node", rule, remedy)
     return nodes.counts(distributed)[1]
 
 

@@ -183,16 +183,16 @@ def _schema_classes() -> frozenset[type | None]:
     return frozenset((Recipe, *map(keys.node_of, keys.typed_keys())))
 
 
-def frozen_plain(recipe: Recipe, *, complete: bool = True) -> dict[str, object]:
+def frozen_plain(recipe: Recipe) -> dict[str, object]:
     """Return a recipe as it is frozen with a run.
 
-    It holds all arguments: if `complete`, also those at a factory's default, which imports it.
+    It holds all arguments, also those at a factory's default, which imports it.
 
     The content of a file that a plugin names goes into it: the file may change, and the run may
     be resumed from another directory, where strategies that it does not use may not be installed.
     """
     off = PLUGINS.keys() - recipe.plugins.keys()
-    whole = to_plain(factory.completed(recipe) if complete else recipe)
+    whole = to_plain(factory.completed(recipe))
     plain = {key: node for key, node in whole.items() if key not in off}
     for name, plugin in recipe.plugins.items():
         fields = PLUGINS[name].frozen_fields

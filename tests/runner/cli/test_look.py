@@ -1,4 +1,4 @@
-"""`runner list`, `runner show` and `runner compare`: arguments, output, speed, and no torch.
+"""`runner list`, `show`, `compare` and `report`: arguments, output, speed, and no torch.
 
 Holds L1.
 """
@@ -152,3 +152,36 @@ def test_killed_jobs_of_a_sweep_have_failed(
     assert f"{sweep.name}/0003" in listed
     assert "1 of 12 runs" in listed
     assert f"failed  {how}" in printed("show", str(sweep / "0003"), capsys=capsys)
+
+
+@pytest.mark.slow
+def test_a_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_sweep(tmp_path)
+    assert cli.main(["report", str(sweep)]) == 0
+    out = capsys.readouterr().out
+    assert "report.html" in out
+    assert "12 runs: 12 finished" in out
+    assert (sweep / "report.html").read_text().startswith("<!doctype html>")
+    # A report lies beside runs, and is none.
+    assert cli.main(["list", str(sweep)]) == 0
+    assert "12 runs" in capsys.readouterr().out
+
+
+def test_a_page_of_chosen_runs_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, output = write_sweep(tmp_path), tmp_path / "mine.html"
+    assert cli.main(["report", str(sweep), "model.width=16", "--output", str(output)]) == 0
+    assert "6 runs" in capsys.readouterr().out
+    assert output.is_file()
+    assert not (sweep / "report.html").exists()
+
+
+def test_a_page_of_another_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = write_sweep(tmp_path)
+    assert cli.main(["report", str(sweep), "--output", str(tmp_path / "rep.pdf")]) == 2
+    told = capsys.readouterr().err
+    assert "a report is a page in HTML (.html or .htm)" in told
+    assert not list(tmp_path.glob("rep*"))

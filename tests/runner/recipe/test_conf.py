@@ -15,7 +15,7 @@ from accel.config import fp8, handlers, training
 from accel.machine.enums import DDPCommunicationHookType, DynamoBackend
 from runner.recipe import composition, engine, keys, paths, serialization
 from runner.recipe.factory import check_factories
-from runner.recipe.schema import DataLoader, Recipe
+from runner.recipe.schema import Recipe
 from tests.helpers import SECONDS, python
 
 CONF = paths.conf_folder()
@@ -61,129 +61,52 @@ def traced(profiler: Any) -> None:
     """Stand for a user's function that a recipe names."""
 
 
-HANDLERS: dict[str, tuple[type, dict[str, tuple[str, Any]]]] = {
-    "distributed.ddp": (
-        handlers.DistributedDataParallelKwargs,
-        {
-            "broadcast_buffers": ("false", False),
-            "comm_hook": ("power_sgd", DDPCommunicationHookType.POWER_SGD),
-            "comm_state_option": ("{start_powerSGD_iter: 5}", {"start_powerSGD_iter": 5}),
-        },
-    ),
-    "distributed.init": (
-        handlers.InitProcessGroupKwargs,
-        {
-            "backend": ("gloo", "gloo"),
-            "timeout": ("600", timedelta(minutes=10)),
-        },
-    ),
-    "precision.autocast": (
-        handlers.AutocastKwargs,
-        {"enabled": ("false", False), "cache_enabled": ("false", False)},
-    ),
-    "precision.scaler": (
-        handlers.GradScalerKwargs,
-        {
-            "init_scale": ("1024", 1024.0),
-            "enabled": ("false", False),
-        },
-    ),
-    "precision.fp8_torchao": (
-        fp8.AORecipeKwargs,
-        {
-            "config": ("rowwise", "rowwise"),
-            "module_filter_func": (f"{__name__}.wanted", wanted),
-        },
-    ),
-    "precision.fp8_te": (
-        fp8.TERecipeKwargs,
-        {
-            "override_linear_precision": ("[true,false,true]", (True, False, True)),
-        },
-    ),
-    "profile": (
-        handlers.ProfileKwargs,
-        {
-            "activities": ("[cpu]", ["cpu"]),
-            "schedule_option": (
-                "{wait: 1, warmup: 1, active: 2, repeat: 3, skip_first: 4}",
-                {"wait": 1, "warmup": 1, "active": 2, "repeat": 3, "skip_first": 4},
-            ),
-            "on_trace_ready": (f"{__name__}.traced", traced),
-        },
-    ),
-    "dataloader": (
-        DataLoader,
-        {
-            "split_batches": ("true", True),
-            "data_seed": ("3", 3),
-            "num_workers": ("2", 2),
-            "prefetch_factor": ("4", 4),
-        },
-    ),
-    "trainer.accumulation": (
-        training.GradientAccumulationPlugin,
-        {
-            "num_steps": ("2", 2),
-            "sync_each_batch": ("true", True),
-        },
-    ),
-    "checkpoint.project": (
-        training.ProjectConfiguration,
-        {
-            "total_limit": ("5", 5),
-        },
-    ),
-    "compile": (
-        training.TorchDynamoPlugin,
-        {
-            "backend": ("eager", DynamoBackend.EAGER),
-            "dynamic": ("true", True),
-            "options": ("{trace: true}", {"trace": True}),
-        },
-    ),
+# A value of each type that YAML has no word for, and of each other kind of handler.
+GIVEN: dict[str, Any] = {
+    "distributed.ddp.comm_hook=power_sgd": DDPCommunicationHookType.POWER_SGD,
+    "distributed.ddp.comm_state_option={start_powerSGD_iter: 5}": {"start_powerSGD_iter": 5},
+    "distributed.init.timeout=600": timedelta(minutes=10),
+    "precision.autocast.cache_enabled=false": False,
+    "precision.scaler.init_scale=1024": 1024.0,
+    "profile.activities=[cpu]": ["cpu"],
+    f"profile.on_trace_ready={__name__}.traced": traced,
+    "dataloader.data_seed=3": 3,
+    "trainer.accumulation.num_steps=2": 2,
+    "checkpoint.project.total_limit=5": 5,
+    "compile.backend=eager": DynamoBackend.EAGER,
+    "compile.options={trace: true}": {"trace": True},
+}
+OF_FP8: dict[str, Any] = {
+    f"precision.fp8_torchao.module_filter_func={__name__}.wanted": wanted,
+    "precision.fp8_te.override_linear_precision=[true,false,true]": (True, False, True),
 }
 
 
-def test_every_field_of_every_handler_is_a_key() -> None:
+def test_every_documented_handler_is_a_node() -> None:
     documented = {
         kind
         for module in (handlers, training)
         for kind in vars(module).values()
         if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
     }
-    known = set(keys.typed_keys())
-    assert {base for kind, _ in HANDLERS.values() for base in kind.__mro__} >= documented
-    for node, (kind, _) in HANDLERS.items():
-        assert {f"{node}.{field.name}" for field in dataclasses.fields(kind)} <= known, node
+    nodes = [kind for key in keys.typed_keys() if (kind := keys.node_of(key)) is not None]
+    assert {base for kind in nodes for base in kind.__mro__} >= documented
 
 
-def node_at(recipe: Recipe, key: str) -> Any:
-    node: Any = recipe
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
-
-
-@pytest.mark.parametrize(
-    ("recipe", "other"), [("fp8_te", "fp8_torchao"), ("fp8_torchao", "fp8_te")]
-)
-def test_a_field_of_each_type_of_every_handler_is_set_by_override(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, other: str
+@pytest.mark.parametrize("of_fp8", OF_FP8)
+def test_a_field_of_each_type_is_set_by_override(
+    monkeypatch: pytest.MonkeyPatch, of_fp8: str
 ) -> None:
     monkeypatch.setenv("RUNNER_IMPORTS", __name__.partition(".")[0])
-    handlers = {node: found for node, found in HANDLERS.items() if node != f"precision.{other}"}
-    overrides = [f"precision={recipe}", "profile=trace", "compile=default"]
-    for node, (_, fields) in handlers.items():
-        overrides += [f"{node}.{name}={text}" for name, (text, _) in fields.items()]
-    examined = composition.new_run(overrides, "config")
-    assert examined.problems == []
-    for node, (kind, fields) in handlers.items():
-        built, default = node_at(examined.recipe, node), node_at(Recipe(), node) or kind()
-        assert type(built) is kind, node
-        for name, (_, expected) in fields.items():
-            assert getattr(built, name) == expected, f"{node}.{name}"
-            assert getattr(default, name) != expected, f"{node}.{name} is its default"
+    given = {**GIVEN, of_fp8: OF_FP8[of_fp8]}
+    precision = of_fp8.split(".")[1]
+    overrides = [f"precision={precision}", "profile=trace", "compile=default", *given]
+    found = composition.require(composition.new_run(overrides, "config"))
+    for override, expected in given.items():
+        node: Any = found
+        for part in override.partition("=")[0].split("."):
+            node = getattr(node, part)
+        assert node == expected, override
 
 
 def test_every_key_of_the_schema_is_a_key_of_the_composed_recipe() -> None:
@@ -217,7 +140,9 @@ def test_a_node_is_a_trusted_subclass_of_the_documented_class(
     words = ["precision=fp16", own, "precision.scaler.patience=4", "precision.scaler.init_scale=8"]
     found = composition.require(composition.new_run(words, "config"))
     assert found.precision.scaler == OwnScaler(patience=4, init_scale=8.0)
-    recorded = serialization.parse_yaml(composition.to_yaml(found), tmp_path)
+    recorded = serialization.parse_yaml(
+        serialization.yaml_text(serialization.to_plain(found)), tmp_path
+    )
     assert serialization.from_plain(recorded).precision.scaler == found.precision.scaler
     assert engine.arguments(found, None)["kwargs_handlers"][3] is found.precision.scaler
 
