@@ -63,19 +63,16 @@ def count(distributed: Distributed) -> int:
     number = _wanted(distributed, problems) * _num_nodes(distributed, problems)
     place = adopted()
     if place is not None:
-        problems += _launchers_own(distributed)
+        rule = f"the launcher has started {place.world_size} processes"
         if distributed.kind == nodes.RAY:
-            problems.add(
-                "distributed=ray on processes of a launcher",
-                f"the launcher has started {place.world_size} processes",
-                "Choose distributed=auto, or start the command without torchrun, mpirun or srun.",
-            )
-        if distributed.num_processes not in (None, place.world_size):
-            problems.add(
-                f"distributed.num_processes={distributed.num_processes}",
-                f"the launcher has started {place.world_size} processes",
-                "Leave distributed.num_processes out, or start as many.",
-            )
+            remedy = "Choose distributed=auto, or start the command without a launcher."
+            problems.add("distributed=ray on processes of a launcher", rule, remedy)
+        own = {"max_restarts": 0, "rdzv_endpoint": None, "num_processes": place.world_size}
+        for name, value in own.items():
+            given = getattr(distributed, name)
+            if given not in (None, value):
+                remedy = f"Leave distributed.{name} out: the launcher decides it."
+                problems.add(f"distributed.{name}={given}", rule, remedy)
         number = place.world_size
     problems.raise_if()
     return number
@@ -84,11 +81,9 @@ def count(distributed: Distributed) -> int:
 def local_count(distributed: Distributed) -> int:
     """Return the number of processes that a run has on this machine; raises as `count`."""
     place = adopted()
-    return (
-        count(distributed) // nodes.counts(distributed)[1]
-        if place is None
-        else (place.local_world_size)
-    )
+    if place is not None:
+        return place.local_world_size
+    return count(distributed) // nodes.counts(distributed)[1]
 
 
 def _num_nodes(distributed: Distributed, problems: Problems) -> int:
@@ -102,20 +97,6 @@ def _num_nodes(distributed: Distributed, problems: Problems) -> int:
         )
         problems.add("distributed=multi_node", rule, remedy)
     return nodes.counts(distributed)[1]
-
-
-def _launchers_own(distributed: Distributed) -> Problems:
-    """Return the problems of what a launcher decides, which has started the processes."""
-    problems = Problems()
-    for name, default in (("max_restarts", 0), ("rdzv_endpoint", None)):
-        value = getattr(distributed, name)
-        if value != default:
-            problems.add(
-                f"distributed.{name}={value}",
-                "the launcher has started the processes",
-                f"Leave distributed.{name} out: it is a matter of the launcher's.",
-            )
-    return problems
 
 
 def restarts_of_new_runs() -> Problems:

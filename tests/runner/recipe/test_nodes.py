@@ -72,7 +72,7 @@ def test_keys_of_nodes_want_several() -> None:
 def test_restarts_are_a_launchers_own_under_one() -> None:
     with (
         env.patched(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0),
-        pytest.raises(ConfigError, match=r"the launcher has started the processes"),
+        pytest.raises(ConfigError, match=r"the launcher has started"),
     ):
         processes.count(Distributed(kind="multi_cpu", max_restarts=1))
 
