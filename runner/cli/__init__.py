@@ -24,4 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:  # a strategy of another package cannot be loaded
         print(error, file=sys.stderr)
         return REFUSED
-    return program.run(arguments)
+    with program.answered() as answer, program.trusted(arguments) as rest:
+        answer.code = program.requested(rest)()
+        print(end="", flush=True)  # here, where a closed pipe is handled
+    return answer.code

@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,28 +43,43 @@ SUBCOMMANDS = {
 }
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run a command line and return its exit code; errors go to standard error."""
+@dataclass
+class Answer:
+    """The exit code of a command."""
+
+    code: int = DONE
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[Answer]:
+    """Give the answer of a command that runs in the context; errors go to standard error."""
+    answer = Answer()
     try:
-        imports, rest = command_line.take_imports(arguments)
-        with _trusting(imports), numerics.sleeping_when_idle():
-            code = _command(rest)()
-            print(end="", flush=True)  # here, where a closed pipe is handled
-            return code
+        yield answer
     except KeyboardInterrupt:
         run_log.interrupted()
-        return INTERRUPTED
+        answer.code = INTERRUPTED
     except BrokenPipeError:  # of `runner list | head`
         # The interpreter flushes the buffer at its exit, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        answer.code = FAILED
     except command_line.Exit as end:
-        return end.code
+        answer.code = end.code
     except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
-        return failures.report(error)
+        answer.code = failures.report(error)
 
 
-def _command(arguments: Sequence[str]) -> Callable[[], int]:
+@contextlib.contextmanager
+def trusted(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """Trust the packages of ``--import`` here and in workers; yield the other arguments."""
+    imports, rest = command_line.take_imports(arguments)
+    given = [name for name in (env.read(trust.VARIABLE) or "").split(",") if name]
+    named = ",".join([*given, *imports]) or None
+    with env.patched(**{trust.VARIABLE: named}), numerics.sleeping_when_idle():
+        yield rest
+
+
+def requested(arguments: Sequence[str]) -> Callable[[], int]:
     """Return what a command line asks for."""
     name = arguments[0] if arguments else ""
     if name in OF_ACCEL:
@@ -93,14 +108,6 @@ def _command(arguments: Sequence[str]) -> Callable[[], int]:
     if flags.cfg:
         return partial(_show, overrides, flags)
     return partial(_train_all if flags.multirun else _train, overrides, flags.config_name)
-
-
-@contextlib.contextmanager
-def _trusting(imports: Sequence[str]) -> Iterator[None]:
-    """Trust packages inside the context, in this process and in workers that it starts."""
-    given = [name for name in (env.read(trust.VARIABLE) or "").split(",") if name]
-    with env.patched(**{trust.VARIABLE: ",".join([*given, *imports]) or None}):
-        yield
 
 
 def last_of_each(overrides: Sequence[str]) -> list[str]:

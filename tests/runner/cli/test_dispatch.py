@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -202,6 +203,25 @@ def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (job.cwd, job.resume_from, job.imports) == (str(tmp_path), None, ())
     assert (job.place / "overrides.yaml").read_text().splitlines()[1] == "- seed=3"
     assert json.loads((job.place / "environment.json").read_text())["cwd"] == str(tmp_path)
+
+
+def test_an_override_reaches_the_optimizer_in_14_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E6: calls of ours that are open while the optimizer is made, in one process."""
+    import torch
+
+    calls: list[str] = []
+
+    def made(*_: Any, lr: float, **__: Any) -> None:
+        frame = inspect.currentframe()
+        while (frame := frame and frame.f_back) is not None:
+            if frame.f_code.co_filename.startswith(str(ROOT / "runner")):
+                calls.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name} {lr}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", made)
+    assert cli.main(["optimizer.lr=0.125", "tracker=none"]) == 130
+    assert calls[0].endswith("adamw 0.125")
+    assert len(calls) <= 14, calls
 
 
 # -- going on with a run -------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch.utils.data import Subset
 
 import runner
 from accel.machine.errors import CheckpointError, ConfigError
+from runner import cli
 from runner.builtin.digits import digits
-from runner.cli import program
 from runner.data.datasets import Data
 from runner.inference import predict, session
 from runner.recipe import keys
@@ -57,7 +57,7 @@ def test_eval_measures_every_sample_of_the_best_state(run_dir: Path) -> None:
 
 
 def test_eval_prints_a_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.run(["eval", str(run_dir), "--split", "test", "--checkpoint", "last"]) == 0
+    assert cli.main(["eval", str(run_dir), "--split", "test", "--checkpoint", "last"]) == 0
     printed = capsys.readouterr().out
     assert f"{run_dir.name} · test" in printed
     assert "accuracy" in printed
@@ -77,7 +77,7 @@ def test_code_that_ends_the_process_is_no_success(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(build, "build_data", leave)
-    assert program.run([*command, str(run_dir)]) == 1
+    assert cli.main([*command, str(run_dir)]) == 1
     told = capsys.readouterr().err
     assert "SystemExit: 0" in told
     assert f'File "{__file__}", line ' in told
@@ -95,7 +95,7 @@ def test_code_that_ends_the_process_is_no_success(
 def test_what_only_training_reads_is_refused(
     override: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.run(["eval", str(run_dir), override]) == 2
+    assert cli.main(["eval", str(run_dir), override]) == 2
     assert f"{override}: only training reads it" in capsys.readouterr().err
 
 
@@ -125,7 +125,7 @@ def test_predict_writes_a_line_per_sample_in_order(
 ) -> None:
     output = tmp_path / "predictions.jsonl"
     arguments = ["predict", str(run_dir), "--output", str(output), "trainer.eval_batch_size=50"]
-    assert program.run(arguments) == 0
+    assert cli.main(arguments) == 0
     assert f"{NUM_TEST} predictions" in capsys.readouterr().out
     rows = predictions(output)
     assert [row["index"] for row in rows] == list(range(NUM_TEST))
@@ -161,7 +161,7 @@ def test_a_run_of_several_processes_is_used_in_one(tmp_path: Path) -> None:
 def test_refusals_are_those_of_a_run(
     run_dir: Path, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.run(["eval", str(run_dir), *overrides]) == 2
+    assert cli.main(["eval", str(run_dir), *overrides]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -173,12 +173,12 @@ def test_a_model_that_the_weights_do_not_fit_is_refused(run_dir: Path) -> None:
 def test_what_is_not_there_is_refused(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.run(["eval", str(tmp_path)]) == 2
+    assert cli.main(["eval", str(tmp_path)]) == 2
     assert "a run directory holds sessions" in capsys.readouterr().err
     nowhere = tmp_path / "no" / "where.jsonl"
-    assert program.run(["predict", str(run_dir), "--output", str(nowhere)]) == 2
+    assert cli.main(["predict", str(run_dir), "--output", str(nowhere)]) == 2
     assert "a folder that exists" in capsys.readouterr().err
-    assert program.run(["predict", str(run_dir)]) == 2
+    assert cli.main(["predict", str(run_dir)]) == 2
     assert "--output" in capsys.readouterr().err
 
 
@@ -201,7 +201,7 @@ def test_predict_refuses_what_is_not_per_sample_and_leaves_nothing(
     output = tmp_path / "p.jsonl"
     if before:
         output.write_text("old")
-    assert program.run(["predict", str(run_dir), "--output", str(output)]) == 2
+    assert cli.main(["predict", str(run_dir), "--output", str(output)]) == 2
     assert "Predicting.predict returned" in capsys.readouterr().err
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"] * before
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from runner import cli
 from runner.cli import program
 from runner.runs.directory import RUN_LOG
 from runner.training import run_log
@@ -167,7 +168,7 @@ def test_arguments_of_factories_are_refused_before_a_run_is_there(
 ) -> None:
     """C1: they are checked once the factory is imported."""
     monkeypatch.chdir(tmp_path)
-    assert program.run([wrong]) == 2
+    assert cli.main([wrong]) == 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,8 +185,8 @@ def test_ctrl_c_while_torch_is_loaded_finishes_the_line(monkeypatch: pytest.Monk
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(program, "_command", load)
-    assert program.run([]) == 130
+    monkeypatch.setattr(program, "requested", load)
+    assert cli.main([]) == 130
     assert terminal.getvalue() == "mine: loading PyTorch …\r\nInterrupted.\n"
 
 
