@@ -40,10 +40,10 @@ def last(run_dir: Path, split: str) -> dict[str, Any]:
 USED = """
 import sys
 import runner
-from runner.cli import program
+from runner import cli
 run_dir, output = sys.argv[1:]
-assert program.run(["eval", run_dir]) == 0
-assert program.run(["predict", run_dir, "--output", output]) == 0
+assert cli.main(["eval", run_dir]) == 0
+assert cli.main(["predict", run_dir, "--output", output]) == 0
 model, recipe = runner.load(run_dir)
 print("loaded", recipe.name, *([type(model).__name__] if not isinstance(model, dict) else model))
 """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from runner.cli import program
+from runner import cli
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["submit", "--dry-run", "submit.nodes=2", "distributed=multi_cpu"]
-    assert program.run([*line, "submit.time=04:00:00"]) == 0
+    assert cli.main([*line, "submit.time=04:00:00"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("#!/bin/bash\n#SBATCH")
     assert "--ntasks-per-node=2" in shown
@@ -21,9 +21,9 @@ def test_a_dry_run_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None
 def test_gpus_that_this_machine_lacks_are_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     """Nodes that take submissions have none."""
     gpus = ["submit.nodes=2", "submit.gpus_per_node=4", "distributed=multi_gpu"]
-    assert program.run(["submit", "--dry-run", *gpus, "fsdp=full_shard"]) == 0
+    assert cli.main(["submit", "--dry-run", *gpus, "fsdp=full_shard"]) == 0
     assert "--gpus-per-node=4" in capsys.readouterr().out
-    assert program.run(["submit", "--dry-run", *gpus, "trainer.micro_batch_size=60"]) == 2
+    assert cli.main(["submit", "--dry-run", *gpus, "trainer.micro_batch_size=60"]) == 2
     assert "micro" in capsys.readouterr().err
 
 
@@ -42,7 +42,7 @@ def test_gpus_that_this_machine_lacks_are_no_mistake(capsys: pytest.CaptureFixtu
 def test_mistakes_are_refused(
     line: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.run(line) == 2
+    assert cli.main(line) == 2
     assert told in capsys.readouterr().err
 
 
@@ -50,5 +50,5 @@ def test_without_slurm_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert program.run(["submit"]) == 2
+    assert cli.main(["submit"]) == 2
     assert "there is no sbatch on this machine" in capsys.readouterr().err

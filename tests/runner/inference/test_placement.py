@@ -9,7 +9,7 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from accel.utils import has_offloaded_params
-from runner.cli import program
+from runner import cli
 from runner.inference import session
 from runner.inference.load import Placement, parse_limits
 from tests.runner.trained_runs import make_run
@@ -24,7 +24,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def predicted(run_dir: Path, *flags: str) -> str:
     output = run_dir / "predictions.jsonl"
-    assert program.run(["predict", str(run_dir), "--output", str(output), *flags]) == 0
+    assert cli.main(["predict", str(run_dir), "--output", str(output), *flags]) == 0
     return output.read_text()
 
 
@@ -67,7 +67,7 @@ def test_weights_are_read_where_they_lie(
 def test_mistakes_are_told(
     run_dir: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.run(["eval", str(run_dir), *flags]) == 2
+    assert cli.main(["eval", str(run_dir), *flags]) == 2
     assert message in capsys.readouterr().err
 
 

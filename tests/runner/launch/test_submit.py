@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli import program
+from runner import cli
 from runner.runs import sessions
 from runner.runs.job import Job
 from runner.runs.record import RunRecord
@@ -56,7 +56,7 @@ def test_a_wrong_recipe_is_refused_and_nothing_submitted(
     line: list[str], told: str, here: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = here.jobs()
-    assert program.run(["submit", "trainer.max_steps=2", *line]) == 2
+    assert cli.main(["submit", "trainer.max_steps=2", *line]) == 2
     assert told in capsys.readouterr().err
     assert here.jobs() == before
     assert list(tmp_path.iterdir()) == []
@@ -65,7 +65,7 @@ def test_a_wrong_recipe_is_refused_and_nothing_submitted(
 def test_a_job_is_frozen_and_a_second_one_of_its_run_refused(
     here: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.run(["submit", *QUICK, HELD, "trainer.max_steps=2", "run_dir=there"]) == 0
+    assert cli.main(["submit", *QUICK, HELD, "trainer.max_steps=2", "run_dir=there"]) == 0
     shown = capsys.readouterr().out
     run_dir = Path("there").absolute()
     job_id = sessions.submitted_job(run_dir)
@@ -74,11 +74,11 @@ def test_a_job_is_frozen_and_a_second_one_of_its_run_refused(
     assert f"scancel {job_id}" in shown
     assert RunRecord(run_dir).status == "submitted"
     assert RunRecord(run_dir).reason == f"Slurm's job {job_id} has not begun"
-    assert program.run(["submit", "resume=there", "trainer.max_steps=3"]) == 2
+    assert cli.main(["submit", "resume=there", "trainer.max_steps=3"]) == 2
     assert f"job {job_id} trains it (state PENDING)" in capsys.readouterr().err
     here.ask("scancel", job_id)
     wait_until(lambda: job_id not in here.jobs(), "it was not cancelled")
-    assert program.run(["submit", "resume=there", "trainer.max_steps=3", HELD]) == 0
+    assert cli.main(["submit", "resume=there", "trainer.max_steps=3", HELD]) == 0
     second = sessions.submitted_job(run_dir)
     assert second != job_id
     assert Job.load(sessions.of_run(run_dir)[-1])[1].trainer.max_steps == 3

@@ -9,7 +9,7 @@ import pytest
 from accel.checkpoint import directory as checkpoints
 from accel.config.training import ProjectConfiguration
 from accel.machine.errors import CheckpointError
-from runner.cli import program
+from runner import cli
 from runner.exit_codes import REFUSED
 from runner.inference.load import described, find_checkpoint
 from runner.launch import failures
@@ -82,7 +82,7 @@ def test_jobs_of_a_sweep_share_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = ["-m", "seed=0,1", f"checkpoint.project.project_dir={tmp_path / 'all'}"]
-    assert program.run(line) == 2
+    assert cli.main(line) == 2
     assert "2 jobs would share this one" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
