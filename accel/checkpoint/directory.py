@@ -22,7 +22,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -254,18 +254,15 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
     return True
 
 
-def newest_complete(
-    folder: str | os.PathLike[str], counts: Callable[[Path], bool] = lambda path: True
-) -> Path | None:
+def newest_complete(folder: str | os.PathLike[str]) -> Path | None:
     """Return the complete ``checkpoint_<n>`` of the highest n; None if there is none.
 
     Broken ones are named in a warning and skipped.
 
     Args:
         folder: where they lie, such as ``<project_dir>/checkpoints``.
-        counts: whether one of them is looked at; it is given its path.
     """
-    for path in filter(counts, reversed(checkpoints(folder))):
+    for path in reversed(checkpoints(folder)):
         try:
             verify(path)
         except CheckpointError as error:

@@ -112,8 +112,8 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
         CheckpointError: if it lacks the one that is asked for, or that is incomplete; a
             `NoCheckpointError` if it has none at all.
     """
-    folder, owns = directory.checkpoint_folder(run_dir), directory.owner(run_dir)
-    newest = functools.partial(checkpoints.newest_complete, folder, owns)
+    folder = directory.checkpoint_folder(run_dir)
+    newest = functools.partial(checkpoints.newest_complete, folder)
     if which in (BEST, None):
         best = _best(run_dir)
         try:
@@ -131,8 +131,6 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
         return _existing(newest(), run_dir, LAST)
     path = Path(which or LAST)
     inside = folder / path
-    if inside.is_dir() and not path.is_absolute() and not owns(inside):
-        return _existing(None, run_dir, os.fspath(path))
     return _verified(inside if inside.is_dir() else path.absolute(), run_dir, os.fspath(path))
 
 
@@ -162,7 +160,7 @@ def is_substitute(path: Path, run_dir: Path) -> bool:
 def _best(run_dir: Path) -> Path | None:
     from runner.training.checkpointing import best_checkpoint
 
-    return best_checkpoint(directory.checkpoint_folder(run_dir), directory.owner(run_dir))
+    return best_checkpoint(directory.checkpoint_folder(run_dir))
 
 
 def _verified(path: Path | None, run_dir: Path, which: str) -> Path:

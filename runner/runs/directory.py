@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
 import shlex
 import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.machine.errors import CheckpointError, ConfigError, Problem, Problems
+from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import REFUSED
 from runner.recipe import paths
 from runner.recipe.composition import Frozen
@@ -154,47 +152,13 @@ def is_request(path: Path) -> bool:
 
 
 def problems(recipe: Recipe) -> list[Problem]:
-    """Return what is wrong with the folders that a new run would write to."""
-    found = Problems()
-    for check in (_check_run_dir, _check_states_folder):
-        try:
-            check(recipe)
-        except ConfigError as error:
-            found += error.problems
-    return found
-
-
-def _check_run_dir(recipe: Recipe) -> None:
-    if recipe.run_dir is not None and recipe.resume is None:
-        require_unused(Path(recipe.run_dir).expanduser().absolute())
-
-
-def _check_states_folder(recipe: Recipe) -> None:
-    """Raise if states cannot be written where the recipe wants them, or another run has its own."""
-    wanted = recipe.checkpoint.project.project_dir
-    if wanted is None or recipe.resume is not None:
-        return
-    place = Path(wanted).expanduser().absolute()
-    present = checkpoints.checkpoints(place / checkpoints.FOLDER)
-    if present:
-        value = f"checkpoint.project.project_dir={wanted}"
-        rule = f"a run has a folder of its own, and {present[-1].parent} holds checkpoints"
-        run = run_of(present[-1])
-        remedy = (
-            "Give another folder, or leave it out: output_dir= moves a run with its checkpoints. "
-            f"To go on with the run there{f' ({run})' if run else ''}: resume=<its directory>."
-        )
-        raise ConfigError.of(value, rule, remedy)
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    """Return what is wrong with the directory that is chosen for a new run."""
     try:
-        with tempfile.TemporaryFile(dir=place):
-            return
-    except OSError as error:
-        value = f"checkpoint.project.project_dir={wanted}"
-        rule = f"states are written there, and that failed ({paths.failure(error)})"
-        remedy = "Give a folder that you may write to, or leave it out."
-        raise ConfigError.of(value, rule, remedy) from error
+        if recipe.run_dir is not None and recipe.resume is None:
+            require_unused(Path(recipe.run_dir).expanduser().absolute())
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def frozen(run_dir: str | os.PathLike[str]) -> Frozen:
@@ -214,8 +178,19 @@ def fingerprint(run_dir: Path) -> str:
     return "" if folder is None else folder.name
 
 
+def states_root(job: Job, project_dir: str | None) -> Path:
+    """Return the folder that a run's `checkpoints` lie in.
+
+    It is the run directory or, below a folder that the recipe names, one of the run's own.
+    """
+    if project_dir is None:
+        return job.run_dir
+    # A relative folder is seen from where the run was started.
+    return Path(job.cwd, project_dir, job.states)
+
+
 def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
-    """Return where a run's checkpoints lie: in the run directory, or where its recipe says.
+    """Return where a run's checkpoints lie.
 
     Raises:
         ConfigError: if it is no run directory.
@@ -227,15 +202,12 @@ def checkpoint_folder(run_dir: str | os.PathLike[str]) -> Path:
     if not isinstance(node, Mapping):
         rule = f"its {CONFIG} is no recipe: it has no checkpoint.project"
         raise ConfigError.of(str(run_dir), rule, "Name a folder such as runs/<name>/<time>-<id>.")
-    elsewhere = node.get("project_dir")
-    # A relative folder is seen from where the run was started.
-    root = job.run_dir if elsewhere is None else Path(job.cwd) / elsewhere
-    return root / checkpoints.FOLDER
+    return states_root(job, node.get("project_dir")) / checkpoints.FOLDER
 
 
 def newest_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
     """Return a run's newest complete checkpoint; broken ones are named and skipped."""
-    return checkpoints.newest_complete(checkpoint_folder(run_dir), owner(Path(run_dir)))
+    return checkpoints.newest_complete(checkpoint_folder(run_dir))
 
 
 def own_checkpoints(run_dir: Path) -> list[Path]:
@@ -244,38 +216,7 @@ def own_checkpoints(run_dir: Path) -> list[Path]:
         folder = checkpoint_folder(run_dir)
     except ConfigError:
         folder = run_dir / checkpoints.FOLDER
-    return list(filter(owner(run_dir), checkpoints.checkpoints(folder)))
-
-
-def owner(run_dir: Path) -> Callable[[Path], bool]:
-    """Return a function that returns whether a checkpoint belongs to a run.
-
-    Checkpoints in the run directory do. Any other folder may also hold checkpoints of other runs:
-    the manifest names the run.
-    """
-    inside, names = os.path.realpath(run_dir), _run_names(run_dir)
-
-    def owns(path: Path) -> bool:
-        return Path(os.path.realpath(path)).is_relative_to(inside) or run_of(path) in names
-
-    return owns
-
-
-def run_of(path: Path) -> str | None:
-    """Return the name of the run that has written a checkpoint; None: it does not say."""
-    try:
-        found = checkpoints.read_manifest(path).metadata.get("run")
-    except CheckpointError:
-        return None
-    return None if found is None else str(found)
-
-
-def _run_names(run_dir: Path) -> set[str | None]:
-    try:  # it may have been renamed
-        recorded = Path(json.loads(sessions.read(run_dir, JOB) or b"{}")["run_dir"]).name
-    except (ValueError, KeyError, TypeError):
-        recorded = run_dir.name
-    return {None, run_dir.name, recorded}
+    return checkpoints.checkpoints(folder)
 
 
 def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:

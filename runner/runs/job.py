@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,8 +22,9 @@ class Job:
 
     It resumes from the checkpoint `resume_from`; None: from the beginning. It needs the user's
     packages `imports`; code in `cwd`, where it was started, can be imported. `log_levels` are those
-    of loggers by name. `restart`: it counts for `distributed.max_restarts`. Its files are in the
-    session `folder`; None: they are not written.
+    of loggers by name. `restart`: it counts for `distributed.max_restarts`. `states` is the name of
+    the run's folder below `checkpoint.project.project_dir`. Its files are in the session `folder`;
+    None: they are not written.
     """
 
     run_dir: Path
@@ -33,6 +35,7 @@ class Job:
     config_name: str = "config"
     log_levels: Mapping[str, str] = field(default_factory=dict)
     restart: bool = False
+    states: str = field(default="", compare=False)
     folder: Path | None = field(default=None, compare=False)
 
     @property
@@ -42,7 +45,9 @@ class Job:
 
     def save(self, frozen: Recipe) -> Job:
         """Write the recipe and this job to a new session of the run; return the job there."""
-        staged = replace(self, folder=sessions.create(self.run_dir))
+        first = sessions.of_run(self.run_dir)[:1]
+        states = Job.read(first[0])[0].states if first else _own_name(self.run_dir)
+        staged = replace(self, folder=sessions.create(self.run_dir), states=states)
         try:
             staged._write(frozen)
         except BaseException:
@@ -102,6 +107,10 @@ class Job:
             return cls(**found), plain
         except (ValueError, TypeError, KeyError) as error:
             raise _no_run(folder, f"{JOB} is damaged ({error})") from error
+
+
+def _own_name(run_dir: Path) -> str:
+    return f"{run_dir.name}-{secrets.token_hex(4)}"
 
 
 def _no_run(folder: Path, wrong: str) -> ConfigError:

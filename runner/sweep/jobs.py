@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -173,7 +172,6 @@ def examine(jobs: Sequence[Sequence[str]], config_name: str) -> list[Examined]:
     """
     found = [composition.new_run(job, config_name, number) for number, job in enumerate(jobs)]
     ConfigError.raise_if(_resuming(found))
-    ConfigError.raise_if(_shared_folders(found))
     return found
 
 
@@ -213,21 +211,6 @@ def _resuming(jobs: Sequence[Examined]) -> list[Problem]:
         rule = "each job has a directory of its own"
         return [Problem("run_dir: in a file, with --multirun", rule, "Leave it out.")]
     return []
-
-
-def _shared_folders(jobs: Sequence[Examined]) -> list[Problem]:
-    """Return the problems of folders for checkpoints that several jobs of a sweep would share."""
-    folders = [job.recipe.checkpoint.project.project_dir for job in jobs]
-    counts = Counter(folder for folder in folders if folder is not None)
-    return [
-        Problem(
-            f"checkpoint.project.project_dir={folder} with --multirun",
-            f"a run has a folder of its own, and {number} jobs would share this one",
-            "Leave it out: output_dir= moves the runs with their checkpoints.",
-        )
-        for folder, number in counts.items()
-        if number > 1
-    ]
 
 
 def misplaced(overrides: Sequence[str], *, submits: bool = False) -> list[Problem]:

@@ -104,7 +104,8 @@ def running(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Iterator[Ac
 def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Accelerator:
     """Return the engine that a recipe describes.
 
-    States and logs go to `run_dir`, where `checkpoint.project` names no folder.
+    States and logs go to `run_dir`, where `checkpoint.project` names no folder; else states go to a
+    folder of the run's own there.
 
     Raises:
         ConfigError: if what is asked for contradicts itself or the machine.
@@ -115,6 +116,8 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
     project.logging_dir = project.logging_dir or str(run_dir / "tensorboard")
     if project.project_dir is None:
         project.set_directories(run_dir)
+    elif directory.is_run(run_dir):
+        project.project_dir = str(directory.checkpoint_folder(run_dir).parent)
     accelerator = Accelerator(
         **engine.arguments(recipe, batch_plan),
         log_with=list(recipe.tracker.log_with) or None,

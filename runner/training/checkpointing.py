@@ -6,14 +6,13 @@ Each checkpoint says which step is the best so far; no other file does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accel.checkpoint import directory as checkpoints
 from accel.checkpoint.load import read_model
-from accel.machine.errors import CheckpointError, Problem
-from runner.runs import directory
+from accel.machine.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -55,17 +54,14 @@ class RunState:
             self.parts[name].load_state_dict(state[name])
 
 
-def best_checkpoint(
-    folder: Path, owns: Callable[[Path], bool] = lambda path: True, step: int | None = None
-) -> Path | None:
+def best_checkpoint(folder: Path, step: int | None = None) -> Path | None:
     """Return the checkpoint with the best state; None: none is kept.
 
     Args:
         folder: of the checkpoints.
-        owns: whether a checkpoint is one of the run (`directory.owner` gives it).
         step: of the best state; None: what the newest readable checkpoint says.
     """
-    for path in filter(owns, reversed(checkpoints.checkpoints(folder))):
+    for path in reversed(checkpoints.checkpoints(folder)):
         try:
             metadata = checkpoints.read_manifest(path).metadata
         except CheckpointError:
@@ -92,31 +88,21 @@ class Saver:
         self._settings = settings
         self.folder = Path(accelerator.project_dir or run_dir) / checkpoints.FOLDER
         self._state = state
-        self._owns = directory.owner(run_dir)
         self.saved_step = -1
         self.last: Path | None = None
         self.best: Path | None = None
 
     def save(self, metadata: Mapping[str, object], monitor: str) -> str:
-        """Write a checkpoint, which says the best value of `monitor` so far; return its path.
-
-        Raises:
-            CheckpointError: if it would overwrite that of another run.
-        """
+        """Write a checkpoint, which says the best value of `monitor` so far; return its path."""
         state = self._state
         automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
         own = self.folder / f"checkpoint_{state.step}"
-        others = [path for path in checkpoints.checkpoints(self.folder) if not self._owns(path)]
-        if own in others and not automatic:
-            rule = f"it is a checkpoint of another run ({directory.run_of(own)})"
-            remedy = "Give each run a checkpoint.project.project_dir of its own."
-            raise CheckpointError(Problem(str(own), rule, remedy))
         best = {"step": state.best_step, "metric": monitor, "value": state.best}
         kept = self._settings.save_best and state.best_step is not None
         path = self._accelerator.save_state(
             None if automatic else str(own),
             metadata={**metadata, "best": best if kept else None},
-            protected=others if self.best is None else [*others, self.best],
+            protected=[] if self.best is None else [self.best],
         )
         self.last, self.saved_step = Path(path), state.step
         self.follow_best()
@@ -137,7 +123,7 @@ class Saver:
         self.last, self.saved_step = Path(checkpoint), state.step
         if state.best_step is None or not self._settings.save_best:
             return ""
-        self.best = best_checkpoint(self.folder, self._owns, state.best_step)
+        self.best = best_checkpoint(self.folder, state.best_step)
         if self.best is not None and self._is_intact(self.best):
             return ""
         note = f"No checkpoint holds the best state (step {state.best_step}) any more: "

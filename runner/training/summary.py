@@ -177,7 +177,6 @@ def metadata_of(loop: Run) -> dict[str, object]:
     """Return what a checkpoint says of the run and of its position."""
     state = loop.state
     return {
-        "run": loop.run_dir.name,
         "step": state.step,
         "epoch": state.epoch,
         "samples": state.samples,

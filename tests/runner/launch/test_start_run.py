@@ -16,7 +16,7 @@ from runner import cli
 from runner.launch import launcher, start_run
 from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
-from runner.runs import lock, sessions
+from runner.runs import directory, lock, sessions
 from runner.runs.job import Job
 from runner.runs.outcomes import Outcome
 from tests.resume_matrix.cells import tree
@@ -226,7 +226,7 @@ def test_a_relative_folder_of_states_stays_where_it_was(
         folder = Job.load(job.place)[1].checkpoint.project.project_dir
         seen.append(folder)
         if len(seen) == 1:
-            add_checkpoint(tmp_path / "cks" / "checkpoints", 0)
+            add_checkpoint(directory.checkpoint_folder(job.run_dir), 0)
         return 75
 
     launched(monkeypatch, train)

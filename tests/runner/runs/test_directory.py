@@ -106,8 +106,16 @@ def test_checkpoints_lie_where_the_recipe_says(tmp_path: Path) -> None:
     assert directory.newest_checkpoint(run_dir) == path
     elsewhere = Recipe()
     elsewhere.checkpoint.project.set_directories("states")
-    other = new_run(tmp_path, name="other", checkpoint=elsewhere.checkpoint)
-    assert directory.checkpoint_folder(other) == tmp_path / "states" / "checkpoints"
+    runs = [new_run(tmp_path, "other", stamp, checkpoint=elsewhere.checkpoint) for stamp in "ab"]
+    folders = [directory.checkpoint_folder(run) for run in runs]
+    assert {folder.parents[1] for folder in folders} == {tmp_path / "states"}
+    first, second = (add_checkpoint(folder, 3) for folder in folders)
+    assert first != second
+    moved = runs[0].rename(tmp_path / "moved")
+    recipe = replace(Recipe(), checkpoint=elsewhere.checkpoint)
+    sessions.begin(Job.read(moved)[0].save(recipe).place)
+    assert directory.newest_checkpoint(moved) == first
+    assert directory.newest_checkpoint(runs[1]) == second
 
 
 # -- runs that came to nothing -------------------------------------------------------------

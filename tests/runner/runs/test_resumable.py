@@ -13,7 +13,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.config.training import ProjectConfiguration
 from accel.machine.errors import ConfigError
 from runner.recipe.schema import Checkpoint, DataLoader, Distributed, Recipe, Trainer
-from runner.runs import lock, resumable, sessions
+from runner.runs import directory, lock, resumable, sessions
 from runner.runs.job import Job
 from tests.runner.runs.test_directory import add_checkpoint, new_run
 
@@ -193,7 +193,7 @@ def test_a_folder_is_the_same_however_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = new_run(tmp_path, stamp=FIRST, output_dir="runs", checkpoint=placed("cks"))
-    add_checkpoint(tmp_path / "cks" / "checkpoints", 7)
+    add_checkpoint(directory.checkpoint_folder(run_dir), 7)
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path / "sub")
     for same in (str(tmp_path / "cks"), "../cks"):
