@@ -54,7 +54,6 @@ def describe(run: RunRecord) -> JsonObject:
         "failure": dict(run.failure) if run.status == records.FAILED else None,
         "resume": _resume(run) if any(state["complete"] for state in states) else "",
         "samples_per_second": run.summary.get("samples_per_second"),
-        "memory": run.summary.get("memory"),
     }
 
 
@@ -192,11 +191,9 @@ def _metric_rows(found: Fields) -> Iterator[tuple[str, str]]:
     if found["step"] is not None:
         took = "" if found["seconds"] is None else f" in {clock(found['seconds'])}"
         yield "step", f"{found['step']}{took}"
-    rate, memory = found["samples_per_second"], found["memory"] or {}
+    rate = found["samples_per_second"]
     if isinstance(rate, int | float):
-        parts = [f"{rate:,.0f} samples/s"]
-        parts += [f"{size(v)} of {k} memory" for k, v in memory.items() if v is not None]
-        yield "speed", " · ".join(parts)
+        yield "speed", f"{rate:,.0f} samples/s"
 
 
 def _listed(metrics: Fields) -> str:

@@ -12,7 +12,7 @@ from accel.machine.errors import ConfigError, Problem, Problems
 from runner.recipe import engine
 from runner.recipe.factory import STEP_PARTS, Factory, check_factories, factory_of, nodes_of, read
 from runner.recipe.registry import register
-from runner.recipe.schema import Recipe
+from runner.recipe.schema import SPLITS, Recipe
 from runner.runs import directory
 
 if TYPE_CHECKING:
@@ -64,19 +64,15 @@ def rehearse(jobs: Sequence[Examined]) -> list[str]:
                 raise
             notes["the model: it cannot be built without its weights"] = None
         data = build_data(recipe)
-        for name in ("train", "validation", "test"):
-            found = getattr(data, name)
-            for one in found.values() if isinstance(found, Mapping) else [found]:
+        for split in SPLITS:
+            for one in data.sets(split).values():
                 _read_sample(one)
     return list(notes)
 
 
 def _read_sample(data_set: Any) -> None:
-    if data_set is None:
-        return
     if hasattr(data_set, "__getitem__") and hasattr(data_set, "__len__"):
-        if len(data_set):
-            data_set[0]
+        data_set[0]
     else:
         next(iter(data_set), None)
 

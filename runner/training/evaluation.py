@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,34 +41,36 @@ def monitored_value(
     return metrics[monitor]
 
 
-def evaluate(
+def evaluate_sets(
     accelerator: Accelerator,
     step: Step,
-    batches: Iterable[object],
-    on_batch: Callable[[int], bool] = lambda index: False,
-    num_samples: int | None = None,
+    sets: Mapping[str, EvalBatches],
+    on_batch: Callable[[EvalBatches, int], bool],
+    limit: int | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of a data set, the same on every process.
+    """Return the metrics of the data sets of a split, the same on every process.
 
-    Models are in eval mode and no gradients are kept; modes and random generators are afterwards as
-    they were.
+    Those of a named data set are ``name/metric``. Models are in eval mode and no gradients are
+    kept; modes and random generators are afterwards as they were.
 
     Args:
         accelerator: the run's engine.
         step: its `evaluate` and `summarize` measure.
-        batches: this process's part of the data set, from prepared loaders.
-        on_batch: called after each batch with their count; True leaves the evaluation. Every
-            process must get the same answer.
-        num_samples: how many samples there are, if known: as many must have been measured.
+        sets: batches by the name of the data set; that of a single one is empty.
+        on_batch: called after each batch with its data set's batches and their count so far; True
+            leaves the evaluation. Every process must get the same answer.
+        limit: how many batches of each are measured; None: all.
 
     Raises:
         Interrupted: if `on_batch` said so.
         ConfigError: if the values are not per sample.
     """
+    metrics: dict[str, float] = {}
     with preserved(), evaluation_mode(step), torch.no_grad():
-        values = _measure(accelerator, step, batches, on_batch)
-        _check_counts(step, values, num_samples)
-        metrics = checked_metrics(_measuring(step), step.summarize(values))
+        for name, batches in sets.items():
+            values = _measure(accelerator, step, batches, on_batch, limit)
+            found = checked_metrics(_measuring(step), step.summarize(values))
+            metrics |= {f"{name}/{key}" if name else key: value for key, value in found.items()}
     # Sums of floats on several devices may differ in the last bit; decisions must not.
     shared = [metrics]
     if accelerator.num_processes > 1:
@@ -80,19 +81,21 @@ def evaluate(
 def _measure(
     accelerator: Accelerator,
     step: Step,
-    batches: Iterable[object],
-    on_batch: Callable[[int], bool],
+    batches: EvalBatches,
+    on_batch: Callable[[EvalBatches, int], bool],
+    limit: int | None,
 ) -> dict[str, torch.Tensor]:
     """Return each value of all samples: [N, ...]."""
     parts: dict[str, list[torch.Tensor]] = {}
-    for index, batch in enumerate(batches, start=1):
+    for index, batch in enumerate(itertools.islice(batches, limit), start=1):
         values = checked_tensors(_measuring(step), "evaluate", step.evaluate(batch))
-        measured = accelerator.gather_for_metrics(values)
-        for name, value in measured.items():
+        for name, value in accelerator.gather_for_metrics(values).items():
             parts.setdefault(name, []).append(value)
-        if on_batch(index):
+        if on_batch(batches, index):
             raise Interrupted
-    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+    found = {name: torch.cat(tensors) for name, tensors in parts.items()}
+    _check_counts(step, found, batches.samples_within(limit))
+    return found
 
 
 def _measuring(step: Step) -> object:
@@ -132,37 +135,6 @@ def evaluation_mode(step: Step) -> Iterator[None]:
             module.training = mode
         for optimizer in switching:
             optimizer.train()
-
-
-def evaluate_sets(
-    accelerator: Accelerator,
-    step: Step,
-    sets: Mapping[str, EvalBatches],
-    on_batch: Callable[[EvalBatches, int], bool],
-    limit: int | None = None,
-) -> dict[str, float]:
-    """Return the metrics of the data sets of a split; those of a named one are ``name/metric``.
-
-    Args:
-        accelerator: the run's engine.
-        step: measures.
-        sets: batches by the name of the data set; that of a single one is empty.
-        on_batch: as `evaluate` has it, with the batches before the count.
-        limit: how many batches of each are measured; None: all.
-    """
-    metrics: dict[str, float] = {}
-    for name, batches in sets.items():
-        found = evaluate(
-            accelerator,
-            step,
-            itertools.islice(batches, limit),
-            partial(on_batch, batches),
-            batches.samples_within(limit),
-        )
-        metrics |= {
-            f"{name}/{metric}" if name else metric: value for metric, value in found.items()
-        }
-    return metrics
 
 
 class Evaluations:

@@ -14,14 +14,10 @@ from accel.machine.errors import ConfigError
 from accel.strategies.trainable_changes import Trainable
 
 if TYPE_CHECKING:
-    import torch
-
     from accel import Accelerator
     from accel.config.handlers import ProfileKwargs
     from runner.training.run import Run
     from runner.training.step import Step
-
-MOST_NAMES = 5  # of parameters, in a note
 
 
 def prepare_models(accelerator: Accelerator, step: Step) -> None:
@@ -91,36 +87,17 @@ def traces_below(handler: ProfileKwargs, run_dir: Path) -> ProfileKwargs:
 class TrainedLayers:
     """Wraps models again after their layers were frozen, unfrozen, added or replaced.
 
-    A note names trainable parameters that no optimizer has, once. `known` are the trainable
-    parameters of each model, as it was wrapped.
+    `known` are the trainable parameters of each model, as it was wrapped.
     """
 
-    def __init__(self, loop: Run) -> None:
-        self._loop = loop
-        self.known = {name: Trainable(model) for name, model in loop.step.models.items()}
-        self._noted = False
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.known = {name: Trainable(model) for name, model in run.step.models.items()}
 
     def follow(self) -> None:
         """Compare the models with the last call. Every process calls this between two steps."""
-        step, accelerator = self._loop.step, self._loop.accelerator
+        models = self._run.step.models
         for name, known in self.known.items():
             if known.changed():
-                step.models[name] = accelerator.prepare_model(step.models[name])
-                self.known[name] = Trainable(step.models[name])
-                if not accelerator.strategy.spec.owns_parameters:
-                    self._note_unoptimized(accelerator.unwrap_model(step.models[name]))
-
-    def _note_unoptimized(self, model: torch.nn.Module) -> None:
-        groups = [g for one in self._loop.step.optimizers.values() for g in one.param_groups]
-        held = {id(parameter) for group in groups for parameter in group["params"]}
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        names = [name for name, parameter in trained if id(parameter) not in held]
-        if not names or self._noted:
-            return
-        self._noted = True
-        shown = ", ".join(names[:MOST_NAMES]) + ", …" * (len(names) > MOST_NAMES)
-        self._loop.display.note(
-            f"{shown}: trainable since step {self._loop.state.step}, and no optimizer has them, so "
-            "they stay as they are. Add them in the callback that unfreezes them: "
-            "loop.step.optimizers[name].add_param_group({'params': layer.parameters()})."
-        )
+                models[name] = self._run.accelerator.prepare_model(models[name])
+                self.known[name] = Trainable(models[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -167,7 +166,6 @@ def summary_of(loop: Run) -> dict[str, object]:
         WEIGHTS_STEP: loop.weights_step,
         "checkpoint": None if loop.saver.last is None else str(loop.saver.last),
         "data": loop.data.sizes(),
-        "memory": peak_memory(loop.accelerator.device),
         "ended": time.time(),
         **loop.results,
     }
@@ -186,19 +184,6 @@ def metadata_of(loop: Run) -> dict[str, object]:
         "monitor": loop.monitor,
         "metrics": loop.metrics.get("validation", {}),
     }
-
-
-def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Return the most bytes that this process has held, in memory and on its accelerator."""
-    on_device = None
-    if device.type == "cuda":
-        on_device = torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return {"process": None, "device": on_device}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kB; bytes on macOS
-    return {"process": peak * (1 if sys.platform == "darwin" else 1024), "device": on_device}
 
 
 def throughput(loop: Run) -> float:

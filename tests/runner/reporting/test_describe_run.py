@@ -53,7 +53,6 @@ def test_a_run_is_described(tmp_path: Path) -> None:
         "no git work tree",
         "trainer.epochs=…",
         "runner again",
-        "300.0 MB of process memory",
     ):
         assert expected in shown, expected
     assert json.loads(describe_run.as_json([found]))["status"] == "finished"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from runner.runs.directory import RUN_LOG
 from runner.training import run_log
 from runner.training.console import Display
 from runner.training.run_log import RunLog
-from tests.helpers import SECONDS, python
 
 
 def lines(folder: Path) -> list[str]:
@@ -123,55 +121,6 @@ def test_named_loggers_speak_and_are_silent_again(
     assert "not heard" not in told
 
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-# Ends where torch would be loaded, which takes seconds.
-WITHOUT_TORCH = """
-import sys
-
-class Guard:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            raise SystemExit(3)
-
-sys.meta_path.insert(0, Guard())
-from runner import cli
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-def start(arguments: tuple[str, ...], folder: Path, **streams: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        python(*arguments),
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        **streams,
-    )
-
-
-@pytest.mark.parametrize(
-    "wrong", ["model=cnm", "model.name=cnm", "optimzer.lr=1", "precision=nope"]
-)
-def test_names_are_refused_before_torch_is_loaded(wrong: str, tmp_path: Path) -> None:
-    """C1: names of files, factories and keys."""
-    with start(("-c", WITHOUT_TORCH, wrong), tmp_path) as command:
-        _, err = command.communicate(timeout=SECONDS)
-    assert (command.returncode, "loading PyTorch" in err) == (2, False)
-
-
-@pytest.mark.parametrize("wrong", ["model.widht=3", "optimizer.lr='0.1'", "step=gan"])
-def test_arguments_of_factories_are_refused_before_a_run_is_there(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C1: they are checked once the factory is imported."""
-    monkeypatch.chdir(tmp_path)
-    assert cli.main([wrong]) == 2
-    assert list(tmp_path.iterdir()) == []
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -188,19 +137,3 @@ def test_ctrl_c_while_torch_is_loaded_finishes_the_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(program, "requested", load)
     assert cli.main([]) == 130
     assert terminal.getvalue() == "mine: loading PyTorch …\r\nInterrupted.\n"
-
-
-def read_one_line(arguments: tuple[str, ...], folder: Path) -> tuple[int, str]:
-    """Return exit code and standard error of a command whose reader goes after one line."""
-    with start(("-m", "runner", *arguments), folder, stdout=subprocess.PIPE) as command:
-        assert command.stdout is not None
-        assert command.stderr is not None
-        assert command.stdout.readline()
-        command.stdout.close()
-        err = command.stderr.read()
-        return command.wait(SECONDS), err
-
-
-def test_a_reader_that_goes_leaves_a_short_output_quiet(tmp_path: Path) -> None:
-    code, err = read_one_line(("--cfg", "job"), tmp_path)
-    assert (code in (0, 1), err) == (True, "")
