@@ -1,19 +1,14 @@
-"""The text of `runner --help`, from `conf/`, the schema and the signatures of factories.
-
-Without a group it imports neither torch nor Hydra.
-"""
+"""The text of `runner --help`, from `conf/` and the schema. Imports neither torch nor Hydra."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from accel.machine.errors import ConfigError
 from runner import exit_codes
-from runner.recipe import keys, paths, trust
-from runner.recipe.factory import STEP_PARTS, Factory, shown_type
+from runner.recipe import keys, paths
 from runner.recipe.schema import PLUGINS, Recipe
 
 WIDTH = 100
@@ -60,7 +55,7 @@ Flags
   --import PACKAGE        trust this package and import it, as [tool.runner] imports does
   -sc install=bash        shell completion: eval "$(runner -sc install=bash)"
   -i, --info              how the recipe is composed
-  --version, -h, --help   this text; with groups (--help model=cnn): their arguments
+  --version, -h, --help   this text; --cfg job --resolve shows the arguments of factories
   hydra.verbose=true      debug messages; hydra.verbose=[a,b] those of loggers a and b
 """
 EXAMPLES = """\
@@ -88,51 +83,6 @@ def text() -> str:
     return "\n".join([USAGE, _groups(), _main_keys(), SWEEP, FLAGS, EXAMPLES, EXIT_CODES]).rstrip(
         "\n"
     )
-
-
-def of_groups(overrides: Sequence[str]) -> str:
-    """Return the help on chosen groups: the arguments of their factories, or the keys of a node.
-
-    Factories are imported for their signatures.
-
-    Raises:
-        ConfigError: if a group, a file or a factory is unknown.
-    """
-    from runner.recipe import diagnose, factory, hydra_setup, serialization
-
-    with hydra_setup.session():
-        config, problems = diagnose.examine(overrides, hydra_setup.PRIMARY)
-        ConfigError.raise_if(problems)
-        recipe, problems = serialization.examine(hydra_setup.plain(config))
-    ConfigError.raise_if([*trust.missing_packages(), *problems])
-    groups = list(dict.fromkeys(re.split(r"[.=]", o.lstrip("+~"))[0] for o in overrides))
-    found = [factory.factory_of(*node) for node in factory.nodes_of(recipe, [])]
-    lines: list[str] = []
-    for group in groups:
-        kind = keys.node_of(group)
-        if kind is not None:
-            lines += [f"{group}: {_first_line(kind)}", *entries(group, kind), ""]
-        for one in found:
-            if one.key.partition(".")[0] == group:
-                lines += [f"{one.place}: {_first_line(one.function)}", *_arguments(one), ""]
-    return "\n".join(lines).rstrip("\n")
-
-
-def _first_line(found: object) -> str:
-    return (inspect.getdoc(found) or "").partition("\n")[0]
-
-
-def _arguments(found: Factory) -> Iterator[str]:
-    """Yield lines with type, value and meaning of each argument of a factory."""
-    signature = found.signature(STEP_PARTS if found.key == "step" else ())
-    meanings = {**_meanings(found.function), **_meanings(getattr(found.function, "__init__", None))}
-    for name, parameter in signature.parameters.items():
-        hint = signature.hints.get(name)
-        kind = "" if hint is None else shown_type(hint)
-        value = found.arguments.get(name, parameter.default)
-        given = "required" if value is parameter.empty else f"= {value}"
-        meaning = f"{meanings[name]}" if name in meanings else ""
-        yield from _entry(f"{found.key}.{name}", f"{kind} {given}  {meaning}".strip(), 36)
 
 
 def _groups() -> str:

@@ -89,7 +89,7 @@ def requested(arguments: Sequence[str]) -> Callable[[], int]:
     flags = command_line.parse(arguments)
     overrides = command_line.searched(flags)
     if flags.help:
-        return partial(_help, overrides)
+        return _help
     if flags.version:
         return _version
     if flags.shell_completion and overrides[:1] and overrides[0].startswith("query="):
@@ -128,10 +128,10 @@ def _complete(shell: str) -> int:
     return DONE
 
 
-def _help(overrides: Sequence[str]) -> int:
+def _help() -> int:
     from runner.cli import help
 
-    print(help.of_groups(overrides) if overrides else help.text())
+    print(help.text())
     return DONE
 
 

@@ -23,7 +23,7 @@ from accel.machine.imports import is_available
 from runner.recipe import nodes
 
 RAY = nodes.RAY
-MODULE, CLASS = "hydra_plugins.accel_runner.launchers", "RayLauncher"
+MODULE, CLASS = "hydra_plugins.accel_runner", "RayLauncher"
 NODE, GROUP = "hydra.launcher", "hydra/launcher"
 DEFAULTS: dict[str, object] = {
     "address": None,

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-MODULE, CLASS = "hydra_plugins.accel_runner.sweepers", "OptunaSweeper"
+MODULE, CLASS = "hydra_plugins.accel_runner", "OptunaSweeper"
 NODE, GROUP = "hydra.sweeper", "hydra/sweeper"
 TARGET = f"{MODULE}.{CLASS}"
 DEFAULTS: dict[str, object] = {

@@ -51,7 +51,7 @@ def test_what_the_wheel_holds(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"accel", "runner", "hydra_plugins"}
     plugins = {name for name in names if name.startswith("hydra_plugins/")}
-    assert "hydra_plugins/accel_runner/launchers.py" in plugins
+    assert "hydra_plugins/accel_runner.py" in plugins
     assert "hydra_plugins/__init__.py" not in plugins  # a namespace, which other packages share
     shipped = {name.removeprefix("runner/conf/") for name in names if name.endswith(".yaml")}
     assert shipped == {path.relative_to(ROOT / "conf").as_posix() for path in _yaml_files()}

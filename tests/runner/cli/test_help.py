@@ -25,15 +25,3 @@ def test_help_names_the_projects_own_files(tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "tiny.yaml").write_text("name: tiny\n")
     assert "byte_gpt | cnn* | tiny" in help.text()
-
-
-def test_help_on_a_group_lists_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    """C2: types, values and meanings of the arguments of a factory, or of a node."""
-    line = ["--help", "model=cnn", "optimizer=sgd", "callbacks=early_stopping", "checkpoint=none"]
-    assert cli.main(line) == 0
-    out = capsys.readouterr().out
-    assert "model.width" in out
-    assert "int = 32  channels of the first two convolutions" in out
-    assert "optimizer.nesterov" in out
-    assert "callbacks.early_stopping.patience int = 3  number of evaluations" in out
-    assert "checkpoint.every_steps" in out

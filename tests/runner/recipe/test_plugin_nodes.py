@@ -39,7 +39,7 @@ def settings(*overrides: str) -> dict[str, Any]:
 
 def test_keys_are_those_of_the_launcher() -> None:
     found = settings("hydra.launcher.num_cpus=0.5", "hydra.launcher.address=head:6379")
-    assert found.pop("_target_") == "hydra_plugins.accel_runner.launchers.RayLauncher"
+    assert found.pop("_target_") == "hydra_plugins.accel_runner.RayLauncher"
     assert found.pop("_recursive_") is False
     given = {"num_cpus": 0.5, "address": "head:6379"}
     assert found == {**launchers.DEFAULTS, **given}
