@@ -9,18 +9,14 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers import free_port, python
-from tests.signals.cells import COMMAND, RECIPE, ROOT, wait_until
-from tests.signals.oracle import MARK, marked
-
-END_SECONDS = 300.0
+from tests.signals.cells import COMMAND, RECIPE, wait_until
+from tests.signals.oracle import Command, kill, marked
 
 
 @dataclass(frozen=True)
@@ -145,33 +141,6 @@ class Nodes:
 
     def kill(self) -> None:
         """Kill what is left."""
-        for pid in marked(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.mark)
         for command in self.commands:
-            command.process.wait(30)
-
-
-class Command:
-    """The command of one node; it prints into a file."""
-
-    def __init__(self, line: Sequence[str], output: Path, mark: str) -> None:
-        self.output, self.begun = output, time.monotonic()
-        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: mark}
-        with output.open("wb") as file:
-            self.process = subprocess.Popen(
-                line,
-                cwd=output.parent,
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-
-    def code(self) -> int:
-        """Wait for the end, and return the exit code."""
-        return self.process.wait(END_SECONDS)
-
-    def printed(self) -> str:
-        """Return what it has printed."""
-        return self.output.read_text(errors="replace")
+            command.code(30.0)

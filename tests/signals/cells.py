@@ -7,16 +7,25 @@ import itertools
 import os
 import secrets
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers import alive, python
-from tests.signals.oracle import MARK, Expected, Result, Resumed, State, command, marked
+from tests.signals.oracle import (
+    PATIENCE_SECONDS,
+    ROOT,
+    Command,
+    Expected,
+    Result,
+    Resumed,
+    State,
+    command,
+    kill,
+    marked,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 # A shell that starts this in the background lets it ignore Ctrl-C.
 COMMAND = """
 import signal, sys
@@ -40,8 +49,6 @@ WORKERS = 2  # of each rank
 WORKERS_SECONDS = 60.0  # until each of them has read a sample
 # Where a run is not to save when it is struck, it has saved before: once in so many steps.
 EVERY_STEPS = 2
-# A busy machine takes twenty times what an idle one takes.
-PATIENCE_SECONDS = 300.0
 
 
 def children(pid: int) -> list[int]:
@@ -141,22 +148,11 @@ class Run:
             arguments += ["dataloader=workers", f"dataloader.num_workers={WORKERS}"]
         if cell.processes > 1:
             arguments += ["distributed=multi_cpu", f"distributed.num_processes={cell.processes}"]
-        self.process = self._started("output", *RECIPE, *arguments)
+        line = python("-c", COMMAND, *RECIPE, *arguments)
+        self.command = Command(line, folder / "output", self.mark)
+        self.process = self.command.process
         self.mishaps: list[str] = []
         self.arrival, self.begun = 0.0, time.monotonic()
-
-    def _started(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a run that prints into a file: an orphan would keep a pipe open."""
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: self.mark}
-        with (self.folder / name).open("wb") as output:
-            return subprocess.Popen(
-                python("-c", COMMAND, *arguments),
-                cwd=self.folder,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
 
     def reached(self) -> list[Path]:
         """Return the files that ranks have left in the phase, by rank."""
@@ -170,9 +166,8 @@ class Run:
             self._kill()
 
     def _kill(self) -> None:
-        for pid in [self.process.pid, *marked(self.mark)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        kill(self.mark)
         self.process.wait()
 
     def _result(self) -> Result:
@@ -263,10 +258,8 @@ class Run:
         return next(self.folder.glob("runs/*/*"), None)
 
     def _ended(self, before: State, workers: tuple[int, ...], begun: float) -> Result:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(PATIENCE_SECONDS)
+        code = self.command.code()
         seconds = time.monotonic() - begun
-        code = self.process.returncode
         wait_until(lambda: not marked(self.mark), 15.0)
         left = tuple(f"{pid} {command(pid)}" for pid in marked(self.mark))
         if code is None:
@@ -282,7 +275,7 @@ class Run:
             workers,
             self.arrival,
             tuple(self.mishaps),
-            output=(self.folder / "output").read_text(errors="replace"),
+            output=self.command.printed(),
         )
         if self.cell.expected.resumes and not self.mishaps and result.after.saved is not None:
             return result.with_(resumed=self._resumed(result))
@@ -293,16 +286,16 @@ class Run:
         (self.folder / "go").touch()
         next_step = (result.after.saved or 0) + 1
         arguments = (f"resume={self._run_dir()}", f"trainer.stop_after={next_step}")
-        self.process = self._started("resumed", *RECIPE[:2], *arguments)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(PATIENCE_SECONDS)
-        code = self.process.poll()
+        line = python("-c", COMMAND, *RECIPE[:2], *arguments)
+        self.command = Command(line, self.folder / "resumed", self.mark)
+        self.process = self.command.process
+        code = self.command.code()
         self._kill()
         made = tuple(
             steps[len(earlier) :] for steps, earlier in zip(self._made(), result.made, strict=True)
         )
-        output = (self.folder / "resumed").read_text(errors="replace")
-        return Resumed(-999 if code is None else code, made, State.read(self._run_dir()), output)
+        ended = -999 if code is None else code
+        return Resumed(ended, made, State.read(self._run_dir()), self.command.printed())
 
 
 def run(cell: Cell, folder: Path) -> Result:

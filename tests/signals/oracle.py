@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,8 +17,11 @@ from runner.recipe import serialization
 from runner.runs.job import Job
 from tests.helpers import alive
 
+ROOT = Path(__file__).resolve().parents[2]
 # The variable that marks the processes of one run: whatever they start inherits it.
 MARK = "RUNNER_SIGNALS_RUN"
+# A busy machine takes twenty times what an idle one takes.
+PATIENCE_SECONDS = 300.0
 # From the signal to the end; a busy machine gets as long again as the run took to the phase.
 LIMIT_SECONDS = 60.0
 
@@ -29,6 +35,50 @@ def marked(mark: str) -> list[int]:
             if wanted in (place / "environ").read_bytes().split(b"\0") and alive(int(place.name)):
                 found.append(int(place.name))
     return sorted(set(found) - {os.getpid()})
+
+
+def kill(mark: str) -> None:
+    """Kill the processes that `marked` finds."""
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Command:
+    """A command that is marked; it prints into a file: an orphan would keep a pipe open.
+
+    Args:
+        line: its words.
+        output: the file; the folder is its working directory.
+        mark: of it and of all that it starts.
+        session: whether it leads a session of its own.
+    """
+
+    def __init__(
+        self, line: Sequence[str], output: Path, mark: str, *, session: bool = False
+    ) -> None:
+        self.output = output
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: mark}
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                line,
+                cwd=output.parent,
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=session,
+            )
+
+    def code(self, seconds: float = PATIENCE_SECONDS) -> int | None:
+        """Wait for the end, and return the exit code; None: it did not end in time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode
+
+    def printed(self) -> str:
+        """Return what it has printed."""
+        return self.output.read_text(errors="replace")
 
 
 def command(pid: int) -> str:

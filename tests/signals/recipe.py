@@ -64,22 +64,11 @@ class Wordless(Exception):
         raise ValueError("no words")
 
 
-def _unpicklable() -> NoReturn:
-    class Local(Exception):
-        pass
-
-    raise Local("not to be pickled")
-
-
 def _raise(error: BaseException) -> Callable[[], NoReturn]:
     def call() -> NoReturn:
         raise error
 
     return call
-
-
-def _overflow() -> Any:
-    return _overflow() + 1
 
 
 def _native_overflow() -> Any:
@@ -91,32 +80,17 @@ def _native_overflow() -> Any:
     return repr(found)
 
 
-def _close_files() -> None:
-    os.closerange(3, 4096)
-    raise OSError("no files are left")
-
-
 ENDINGS: dict[str, Callable[[], Any]] = {
-    "value": _raise(ValueError("the cause")),
     "wordless": _raise(Wordless()),
     "stop_iteration": _raise(StopIteration("no more")),
-    "generator_exit": _raise(GeneratorExit("out")),
-    "interrupt": _raise(KeyboardInterrupt("by hand")),
     "memory": _raise(MemoryError("too much")),
-    "unpicklable": _unpicklable,
-    "overflow": _overflow,
     "native_overflow": _native_overflow,
-    "sys_exit_0": lambda: sys.exit(0),
     "exit_0": lambda: os._exit(0),
-    "exit_3": lambda: os._exit(3),
-    "exec": lambda: os.execv("/bin/true", ["true"]),
     "abort": os.abort,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda: ctypes.string_at(0),
-    "close_files": _close_files,
     "hang": lambda: time.sleep(LIMIT_SECONDS),
     "hang_native": lambda: ctypes.PyDLL(None).sleep(int(LIMIT_SECONDS)),  # keeps the GIL
-    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
 

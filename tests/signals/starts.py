@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers import free_port, python
-from tests.signals.cells import COMMAND, RECIPE, ROOT, children, wait_until
-from tests.signals.oracle import MARK, command, marked
+from tests.signals.cells import COMMAND, RECIPE, children, wait_until
+from tests.signals.oracle import Command, command, kill, marked
 
 # Until nothing is left: a busy machine takes twenty times what an idle one takes.
 GONE_SECONDS = 90.0
@@ -139,21 +138,12 @@ class Started:
 
     def __init__(self, cell: Cell, folder: Path) -> None:
         self.cell, self.folder, self.mark = cell, folder, secrets.token_hex(16)
-        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: self.mark}
-        self.commands = []
-        for number, line in enumerate(_lines(cell, folder)):
-            with (folder / f"output_{number}").open("wb") as output:
-                self.commands.append(
-                    subprocess.Popen(
-                        line,
-                        cwd=folder,
-                        env={**os.environ, **variables},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # the test's own group is not theirs
-                    )
-                )
+        self.commands = [
+            # The test's own process group is not theirs.
+            Command(line, folder / f"output_{number}", self.mark, session=True)
+            for number, line in enumerate(_lines(cell, folder))
+        ]
+        self.processes = [one.process for one in self.commands]
 
     def worker(self, rank: int) -> Path:
         """Return the file in which a rank that waits leaves its process id."""
@@ -167,7 +157,7 @@ class Started:
         begun = wait_until(
             lambda: (
                 all(self.worker(rank).exists() for rank in range(last + 1))
-                or any(one.poll() is not None for one in self.commands)
+                or any(one.poll() is not None for one in self.processes)
             ),
             START_SECONDS,
         )
@@ -182,44 +172,34 @@ class Started:
         wait_until(lambda: not self._left(), GONE_SECONDS)
         seconds = time.monotonic() - struck
         left = tuple(f"{pid} {command(pid)}" for pid in self._left())
-        codes = tuple(map(_code, self.commands))
+        codes = tuple(one.code(5.0) for one in self.commands)
         return Result(codes, seconds, left, self.output())
 
     def _targets(self) -> list[tuple[int, signal.Signals]]:
-        strike, parent = self.cell.strike, self.commands[-1].pid
+        strike, parent = self.cell.strike, self.processes[-1].pid
         if strike in ("SIGINT", "SIGTERM"):
             return [(parent, signal.Signals[strike])]
         if strike == "kill parent":
-            return [(self.commands[0].pid, signal.SIGKILL)]
+            return [(self.processes[0].pid, signal.SIGKILL)]
         if strike == "kill worker":
             pid = int(self.worker(self.cell.ranks - 1).read_text())
             return [(pid, signal.SIGKILL)]
         return [(pid, signal.SIGKILL) for pid in (parent, *children(parent))]
 
     def _left(self) -> list[int]:
-        for one in self.commands:
+        for one in self.processes:
             one.poll()
         return marked(self.mark)
 
     def output(self) -> str:
         """Return what the commands have printed."""
-        return "\n".join(
-            path.read_text(errors="replace") for path in sorted(self.folder.glob("output_*"))
-        )
+        return "\n".join(one.printed() for one in self.commands)
 
     def kill(self) -> None:
         """Kill what is left."""
-        for pid in marked(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.mark)
         for one in self.commands:
-            one.wait(30)
-
-
-def _code(process: subprocess.Popen[bytes]) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(5.0)
-    return None
+            one.code(30.0)
 
 
 def run(cell: Cell, folder: Path) -> Result:

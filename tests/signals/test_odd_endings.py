@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import secrets
 import signal
-import subprocess
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from accel.machine.imports import is_available
-from tests.helpers import alive, python, run_distributed
-from tests.signals.cells import COMMAND, PATIENCE_SECONDS, RECIPE, ROOT, children, wait_until
+from tests.helpers import python, run_distributed
+from tests.signals.cells import COMMAND, RECIPE, ROOT, wait_until
+from tests.signals.oracle import Command, kill, marked
 
 OWN = 'tests/signals/recipe.py", line '
 LOADERS = "dataloader=workers"
@@ -63,36 +61,18 @@ ONE = (
 )
 
 
-def end(folder: Path, *arguments: str) -> tuple[int, str, list[int]]:
-    """Return the exit code of a run, its standard error, and those of its processes that are left.
+def end(folder: Path, *arguments: str) -> tuple[int | None, str, list[int]]:
+    """Return the exit code of a run, what it printed, and those of its processes that are left.
 
-    One that hangs is killed.
+    One that hangs is killed; its code is None.
     """
-    seen: set[int] = set()
-    with tempfile.TemporaryFile("w+", dir=folder) as told:
-        process = subprocess.Popen(
-            python("-c", COMMAND, *RECIPE, *arguments),
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=told,
-        )
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while process.poll() is None and time.monotonic() < deadline:
-            seen.update(children(process.pid))
-            time.sleep(0.05)
-        if process.poll() is None:
-            process.kill()
-            told.write("it did not end")
-        code = process.wait()
-        wait_until(lambda: not any(map(alive, seen)), 15.0)
-        left = [pid for pid in seen if alive(pid)]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        told.seek(0)
-        return code, told.read(), left
+    mark = secrets.token_hex(16)
+    command = Command(python("-c", COMMAND, *RECIPE, *arguments), folder / "output", mark)
+    code = command.code()
+    wait_until(lambda: not marked(mark), 15.0)
+    left = marked(mark)
+    kill(mark)
+    return code, command.printed(), left
 
 
 def check(folder: Path, ending: Ending, who: str, *arguments: str) -> str:
