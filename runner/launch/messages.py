@@ -26,6 +26,8 @@ SIGNS_PER_TIMEOUT = 6
 SEND_SECONDS = 10.0
 MOST_BYTES = 1 << 24  # of one message: a recipe is some kilobytes
 RETRY_SECONDS = 0.2
+# A connection that has not said who it is by then is no node's.
+HELLO_SECONDS = 30.0
 _SIOCGIFADDR = 0x8915
 
 
@@ -152,7 +154,7 @@ def accepted(listener: socket.socket, timeout: float) -> list[Connection]:
     """Return the connections that have come since the last call."""
     found = []
     while select.select([listener], [], [], 0.0)[0]:
-        found.append(Connection(listener.accept()[0], timeout))
+        found.append(Connection(listener.accept()[0], timeout, HELLO_SECONDS))
     return found
 
 

@@ -40,8 +40,6 @@ from runner.runs.sessions import JOB, run_dir_of
 
 # How long an elastic run waits for more nodes once there are enough.
 LAST_CALL_SECONDS = 10.0
-# A connection that has not said who it is by then is no node's.
-HELLO_SECONDS = 30.0
 # A node that is cut off ends its workers before the first node starts others.
 OF_NODE_TIMEOUT = 0.7
 # How long a file that the first node has written may take to be seen through a network file system.
@@ -202,7 +200,7 @@ class Joining:
         self._listener, self._job, self._recipe = listener, job, recipe
         self._plain = serialization.frozen_plain(recipe)
         self._timeout = nodes.seconds(recipe.distributed, "node_timeout")
-        self._guests: list[tuple[Connection, float, dict[str, Any]]] = []
+        self._guests: list[tuple[Connection, dict[str, Any]]] = []
         self._nodes: list[Node] = []
 
     def waiting(self, stops: Stops) -> list[Node]:
@@ -226,24 +224,20 @@ class Joining:
         self._nodes, self._guests = [], []
 
     def _accept(self, stops: Stops) -> None:
-        for connection in messages.accepted(self._listener, self._timeout):
-            self._guests.append((connection, time.monotonic(), {}))
-        guests, self._guests = self._guests, []
-        for connection, since, known in guests:
+        new = messages.accepted(self._listener, self._timeout)
+        guests, self._guests = [*self._guests, *((connection, {}) for connection in new)], []
+        for connection, known in guests:
             try:
                 hello = known or next(iter(connection.received()), {})
             except Lost:
                 connection.close()
                 continue
-            late = time.monotonic() - since > HELLO_SECONDS
-            if any(node.is_busy for node in self._with_rank(hello.get("node_rank"))) or not (
-                hello or late
-            ):
-                self._guests.append((connection, since, hello))
-            elif hello.get("kind") != "hello":
-                connection.close()
-            else:
+            if not hello or any(one.is_busy for one in self._with_rank(hello.get("node_rank"))):
+                self._guests.append((connection, hello))
+            elif hello["kind"] == "hello":
                 self._admit(Node(connection, hello, stops), hello)
+            else:
+                connection.close()
 
     def _with_rank(self, rank: int | None) -> list[Node]:
         """Return the nodes to which their command gives a place."""
