@@ -262,11 +262,11 @@ class Watchdog:
             failures.print_failure(outcome, place, self._world_size, rank_logs.terminal())
 
 
-def limit_of(recipe: Recipe) -> float | None:
+def limit_of(recipe: Recipe, world_size: int) -> float | None:
     """Return the seconds without progress after which a run ends; None: never."""
     limit = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
-    if limit is None:
-        return None
+    if limit is None or world_size == 1:
+        return limit
     group = recipe.distributed.init.timeout
     if group is None:
         on_cpu = processes.device(recipe.distributed) == "cpu" or not processes.num_accelerators()
@@ -279,7 +279,7 @@ def watching(
     recipe: Recipe, folder: Path, stop: StopFlag, rank: int, world_size: int
 ) -> Iterator[None]:
     """Watch this process in the context, if the recipe wants it; `folder` is the session."""
-    limit = limit_of(recipe)
+    limit = limit_of(recipe, world_size)
     if limit is None:
         yield
         return

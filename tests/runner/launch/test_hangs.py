@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,13 +88,16 @@ def test_what_waits(files: list[str], expected: bool) -> None:
 
 
 def test_the_watchdog_comes_before_the_time_out_of_the_group() -> None:
-    cpu = Distributed(kind="multi_cpu")
-    assert hangs.limit_of(Recipe(distributed=cpu)) == 1200.0
-    assert hangs.limit_of(Recipe(distributed=cpu, trainer=Trainer(hang_timeout=None))) is None
-    assert hangs.limit_of(Recipe(distributed=cpu, trainer=Trainer(hang_timeout="00:01:00"))) == 60
-    short = Distributed(kind="multi_cpu")
-    short.init.timeout = hangs.NCCL_TIMEOUT
-    assert hangs.limit_of(Recipe(distributed=short)) == 540.0
+    def limit(timeout: str | None, world_size: int = 2, of_group: timedelta | None = None) -> Any:
+        recipe = Recipe(
+            distributed=Distributed(kind="multi_cpu"), trainer=Trainer(hang_timeout=timeout)
+        )
+        recipe.distributed.init.timeout = of_group
+        return hangs.limit_of(recipe, world_size)
+
+    assert (limit("00:20:00"), limit(None), limit("00:01:00")) == (1200.0, None, 60.0)
+    assert limit("00:20:00", of_group=hangs.NCCL_TIMEOUT) == 540.0
+    assert limit("00:20:00", 1, hangs.NCCL_TIMEOUT) == 1200.0
     with pytest.raises(ConfigError, match=r"Trainer\.hang_timeout='soon'"):
         Trainer(hang_timeout="soon")
 
