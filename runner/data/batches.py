@@ -333,22 +333,13 @@ class EvalBatches:
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
 
-    def size_of(self, index: int, batch: object) -> int | None:
-        """Return the samples of batch `index`, from 0, over all processes; None: not known.
-
-        `batch`, as collated on one process, is read only where the data set is a stream.
-        """
-        if self._streamed or self.num_samples is None:
-            return num_samples(batch, self._total) or None
-        return min(self._total, self.num_samples - index * self._total)
-
     def samples_within(self, limit: int | None) -> int | None:
         """Return the samples of the first `limit` batches (None: all); None: not known."""
         if limit is None or self.num_samples is None:
             return self.num_samples
         return min(self.num_samples, limit * self._total)
 
-    def own_size_of(self, batch: object) -> int | None:
+    def size_of(self, batch: object) -> int | None:
         """Return the samples of a batch on this process, those that complete it included."""
         return num_samples(batch, self._total) or None
 

@@ -86,9 +86,8 @@ def _of_one_set(session: Session, batches: EvalBatches) -> Iterator[dict[str, ob
     step, count, names = session.step, 0, None
     owner = _predicting(step)
     several = session.accelerator.num_processes > 1
-    for index, batch in enumerate(batches):
-        size = batches.own_size_of(batch) if several else batches.size_of(index, batch)
-        rows = rows_of(owner, step.predict(batch), size, names)
+    for batch in batches:
+        rows = rows_of(owner, step.predict(batch), batches.size_of(batch), names)
         names = names or list(rows[0])
         if several:
             rows = session.accelerator.gather_for_metrics(rows, use_gather_object=True)

@@ -7,6 +7,7 @@ has been changed, and the change is applied to the restored state, or refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from numbers import Number
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from accel.config.handlers import GradScalerKwargs
     from runner.training.run import Run
+    from runner.training.step import Step
 
 
 # Options that schedules write.
@@ -250,3 +252,52 @@ def _are_numbers(*values: object) -> bool:
 
 def _size_text(size: int | None) -> str:
     return "unknown length" if size is None else f"{size:,} samples"
+
+
+# -- schedules -----------------------------------------------------------------------------
+
+
+def make_schedulers(step: Step, total_steps: int | None) -> Mapping[str, LRScheduler]:
+    """Return the schedules of a step's optimizers, by name.
+
+    Raises:
+        ConfigError: if they need the number of steps, and that is not known.
+    """
+    # A stream without trainer.max_steps has no known end to plan a schedule for.
+    schedulers = step.make_schedulers(total_steps or 1)
+    if schedulers and total_steps is None:
+        raise ConfigError.of(
+            "trainer.max_steps=null with a data set of unknown length",
+            "a learning-rate schedule needs the number of steps",
+            "Set trainer.max_steps, or scheduler=null for a constant rate.",
+        )
+    return schedulers
+
+
+def find_plateaus(loop: Run) -> dict[str, ReduceLROnPlateau]:
+    """Return the schedules that follow the run's metric, in the mode in which it improves.
+
+    Raises:
+        ConfigError: if the run has no validation data, or the recipe gives another mode.
+    """
+    found = {n: one for n, one in loop.schedulers.items() if isinstance(one, ReduceLROnPlateau)}
+    for name, scheduler in found.items():
+        if not loop.data.sets("validation"):
+            raise ConfigError.of(
+                "scheduler ReduceLROnPlateau without validation data",
+                "it follows a validation metric",
+                "Give the data set a validation part, or choose another scheduler.",
+            )
+        if scheduler.mode == loop.mode:
+            continue
+        node = loop.recipe.scheduler
+        # "max" is nobody's default; "min" counts as given only where the recipe says so.
+        if scheduler.mode == "max" or (isinstance(node, Mapping) and "mode" in node):
+            raise ConfigError.of(
+                f"scheduler mode={scheduler.mode} of {name!r}",
+                f"it follows {loop.monitor}, whose best is the {loop.mode}imum",
+                f"Leave it out, or set checkpoint.mode={scheduler.mode}.",
+            )
+        worst = math.inf if loop.mode == "min" else -math.inf
+        scheduler.load_state_dict({"mode": loop.mode, "best": worst})
+    return found

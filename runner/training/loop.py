@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,16 @@ import torch
 from accel.checkpoint import directory
 from accel.comm.rng import set_seed
 from accel.machine.errors import AccelError, ConfigError
+from accel.strategies.trainable_changes import Trainable
 from runner.data.batches import TrainBatches, eval_batches, with_last
 from runner.recipe.user_frames import one_line
 from runner.runs.json_files import SUMMARY, write_json
-from runner.training import gradient_check, setup
+from runner.training import gradient_check
 from runner.training import summary as summaries
 from runner.training.checkpointing import RunState, Stateful
 from runner.training.console import Display
 from runner.training.evaluation import Evaluations
-from runner.training.hyperparameters import Hyperparameters
+from runner.training.hyperparameters import Hyperparameters, find_plateaus, make_schedulers
 from runner.training.metrics import NonFiniteError, Recorder, TrainLog
 from runner.training.run import Callback, Run
 from runner.training.step import checked_tensors
@@ -97,8 +99,8 @@ class Loop(Run):
     def _prepare(self) -> None:
         """Hand models, optimizers, loaders and schedules to the engine."""
         recipe, accelerator, step, data = self.recipe, self.accelerator, self.step, self.data
-        setup.prepare_models(accelerator, step)
-        self._layers = setup.TrainedLayers(self)
+        prepare_models(accelerator, step)
+        self._layers = TrainedLayers(self)
         self._batches = TrainBatches(accelerator, data, recipe, self.plan)
         sets = {
             split: eval_batches(accelerator, data, recipe, split)
@@ -111,8 +113,8 @@ class Loop(Run):
                 "Give the data set a validation part, or leave the monitor out.",
             )
         self._hyperparameters = Hyperparameters(self)
-        self.schedulers = setup.make_schedulers(step, self.plan.total_steps)
-        plateaus = setup.plateaus(self)
+        self.schedulers = make_schedulers(step, self.plan.total_steps)
+        plateaus = find_plateaus(self)
         self._hyperparameters.start()
         self._stepping: list[tuple[LRScheduler, Any]] = [
             (scheduler, step.optimizers[name])
@@ -300,7 +302,10 @@ class Loop(Run):
         handler = self.recipe.profile
         if handler is None:
             return contextlib.nullcontext()
-        return self.accelerator.profile(setup.traces_below(handler, self.run_dir))
+        if handler.output_trace_dir is not None or handler.on_trace_ready is None:
+            folder = self.run_dir / (handler.output_trace_dir or "profile")
+            handler = replace(handler, output_trace_dir=str(folder))
+        return self.accelerator.profile(handler)
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -354,3 +359,36 @@ class Loop(Run):
             write_json(self.run_dir / SUMMARY, summary)
         self.display.final(self.recipe.name, summaries.final_rows(self, summary))
         return summary
+
+
+# -- models --------------------------------------------------------------------------------
+
+
+def prepare_models(accelerator: Accelerator, step: Step) -> None:
+    """Prepare the models and optimizers of a step, in training mode."""
+    for model in step.models.values():
+        if not model.training:  # as `from_pretrained` of several libraries returns it
+            model.train()
+    prepared = accelerator.prepare(*step.models.values(), *step.optimizers.values())
+    objects = iter(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
+    step.models = {name: next(objects) for name in step.models}
+    step.optimizers = {name: next(objects) for name in step.optimizers}
+
+
+class TrainedLayers:
+    """Wraps models again after their layers were frozen, unfrozen, added or replaced.
+
+    `known` are the trainable parameters of each model, as it was wrapped.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.known = {name: Trainable(model) for name, model in run.step.models.items()}
+
+    def follow(self) -> None:
+        """Compare the models with the last call. Every process calls this between two steps."""
+        models = self._run.step.models
+        for name, known in self.known.items():
+            if known.changed():
+                models[name] = self._run.accelerator.prepare_model(models[name])
+                self.known[name] = Trainable(models[name])

@@ -13,7 +13,9 @@ import torch
 from torch.utils.data import default_collate
 
 from accel.checkpoint.directory import checkpoints, read_manifest
+from accel.config.handlers import ProfileKwargs
 from accel.config.training import ProjectConfiguration
+from accel.machine.errors import ConfigError
 from runner.data.datasets import Data, make_order
 from runner.recipe.schema import Checkpoint
 from runner.training.checkpointing import best_checkpoint
@@ -27,6 +29,7 @@ from tests.runner.loops import (
     Fit,
     Points,
     Spy,
+    Stream,
     build,
     losses,
     newest,
@@ -267,3 +270,21 @@ def test_a_resumed_run_knows_the_best_state(tmp_path: Path) -> None:
 
 
 # -- what else it writes -------------------------------------------------------------------
+
+
+def test_a_stream_of_unknown_length_is_trained_on_epoch_by_epoch(tmp_path: Path) -> None:
+    recipe = recipe_of(trainer__epochs=2)
+    data = Data(Stream(20), Points(NUM_VALIDATION))
+    summary = run(tmp_path, recipe, data=data, make_scheduler=None)
+    assert (summary["stopped"], summary["epoch"], summary["samples"]) == ("epochs", 2, 40)
+    assert [record["step"] for record in records(tmp_path, "validation")] == [3, 6]
+    with pytest.raises(ConfigError, match="schedule needs the number of steps"):
+        run(tmp_path / "planned", recipe, data=data)
+
+
+@pytest.mark.parametrize("folder", [None, "traces"])
+def test_a_profile_lies_in_the_run_directory(tmp_path: Path, folder: str | None) -> None:
+    schedule = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}
+    profile = ProfileKwargs(schedule_option=schedule, output_trace_dir=folder)
+    run(tmp_path, recipe_of(trainer__epochs=1, profile=profile))
+    assert list((tmp_path / (folder or "profile")).iterdir())
