@@ -45,13 +45,13 @@ class Words:
 def sorted_words(overrides: Sequence[str]) -> Words:
     """Sort overrides without sweeps; of several of one key the last is taken."""
     found = Words([], [], unreadable(overrides))
-    wrong = {problem.value for problem in found.problems}
+    wrong, groups = {problem.value for problem in found.problems}, hydra_setup.groups()
     for override in unique(overrides):
         if override in wrong:
             continue
         parsed = hydra_setup.parse([override])[0]
         mapping = not parsed.is_delete() and isinstance(parsed.value(), dict)
-        group = parsed.key_or_group in hydra_setup.groups() and not mapping
+        group = parsed.key_or_group in groups and not mapping
         problem = _sweep_problem(parsed, override)
         problem = problem or next(iter(hydra_setup.hydra_problems([override])), None)
         if group and problem is None:

@@ -248,8 +248,7 @@ def chosen_files(overrides: Sequence[str], config_name: str) -> list[ResultDefau
 
 def plain(config: DictConfig) -> dict[str, object]:
     """Return a composed recipe as plain containers, interpolations resolved."""
-    content = dict(to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True)))
-    return content | {name: content.get(name) or None for name in FACTORY_NODES}
+    return dict(to_plain(OmegaConf.to_container(config, resolve=True, throw_on_missing=True)))
 
 
 # -- overrides -----------------------------------------------------------------------------
@@ -273,7 +272,8 @@ def switches_off(choice: str) -> bool:
 
 def for_hydra(overrides: Sequence[str]) -> list[str]:
     """Return overrides for Hydra, whose grammar leaves a group out by an empty list of files."""
-    off = {f"{group}=null" for group in groups()}
+    nulls = [one for one in overrides if one.endswith("=null")]
+    off = {f"{group}=null" for group in (groups() if nulls else ())}
     return [f"{key_of(one)}=[]" if one in off else one for one in overrides]
 
 

@@ -75,7 +75,8 @@ def examine(plain: Mapping[str, object]) -> tuple[Recipe, list[Problem]]:
     plain = {key: value for key, value in plain.items() if key not in dropped}
     recipe = _node(Recipe, plain, "", problems, keys.known_keys(plain))
     for name in {*keys.FACTORY_NODES, "callbacks"} & set(plain):
-        setattr(recipe, name, plain[name])
+        empty: Any = {} if name == "callbacks" else None  # of a factory, {} is no node
+        setattr(recipe, name, plain[name] or empty)
     return recipe, problems
 
 
@@ -208,10 +209,6 @@ def yaml_text(plain: dict[str, object] | list[str]) -> str:
     return str(OmegaConf.to_yaml(OmegaConf.create(plain)))
 
 
-class UnknownStrategyError(ConfigError):
-    """A frozen recipe has a plugin on that no installed strategy has."""
-
-
 def parse_yaml(text: str, path: Path) -> dict[str, object]:
     """Return a frozen recipe as plain containers, checked against the types of the schema.
 
@@ -226,25 +223,10 @@ def parse_yaml(text: str, path: Path) -> dict[str, object]:
         found = OmegaConf.create(text)
         if not found:  # `null` or {}: with the defaults it would be a user's recipe
             raise ValueError("it has no keys")
-        _require_strategies(OmegaConf.to_container(found), path)
         merged = OmegaConf.merge(typed(), found)
         return dict(to_plain(OmegaConf.to_container(merged, resolve=True)))
-    except UnknownStrategyError:
-        raise
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError, AssertionError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         remedy = "Correct the file, or name another run."
         rule = f"it is not the recipe of a run: {reason}"
         raise ConfigError.of(str(path), rule, remedy) from error
-
-
-def _require_strategies(found: Any, path: Path) -> None:
-    """Refuse nodes that the schema lacks: a plugin is frozen with the runs that it is on in."""
-    known = {field.name for field in dataclasses.fields(Recipe)}
-    nodes = found.items() if isinstance(found, Mapping) else ()
-    lacking = [str(key) for key, node in nodes if key not in known and isinstance(node, Mapping)]
-    if lacking:
-        names = ", ".join(lacking)
-        rule = f"the run has {names} on, the plugin of a strategy that is not installed here"
-        remedy = f"Install the package that brings {names}, or name another run."
-        raise UnknownStrategyError.of(str(path), rule, remedy)

@@ -66,10 +66,7 @@ def _candidates(wanted: Recipe) -> list[Path]:
 def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
     if not directory.is_run(run_dir):
         return "it was killed before its recipe was written"
-    try:
-        different = _differences(run_dir, wanted, resumed_recipe.SAME_RUN)
-    except serialization.UnknownStrategyError as error:  # it is no run of the recipe `wanted`
-        return str(error)
+    different = _differences(run_dir, wanted, resumed_recipe.SAME_RUN)
     if different:
         more = f" and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
         keys = [f"{key} is {there} there, {here} here" for key, there, here in different]

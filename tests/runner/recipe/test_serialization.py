@@ -96,14 +96,6 @@ def test_a_frozen_recipe_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
         serialization.parse_yaml(path.read_text(), path)
 
 
-def test_a_plugin_of_a_strategy_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    with pytest.raises(serialization.UnknownStrategyError) as caught:
-        serialization.parse_yaml("seed: 1\nother: {size: 2}\nsome: {}\nodd: 3\n", path)
-    assert f"{path}: the run has other, some on, the plugin of a strategy" in str(caught.value)
-    assert "Install the package that brings other, some" in str(caught.value)
-
-
 def test_what_nobody_gave_a_plugin_is_frozen_as_not_given() -> None:
     recipe = serialization.from_plain({"fsdp": {"reshard_after_forward": False}})
     assert recipe.fsdp is not None

@@ -108,7 +108,7 @@ def test_auto_skips_a_run_of_a_strategy_that_is_not_installed(
         file.write("other:\n  size: 2\n")
     with caplog.at_level(logging.WARNING):
         assert auto(tmp_path) == ours
-    assert "the run has other on, the plugin of a strategy that is not installed" in caplog.text
+    assert "its recipe is another (other is " in caplog.text
 
 
 def test_auto_does_not_train_what_another_command_trains(tmp_path: Path) -> None:
