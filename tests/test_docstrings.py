@@ -68,14 +68,6 @@ def _parameters(found: Any) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in parameters.items() if n not in ("self", "cls") and n[0] != "_"}
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_it_begins_with_one_line(name: str) -> None:
-    docstring = inspect.getdoc(PUBLIC[name]) or ""
-    first, _, rest = docstring.partition("\n")
-    assert first.endswith("."), f"{name}: {first!r}"
-    assert not rest or rest.startswith("\n"), f"{name}: the first line stands alone"
-
-
 @pytest.mark.parametrize("name", [n for n in PUBLIC if not isinstance(PUBLIC[n], property)])
 def test_it_describes_its_parameters(name: str) -> None:
     found = PUBLIC[name]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -330,26 +329,3 @@ def _watched(name: str) -> Callable[..., object]:
 
 for _name in OVERRIDDEN:
     setattr(Watched, _name, _watched(_name))
-
-
-def test_methods_that_a_subclass_overrides_are_called_by_the_others(tmp_path: Path) -> None:
-    accelerator = Watched(cpu=True, mixed_precision="fp16")
-    module = torch.nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
-
-    def calls(method: Callable[..., object], *args: object, **kwargs: object) -> list[str]:
-        accelerator.called.clear()
-        method(*args, **kwargs)
-        return accelerator.called[:]
-
-    window, of_batch = [torch.ones(1, 2)], lambda model, batch: model(batch).sum()
-    step = calls(accelerator.forward_backward, model, window, of_batch)
-    assert step == ["accumulate", "backward"]
-    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-        assert calls(clip, model.parameters(), 1.0) == ["unscale_gradients"]
-    assert calls(accelerator.save_model, model, tmp_path) == ["get_state_dict"]
-    assert calls(accelerator.check_breakpoint) == ["check_trigger"]
-    optimizer.optimizer.fused_backward = lambda loss, rate: None
-    loss = model(window[0]).sum()
-    assert calls(accelerator.backward, loss, learning_rate=0.1) == ["backward", "lomo_backward"]
-    assert calls(accelerator.clear) == ["free_memory"]

@@ -33,7 +33,7 @@ def agree(one: Metrics, two: Metrics, names: tuple[str, ...]) -> None:
 def test_a_small_run(script: Script, tmp_path: Path) -> None:
     one, two = (metrics_of(script.name, size, script.small, tmp_path) for size in (1, 2))
     assert [script.shortcomings(metrics, small=True) for metrics in (one, two)] == [[], []]
-    agree(one, two, script.small_alike)
+    agree(one, two, script.alike)
 
 
 def started(folder: Path, *command: str) -> Metrics:
@@ -53,7 +53,7 @@ def test_the_whole_run(script: Script, tmp_path: Path) -> None:
     one = started(tmp_path / "one", path, "--cpu")
     two = started(tmp_path / "two", *launch, path)
     assert [script.shortcomings(metrics) for metrics in (one, two)] == [[], []]
-    agree(one, two, script.alike)
+    agree(one, two, tuple(set(script.alike) - set(script.drifting)))
 
 
 @pytest.mark.slow  # a small run is not

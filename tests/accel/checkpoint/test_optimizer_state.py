@@ -12,9 +12,7 @@ from torch import nn
 
 from accel.checkpoint.optimizer_state import ParameterNames, load_by_name, state_by_name
 from accel.checkpoint.serialization import load_plain, save_plain
-from accel.machine import imports
 from accel.machine.errors import CheckpointError
-from accel.machine.imports import load_attribute
 from accel.precision.rounding_adamw import RoundingAdamW
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -92,22 +90,6 @@ def test_groups_keep_their_settings(tmp_path: Path) -> None:
     assert restored.param_groups[0]["initial_lr"] == 0.1
 
 
-def test_two_models_in_one_optimizer_and_shared_parameters(tmp_path: Path) -> None:
-    first, second = build(), build(1)
-    second[2].weight = first[2].weight
-    optimizer = torch.optim.AdamW([*first.parameters(), second[0].weight])
-    for model in (first, second):
-        train(model, optimizer)
-    names = ParameterNames([first, second])
-    saved = moved(state_by_name(optimizer, names), tmp_path)
-    assert "model_1:0.weight" in saved["state"]
-    assert "model:2.weight" in saved["state"]
-    assert saved["unnamed"] == []
-    restored = torch.optim.AdamW([*first.parameters(), second[0].weight])
-    load_by_name(restored, saved, names)
-    assert same(restored.state_dict(), optimizer.state_dict())
-
-
 TORCHS: dict[str, Make] = {
     "adamw": torch.optim.AdamW,
     "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
@@ -121,10 +103,6 @@ TORCHS: dict[str, Make] = {
 
 # Entries in fp32 whatever the weight is.
 EXACT = {"step", "mu_product", "eta", "mu"}
-
-
-class NamedAdamW(torch.optim.AdamW):
-    """A subclass whose step is torch's."""
 
 
 class Scaled(nn.Module):
@@ -191,46 +169,3 @@ def test_other_parameters_or_groups_are_refused(tmp_path: Path) -> None:
 
 
 # -- state in 8 bits and less ------------------------------------------------------------------
-
-LOW_BIT = {
-    **{f"torchao.optim:{name}": "torchao" for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")},
-    **{f"bitsandbytes.optim:{name}": "bitsandbytes" for name in ("AdamW8bit", "Lion8bit")},
-}
-
-
-def wide(seed: int = 0) -> nn.Module:
-    """A model with a weight of 4096 elements, from which on state is quantized, and others."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 2))
-
-
-def low_bit(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    package = LOW_BIT[name]
-    if not imports.is_available(package):
-        pytest.skip(f"{package} is not installed")
-    make: Any = load_attribute(name)
-    made: torch.optim.Optimizer = make(model.parameters(), lr=1e-2)
-    return made
-
-
-@pytest.mark.parametrize("name", LOW_BIT)
-def test_quantized_moments_come_back_bit_for_bit(tmp_path: Path, name: str) -> None:
-    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        with torch.compiler.set_stance("force_eager"):  # torchao compiles for each size
-            train(model, optimizer)
-        return [p.detach().clone() for p in model.parameters()]
-
-    model, other = wide(), wide(1)
-    optimizer = low_bit(name, model)
-    trained(model, optimizer)
-    saved = moved(state_by_name(optimizer, ParameterNames([model])), tmp_path)
-    other.load_state_dict(model.state_dict())
-    again = low_bit(name, other)
-    load_by_name(again, saved, ParameterNames([other]))
-    kinds = {type(v).__name__ for v in again.state[other[1].weight].values()}
-    assert package_of(again) != "torchao" or any("OptimState" in kind for kind in kinds)
-    assert all(map(torch.equal, trained(model, optimizer), trained(other, again)))
-
-
-def package_of(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer).__module__.partition(".")[0]

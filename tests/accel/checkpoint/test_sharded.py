@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from accel import Accelerator
 from accel.checkpoint import directory, sharded
 from accel.checkpoint.optimizer_state import ParameterNames
-from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.machine.errors import CheckpointError
 from accel.utils import merge_fsdp_weights
 from tests.accel.strategies.training import BATCH, PLAN, Model, adamw, build, data, steps_of
@@ -277,76 +276,3 @@ def test_a_failure_on_one_rank_raises_on_all_and_leaves_nothing(tmp_path: Path) 
         assert "the disk is full" in words
     assert os.listdir(tmp_path) == ["state"]
     directory.verify(tmp_path / "state")
-
-
-VALUES: dict[str, Any] = {
-    "counts": {1: 0.5, 3: 0.7},
-    "empty": {},
-    "nested": [{}, {"a": 1}, [[1, 2], {}]],
-    "pair": (1, {2: 3}),
-    "plain": [1, 2],
-}
-
-
-class Buffered(torch.nn.Module):
-    """A module with statistics, and with extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 5)
-        self.norm = torch.nn.BatchNorm1d(5)
-        self.register_buffer("drift", torch.zeros(8))
-        self.extra: Any = VALUES
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.drift += inputs.mean()
-        return self.norm(self.layer(inputs))
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-
-def trained_on() -> tuple[Accelerator, Any, Any]:
-    """Return a run after a step on data that differ between ranks."""
-    plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
-    accelerator, model = Accelerator(cpu=True, fsdp_plugin=plugin), Buffered()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    generator = torch.Generator().manual_seed(accelerator.process_index)
-    accelerator.backward(model(torch.randn(8, 3, generator=generator)).square().sum())
-    optimizer.step()
-    return accelerator, model, optimizer
-
-
-def state_of(optimizer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = optimizer.optimizer.state[optimizer.param_groups[0]["params"][0]]
-    return found
-
-
-def buffers_and_values(folder: str) -> tuple[list[list[torch.Tensor]], Any]:
-    """Return buffers before and after loading, and values that are no tensors after it."""
-    accelerator, model, optimizer = trained_on()
-    state_of(optimizer).update(VALUES)
-    optimizer.param_groups[0]["options"] = VALUES
-    accelerator.save_state(folder)
-    own = [[buffer.clone() for buffer in model.buffers()]]
-    model.extra = None
-    accelerator.load_state(folder)
-    own.append([buffer.clone() for buffer in model.buffers()])
-    state = {name: state_of(optimizer)[name] for name in VALUES}
-    values = state, optimizer.param_groups[0]["options"], model.extra
-    accelerator.end_training()
-    return own, values
-
-
-def test_buffers_are_of_rank_0_and_containers_are_read_back_as_they_were(tmp_path: Path) -> None:
-    first, second = run_distributed(buffers_and_values, 2, str(tmp_path))
-    (before, after), values = first
-    assert values == (VALUES, VALUES, VALUES)
-    (other, loaded), values = second
-    assert values == (VALUES, VALUES, VALUES)
-    assert not any(map(torch.equal, before[:3], other[:3]))
-    assert all(map(torch.equal, after, before))
-    assert all(map(torch.equal, loaded, before))

@@ -224,20 +224,6 @@ def test_the_outline_of_a_configuration_reaches_no_engine() -> None:
     }
 
 
-def test_the_given_configuration_is_the_one_that_prepare_reads(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": 8}')
-    given = HfDeepSpeedConfig({"train_batch_size": 8})
-    for one in (None, {"train_batch_size": 8}, str(path), given):
-        plugin = DeepSpeedPlugin(one)
-        assert plugin.hf_ds_config.config is plugin.deepspeed_config
-        plugin.hf_ds_config.config["train_batch_size"] = 6
-        assert plugin.stated_config()["train_batch_size"] == 6
-        assert (plugin.given("hf_ds_config") is None) == (one is None)
-    assert plugin.hf_ds_config is given
-    assert DeepSpeedPlugin(str(path)).place == str(path)
-
-
 def test_a_configuration_can_be_replaced() -> None:
     plugin = DeepSpeedPlugin(zero_stage=3)
     plugin.hf_ds_config = HfDeepSpeedConfig(plugin.hf_ds_config.config)

@@ -10,7 +10,6 @@ from torch.utils.data import (
     IterableDataset,
 )
 
-from accel import Accelerator, DataLoaderConfiguration
 from accel.data.prepare import prepare_data_loader
 
 
@@ -48,11 +47,6 @@ def values(loader) -> list[list[int]]:
 def prepared(length: int, size: int, count: int = 1, rank: int = 0, drop_last=False, **flags):
     loader = DataLoader(range(length), batch_size=size, drop_last=drop_last)
     return prepare_data_loader(loader, num_processes=count, process_index=rank, **flags)
-
-
-def seedable(**flags: Any) -> Accelerator:
-    config = DataLoaderConfiguration(use_seedable_sampler=True, **flags)
-    return Accelerator(cpu=True, dataloader_config=config)
 
 
 def flat(loader: Any) -> list[int]:

@@ -9,23 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel.data.prepare import prepare_data_loader, skip_first_batches
+from accel.data.prepare import prepare_data_loader
 from accel.state import PartialState
 from tests.helpers import run_distributed
-
-
-class Stream(IterableDataset):
-    """The numbers below `length`; only the main process may read where `guarded`."""
-
-    def __init__(self, length: int, guarded: bool = False) -> None:
-        self.length = length
-        self.guarded = guarded
-
-    def __iter__(self):
-        if self.guarded and not PartialState().is_main_process:
-            raise AssertionError("only the main process reads")
-        for number in range(self.length):
-            yield {"id": torch.tensor(number), "x": torch.tensor([float(number)] * 3)}
 
 
 class Numbers(IterableDataset):
@@ -112,23 +98,3 @@ def test_nobody_waits_and_every_sample_is_read_whatever_the_plan(count: int) -> 
             assert len({tuple(map(len, share)) for share in shares}) == 1, plan
         else:
             assert len(seen) == whole, plan
-
-
-def broken_off() -> list[list[int]]:
-    count = PartialState(cpu=True).num_processes
-    loader = prepare_data_loader(DataLoader(Stream(6 * count, guarded=True), batch_size=2))
-    seen = []
-    for _ in range(2):
-        for batch in loader:
-            seen.append(batch["id"].tolist())
-            if len(seen) % 2 == 0:
-                break
-    skipping = skip_first_batches(loader, 2)
-    return [*seen, *(batch["id"].tolist() for batch in skipping)]
-
-
-def test_broken_off_dispatch_starts_again_and_skips() -> None:
-    for rank, found in enumerate(run_distributed(broken_off, 2)):
-        starts = [2 * (number * 2 + rank) for number in range(3)]
-        first, second, third = ([start, start + 1] for start in starts)
-        assert found == [first, second, first, second, third]

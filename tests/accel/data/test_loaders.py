@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
-    RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
 )
 
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
 from accel.data.prepare import prepare_data_loader
-from accel.data.samplers import SeedableRandomSampler
 from accel.machine.errors import ConfigError
 from accel.state import GradientState
 from tests.accel.data.parts import Counting, Stream, prepared, values
@@ -125,20 +123,6 @@ def test_a_loader_class_with_its_own_iteration_is_named() -> None:
 
 
 # -- order ---------------------------------------------------------------------------------------
-
-
-def test_a_seedable_sampler_takes_the_place_of_a_random_one() -> None:
-    torch.manual_seed(5)
-    original = DataLoader(range(20), batch_size=4, shuffle=True)
-    loader = prepare_data_loader(original, use_seedable_sampler=True)
-    assert isinstance(loader.sampler, SeedableRandomSampler)
-    assert loader.sampler.seed == 5
-    assert isinstance(original.sampler, RandomSampler)
-    assert not isinstance(original.sampler, SeedableRandomSampler)
-    first, second = values(loader), values(loader)
-    assert first != second
-    loader.set_epoch(0)
-    assert (values(loader), loader.epoch) == (first, 1)
 
 
 def test_data_seed_decides_the_order_on_any_number_of_processes() -> None:

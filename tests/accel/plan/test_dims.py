@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import permutations
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.plan.dims import AXES, ParallelDims, data_rank_of
+from accel.plan.dims import AXES, ParallelDims
 from accel.run.loss_normalization import normalize_loss
 
 LARGEST = 64
@@ -83,30 +82,3 @@ def test_data_shards_and_averaged_gradients_are_two_numbers() -> None:
 def test_impossible_dimensions_are_refused(values: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ParallelDims(**values)
-
-
-class FakeMesh:
-    """A mesh with named axes: sizes, and the index of this process along each."""
-
-    def __init__(self, **axes: tuple[int, int]) -> None:
-        self._axes = axes
-        self.mesh_dim_names = tuple(axes) or None
-
-    def __getitem__(self, name: str) -> Any:
-        return SimpleNamespace(size=lambda: self._axes[name][0])
-
-    def get_local_rank(self, name: str) -> int:
-        return self._axes[name][1]
-
-
-@pytest.mark.parametrize(
-    ("mesh", "expected"),
-    [
-        (FakeMesh(), (0, 1)),
-        (FakeMesh(dp=(4, 3)), (3, 4)),
-        (FakeMesh(dp_replicate=(2, 1), dp_shard=(3, 2), tp=(4, 1)), (5, 6)),
-        (FakeMesh(pp=(2, 1), data=(2, 0), sp=(2, 1)), (0, 2)),
-    ],
-)
-def test_the_data_rank_on_a_mesh(mesh: FakeMesh, expected: tuple[int, int]) -> None:
-    assert data_rank_of(mesh) == expected

@@ -136,24 +136,6 @@ def test_it_refuses_what_it_cannot_do(tmp_path: Path) -> None:
         assert "AveragingPlugin.factor=0: a factor of 0 leaves no gradients" in text
 
 
-@pytest.mark.parametrize(("replicas", "world_size"), [(2, 1), (2, 4)])
-def test_its_dimensions_are_those_of_the_world(
-    replicas: int, world_size: int, tmp_path: Path
-) -> None:
-    environment = Environment(
-        rank=0, local_rank=0, world_size=world_size, master_addr="localhost", master_port=1
-    )
-    with installed(write_package(tmp_path)):
-        arguments = Arguments(cpu=True, strategy_plugins=[plugin(replicas=replicas)])
-        with pytest.raises(ConfigError) as caught:
-            resolve(arguments, environment)
-    (problem,) = caught.value.problems
-    assert "strategy 'averaging' with averaging=AveragingPlugin(" in problem.value
-    assert f"(dp_replicate={replicas}) need as many processes" in problem.rule
-    assert f"the world size is {world_size}" in problem.rule
-    assert problem.remedy == f"Start {replicas}, or choose sizes whose product is {world_size}."
-
-
 def test_without_the_package_it_is_unknown() -> None:
     with pytest.raises(ConfigError, match="each is one of FullyShardedDataParallelPlugin"):
         resolve(Arguments(cpu=True, strategy_plugins=[object()]), Environment())

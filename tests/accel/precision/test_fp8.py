@@ -5,7 +5,6 @@ Holds E3.
 
 from __future__ import annotations
 
-import copy
 import pickle
 from typing import Any
 
@@ -73,22 +72,6 @@ def test_a_filter_chooses_layers_by_module_and_name() -> None:
     assert kinds(model)["last"] == "Float8Linear"
     assert list(kinds(model).values()).count("Float8Linear") == 1
     assert set(seen) == {"first", "last", *CONVERTED}
-
-
-def test_a_layer_keeps_its_weights_hooks_and_mode() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp8")
-    model, calls = network(), []
-    model.inside[0].register_forward_hook(lambda *_: calls.append(1))
-    model.inside[0].mark = "mine"
-    model.eval()
-    weights = dict(model.named_parameters())
-    model = accelerator.prepare(model)
-    assert all(parameter is weights[name] for name, parameter in model.named_parameters())
-    assert not model.inside[0].training
-    assert model.inside[0].mark == "mine"
-    model(batches(0, 1)[0])
-    copy.deepcopy(model)(batches(0, 1)[0])
-    assert calls == [1, 1]
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -67,27 +67,6 @@ def test_the_gradient_is_the_sum_rounded_once() -> None:
         assert torch.equal(model.weight.grad[0], exact.bfloat16())
 
 
-@pytest.mark.parametrize("way", ["none", "zero", "scaled", "replaced"])
-def test_what_is_written_to_a_gradient_counts(way: str) -> None:
-    accelerator, model, optimizer = prepared(4)
-    for _ in range(2):
-        with accelerator.accumulate(model):
-            backward(accelerator, model, 4.0)
-    before = 0.0
-    if way in ("none", "zero"):
-        optimizer.optimizer.zero_grad(set_to_none=way == "none")
-    elif way == "scaled":
-        model.weight.grad.mul_(0.25)
-        before = 0.5
-    else:
-        model.weight.grad = torch.full_like(model.weight, 3.0)
-        before = 3.0
-    for number in (1, 2):
-        with accelerator.accumulate(model):
-            backward(accelerator, model, 4.0)
-        assert torch.equal(model.weight.grad, torch.full_like(model.weight, before + number))
-
-
 def test_the_norm_is_computed_in_fp32() -> None:
     """In bf16 it would be 16.0, as 16.03 lies within half a unit."""
     accelerator, model, _ = prepared(1)

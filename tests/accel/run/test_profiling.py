@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity
 
 from accel import Accelerator, ProfileKwargs
 from accel.machine.errors import ConfigError
-from tests.helpers import run_distributed
 
 CYCLE = {"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "skip_first": 1}
 SECOND_CYCLE = {"wait": 0, "warmup": 1, "active": 1, "repeat": 2, "skip_first": 0}
@@ -183,22 +182,3 @@ def test_a_trace_of_a_failed_run_is_written_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Accelerator(cpu=True).profile(handler):
         torch.nn.Linear(4, 3)(torch.ones(2, 5))
     assert (tmp_path / "profile_0.json").is_file()
-
-
-def traced(folder: str) -> int:
-    handler = ProfileKwargs(activities=["cpu"], output_trace_dir=folder)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-    with accelerator.profile():
-        for _ in range(accelerator.process_index + 1):
-            work()
-    return accelerator.process_index
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_each_process_writes_its_own_chrome_trace(world_size: int, tmp_path: Path) -> None:
-    assert run_distributed(traced, world_size, str(tmp_path)) == list(range(world_size))
-    for rank in range(world_size):
-        trace = json.loads((tmp_path / f"profile_{rank}.json").read_text())
-        names = [event.get("name") for event in trace["traceEvents"]]
-        assert names.count("aten::addmm") == rank + 1
-    assert len(list(tmp_path.iterdir())) == world_size

@@ -6,32 +6,17 @@ Holds E5, X1.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from accel import Accelerator, load_checkpoint_in_model
+from accel import Accelerator
 from accel.machine.errors import ConfigError
-from accel.precision.wrapping import register_wrapper
 from accel.strategies import table
 from accel.strategies.base import strategy_class
 from tests.helpers import run_distributed
 
 NUM_MICRO_BATCHES = 3
-
-
-class Recorded:
-    """A micro-batch on the host that records when it is moved to the device."""
-
-    def __init__(self, batch: torch.Tensor, events: list[str], index: int) -> None:
-        self.batch = batch
-        self._events = events
-        self._index = index
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
-        self._events.append(f"move {self._index}")
-        return self.batch.to(device)
 
 
 def batches(rank: int = 0) -> list[torch.Tensor]:
@@ -92,27 +77,7 @@ def test_the_window_ends_whatever_the_strategy_does(
     assert (accelerator.sync_gradients, accelerator.step) == (True, 0)
 
 
-@register_wrapper
-class Wrapped(torch.nn.Module):
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-def test_a_registered_wrapper_is_taken_off_by_everything(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    own = accelerator.prepare(model_of())
-    model = Wrapped(own)
-    assert accelerator.strategy.state.unwrap(model) is own
-    assert accelerator.unwrap_model(model) is own
-    assert list(accelerator.get_state_dict(model)) == ["weight", "bias"]
-    accelerator.save_model(model, tmp_path)
-    torch.nn.init.zeros_(own.weight)
-    load_checkpoint_in_model(model, tmp_path)
-    assert torch.equal(own.weight, model_of().weight)
-
-
 def test_a_place_without_a_strategy_is_refused() -> None:
-    spec = replace(table.DDP, name="mine", place=f"{__name__}:Recorded")
+    spec = replace(table.DDP, name="mine", place=f"{__name__}:batches")
     with pytest.raises(ConfigError, match="it is a subclass of accel"):
         strategy_class(spec)

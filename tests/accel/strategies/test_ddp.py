@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from accel import (
 )
 from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import ConfigError, StateError
-from accel.state import AcceleratorState
 from tests.helpers import gloo_threads, gloo_threads_left, run_distributed
 
 SAMPLES = 12
@@ -69,16 +67,6 @@ def train(
     return result, scheduler.get_last_lr()[0], kind
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(2, 1), (2, 2), (3, 2)])
-def test_training_is_that_of_one_process(world_size: int, steps: int) -> None:
-    expected, rate, kind = train(6, steps)
-    assert kind == "Sequential"
-    for found, found_rate, found_kind in run_distributed(train, world_size, 6, steps):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        assert found_rate == rate
-        assert found_kind == "DistributedDataParallel"
-
-
 def only_evaluated() -> tuple[str, ...]:
     accelerator = Accelerator(cpu=True)
     prepared = (
@@ -93,28 +81,6 @@ def only_evaluated() -> tuple[str, ...]:
 def test_a_model_that_is_only_evaluated_needs_no_wrapper() -> None:
     kinds = ("Sequential", "DistributedDataParallel", "Sequential", "Sequential")
     assert run_distributed(only_evaluated, 2) == [kinds] * 2
-
-
-def pickled() -> dict[str, bool]:
-    """Return whether copies of prepared models are equal to the models, and live on their own."""
-    found = {}
-    for precision in ("no", "bf16"):
-        AcceleratorState._reset_state()
-        accelerator = Accelerator(cpu=True, mixed_precision=precision)
-        model = accelerator.prepare(make_model())
-        inputs = torch.ones(2, 3)
-        for name, one in {"wrapped": model, "plain": accelerator.unwrap_model(model)}.items():
-            twin = pickle.loads(pickle.dumps(one))
-            same = torch.equal(twin(inputs), one(inputs))
-            with torch.no_grad():
-                next(twin.parameters()).fill_(5.0)
-            found[f"{precision} {name}"] = same and not torch.equal(twin(inputs), one(inputs))
-    return found
-
-
-def test_prepared_models_pickle() -> None:
-    names = [f"{precision} {name}" for precision in ("no", "bf16") for name in ("wrapped", "plain")]
-    assert run_distributed(pickled, 2) == [dict.fromkeys(names, True)] * 2
 
 
 # -- when gradients are exchanged ----------------------------------------------------------------

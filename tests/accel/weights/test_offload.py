@@ -143,9 +143,6 @@ def test_an_offloaded_weight_does_not_train() -> None:
 # -- one weight under several names --------------------------------------------------------
 
 
-Offload = Callable[[nn.Module, Path], nn.Module]
-
-
 def layers() -> nn.Sequential:
     """Return layers large enough to be read ahead."""
     torch.manual_seed(0)

@@ -93,18 +93,6 @@ def test_a_stage_moves_with_what_it_makes() -> None:
     assert all(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers()))
 
 
-def test_a_model_keeps_the_weights_of_one_stage() -> None:
-    model = Net()
-    weight = model.second.linear.weight
-    _, layout = split(model, EXAMPLE, "second", "third")
-    stages.keep_only(model, built(layout)[1], "model.")
-    kept = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-    assert kept == ["second.linear.weight", "second.linear.bias"]
-    assert model.second.linear.weight is weight
-    assert model.get_buffer("shift").is_meta
-    assert isinstance(model.first.linear.weight, nn.Parameter)
-
-
 def test_tied_weights_are_in_each_stage_that_uses_them() -> None:
     model = Tied().eval()
     tokens = torch.tensor([[0, 1, 2, 3]]).T.expand(4, 4)[:, 0]

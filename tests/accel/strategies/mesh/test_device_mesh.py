@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from accel.machine.errors import StateError
@@ -19,7 +18,7 @@ from tests.accel.strategies.training import (
     local_sizes,
     steps_of,
 )
-from tests.helpers import gloo_threads, gloo_threads_left, run_distributed
+from tests.helpers import run_distributed
 
 Engines = dict[str, Any]
 
@@ -30,26 +29,6 @@ def trained(engines: Engines) -> tuple[Any, Any]:
     prepared = accelerator.prepare(model, adamw(model), DataLoader(data(1), BATCH))
     steps_of(accelerator, *prepared)
     return accelerator, prepared
-
-
-def borrowed() -> int:
-    """A group that the script built stays, and the groups of the mesh go."""
-    dist.init_process_group("gloo")
-    own = dist.new_group([0, 1])
-    counts = []
-    for _ in range(2):
-        accelerator, _ = trained({"tp": {"tp_size": 2}})
-        accelerator.end_training()
-        counts.append(gloo_threads_left(min(counts, default=gloo_threads())))
-    assert dist.is_initialized()
-    total = torch.ones(1)
-    dist.all_reduce(total, group=own)
-    assert total.item() == 2.0
-    return counts[1] - counts[0]
-
-
-def test_groups_of_the_script_stay() -> None:
-    assert max(run_distributed(borrowed, 2)) <= 0
 
 
 def refused() -> tuple[str, dict[str, tuple[int, ...]]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from accel.machine.enums import DistributedType
@@ -74,23 +74,6 @@ def check_objects() -> None:
 
 def test_parameters_are_shards_that_the_optimizer_holds() -> None:
     run_distributed(check_objects, 4)
-
-
-def check_replicas() -> None:
-    accelerator = build(fsdp={"dp_replicate_size": 2})
-    model = accelerator.prepare(Model())
-    assert accelerator.strategy.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard")
-    assert local_sizes(model)["embed.weight"] == (6, 8)
-    assert "parameters" in accelerator.strategy.state.sharded
-    assert model.embed.weight.placements == (Replicate(), Shard(0))
-    accelerator.end_training()
-    accelerator = build(fsdp={"dp_replicate_size": "all"})
-    assert local_sizes(accelerator.prepare(Model()))["embed.weight"] == (12, 8)
-    assert accelerator.strategy.state.sharded == ()
-
-
-def test_replicas_of_a_sharded_model_hold_more() -> None:
-    run_distributed(check_replicas, 4)
 
 
 # -- evaluation and placement --------------------------------------------------------------

@@ -5,7 +5,6 @@ Holds E3.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInputOutput,
@@ -33,7 +31,6 @@ from tests.accel.strategies.training import (
     difference,
     largest,
     local_sizes,
-    loss_of,
     plain,
     train,
 )
@@ -121,44 +118,6 @@ def check_objects() -> None:
 
 def test_weights_are_sharded_and_a_replica_reads_the_same_batches() -> None:
     run_distributed(check_objects, 4)
-
-
-def counts_of(accelerator: Any, model: Any) -> list[tuple[int, int, int]]:
-    """Return (gathers, reduce-scatters, sums) of a forward pass, and of its backward pass."""
-    tokens = torch.zeros(2, 4, dtype=torch.long)
-    with CommDebugMode() as forward:
-        loss = loss_of(model, tokens, tokens)
-    with CommDebugMode() as backward:
-        accelerator.backward(loss)
-    found = []
-    for mode in (forward, backward):
-        counts = {str(name): count for name, count in mode.get_comm_counts().items()}
-        kinds = ("allgather", "reduce_scatter", "all_reduce|allreduce")
-        found.append(
-            tuple(sum(n for name, n in counts.items() if re.search(kind, name)) for kind in kinds)
-        )
-    return found
-
-
-def check_composed_collectives() -> None:
-    # Sums: one per block and direction as above; over replicas, one of all gradients.
-    accelerator = build(tp={"tp_size": 2})
-    model = accelerator.prepare(Model())
-    scattered = int(torch.__version__ < "2.10")  # where torch 2.9 sums in two steps
-    assert counts_of(accelerator, model) == [(0, 0, 2), (0, scattered, 3)]
-    with accelerator.no_sync(model):
-        assert counts_of(accelerator, model) == [(0, 0, 2), (0, 0, 2)]
-    accelerator.end_training()
-    # Three units: two blocks and what is around them, which stays gathered after its forward.
-    accelerator = build(tp={"tp_size": 2}, fsdp={})
-    model = accelerator.prepare(Model())
-    assert counts_of(accelerator, model) == [(3, 0, 2), (2, 3, 2)]
-    with accelerator.no_sync(model):
-        assert counts_of(accelerator, model) == [(3, 0, 2), (0, 0, 2)]
-
-
-def test_collectives_of_data_and_tensor_parallelism_add_up() -> None:
-    run_distributed(check_composed_collectives, 4)
 
 
 def check_sequence_parallel(engines: dict[str, Any]) -> None:

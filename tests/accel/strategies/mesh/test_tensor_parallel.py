@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from accel.config.tensor_parallel import SUMMED
@@ -40,24 +39,6 @@ def test_patterns_name_modules_and_replicated_parameters() -> None:
     assert set(summed) == {*own, "shift"}
     with pytest.raises(ConfigError, match=r"'shift'\]: no module of the model"):
         resolve_plan(Model(), {"shift": "colwise"})
-
-
-def check_compiled() -> None:
-    accelerator = build(tp={"tp_size": 2})
-    inner = Model()
-    inner.blocks[0] = torch.compile(inner.blocks[0], backend="eager")
-    model: Any = torch.compile(inner, backend="eager")
-    with pytest.raises(ConfigError, match=r"Did you mean 'blocks.0.up'"):
-        resolve_plan(model, {"blocks.0.upp": "colwise"})
-    losses, _, _ = train(accelerator, model)
-    assert largest(losses, plain(Model())[0]) < CLOSE
-    split = {name for name, value in model.named_parameters() if isinstance(value, DTensor)}
-    assert "_orig_mod.blocks.0._orig_mod.up.weight" in split
-    assert "_orig_mod.blocks.1.down.weight" in split
-
-
-def test_a_model_compiled_before_is_split() -> None:
-    run_distributed(check_compiled, 2)
 
 
 # -- gradients of replicated parameters ----------------------------------------------------
