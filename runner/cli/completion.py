@@ -18,10 +18,10 @@ from runner.cli.arguments import long_flags
 from runner.recipe import hydra_setup
 from runner.recipe.keys import COMMANDS
 from runner.runs import sessions
-from runner.sweep import settings
+from runner.sweep import plan
 
 MOST_RUNS = 50
-SWEEP_KEYS = tuple(f"{settings.PREFIX}.{name}=" for name in settings.KEYS)
+SWEEP_KEYS = tuple(f"{plan.PREFIX}.{name}=" for name in plan.KEYS)
 
 
 def candidates(line: str) -> list[str]:

@@ -194,14 +194,14 @@ def checked(overrides: Sequence[str], config_name: str) -> tuple[Examined, list[
         The job, and the problems of the user's packages.
     """
     from runner.recipe import hydra_setup
-    from runner.sweep import jobs, settings
+    from runner.sweep import plan
 
-    ConfigError.raise_if(settings.misplaced(overrides))
+    ConfigError.raise_if(plan.misplaced(overrides))
     if trust.asked_for():  # packages of the user's import torch
         run_log.announce("runner")
     with hydra_setup.session(overrides):
         examined = examine(overrides, config_name)
-    missing = [*trust.missing_packages(), *jobs.misplaced(overrides)]
+    missing = trust.missing_packages()
     _require_names([examined], missing)
     return examined, missing
 

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     from runner.launch import slurm
     from runner.recipe import hydra_setup
-    from runner.sweep import jobs
+    from runner.sweep import plan
     from runner.training import build, run_log
 
     flags = command_line.parse(arguments)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     overrides = program.last_of_each(command_line.searched(flags))
     if trust.asked_for():
         run_log.announce("runner")
-    missing = [*trust.missing_packages(), *jobs.misplaced(overrides, submits=True)]
+    missing = [*trust.missing_packages(), *plan.misplaced(overrides, submits=True)]
     with hydra_setup.session(overrides):
         examined = program.examine(overrides, flags.config_name)
     run_log.announce(examined.recipe.name)

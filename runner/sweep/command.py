@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +22,11 @@ from runner.launch import failures
 from runner.recipe import hydra_setup, launchers, serialization, sweepers
 from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
-from runner.sweep import (
-    directory,
-    finished,
-    jobs,
-    settings,
-    slurm,
-    table,
-    task,
-)
-from runner.sweep.directory import Description, Sweep
-from runner.sweep.jobs import Choice
+from runner.sweep import plan, slurm, table, task
+from runner.sweep import sweep as sweeps
 from runner.sweep.live import Live
-from runner.sweep.settings import Settings
+from runner.sweep.plan import Choice, Settings
+from runner.sweep.sweep import Description, Sweep
 
 if TYPE_CHECKING:
     from runner.sweep.fork_server import ForkServer
@@ -55,7 +47,7 @@ class Request:
     @classmethod
     def of(cls, overrides: Sequence[str], config_name: str) -> Request:
         """Return the request of a command line; raises a ConfigError for wrong settings."""
-        found, rest = settings.take(overrides)
+        found, rest = plan.take(overrides)
         return cls(tuple(rest), tuple(overrides), config_name, found)
 
 
@@ -70,34 +62,23 @@ def examine(request: Request, check: Require) -> list[Examined]:
         ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
     """
     with hydra_setup.session(request.overrides):
-        choice = jobs.choose(request.overrides, request.config_name, request.settings)
-        lists = jobs.lists(request.overrides, choice, request.settings)
-        jobs.require_one_plan(lists, request.overrides, request.config_name)
-        found = jobs.examine(lists, request.config_name)
-    check(found)
-    _search(request, choice, found)
+        choice = plan.choose(request.overrides, request.config_name, request.settings)
+        lists = plan.lists(request.overrides, choice, request.settings)
+        plan.require_one_plan(lists, request.overrides, request.config_name)
+        found = plan.examine(lists, request.config_name)
+        check(found)
+        _search(request, choice, found)
     return found
 
 
 def note(request: Request) -> str:
     """Return what to know of jobs that `examine` returns; empty: they are those of the sweep."""
     with hydra_setup.session(request.overrides):
-        choice = jobs.choose(request.overrides, request.config_name, request.settings)
+        choice = plan.choose(request.overrides, request.config_name, request.settings)
     return "" if choice.known else f"{choice.sweeper} chooses the jobs; these have been checked."
 
 
 # -- a sweep that is begun, or continued ---------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The jobs of a command; `sweep`: an earlier command has begun it."""
-
-    choice: Choice
-    first: Examined
-    examined: list[Examined] | None
-    description: Description | None
-    sweep: Sweep | None
 
 
 def train(request: Request, check: Require, require: Require, hydra: Hydra) -> int:
@@ -109,35 +90,24 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         require: raises everything that is wrong with jobs.
         hydra: runs Hydra's main with a command line and a task.
     """
-    over = finished.find(request.given, request.config_name, request.settings)
-    if over is not None:
-        check([])
-        return table.nothing_left(over, request.config_name)
     with contextlib.ExitStack() as stack:
         server = _Server(stack)
-        known = _known(request, check, server)
-        jobs.require_cluster(known.choice)
-        sweep = known.sweep
-        if known.choice.known and sweep is not None and not sweep.pending():
+        with hydra_setup.session(request.overrides):
+            choice = plan.choose(request.overrides, request.config_name, request.settings)
+            plan.require_cluster(choice)
+            first, sweep, examined, described = _composed(request, choice, check, server)
+        if sweep is not None and choice.known and not sweep.pending():
             return table.nothing_left(sweep, request.config_name)
-        require(_to_require(known, sweep))
-        jobs.require_place(known.choice, request.overrides)
+        require(_of_sweep(sweep) if examined is None and sweep is not None else examined or [])
+        plan.require_place(choice, request.overrides)
+        is_new = sweep is None
         if sweep is None:
-            assert known.description is not None
-            recipe = known.first.recipe
-            sweep = directory.create(request.settings.dir, recipe, known.description)
-        numbers = sweep.pending()
-        print(f"sweep: {sweep.path}{_of_how_many(sweep, numbers)}", flush=True)
-        code = _run(request, known, sweep, numbers, server, hydra)
-        if known.sweep is None and request.settings.dir is None and code == REFUSED:
-            _remove_unstarted(sweep)
+            assert described is not None
+            sweep = sweeps.create(request.settings.dir, first.recipe, described)
+        code = _run(request, choice, sweep, examined or [], server, hydra)
+        if is_new and request.settings.dir is None and code == REFUSED and not sweep.started():
+            shutil.rmtree(sweep.path, ignore_errors=True)
         return code
-
-
-def _remove_unstarted(sweep: Sweep) -> None:
-    """Remove the directory that this command has made, if no job was started in it."""
-    if not sweep.started() and not any(sweep.path.glob(f"{task.CONTROL}*")):
-        shutil.rmtree(sweep.path, ignore_errors=True)
 
 
 class _Server:
@@ -157,57 +127,53 @@ class _Server:
         return self._server
 
 
-def _known(request: Request, check: Require, server: _Server) -> _Known:
-    """Compose the jobs, unless an earlier command has done so from the same files."""
-    chosen, name = request.settings, request.config_name
-    digest = directory.digest_of(name, request.given)
-    with hydra_setup.session(request.overrides):
-        choice = jobs.choose(request.overrides, name, chosen)
-        lists = jobs.lists(request.overrides, choice, chosen)
-        if not lists:
-            raise ConfigError.of("--multirun", "the sweep has no jobs", "Give key=a,b,c.")
-        (first,) = jobs.examine(lists[:1], name)
-        here = finished.fingerprint()
-        found = None if first.problems else directory.place_of(chosen.dir, first.recipe, digest)
-        sweep = None if found is None else directory.read(found)
-        if sweep is not None:
-            ordered = _in_the_order_of(sweep, request)
-            if ordered.overrides != request.overrides:
-                lists = jobs.lists(ordered.overrides, choice, ordered.settings)
-        if sweep is not None and _is_current(sweep, here, lists, choice):
-            check([first])
-            return _Known(choice, first, None, None, sweep)
-        jobs.require_one_plan(lists, request.overrides, name)
-        if choice.is_local and not first.problems:
-            server.get()  # it imports while the other jobs are composed
-        examined = jobs.examine(lists, name)
+def _composed(
+    request: Request, choice: Choice, check: Require, server: _Server
+) -> tuple[Examined, Sweep | None, list[Examined] | None, Description | None]:
+    """Compose the jobs, inside a session, unless an earlier command has done so from equal files.
+
+    Returns:
+        The first job, the sweep that the command continues, all jobs and what there is to say of
+        them; None: there is no sweep, or nothing was composed.
+    """
+    name = request.config_name
+    lists = plan.lists(request.overrides, choice, request.settings)
+    if not lists:
+        raise ConfigError.of("--multirun", "the sweep has no jobs", "Give key=a,b,c.")
+    (first,) = plan.examine(lists[:1], name)
+    digest, sweep = plan.digest_of(name, request.given), None
+    if not first.problems:
+        sweep = sweeps.find(request.settings.dir, first.recipe, digest)
+    given = [*request.given, *(one for job in lists for one in job)]
+    here = sweeps.sources(given) if choice.known else None
+    if sweep is not None and here is not None and sweep.description.is_of(here, lists):
+        check([first])
+        return first, sweep, None, None
+    plan.require_one_plan(lists, request.overrides, name)
+    if choice.is_local and not first.problems:
+        server.get()  # it imports while the other jobs are composed
+    examined = plan.examine(lists, name)
     check(examined)
-    search = _search(request, choice, examined)
-    described = _described(request, choice, examined, digest, here, search)
+    plain = [serialization.frozen_plain(job.recipe) for job in examined]
+    known = [sweeps.known_job(*one, plain[0]) for one in zip(lists, plain, strict=True)]
+    described = Description(
+        command=passwords.shown(sys.orig_argv),
+        config_name=name,
+        overrides=[one for one in request.given if not plan.is_scheduling(one)],
+        digest=digest,
+        sources=here,
+        time=time.time(),
+        recipe=plain[0],
+        jobs=known if choice.known else [],
+        search=_search(request, choice, examined),
+    )
     if sweep is not None:
-        directory.require_unchanged(sweep, described)
-    return _Known(choice, first, examined, described, sweep)
-
-
-def _in_the_order_of(sweep: Sweep, request: Request) -> Request:
-    """Return the request with its overrides as they stood in the command that began the sweep."""
-    there = [one for one in sweep.description.overrides if not directory.is_scheduling(one)]
-    here = [one for one in request.given if directory.is_scheduling(one)]
-    return Request.of([*there, *here], request.config_name)
-
-
-def _is_current(
-    sweep: Sweep, here: str | None, lists: Sequence[Sequence[str]], choice: Choice
-) -> bool:
-    """Return whether the recipes of a sweep are what would be composed now."""
-    there = sweep.description
-    if not choice.known or not finished.are_of(there, here):
-        return False
-    return [list(job.overrides) for job in there.jobs] == [list(one) for one in lists]
+        sweeps.require_unchanged(sweep, described)
+    return first, sweep, examined, described
 
 
 def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> dict[str, Any]:
-    """Return the settings of a search that it keeps; empty: there is none, or no recipe.
+    """Return the settings of a search that it keeps, inside a session; empty: there is none.
 
     Raises:
         ConfigError: if its direction is not that of the recipe.
@@ -217,59 +183,17 @@ def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> d
     from runner.sweep.optuna import settings as of_search  # needs Optuna
 
     name, recipe = request.config_name, examined[0].recipe
-    digest = directory.digest_of(name, request.given)
-    with hydra_setup.session(request.overrides):
-        return of_search.recorded(request.overrides, name, recipe, f"{recipe.name}-{digest}")
+    study = f"{recipe.name}-{plan.digest_of(name, request.given)}"
+    return of_search.recorded(request.overrides, name, recipe, study)
 
 
-def _described(
-    request: Request,
-    choice: Choice,
-    examined: Sequence[Examined],
-    digest: str,
-    here: str | None,
-    search: Mapping[str, Any] | None = None,
-) -> Description:
-    plain = [serialization.frozen_plain(job.recipe) for job in examined]
-    if any("${" in o for o in (*request.given, *(o for job in examined for o in job.overrides))):
-        here = None
-    listed = [
-        directory.known_job(number, job.overrides, recipe, plain[0])
-        for number, (job, recipe) in enumerate(zip(examined, plain, strict=True))
-    ]
-    return Description(
-        command=passwords.shown(sys.orig_argv),
-        cwd=os.getcwd(),
-        config_name=request.config_name,
-        overrides=list(request.given),
-        sweeper=choice.sweeper,
-        launcher=choice.launcher,
-        digest=digest,
-        version=finished.version(),
-        sources=here,
-        time=time.time(),
-        recipe=plain[0],
-        jobs=listed if choice.known else [],
-        search=dict(search or {}),
-    )
-
-
-def _to_require(known: _Known, sweep: Sweep | None) -> list[Examined]:
-    if known.examined is not None:
-        return known.examined
-    assert sweep is not None
-    listed, name = sweep.description.jobs, sweep.description.config_name
-    recipes = ((number, sweep.recipe(number)) for number in sweep.pending())
+def _of_sweep(sweep: Sweep) -> list[Examined]:
+    """Return the jobs of a sweep that are not finished."""
+    there = sweep.description
     return [
-        Examined(recipe, [], listed[number].overrides, name) for number, recipe in recipes if recipe
+        Examined(sweep.recipe(number), [], there.jobs[number].overrides, there.config_name)
+        for number in sweep.pending()
     ]
-
-
-def _of_how_many(sweep: Sweep, numbers: Sequence[int]) -> str:
-    total = len(sweep.description.jobs)
-    done = total - len(numbers)
-    before = f", {done} are finished" if done else ""
-    return f" ({total} jobs{before})" if total else ""
 
 
 # -- running -------------------------------------------------------------------------------
@@ -277,23 +201,25 @@ def _of_how_many(sweep: Sweep, numbers: Sequence[int]) -> str:
 
 def _run(
     request: Request,
-    known: _Known,
+    choice: Choice,
     sweep: Sweep,
-    numbers: tuple[int, ...],
+    examined: Sequence[Examined],
     server: _Server,
     hydra: Hydra,
 ) -> int:
-    choice, before = known.choice, _sessions(sweep)
-    total = len(sweep.description.jobs) if choice.known else None
+    numbers, before = sweep.pending(), _sessions(sweep)
+    total = len(sweep.description.jobs)
     done = total - len(numbers) if total else len(sweep.started())
+    counted = f" ({total} jobs{f', {done} are finished' if done else ''})" if total else ""
+    print(f"sweep: {sweep.path}{counted}", flush=True)
     with hydra_setup.session():
         levels = hydra_setup.log_levels(request.overrides)
     with task.control_folder(sweep.path) as control, contextlib.ExitStack() as stack:
         local = None
         if choice.is_watched:
             alone = choice.is_local and request.settings.jobs == 1
-            common = _common(sweep, known.examined or ())
-            live = Live(sweep.path, total, done, alone=alone, common=common)
+            common = _common(sweep, examined)
+            live = Live(sweep.path, total or None, done, alone=alone, common=common)
             stack.callback(live.close)
             forks = server.get() if choice.is_local else None
             local = task.Local(forks, live, request.settings.jobs)
@@ -350,8 +276,8 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     overrides = hydra_setup.without_levels(request.overrides)
     given = [one for one in overrides if not _names_plugin(one)]
     line = ["--config-name", request.config_name, "--multirun"]
-    launcher = jobs.LOCAL if choice.is_local else choice.launcher
-    sweeper = jobs.KNOWN if choice.known else choice.sweeper
+    launcher = plan.LOCAL if choice.is_local else choice.launcher
+    sweeper = plan.KNOWN if choice.known else choice.sweeper
     chosen = [f"hydra/launcher={launcher}", f"hydra/sweeper={sweeper}"]
     with hydra_setup.session():
         own = [*hydra_setup.for_hydra(given), *hydra_setup.FIXED]
@@ -367,9 +293,9 @@ def _store_own() -> None:
     """Make the launcher of this machine and the sweeper of known jobs known to Hydra."""
     store = ConfigStore.instance()
     here = {"_target_": f"{launchers.MODULE}.LocalLauncher"}
-    store.store(group=launchers.GROUP, name=jobs.LOCAL, node=here, provider="runner")
+    store.store(group=launchers.GROUP, name=plan.LOCAL, node=here, provider="runner")
     known = {"_target_": f"{sweepers.MODULE}.KnownJobs", "max_batch_size": None, "params": None}
-    store.store(group=sweepers.GROUP, name=jobs.KNOWN, node=known, provider="runner")
+    store.store(group=sweepers.GROUP, name=plan.KNOWN, node=known, provider="runner")
 
 
 def _names_plugin(override: str) -> bool:

@@ -10,7 +10,7 @@ from accel.machine import env
 from runner.recipe import processes
 from runner.recipe.schema import Recipe
 from runner.runs import numerics
-from runner.sweep.settings import AUTO, Jobs
+from runner.sweep.plan import AUTO, Jobs
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"

@@ -28,9 +28,9 @@ from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.recipe import hydra_setup, paths
 from runner.runs import json_files
 from runner.runs.record import PRUNED, RunRecord
-from runner.sweep.directory import Sweep
 from runner.sweep.objectives import BEST, values_of
-from runner.sweep.settings import is_setting
+from runner.sweep.plan import is_setting
+from runner.sweep.sweep import Sweep
 from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9]\d*(_\d+)*)", re.ASCII)
@@ -144,7 +144,7 @@ class Results:
 def results(sweep: Sweep) -> Results:
     """Return the results of a sweep."""
     there = sweep.description
-    known = {job.number: job.overrides for job in there.jobs}
+    known = {number: job.overrides for number, job in enumerate(there.jobs)}
     metrics = dict(zip(*(there.search.get(k) or () for k in ("metrics", "modes")), strict=True))
     rows = []
     for job in sorted(known) or sweep.started():

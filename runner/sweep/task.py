@@ -30,9 +30,10 @@ from runner.launch import failures
 from runner.launch.group import stops_heard
 from runner.recipe import composition, hydra_setup, paths
 from runner.runs.record import RunRecord
-from runner.sweep import attempt, directory, pool
+from runner.sweep import attempt, pool
+from runner.sweep import sweep as sweeps
 from runner.sweep.devices import Machine
-from runner.sweep.settings import Jobs
+from runner.sweep.plan import Jobs
 from runner.training.stopping import STOP_SIGNALS, handlers_restored
 
 if TYPE_CHECKING:
@@ -102,9 +103,9 @@ class Task:
         }
 
     @cached_property
-    def sweep(self) -> directory.Sweep:
+    def sweep(self) -> sweeps.Sweep:
         """The sweep."""
-        return directory.read(Path(self.folder))
+        return sweeps.read(Path(self.folder))
 
     # -- by the sweeper of known jobs ------------------------------------------------------
 
@@ -210,7 +211,7 @@ class Task:
         number = self.number(int(job.job.num))
         overrides = list(map(str, job.overrides.task))
         if self.numbers is not None:  # as they were typed
-            jobs = directory.read(Path(self.folder)).description.jobs
+            jobs = sweeps.read(Path(self.folder)).description.jobs
             overrides = _of_recipe(jobs[number].overrides)
         if self.is_stopped:
             return self._answer(number, STOPPED)
@@ -254,9 +255,8 @@ class Task:
         from runner.recipe import trust
         from runner.training import build
 
-        known = self.sweep.recipe(number) if self.numbers is not None else None
-        if known is not None:
-            return known
+        if self.numbers is not None:
+            return self.sweep.recipe(number)
         missing = trust.missing_packages()
         with hydra_setup.session(overrides):
             examined = composition.new_run(overrides, self.config_name, number)

@@ -68,12 +68,12 @@ def large(folder: Path, jobs: int) -> dict[str, float]:
     """Return the seconds of the table, and of the same command again, of a large finished sweep."""
     line = make_large(folder, jobs)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    from runner.sweep import directory, table
+    from runner.sweep import sweep, table
 
     (path,) = folder.glob("runs/*/sweep-*")
-    found = directory.read(path)
+    found = sweep.read(path)
     measured: dict[str, Callable[[], object]] = {
-        "read": lambda: directory.read(path),
+        "read": lambda: sweep.read(path),
         "table": lambda: table.write_csv(found, table.results(found)),
         "the same command again": lambda: subprocess.run(
             python("-m", "runner", *line),

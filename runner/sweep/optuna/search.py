@@ -35,12 +35,11 @@ from accel.machine.errors import ConfigError
 from runner.recipe import hydra_setup, processes, sweepers
 from runner.runs import lock, numerics, sessions
 from runner.runs.record import RunRecord
-from runner.sweep import directory
-from runner.sweep.directory import Sweep
 from runner.sweep.objectives import BEST, values_of
 from runner.sweep.optuna.settings import Settings
 from runner.sweep.optuna.space import Space
-from runner.sweep.settings import AUTO
+from runner.sweep.plan import AUTO
+from runner.sweep.sweep import Sweep, locked
 from runner.sweep.task import JobFailed, JobStopped, Task
 from runner.training import optuna_study
 from runner.training.console import PipedConsole
@@ -115,7 +114,7 @@ class Search:
 
     def __init__(self, settings: Settings, space: Space, sweep: Sweep, launcher: Launcher) -> None:
         self.settings, self.space, self.sweep, self.launcher = settings, space, sweep, launcher
-        with directory.locked(sweep.path):  # the first command makes the study
+        with locked(sweep.path):  # the first command makes the study
             self.study, self._storage = self._open()
         self._stopped = False
         self._begin = time.monotonic()
@@ -186,7 +185,7 @@ class Search:
         First those that were interrupted, then those that had failed before this command, then new
         ones. Empty: nothing is left that other commands do not run.
         """
-        with directory.locked(self.sweep.path):
+        with locked(self.sweep.path):
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 if JOB not in trial.user_attrs:  # a command was killed as it asked for it
                     self.study.tell(trial.number, state=TrialState.FAIL)

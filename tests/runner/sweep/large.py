@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 from runner.recipe import hydra_setup, serialization
-from runner.sweep import command, directory, finished, jobs
-from runner.sweep.directory import KnownJob, _sha256
+from runner.sweep import plan
+from runner.sweep import sweep as sweeps
+from runner.sweep.sweep import Description, Job
 
 
 def make_large(folder: Path, number: int, *, pending: int = 0) -> list[str]:
@@ -27,23 +28,17 @@ def make_large(folder: Path, number: int, *, pending: int = 0) -> list[str]:
 
 def _make(folder: Path, number: int, pending: int) -> list[str]:
     given = [f"seed=range({number})", "optimizer.lr=0.1"]
-    request = command.Request.of(given, "config")
     with hydra_setup.session():
-        choice = jobs.choose(given, "config", request.settings)
-        examined = jobs.examine([["seed=0", "optimizer.lr=0.1"]], "config")
-        here = finished.fingerprint()
-    digest = directory.digest_of("config", given)
-    described = command._described(request, choice, examined, digest, here)
-    for seed in range(1, number):
-        recipe = {**described.recipe, "seed": seed}
-        overrides = (f"seed={seed}", "optimizer.lr=0.1")
-        job = KnownJob(seed, overrides, _sha256(recipe)[:16], [[["seed"], seed]])
-        described.jobs.append(job)
-    sweep = directory.create(None, examined[0].recipe, described)
-    plain = serialization.frozen_plain(examined[0].recipe)
+        (examined,) = plan.examine([["seed=0", "optimizer.lr=0.1"]], "config")
+        here = sweeps.sources(given)
+    base = serialization.frozen_plain(examined.recipe)
+    known = [Job((f"seed={seed}", "optimizer.lr=0.1"), {"seed": seed}) for seed in range(number)]
+    digest = plan.digest_of("config", given)
+    described = Description(["runner"], "config", given, digest, here, 1.0, base, known)
+    sweep = sweeps.create(None, examined.recipe, described)
     best = {"metric": "loss", "mode": "min", "step": 7}
     summary = {"complete": True, "stopped": "max_steps", "step": 9, "seconds": 1.5}
-    files = {"begun.json": "{}", "job.json": "{}", "config.yaml": serialization.yaml_text(plain)}
+    files = {"begun.json": "{}", "job.json": "{}", "config.yaml": serialization.yaml_text(base)}
     for job in range(number - pending):
         session = sweep.run_dir(job) / "sessions" / "0001"
         session.mkdir(parents=True)

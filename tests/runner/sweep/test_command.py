@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from runner.sweep import command, directory
+from runner.recipe.schema import Recipe
+from runner.sweep import plan
+from runner.sweep import sweep as sweeps
 from tests.helpers import SECONDS
 from tests.runner.sweep import stand_ins
+from tests.runner.sweep.large import make_large
 from tests.runner.sweep.stand_ins import StandIn
+from tests.runner.sweep.test_sweep import described
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 LINE = ["-m", "seed=1,2,3", "optimizer.lr=0.5"]
@@ -45,7 +49,7 @@ def test_the_same_command_again_trains_what_is_not_finished(
     assert cli.main([*LINE, "sweep.jobs=2"]) == 1  # the same, with more at once
     assert numbers(server) == [1, 2]
     server.codes = {}
-    assert cli.main(["-m", "optimizer.lr=0.5", "seed=1,2,3"]) == 0
+    assert cli.main(LINE) == 0
     assert numbers(server) == [1]
     capsys.readouterr()
     assert cli.main(LINE) == 0
@@ -116,25 +120,33 @@ def test_a_recipe_that_reads_the_environment_is_composed_each_time(
 
 @pytest.mark.slow
 def test_a_list_of_jobs(server: StandIn, tmp_path: Path) -> None:
-    (tmp_path / "jobs.txt").write_text("seed=3 optimizer.lr=0.5\nseed=4\n")
-    assert cli.main(["-m", "sweep.list=jobs.txt", "model.width=4"]) == 0
+    (tmp_path / "jobs.yaml").write_text("- [seed=3, optimizer.lr=0.5]\n- [seed=4]\n")
+    assert cli.main(["-m", "sweep.list=jobs.yaml", "model.width=4"]) == 0
     assert [(one.seed, one.model["width"]) for one in server.recipes] == [(3, 4), (4, 4)]
-    (tmp_path / "jobs.txt").write_text("seed=3 optimizer.lr=0.5\nseed=5\n")
-    assert cli.main(["-m", "sweep.list=jobs.txt", "model.width=4"]) == 2
+    (tmp_path / "jobs.yaml").write_text("- [seed=3, optimizer.lr=0.5]\n- [seed=5]\n")
+    assert cli.main(["-m", "sweep.list=jobs.yaml", "model.width=4"]) == 2
 
 
-def test_two_commands_that_begin_together_share_one_sweep(
-    server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_finished_sweep_is_told_by_composing_one_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = command.Request.of(LINE[1:], "config")
-    examined = command.examine(request, lambda _: None)
-    described = command._described(
-        request, command.jobs.Choice("basic", "basic"), examined, "abcd1234", None
-    )
+    line = make_large(tmp_path, 3)
+    composed: list[object] = []
+    real = plan.composition.new_run
+    counted = lambda *job: (composed.append(job), real(*job))[1]  # noqa: E731
+    monkeypatch.setattr(plan.composition, "new_run", counted)
+    assert cli.main(line) == 0
+    shown = capsys.readouterr().out
+    assert "Nothing is left to do" in shown
+    assert "best: job 0002" in shown
+    assert len(composed) == 1
+
+
+def test_two_commands_that_begin_together_share_one_sweep(tmp_path: Path) -> None:
     made: list[Path] = []
 
     def create() -> None:
-        made.append(directory.create(None, examined[0].recipe, described).path)
+        made.append(sweeps.create(None, Recipe(), described(1, 2)).path)
 
     threads = [threading.Thread(target=create) for _ in range(4)]
     for thread in threads:

@@ -15,7 +15,7 @@ import pytest
 from accel.machine.errors import ConfigError
 from runner import cli
 from runner.recipe import hydra_setup
-from runner.sweep import jobs, settings
+from runner.sweep import plan
 from tests.helpers import python
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -268,10 +268,10 @@ def test_a_file_that_resumes_is_refused(
 
 
 def test_a_list_of_jobs_is_combined_with_listed_values() -> None:
-    chosen = settings.take(["sweep.list=[[optimizer.lr=0.1,seed=5],[model.width=4]]"])[0]
+    chosen = plan.take(["sweep.list=[[optimizer.lr=0.1,seed=5],[model.width=4]]"])[0]
     with hydra_setup.session():
-        choice = jobs.choose(["seed=1,2"], "config", chosen)
-        found = jobs.lists(["seed=1,2"], choice, chosen)
+        choice = plan.choose(["seed=1,2"], "config", chosen)
+        found = plan.lists(["seed=1,2"], choice, chosen)
     assert found == [
         ["seed=5", "optimizer.lr=0.1"],
         ["seed=1", "model.width=4"],
@@ -281,7 +281,7 @@ def test_a_list_of_jobs_is_combined_with_listed_values() -> None:
 
 def test_the_number_of_a_job_can_stand_in_its_recipe(tmp_path: Path) -> None:
     with hydra_setup.session():
-        found = jobs.examine([["seed=${hydra:job.num}"], ["seed=${hydra:job.num}"]], "config")
+        found = plan.examine([["seed=${hydra:job.num}"], ["seed=${hydra:job.num}"]], "config")
     assert [job.recipe.seed for job in found] == [0, 1]
 
 
@@ -289,9 +289,9 @@ def test_a_launcher_without_its_cluster_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    jobs.require_cluster(jobs.Choice("joblib", "basic"))
+    plan.require_cluster(plan.Choice("joblib", "basic"))
     with pytest.raises(ConfigError, match="there is no sbatch on this machine"):
-        jobs.require_cluster(jobs.Choice("submitit_slurm", "basic"))
+        plan.require_cluster(plan.Choice("submitit_slurm", "basic"))
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,17 @@ from rich.console import Console
 from runner.recipe import hydra_setup
 from runner.recipe.schema import Recipe
 from runner.runs import sessions
-from runner.sweep import directory, table
-from runner.sweep.directory import Sweep
+from runner.sweep import sweep as sweeps
+from runner.sweep import table
+from runner.sweep.sweep import Sweep
 from tests.runner.sweep.stand_ins import begin_job, end_job
-from tests.runner.sweep.test_directory import described
+from tests.runner.sweep.test_sweep import described
 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
     """A sweep of five jobs: two finished, one with NaN, one failed, one pending."""
-    made = directory.create(str(tmp_path / "sweep"), Recipe(), described(1, 2, 3, 4, 5))
+    made = sweeps.create(str(tmp_path / "sweep"), Recipe(), described(1, 2, 3, 4, 5))
     for job, objective in enumerate([0.5, 0.25, float("nan")]):
         end_job(begin_job(made.path, job), objective, "accuracy", "max")
     sessions.end(begin_job(made.path, 3), 1)
@@ -43,7 +44,7 @@ def test_rows_are_sorted_by_the_objective(sweep: Sweep) -> None:
 
 
 def test_the_smallest_is_first_where_the_mode_is_min(tmp_path: Path) -> None:
-    made = directory.create(str(tmp_path / "sweep"), Recipe(), described(1, 2))
+    made = sweeps.create(str(tmp_path / "sweep"), Recipe(), described(1, 2))
     for job, objective in enumerate([0.5, 0.25]):
         end_job(begin_job(made.path, job), objective)
     assert [row.job for row in results(made).rows] == [1, 0]
@@ -87,7 +88,7 @@ def test_the_command_has_no_keys_of_launchers_and_is_quoted(sweep: Sweep) -> Non
 
 
 def test_jobs_of_a_sweeper_are_found_by_their_runs(tmp_path: Path) -> None:
-    made = directory.create(str(tmp_path / "s"), Recipe(), replace(described(1), jobs=[]))
+    made = sweeps.create(str(tmp_path / "s"), Recipe(), replace(described(1), jobs=[]))
     begin_job(made.path, 2, ["optimizer.lr=0.5", "~scheduler=null", "hydra/sweeper=three"])
     (row,) = results(made).rows
     assert row.values == {"optimizer.lr": "0.5", "scheduler": "null"}

@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 
 from runner.recipe.schema import Recipe
-from runner.sweep import attempt, directory, pool, task
+from runner.sweep import attempt, pool, task
+from runner.sweep import sweep as sweeps
 from runner.sweep.live import Live
 from runner.sweep.task import JobFailed, Local, Task
 from tests.runner.sweep.stand_ins import StandIn
-from tests.runner.sweep.test_directory import described
+from tests.runner.sweep.test_sweep import described
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> directory.Sweep:
-    return directory.create(str(tmp_path / "sweep"), Recipe(), described(5, 6, 7))
+def sweep(tmp_path: Path) -> sweeps.Sweep:
+    return sweeps.create(str(tmp_path / "sweep"), Recipe(), described(5, 6, 7))
 
 
 @pytest.fixture
-def called(sweep: directory.Sweep, tmp_path: Path) -> Task:
+def called(sweep: sweeps.Sweep, tmp_path: Path) -> Task:
     """A task for the first and the last job."""
     control = tmp_path / "control"
     control.mkdir()

@@ -23,18 +23,19 @@ from accel.machine.errors import ConfigError
 from runner.recipe import hydra_setup, sweepers
 from runner.recipe.schema import Recipe
 from runner.runs import lock
+from runner.runs.directory import SWEEP
 from runner.runs.json_files import METRICS, SUMMARY
-from runner.sweep import directory
-from runner.sweep.directory import SWEEP, Sweep
+from runner.sweep import sweep as sweeps
 from runner.sweep.optuna.search import Search
 from runner.sweep.optuna.settings import JOURNAL, Settings
 from runner.sweep.optuna.space import Space
+from runner.sweep.sweep import Sweep
 from runner.sweep.task import JobFailed, JobStopped
 from runner.training import optuna_study
 from tests.helpers import python
 from tests.runner.sweep.kills import killed_sweep
 from tests.runner.sweep.stand_ins import begin_job, end_job
-from tests.runner.sweep.test_directory import described
+from tests.runner.sweep.test_sweep import described
 
 SPACE = ("optimizer.lr=tag(log, interval(1e-4,1e-1))", "seed=1,2")
 STUDY = "s"
@@ -78,8 +79,8 @@ def sweep_in(folder: Path, settings: Settings) -> Sweep:
         found |= {"study_name": settings.study_name or STUDY, "metrics": settings.metrics}
         found |= {"modes": settings.modes or ("min",)}
         there = replace(described(1), jobs=[], search=found, time=float(len(str(folder))))
-        directory.create(str(folder), Recipe(), there)
-    return directory.read(folder)
+        sweeps.create(str(folder), Recipe(), there)
+    return sweeps.read(folder)
 
 
 def search(folder: Path, objective: Objective, *space: str, **changes: object) -> Launched:
@@ -94,7 +95,7 @@ def search(folder: Path, objective: Objective, *space: str, **changes: object) -
 
 def study_of(folder: Path) -> optuna.Study:
     storage = optuna_study.storage_of(JOURNAL, folder)
-    name = directory.read(folder).description.search["study_name"]
+    name = sweeps.read(folder).description.search["study_name"]
     return optuna.load_study(study_name=name, storage=storage)
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from runner.recipe import composition, hydra_setup, sweepers
-from runner.sweep import jobs
-from runner.sweep import settings as sweep_settings
+from runner.sweep import plan
 from runner.sweep.optuna import settings
 from runner.sweep.optuna.settings import Settings
 
@@ -128,10 +127,10 @@ def test_a_mistake_is_told_of_plan(overrides: tuple[str, ...], message: str) -> 
 
 
 def test_without_the_package_its_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "is_available", lambda package: False)
-    choice = jobs.Choice("basic", "optuna")
+    monkeypatch.setattr(plan, "is_available", lambda package: False)
+    choice = plan.Choice("basic", "optuna")
     with pytest.raises(ConfigError, match=r"accel-runner\[optuna\]"):
-        jobs.lists([LR], choice, sweep_settings.Settings())
+        plan.lists([LR], choice, plan.Settings())
 
 
 @pytest.mark.parametrize(

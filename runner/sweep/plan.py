@@ -1,11 +1,24 @@
-"""The jobs of a sweep that are known before it begins, composed and checked. Free of torch."""
+"""The plan of a sweep: its settings, and the jobs that are known before it begins. Free of torch.
+
+The keys ``sweep.*`` of a command line say how a sweep is run, and are no part of a job's recipe:
+
+| key | meaning |
+|---|---|
+| ``sweep.dir=DIR`` | the directory of the sweep itself |
+| ``sweep.jobs=N`` or ``auto`` | jobs at once on this machine; auto: as GPUs or CPU cores allow |
+| ``sweep.list=FILE`` or ``[[a=1,b=2],[a=3]]`` | the overrides of each job, as YAML |
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
 from accel.machine.errors import ConfigError, Problem, Problems, nearest
 from accel.machine.imports import is_available
@@ -18,11 +31,133 @@ from runner.recipe import (
     sweepers,
 )
 from runner.recipe.plugin_nodes import KINDS
-from runner.sweep import directory, settings
-from runner.sweep.settings import Settings
+from runner.runs import json_files
 
 if TYPE_CHECKING:
     from runner.recipe.composition import Examined
+
+PREFIX = "sweep"
+KEYS = ("dir", "jobs", "list")
+AUTO: Literal["auto"] = "auto"
+Jobs = int | Literal["auto"]
+REMEDIES = {
+    "dir": "Give sweep.dir=<a folder>.",
+    "jobs": "Give sweep.jobs=auto, or how many jobs run at once.",
+    "list": "Give sweep.list=jobs.yaml, or sweep.list=[[a=1,b=2],[a=3]].",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a sweep is run.
+
+    Args:
+        dir: the directory of the sweep; None: ``<output_dir>/<name>/sweep-<time>-<digest>``.
+        jobs: jobs at once on this machine; "auto": as many as its GPUs or CPU cores allow.
+        list: the overrides of each job; None: the combinations of the swept values.
+    """
+
+    dir: str | None = None
+    jobs: Jobs = 1
+    list: tuple[tuple[str, ...], ...] | None = None
+
+
+def is_setting(override: str) -> bool:
+    """Return whether an override is of a key ``sweep.*``."""
+    return re.match(rf"[+~]*{PREFIX}([.=]|$)", override) is not None
+
+
+def take(overrides: Sequence[str]) -> tuple[Settings, list[str]]:
+    """Return the settings of a sweep, and the other overrides.
+
+    Raises:
+        ConfigError: naming every key that is unknown and every value that is not allowed.
+    """
+    problems = Problems()
+    values: dict[str, str] = {}
+    for override in filter(is_setting, overrides):
+        key, given, value = override.partition("=")
+        name = key.removeprefix(f"{PREFIX}.")
+        if name not in KEYS or not given:
+            known = [f"{PREFIX}.{name}" for name in KEYS]
+            problems.add(
+                override, f"the keys of a sweep are {', '.join(known)}", nearest(key, known)
+            )
+        elif not value.strip("'\" "):
+            problems.add(override, "it has a value", REMEDIES[name])
+        else:
+            values[name] = value.strip("'\"")
+    jobs = _jobs(values.get("jobs", "1"), problems)
+    listed = _listed(values["list"], problems) if "list" in values else None
+    problems.raise_if()
+    rest = [override for override in overrides if not is_setting(override)]
+    return Settings(values.get("dir"), jobs, listed), rest
+
+
+def _jobs(value: str, problems: Problems) -> Jobs:
+    if value == AUTO:
+        return AUTO
+    if value.isdecimal() and int(value) >= 1:
+        return int(value)
+    problems.add(f"sweep.jobs={value}", "it is auto or at least 1", REMEDIES["jobs"])
+    return 1
+
+
+def _listed(value: str, problems: Problems) -> tuple[tuple[str, ...], ...] | None:
+    """Return the overrides of each job of ``sweep.list``, which is a file or the list itself."""
+    shown = f"sweep.list={value}"
+    text = value
+    if not value.startswith("["):
+        try:
+            text = Path(value).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            problems.add(shown, f"the file cannot be read ({reason})", REMEDIES["list"])
+            return None
+    try:
+        jobs = _items(safe_load(text) or [])
+    except (YAMLError, ValueError) as error:
+        rule = f"it is a list of jobs: {' '.join(str(error).split())}"
+        problems.add(shown, rule, REMEDIES["list"])
+        return None
+    if not jobs:
+        rule, remedy = "it has no jobs", "Write a line for each, as - [optimizer.lr=0.1, seed=1]."
+        problems.add(shown, rule, remedy)
+    strange = [setting for job in jobs for setting in job if is_setting(setting)]
+    for setting in dict.fromkeys(strange):
+        problems.add(f"{setting} in {shown}", "it holds for a sweep", "Give it beside sweep.list.")
+    return jobs
+
+
+def _items(content: object) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(content, list):
+        raise ValueError(f"{content!r} is none")
+    for item in content:
+        if not isinstance(item, list) or not all(isinstance(one, str) for one in item):
+            raise ValueError(f"{item!r} is no list of overrides")
+    return tuple(map(tuple, content))
+
+
+# -- the command ---------------------------------------------------------------------------
+
+
+def is_scheduling(override: str) -> bool:
+    """Return whether an override only says where, how many at once, or how loud jobs run."""
+    if hydra_setup.is_of_logging(override):
+        return True
+    key = hydra_setup.key_of(override).replace("/", ".")
+    if is_setting(override):
+        return key != "sweep.list"
+    return key in sweepers.SCHEDULING or f"{key}.".startswith("hydra.launcher.")
+
+
+def digest_of(config_name: str, overrides: Sequence[str]) -> str:
+    """Return the digest of a command: the same for every start of the same sweep."""
+    kept = [override for override in overrides if not is_scheduling(override)]
+    return json_files.digest([config_name, kept])[:8]
+
+
+# -- launcher, sweeper and jobs -------------------------------------------------------------
 
 BASIC, LOCAL, KNOWN = "basic", "local", "known"  # basic stands for our own, on this machine
 SLURM = "submitit_slurm"
@@ -150,7 +285,7 @@ def lists(overrides: Sequence[str], choice: Choice, chosen: Settings) -> list[li
         from runner.sweep.optuna import settings as of_search
 
         return of_search.probes(overrides, choice.config_name, choice.sweeper)
-    overrides = [override for override in overrides if not directory.is_scheduling(override)]
+    overrides = [override for override in overrides if not is_scheduling(override)]
     if not choice.known:
         return hydra_setup.probes(overrides)
     if chosen.list is None:
@@ -216,10 +351,11 @@ def _resuming(jobs: Sequence[Examined]) -> list[Problem]:
 def misplaced(overrides: Sequence[str], *, submits: bool = False) -> list[Problem]:
     """Return the problems of overrides that only a sweep, or `runner submit`, has a use for."""
     of_submit = [] if submits else _of_submit(overrides, "Write runner submit …, or leave it out.")
-    return [*settings.misplaced(overrides), *of_submit] + [
-        Problem(override, "launchers and sweepers are for sweeps", "Add -m, or leave it out.")
+    return of_submit + [
+        Problem(override, "it says how a sweep runs", "Add -m, or leave it out.")
         for override in overrides
-        if hydra_setup.key_of(override).replace("/", ".").startswith(HYDRA_NODES)
+        if is_setting(override)
+        or hydra_setup.key_of(override).replace("/", ".").startswith(HYDRA_NODES)
     ]
 
 

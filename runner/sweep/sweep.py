@@ -1,0 +1,299 @@
+"""A sweep: a folder of runs and a list of overrides, which the same command finds again.
+
+``<output_dir>/<name>/sweep-<time>-<digest>/`` holds `sweep.json` (written before the first job, and
+never changed) and a run directory for each job, named by its number with four digits. A job's state
+is that of its run. The digest is that of the command: the config's name and the overrides, without
+those that only say where jobs run. Free of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import importlib.metadata
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel.checkpoint import directory as checkpoints
+from accel.machine.errors import ConfigError, Problem
+from runner.recipe import hydra_setup, paths, resumed_recipe, serialization, sweepers
+from runner.recipe.schema import Recipe
+from runner.runs import directory as run_directory
+from runner.runs import lock, sessions
+from runner.runs.directory import SWEEP, SWEEPS
+
+Plain = Mapping[str, Any]  # a recipe as plain containers
+# How long another command may take to write `sweep.json`, or to choose jobs.
+WAIT_SECONDS = 30.0
+MOST_DIFFERENCES = 12
+# Interpolations whose values are not in the files of a recipe.
+RESOLVER = re.compile(rb"\$\{[^}]*:")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that is known before the sweep begins.
+
+    `changes` are the nodes of its recipe that differ from the sweep's.
+    """
+
+    overrides: tuple[str, ...]
+    changes: Plain
+
+
+@dataclass(frozen=True)
+class Description:
+    """The content of `sweep.json`.
+
+    Args:
+        command: the command line that began the sweep.
+        config_name: the primary file of the recipes.
+        overrides: of the command, without those of where jobs run.
+        digest: of the command, as in the directory's name.
+        sources: digest of all that recipes are composed from; None: it is not known.
+        time: seconds since the epoch.
+        recipe: the first job's frozen recipe.
+        jobs: the jobs that are known in advance; empty: the sweeper chooses them.
+        search: `hydra.sweeper` of a search, without what may change; empty: it is none.
+    """
+
+    command: list[str]
+    config_name: str
+    overrides: list[str]
+    digest: str
+    sources: str | None
+    time: float
+    recipe: Plain
+    jobs: list[Job]
+    search: Plain = field(default_factory=dict)
+
+    def is_of(self, sources: str, lists: Sequence[Sequence[str]]) -> bool:
+        """Return whether composing jobs from such sources would yield the same recipes again."""
+        return self.sources == sources and [list(one.overrides) for one in self.jobs] == [*lists]
+
+    def plain(self, number: int) -> dict[str, Any]:
+        """Return the recipe of a job that is known in advance, as composed."""
+        return {**self.recipe, **self.jobs[number].changes}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep directory and its description."""
+
+    path: Path
+    description: Description
+
+    def run_dir(self, number: int) -> Path:
+        """Return the run directory of a job, which may not exist yet."""
+        return self.path / f"{number:04}"
+
+    def started(self) -> list[int]:
+        """Return the numbers of the jobs that have a run directory."""
+        return sorted(int(path.name) for path in self.path.glob("[0-9]*") if path.name.isdigit())
+
+    def pending(self) -> tuple[int, ...]:
+        """Return the jobs, of those that are known in advance, whose runs are not finished."""
+        known = range(len(self.description.jobs))
+        return tuple(number for number in known if not sessions.is_done(self.run_dir(number)))
+
+    def recipe(self, number: int) -> Recipe:
+        """Return the recipe of a job that is known in advance, as composed."""
+        return serialization.from_plain(self.description.plain(number))
+
+
+def known_job(overrides: Sequence[str], recipe: Plain, base: Plain) -> Job:
+    """Return the entry of a job, whose recipe is frozen as plain containers."""
+    same = {key for key in recipe if _text(base[key]) == _text(recipe[key])}
+    return Job(tuple(overrides), {k: value for k, value in recipe.items() if k not in same})
+
+
+# -- recipes -------------------------------------------------------------------------------
+
+
+def sources(overrides: Sequence[str]) -> str | None:
+    """Return a digest of all that recipes are composed from, inside a Hydra session.
+
+    None: values come from elsewhere than files, too.
+    """
+    if hydra_setup.packages() or any("${" in override for override in overrides):
+        return None
+    found = hashlib.sha256(str(paths.conf_folder()).encode())
+    for _, path in hydra_setup.files():
+        content = path.read_bytes()
+        if RESOLVER.search(content):
+            return None
+        found.update(f"{path}\0".encode(errors="replace") + content + b"\0")
+    for package in ("hydra-core", "omegaconf", "accel-runner"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # in its checkout
+            found.update(importlib.metadata.version(package).encode())
+    return found.hexdigest()
+
+
+# -- on disk -------------------------------------------------------------------------------
+
+
+def _packed(value: Any) -> Any:
+    """Return plain containers as JSON can hold them: other keys than texts stand in pairs."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: _packed(one) for key, one in value.items()}
+        return {"": [[key, _packed(one)] for key, one in value.items()]}
+    return list(map(_packed, value)) if isinstance(value, list | tuple) else value
+
+
+def _unpacked(found: dict[str, Any]) -> dict[Any, Any]:
+    return dict(found[""]) if found.keys() == {""} else found
+
+
+def _text(value: Any) -> str:
+    return json.dumps(_packed(value), ensure_ascii=False)
+
+
+def read(path: Path) -> Sweep:
+    """Return the sweep in a directory.
+
+    Raises:
+        ConfigError: if it is none, or its description is damaged.
+    """
+    file = path / SWEEP
+    try:
+        content = json.loads(file.read_bytes(), object_hook=_unpacked)
+        content["jobs"] = [Job(tuple(one["overrides"]), one["changes"]) for one in content["jobs"]]
+        return Sweep(path.absolute(), Description(**content))
+    except FileNotFoundError as error:
+        rule, remedy = f"a sweep directory holds a {SWEEP}", "Name another directory."
+        raise ConfigError.of(str(path), rule, remedy) from error
+    except (ValueError, TypeError, KeyError) as error:
+        rule = f"it is damaged, or of another version of the runner ({error})"
+        raise ConfigError.of(str(file), rule, "Start a new sweep with sweep.dir=….") from error
+
+
+def find(chosen: str | None, recipe: Recipe, digest: str) -> Sweep | None:
+    """Return the sweep that a command continues; None: it begins one.
+
+    `chosen` is ``sweep.dir``, `recipe` the first job's.
+
+    Raises:
+        ConfigError: if the chosen directory holds a run, or another sweep.
+    """
+    if chosen is None:
+        folder = _folder(recipe)
+        found = folder.parent.glob(f"{glob.escape(folder.name)}/{SWEEPS}*-{digest}/{SWEEP}")
+        newest = max((one.parent for one in found), key=lambda place: place.name, default=None)
+        return None if newest is None else read(newest)
+    path = Path(chosen).expanduser().absolute()
+    if not (path / SWEEP).exists():
+        if run_directory.is_run(path):
+            rule, remedy = "the directory holds a run", "Name another directory."
+            raise ConfigError.of(f"sweep.dir={chosen}", rule, remedy)
+        return None
+    sweep = read(path)
+    if sweep.description.digest != digest:
+        rule = f"the directory holds another sweep ({' '.join(sweep.description.overrides)})"
+        remedy = "Name another directory, or repeat that command."
+        raise ConfigError.of(f"sweep.dir={chosen}", rule, remedy)
+    return sweep
+
+
+def _folder(recipe: Recipe) -> Path:
+    return Path(recipe.output_dir).expanduser().absolute() / recipe.name
+
+
+def create(chosen: str | None, recipe: Recipe, description: Description) -> Sweep:
+    """Create the directory of a sweep, or return that of a command that has just done so.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    path = _folder(recipe) / f"{SWEEPS}{run_directory.stamp()}-{description.digest}"
+    if chosen is not None:
+        path = Path(chosen).expanduser().absolute()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.parent):
+            found = find(chosen, recipe, description.digest)
+            if found is None:
+                path.mkdir(exist_ok=True)
+                content = f"{_text(asdict(description))}\n".encode(errors="surrogateescape")
+                checkpoints.write_atomically(path / SWEEP, content)
+            return found or read(path)
+    except OSError as error:
+        rule = f"a sweep is written there, and that failed ({paths.failure(error)})"
+        remedy = "Give sweep.dir=<a folder you may write to>."
+        raise ConfigError.of(str(path), rule, remedy) from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder in the context, once no other command does."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(lock.held(folder))
+                break
+            except lock.HeldError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        yield
+
+
+# -- the same command again ----------------------------------------------------------------
+
+
+def require_unchanged(there: Sweep, here: Description) -> None:
+    """Refuse to continue a sweep whose recipes have changed since it was begun.
+
+    Raises:
+        ConfigError: naming each key that differs, with the jobs that it differs in.
+    """
+    old, new, shown = there.description, here, str(there.path)
+    remedy = "Undo the change, or begin a new sweep with sweep.dir=<a new directory>."
+    numbers = range(max(len(old.jobs), len(new.jobs)))
+    others = [(_job(old, n), _job(new, n)) for n in numbers if _job(old, n) != _job(new, n)]
+    ConfigError.raise_if(
+        [
+            Problem(after, f"{shown} has {before}", remedy)
+            for before, after in others[:MOST_DIFFERENCES]
+        ]
+    )
+    changed: dict[tuple[str, str, str], list[int]] = {}
+    for number in numbers:
+        for one in resumed_recipe.differences(old.plain(number), new.plain(number)):
+            changed.setdefault(_named(*one), []).append(number)
+    if not old.jobs:
+        found = list(resumed_recipe.differences(old.recipe, new.recipe))
+        found += [
+            (f"{sweepers.NODE}.{key}", before, after)
+            for key, before, after in resumed_recipe.differences(old.search, new.search)
+        ]
+        changed = {_named(*one): [] for one in found}
+    ConfigError.raise_if(
+        [
+            Problem(f"{key}={after}{_in_jobs(jobs)}", f"{key}={before} in {shown}", remedy)
+            for (key, before, after), jobs in list(changed.items())[:MOST_DIFFERENCES]
+        ]
+    )
+
+
+def _named(key: str, before: object, after: object) -> tuple[str, str, str]:
+    return key, str(before), str(after)
+
+
+def _job(of: Description, number: int) -> str:
+    if number >= len(of.jobs):
+        return f"no job {number}"
+    return f"job {number} ({' '.join(of.jobs[number].overrides) or 'without overrides'})"
+
+
+def _in_jobs(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:5])
+    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return f" in job{'s' if len(numbers) > 1 else ''} {shown}{more}" if numbers else ""
