@@ -182,6 +182,8 @@ class RunRecord:
     @cached_property
     def summary(self) -> Fields:
         """The newest summary that a session of it has; empty: none has."""
+        if found := self.ended.get("summary"):
+            return dict(found)
         for folder in reversed(sessions.begun(self.path)):
             if found := self._loaded(folder / sessions.ENDED).get("summary"):
                 return dict(found)
