@@ -11,12 +11,11 @@ import json
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, Group, JustifyMethod
+from rich.console import Console, Group
 from rich.live import Live as RichLive
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -25,11 +24,10 @@ from runner.recipe.schema import Recipe
 from runner.runs.json_files import METRICS
 from runner.runs.outcomes import describe_exit
 from runner.runs.record import CUT_OFF, ENDED_WITH, RunRecord
-from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
+from runner.training.console import PipedConsole, clock, number
 
 REFRESH_SECONDS = 1.0
 TAIL_BYTES = 8192
-LEAST_OVERRIDES = 16  # columns of them, before other columns are left out
 STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 
 
@@ -42,33 +40,8 @@ class _Job:
     status: str = "running"
     step: str = ""
     loss: str = ""
-    metrics: dict[str, str] = field(default_factory=dict)
+    objective: str = ""
     seconds: float | None = None
-
-    def objective(self, number_of: int, is_named: bool) -> str:
-        """Return metrics of the last evaluation, the monitored first, with their names or not."""
-        ordered = sorted(self.metrics.items(), key=lambda one: one[0] != self.monitor)
-        shown = ordered[:number_of]
-        return "  ".join(f"{name} {value}" if is_named else value for name, value in shown)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Which columns a table has: the less room there is, the fewer."""
-
-    num_metrics: int = 2
-    has_loss: bool = True
-    is_named: bool = True
-    gap: int = 2
-
-
-LAYOUTS = (
-    _Layout(),
-    _Layout(num_metrics=1),
-    _Layout(num_metrics=1, has_loss=False),
-    _Layout(num_metrics=1, has_loss=False, gap=1),
-    _Layout(num_metrics=1, has_loss=False, is_named=False, gap=1),
-)
 
 
 class Live:
@@ -156,43 +129,19 @@ class Live:
 
     def table(self) -> Group:
         """Return the jobs that run, and how many there are of each kind."""
-        width = self._console.width
-        for layout in LAYOUTS:
-            table, needed = self._table(layout, LEAST_OVERRIDES)
-            if needed <= width:
-                break
-        longest = max((len(one.overrides) for one in self._jobs.values()), default=0)
-        room = min(longest, LEAST_OVERRIDES) + width - needed
-        table, _ = self._table(layout, room)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in ("job", "status", "step", "loss", "objective", "time"):
+            table.add_column(name, justify="left" if name == "job" else "right", no_wrap=True)
+        table.add_column("overrides", no_wrap=True, overflow="ellipsis")
+        for job, one in sorted(self._jobs.items()):
+            status = Text(one.status, style=STYLES.get(one.status, ""))
+            seconds = clock(time.monotonic() - one.began)
+            cells = (f"{job:04}", status, one.step, one.loss, one.objective, seconds)
+            table.add_row(*cells, Text(one.overrides))
         total = "" if self._total is None else f" of {self._total}"
         failed = f", {self._failed} failed" if self._failed else ""
         left = f"{self._done} finished{total}{failed}, {len(self._jobs)} running"
         return Group(table, Text(left, style="bold"))
-
-    def _table(self, layout: _Layout, room: int) -> tuple[Table, int]:
-        """Return a table with overrides of at most `room` columns, and how wide it is."""
-        table = Table(box=None, pad_edge=False, padding=(0, layout.gap, 0, 0))
-        metric = "objective" if layout.is_named else "value"
-        heads = ["job", "status", "step", *(["loss"] if layout.has_loss else []), metric, "time"]
-        for name in heads:
-            justify: JustifyMethod = "left" if name in ("job", "status") else "right"
-            table.add_column(name, justify=justify, no_wrap=True)
-        has_overrides = room >= len("a=1…") and any(one.overrides for one in self._jobs.values())
-        if has_overrides:
-            head = Text("overrides")
-            head.truncate(room, overflow="ellipsis")
-            table.add_column(head, no_wrap=True)
-        for job, one in sorted(self._jobs.items()):
-            loss = [one.loss] if layout.has_loss else []
-            objective = one.objective(layout.num_metrics, layout.is_named)
-            status = Text(one.status, style=STYLES.get(one.status, ""))
-            overrides = Text(one.overrides)
-            overrides.truncate(max(room, 1), overflow="ellipsis")
-            seconds = clock(time.monotonic() - one.began)
-            cells: list[str | Text] = [f"{job:04}", status, one.step, *loss, objective, seconds]
-            table.add_row(*cells, *([overrides] if has_overrides else []))
-        wide = self._console.options.update(max_width=UNLIMITED_COLUMNS)
-        return table, Measurement.get(self._console, wide, table).maximum
 
 
 def _read_position(path: Path, job: _Job) -> None:
@@ -210,9 +159,9 @@ def _read_position(path: Path, job: _Job) -> None:
             if record["split"] == "train":
                 job.loss = number(record.get("loss", ""))
             elif record["split"] == "validation":
-                values = {k: v for k, v in record.items() if k not in _PLACE}
-                job.metrics = {k: number(v) for k, v in values.items()}
-        except (ValueError, KeyError, TypeError):  # the first of these lines is cut off
+                name = job.monitor or next(key for key in record if key not in _PLACE)
+                job.objective = f"{name} {number(record[name])}"
+        except (ValueError, KeyError, TypeError, StopIteration):  # the first line is cut off
             continue
 
 

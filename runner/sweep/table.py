@@ -9,7 +9,6 @@ import csv
 import functools
 import io
 import math
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from functools import cached_property
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -31,11 +29,8 @@ from runner.runs.record import PRUNED, RunRecord
 from runner.sweep.objectives import BEST, values_of
 from runner.sweep.plan import is_setting
 from runner.sweep.sweep import Sweep
-from runner.training.console import UNLIMITED_COLUMNS, PipedConsole, clock, number
+from runner.training.console import PipedConsole, clock, number
 
-_INTEGER = re.compile(r"[+-]?(0|[1-9]\d*(_\d+)*)", re.ASCII)
-_LIST = re.compile(r"\[[\w\s.+,-]+\]", re.ASCII)  # of plain values
-_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
 FILE = "results.csv"
 MOST_ROWS = 40
 STYLES = {"finished": "green", "failed": "red", "stopped": "yellow", "interrupted": "yellow"}
@@ -165,21 +160,7 @@ def _value(override: str) -> tuple[str, str] | None:
     key = hydra_setup.key_of(override)
     if key.startswith("hydra") or is_setting(override):
         return None
-    return key, "null" if override.startswith("~") else plain_value(override.partition("=")[2])
-
-
-def plain_value(text: str) -> str:
-    """Return an override's value in one form: numbers, true and false, and lists of them.
-
-    A grid has been through Hydra, which writes 0.001 and True; a list of jobs is as it was typed.
-    """
-    if _LIST.fullmatch(text):
-        return f"[{','.join(plain_value(one.strip()) for one in text[1:-1].split(','))}]"
-    if text.lower() in ("true", "false"):
-        return text.lower()
-    if _INTEGER.fullmatch(text):
-        return str(int(text))
-    return str(float(text)) if _FLOAT.fullmatch(text) else text
+    return key, "null" if override.startswith("~") else override.partition("=")[2]
 
 
 def _swept(rows: Sequence[Row]) -> list[str]:
@@ -217,56 +198,16 @@ def write_csv(sweep: Sweep, found: Results) -> None:
         checkpoints.write_atomically(path, content)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What a table of results has: the less room there is, the less."""
-
-    breaks_headings: bool = True
-    has_step: bool = True
-    has_keys: bool = True
-    padding: int = 1
-
-    def heading(self, text: str) -> Text:
-        """Return a column's heading, broken at dots and spaces on a narrow console."""
-        return Text(re.sub(r"(?<=[.]\b)| ", "\n", text) if self.breaks_headings else text)
-
-
-LAYOUTS = (
-    _Layout(breaks_headings=False),
-    _Layout(),
-    _Layout(has_step=False),
-    _Layout(has_keys=False),
-    _Layout(has_step=False, has_keys=False, padding=0),
-)
-
-
-def _fitting(found: Results, console: Console) -> _Layout:
-    """Return the fullest layout in which every cell is whole on a console."""
-    wide = console.options.update(max_width=UNLIMITED_COLUMNS)
-    for layout in LAYOUTS:
-        if Measurement.get(console, wide, _table(found, layout)).maximum <= console.width:
-            break
-    return layout
-
-
-def _table(found: Results, layout: _Layout) -> Table:
+def _table(found: Results) -> Table:
     """Return the best rows as a table: the swept keys, objective, step, time."""
-    name = found.metric or "objective"
-    title = f"{name} ({found.mode})" if found.metric else name
-    result = Table(
-        box=box.SIMPLE,
-        title=found.folder,
-        title_justify="left",
-        title_style="dim",
-        padding=(0, layout.padding),
-    )
+    name = f"{found.metric} ({found.mode})" if found.metric else "objective"
+    result = Table(box=box.SIMPLE, title=found.folder, title_justify="left", title_style="dim")
     result.add_column("job", no_wrap=True)
-    keys = found.swept if layout.has_keys else []
-    for key in keys:
-        result.add_column(layout.heading(key), overflow="fold")
+    for key in found.swept:
+        result.add_column(key, overflow="fold")
     result.add_column("status", no_wrap=True)
-    for column in (title, *(["best step"] if layout.has_step else []), "time"):
-        result.add_column(layout.heading(column), justify="right", no_wrap=True)
+    for column in (name, "best step", "time"):
+        result.add_column(column, justify="right", overflow="fold")
     for row in found.rows[:MOST_ROWS]:
         value = row.objective
         measured = [value] if isinstance(value, float) else value or []
@@ -274,25 +215,18 @@ def _table(found: Results, layout: _Layout) -> Table:
         seconds = row.field("seconds")
         result.add_row(
             f"{row.job:04}",
-            *(Text(row.values.get(key, "")) for key in keys),
+            *(Text(row.values.get(key, "")) for key in found.swept),
             Text(row.status, style=STYLES.get(row.status, "")),
             Text(unit + "  ".join(map(number, measured))),
-            *([str(row.field("best_step"))] if layout.has_step else []),
+            str(row.field("best_step")),
             clock(float(seconds)) if isinstance(seconds, (int, float)) else "",
         )
     return result
 
 
 def show(found: Results, command: str, console: Console) -> None:
-    """Print the table, and the command that trains the best job alone.
-
-    Where the swept keys have no room as columns, they are listed below, a job a line.
-    """
-    layout = _fitting(found, console)
-    console.print(_table(found, layout))
-    for row in found.rows[:MOST_ROWS] if found.swept and not layout.has_keys else []:
-        values = " ".join(f"{k}={row.values[k]}" for k in found.swept if k in row.values)
-        console.print(f"{row.job:04}  {values}", markup=False, highlight=False, soft_wrap=True)
+    """Print the table, and the command that trains the best job alone."""
+    console.print(_table(found))
     left = len(found.rows) - MOST_ROWS
     if left > 0:
         console.print(f"and {left} more in {found.folder}/{FILE}", markup=False, soft_wrap=True)

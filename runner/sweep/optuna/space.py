@@ -77,23 +77,6 @@ class Parameter:
         )
         return _text(value, chosen)
 
-    def value_of(self, text: str) -> str | float:
-        """Return the value that stands on a command line as `text`, for a sampler.
-
-        Raises:
-            ValueError: if it is none of this parameter's.
-        """
-        known = self.distribution
-        if isinstance(known, CategoricalDistribution):
-            if text not in known.choices:
-                raise ValueError(text)
-            return text
-        assert isinstance(known, IntDistribution | FloatDistribution)
-        value = int(text) if isinstance(known, IntDistribution) else float(text)
-        if not known.low <= value <= known.high:
-            raise ValueError(text)
-        return value
-
     def examples(self) -> list[str]:
         """Return each categorical value; of numbers both ends, and a value between them."""
         chosen = self.distribution
@@ -176,11 +159,6 @@ class Space:
             if hold(parameter.conditions, chosen):
                 chosen[parameter.key] = parameter.suggest(trial)
         return self._overrides(chosen)
-
-    def chosen(self, overrides: Sequence[str]) -> dict[str, str]:
-        """Return what a sampler has chosen in the overrides of a job, by key."""
-        given = {hydra_setup.key_of(o): o.partition("=")[2] for o in overrides}
-        return {one.key: given[one.key] for one in self.parameters if one.key in given}
 
     def probes(self) -> list[list[str]]:
         """Return jobs in which each example of each key stands at least once."""

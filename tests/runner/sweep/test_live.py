@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from runner.recipe.schema import Checkpoint, Recipe, Trainer
+from runner.recipe.schema import Recipe, Trainer
 from runner.sweep.live import Live
 from tests.runner.sweep.stand_ins import begin_job, end_job
 
@@ -72,33 +72,3 @@ def test_the_table_has_steps_and_losses_from_the_runs(tmp_path: Path) -> None:
     for expected in ("0000", "running", "10/50", "0.5000", "accuracy 0.7500", "seed=1"):
         assert expected in drawn
     assert "1 finished of 3, 1 running" in drawn
-
-
-@pytest.mark.parametrize("width", [100, 80, 60, 34])
-def test_a_narrow_table_cuts_overrides_only(tmp_path: Path, width: int) -> None:
-    console = Console(file=StringIO(), width=width, force_terminal=True, record=True)
-    live = Live(tmp_path, 12, alone=False, console=console)
-    overrides = ["optimizer.lr=0.0031622776", "model.hidden_size=128", "trainer.accumulation=8"]
-    judged = Checkpoint(monitor="accuracy")
-    live.started(7, overrides, Recipe(trainer=Trainer(max_steps=400), checkpoint=judged))
-    live.started(8, overrides, Recipe())
-    (tmp_path / "0007").mkdir()
-    records = [
-        {"step": 120, "split": "train", "loss": 0.5, "time": 1.0},
-        {"step": 120, "split": "validation", "loss": 0.25, "accuracy": 0.75, "epoch": 1},
-    ]
-    text = "".join(json.dumps(one) + "\n" for one in records)
-    (tmp_path / "0007" / "metrics.jsonl").write_text(text)
-    live.update()
-    live.close()
-    plain = Console(file=StringIO(), width=width, record=True)
-    plain.print(live.table())
-    heads, first, second, *_ = plain.export_text().splitlines()
-    assert first.split()[:3] == ["0007", "running", "120/400"]
-    assert "0.7500" in first
-    assert ("accuracy 0.7500" in first) is (width >= 60)
-    assert "0:00" in first
-    assert second.split()[:3] == ["0008", "running", "0:00"]
-    assert ("…" in first) is (width > 34)
-    assert {"job", "status", "step", "time"} <= set(heads.split())
-    assert max(map(len, (heads, first, second))) <= width

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runner.recipe import hydra_setup
 from runner.recipe.schema import Recipe
 from runner.runs import sessions
 from runner.sweep import sweep as sweeps
@@ -92,17 +91,6 @@ def test_jobs_of_a_sweeper_are_found_by_their_runs(tmp_path: Path) -> None:
     begin_job(made.path, 2, ["optimizer.lr=0.5", "~scheduler=null", "hydra/sweeper=three"])
     (row,) = results(made).rows
     assert row.values == {"optimizer.lr": "0.5", "scheduler": "null"}
-
-
-@pytest.mark.usefixtures("hydra_session")
-def test_a_value_has_one_form_in_grids_and_in_lists() -> None:
-    typed = "1e-3 1_000 1e5 1.50 +3 .5 true False abc '1e-3' 1E-7 0x10 1. -2e-3 null 0 [1e-3]"
-    for text in typed.split():
-        ((of_grid,), _) = hydra_setup.expand([f"a={text},other"])
-        assert table.plain_value(of_grid[2:]) == table.plain_value(text), text
-    assert [table.plain_value(text) for text in ("1e-3", "True", "007", "2026-01")] == [
-        *("0.001", "true", "007", "2026-01"),
-    ]
 
 
 def test_values_of_different_metrics_are_not_compared(sweep: Sweep) -> None:
