@@ -13,7 +13,7 @@ from accel.machine.errors import ConfigError, Problem
 from runner.recipe import paths, serialization, trust
 from runner.recipe.schema import Recipe
 from runner.runs import sessions
-from runner.runs.sessions import CONFIG, JOB, OVERRIDES
+from runner.runs.sessions import CONFIG, JOB
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,10 @@ class Job:
     def _write(self, frozen: Recipe) -> None:
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "folder"}
         content["run_dir"] = str(self.run_dir)
-        files = {
-            CONFIG: serialization.yaml_text(serialization.frozen_plain(frozen)),
-            OVERRIDES: serialization.yaml_text(list(self.overrides)),
-            JOB: json.dumps(content, indent=2) + "\n",
-        }
-        for name, text in files.items():
-            checkpoints.write_atomically(self.place / name, text.encode())
+        recipe = serialization.yaml_text(serialization.frozen_plain(frozen))
+        checkpoints.write_atomically(self.place / CONFIG, recipe.encode())
+        text = json.dumps(content, indent=2)
+        checkpoints.write_atomically(self.place / JOB, f"{text}\n".encode())
 
     @classmethod
     def load(cls, run_dir: str | Path) -> tuple[Job, Recipe]:

@@ -2,8 +2,8 @@
 
 ``<run_dir>/sessions/0002/`` is made under its final name and is never moved. Its files are
 
-- what was given: `config.yaml`, `overrides.yaml`, `environment.json`, `git.diff`, `threads.json`,
-  and, as the last of them, `job.json`: without it there is no session;
+- what was given: `config.yaml`, `environment.json`, `git.diff`, `threads.json` and, with the
+  overrides, `job.json`: without it there is no session;
 - `submitted.json`: the job of Slurm that it waits for;
 - `begun.json`: the first optimizer step was made;
 - `rank_<n>.json`: how a process failed or was stopped;
@@ -34,7 +34,7 @@ from runner.runs.json_files import Fields, read_json, write_json
 logger = logging.getLogger(__name__)
 
 FOLDER = "sessions"
-CONFIG, OVERRIDES, JOB = "config.yaml", "overrides.yaml", "job.json"
+CONFIG, JOB = "config.yaml", "job.json"
 SUBMITTED, BEGUN, ENDED = "submitted.json", "begun.json", "ended.json"
 _NUMBER = re.compile(r"\d{4,}")
 

@@ -70,7 +70,6 @@ def test_two_processes_see_the_losses_of_one(
 def test_what_a_run_leaves(straight: Path) -> None:
     for name in (
         "config.yaml",
-        "sessions/0001/overrides.yaml",
         "sessions/0001/environment.json",
         "metrics.jsonl",
         "summary.json",

@@ -201,7 +201,7 @@ def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Job.load(job.run_dir) == (job, factory.completed(recipe))
     assert job.place == job.run_dir / "sessions" / "0001"
     assert (job.cwd, job.resume_from, job.imports) == (str(tmp_path), None, ())
-    assert (job.place / "overrides.yaml").read_text().splitlines()[1] == "- seed=3"
+    assert json.loads((job.place / "job.json").read_text())["overrides"][1] == "seed=3"
     assert json.loads((job.place / "environment.json").read_text())["cwd"] == str(tmp_path)
 
 
