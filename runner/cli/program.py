@@ -346,7 +346,9 @@ def _hydra(line: Sequence[str], task: Callable[[DictConfig], object]) -> int:
     except (ConfigError, BrokenPipeError):  # of a sweeper of ours; of one who reads the output
         raise
     except diagnose.MISTAKES as error:
-        raise ConfigError(*diagnose.translate(error, hydra_setup.PRIMARY)) from error
+        with hydra_setup.session():
+            problems = diagnose.translate(error, hydra_setup.PRIMARY)
+        raise ConfigError(*problems) from error
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED if end.code else DONE
     finally:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from accel.machine.errors import ConfigError, Problem, nearest
 from runner.recipe import diagnose, hydra_setup
 
 KINDS = ("launcher", "sweeper")
@@ -32,12 +33,32 @@ def _hydra(overrides: Sequence[str], config_name: str) -> DictConfig:
 
 
 def choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
-    """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses."""
-    found = dict.fromkeys(KINDS, "basic")
-    with contextlib.suppress(*diagnose.MISTAKES):
+    """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
+
+    Raises:
+        ConfigError: if one of their keys is wrong.
+    """
+    try:
         chosen = _hydra(overrides, config_name).runtime.choices
-        found = {kind: chosen.get(f"hydra/{kind}") or "basic" for kind in KINDS}
-    return found
+    except diagnose.MISTAKES as error:
+        wrong = list(_wrong_keys(overrides))
+        raise ConfigError(*(wrong or diagnose.translate(error, config_name))) from error
+    return {kind: chosen.get(f"hydra/{kind}") or "basic" for kind in KINDS}
+
+
+def _wrong_keys(overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problem of each key of a launcher or a sweeper that Hydra refuses."""
+    files = [one for one in overrides if hydra_setup.key_of(one).startswith("hydra/")]
+    for one in overrides:
+        head, kind, name = [*hydra_setup.key_of(one).split("."), "", ""][:3]
+        if head == "hydra" and kind in KINDS:
+            try:
+                hydra_setup.composed_with_hydra([*files, one], hydra_setup.PRIMARY)
+            except diagnose.MISTAKES:
+                node = hydra_setup.composed_with_hydra(files, hydra_setup.PRIMARY).hydra
+                known = [key for key in map(str, node[kind]) if not key.startswith("_")]
+                rule = f"the {kind} has no such key, or the key takes no such value"
+                yield Problem(one, rule, nearest(name, known))
 
 
 def nodes(overrides: Sequence[str], config_name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accel.machine.errors import MissingPackageError
+from accel.machine.errors import ConfigError, MissingPackageError
 from runner.recipe import composition, hydra_setup, launchers, plugin_nodes, sweepers
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
@@ -27,6 +27,21 @@ def test_the_launcher_and_the_sweeper_are_known_whatever_else_is_wrong(
 ) -> None:
     found = plugin_nodes.choices(overrides, "config")
     assert found == {"launcher": launcher, "sweeper": sweeper}
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("hydra.launcher.n_jobz=2", "Did you mean 'n_jobs'?"),
+        ("hydra.sweeper.max_batch_sizes=2", "Did you mean 'max_batch_size'?"),
+    ],
+)
+def test_a_wrong_key_of_a_plugin_is_named(override: str, remedy: str) -> None:
+    """R10: before there is a folder of the sweep."""
+    with pytest.raises(ConfigError) as refused:
+        plugin_nodes.choices(["hydra/launcher=joblib", override, "seed=1,2"], "config")
+    (problem,) = refused.value.problems
+    assert (problem.value, problem.remedy) == (override, remedy)
 
 
 RAY = "hydra/launcher=ray"
