@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,21 +32,6 @@ def test_the_split_is_fixed_and_stratified() -> None:
     # Every scan is in one part: together they are all there are.
     pixels = torch.cat([images for images, _ in parts]).sum(dtype=torch.float64) * 16
     assert int(pixels) == 561718
-
-
-def test_the_split_depends_on_nothing_but_its_seed() -> None:
-    first = tensors(digits(augment=False).test)
-    torch.manual_seed(7)
-    np.random.seed(7)
-    assert torch.equal(first[0], tensors(digits().test)[0])
-    assert not torch.equal(first[0], tensors(digits(split_seed=1).test)[0])
-
-
-def test_augmentation_leaves_the_generators_of_the_run_alone() -> None:
-    state, python_state = torch.get_rng_state(), random.getstate()
-    digits()
-    assert torch.equal(state, torch.get_rng_state())
-    assert python_state == random.getstate()
 
 
 def test_a_visit_draws_a_variant_as_a_function_of_the_seed() -> None:

@@ -57,20 +57,6 @@ def test_a_step_updates_both_models() -> None:
         assert all(p.grad is None for p in step.models[name].parameters())
 
 
-def test_each_phase_trains_its_own_model_alone() -> None:
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
-    step = prepared(accelerator, lr_generator=0.0)
-    before = weights(step, "generator")
-    step.train(accelerator, window(images(8)), Trainer())
-    assert torch.equal(before, weights(step, "generator"))
-
-    step = prepared(accelerator, lr_discriminator=0.0)
-    before = weights(step, "discriminator")
-    step.train(accelerator, window(images(8)), Trainer())
-    assert torch.equal(before, weights(step, "discriminator"))
-
-
 def constant_noise(step: GANStep) -> None:
     """Let noise and perturbation be the same for every image, so that sums can be compared."""
     step.perturbation = 0.0
