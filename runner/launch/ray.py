@@ -57,7 +57,7 @@ OF_WORKERS: dict[str, None] = dict.fromkeys(("RAY_JOB_ID", "RAY_RAYLET_PID", "PY
 
 
 class Actor:
-    """A process under an actor, as a handle; `pid` is 0 until it runs.
+    """A process under an actor, as a handle; the actor ends with it, and gives its room back.
 
     Args:
         ray: the module, connected.
@@ -66,6 +66,7 @@ class Actor:
         order: see `group.bootstrap`.
         content: its standard input.
         on_lost: gets the reason where Ray has lost the process, and returns its status.
+        waits: whether it may wait for room: until it has it, a signal ends it.
     """
 
     def __init__(
@@ -75,25 +76,28 @@ class Actor:
         module: str,
         order: Mapping[str, Any],
         content: bytes = b"",
-        on_lost: Callable[[str], int] = lambda reason: -signal.SIGKILL,
+        *,
+        on_lost: Callable[[str], int],
+        waits: bool = False,
     ) -> None:
-        self._ray, self._actor, self._on_lost = ray, actor, on_lost
+        self._ray, self._actor = ray, actor
+        self._on_lost, self._waits = on_lost, waits
         self.pid = 0
-        self._status: int | None = None
+        self.status: int | None = None
         actor.start.remote(group.bootstrap(module), order, content)
         self._events: ObjectRef = actor.events.remote(EVENT_SECONDS)
 
     def poll(self) -> int | None:
         """Show its output; return its status."""
-        if self._status is None and self._ray.wait([self._events], timeout=0)[0]:
+        if self.status is None and self._ray.wait([self._events], timeout=0)[0]:
             self._take()
-        return self._status
+        return self.status
 
     def _take(self) -> None:
         try:
             found = self._ray.get(self._events)
         except self._ray.exceptions.RayError as error:
-            self._status = self._on_lost(reason(error))
+            self._end(self._on_lost(reason(error)))
             return
         for kind, value in found:
             if kind == remote_process.STARTED:
@@ -101,22 +105,25 @@ class Actor:
             elif kind == remote_process.OUTPUT:
                 show(value)
             else:
-                self._status = value
-        if self._status is None:
+                self._end(value)
+        if self.status is None:
             self._events = self._actor.events.remote(EVENT_SECONDS)
+
+    def _end(self, status: int) -> None:
+        self.status = status
+        self._ray.kill(self._actor)
 
     def send(self, number: int) -> None:
         """Send a signal to the process."""
-        self._actor.send.remote(number)
+        if self._waits and not self.pid:
+            self._end(-number)
+        else:
+            self._actor.send.remote(number)
 
     def kill(self) -> None:
-        """Kill the process, if it runs; at its end, the actor has killed its children."""
-        if self._status is None:
-            self._actor.kill.remote()
-
-    def close(self) -> None:
-        """End the actor, which then needs no room."""
-        self._ray.kill(self._actor)
+        """Kill the process, if it runs; its children are killed at its end."""
+        if self.status is None:
+            self.send(signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -124,9 +124,3 @@ class ProcessHost:
         """Send a signal to the process, if it runs."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """Kill the process and its children."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)

@@ -63,7 +63,7 @@ class Jobs:
 
     def __init__(self, ray: ModuleType, settings: Mapping[str, Any]) -> None:
         self._ray, self._settings = ray, settings
-        self._jobs: list[_Job] = []
+        self._jobs: list[Actor] = []
         self._short: set[str] = set()  # notes that have been printed
 
     # -- room ------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Jobs:
 
     # -- processes -------------------------------------------------------------------------
 
-    def start(self, order: Order) -> _Job:
+    def start(self, order: Order) -> Actor:
         """Have a job started as soon as there is room."""
         resources = dict(order.resources)
         actor = cluster.host(
@@ -119,45 +119,13 @@ class Jobs:
         pickled = pickle.dumps(replace(order, resources={}, cwd=cwd))
         sent = {"path": path, "folder": str(order.arguments["folder"])}
         on_lost = partial(_lost, order.number)
-        job = _Job(Actor(self._ray, actor, __name__, sent, pickled, on_lost=on_lost))
+        job = Actor(self._ray, actor, __name__, sent, pickled, on_lost=on_lost, waits=True)
         self._jobs.append(job)
         return job
 
     def wait(self, seconds: float) -> None:
         """Wait so many seconds."""
         time.sleep(seconds)
-
-
-class _Job:
-    """The handle of a job, which may wait for room; its actor gives the room back."""
-
-    def __init__(self, actor: Actor) -> None:
-        self._actor = actor
-        self.status: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """The process id; 0: it has not started."""
-        return self._actor.pid
-
-    def poll(self) -> int | None:
-        if self.status is None and (status := self._actor.poll()) is not None:
-            self._end(status)
-        return self.status
-
-    def send(self, number: int) -> None:
-        if self.pid:
-            self._actor.send(number)
-        else:
-            self._end(-number)
-
-    def kill(self) -> None:
-        if self.status is None:
-            self._end(-signal.SIGKILL)
-
-    def _end(self, status: int) -> None:
-        self.status = status
-        self._actor.close()
 
 
 def _lost(number: int, reason: str) -> int:

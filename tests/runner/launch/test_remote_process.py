@@ -56,11 +56,10 @@ def test_a_signal_reaches_a_process_that_is_just_starting() -> None:
     host.send(signal.SIGTERM)  # nobody is there any more
 
 
-def test_kill_ends_it() -> None:
+def test_sigkill_ends_it() -> None:
     host = ProcessHost()
-    host.kill()  # nothing is there yet
     host.start(WAITS, {})
     (_, pid), *_ = until(host, OUTPUT)
-    host.kill()
+    host.send(signal.SIGKILL)
     assert until(host, ENDED)[-1] == (ENDED, -signal.SIGKILL)
     assert not alive(pid)

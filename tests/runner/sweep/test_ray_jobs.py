@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from runner.launch.ray import Actor
 from runner.recipe import launchers
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs import lock
 from runner.runs.record import RunRecord
-from runner.sweep import ray_jobs
 from runner.sweep.ray_jobs import Jobs
 from tests import ray_nodes
 from tests.ray_nodes import Cluster
@@ -150,6 +150,9 @@ class Ray:
     def nodes(self) -> list[dict[str, Any]]:
         return [{"Alive": True, "Resources": self.resources}]
 
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return [], references
+
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(gcs_address="here:1")
 
@@ -178,21 +181,16 @@ def test_a_job_gets_what_its_recipe_needs(
     assert share.environment["RAY_ADDRESS"] == "here:1"
 
 
-class Waiting:
-    """The actor of a job that has no room yet."""
+class Method:
+    """Stands for a method of an actor that has no room yet."""
 
-    pid, closed = 0, False
-
-    def poll(self) -> int | None:
-        return None
-
-    def close(self) -> None:
-        self.closed = True
+    def remote(self, *given: object) -> None:
+        """Nobody answers."""
 
 
 def test_a_stop_ends_a_job_that_waits_for_room() -> None:
-    actor: Any = Waiting()
-    job = ray_jobs._Job(actor)
+    ray, actor = Ray(), SimpleNamespace(start=Method(), events=Method(), send=Method())
+    job = Actor(ray, actor, "module", {}, on_lost=lambda reason: 1, waits=True)  # type: ignore[arg-type]
     assert job.poll() is None
     job.send(signal.SIGTERM)
-    assert (job.poll(), actor.closed) == (-signal.SIGTERM, True)
+    assert (job.poll(), ray.killed) == (-signal.SIGTERM, [actor])
