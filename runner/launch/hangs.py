@@ -6,9 +6,10 @@ that the launcher hosts. The rank whose time was up first names the one that han
 all, and all end. While the run makes progress, one key of the store is read every few seconds, and
 the main thread only counts.
 
-The limit is `trainer.hang_timeout` from the first finished step on. Start-up takes as long as it
-takes: ranks that wait for each other there meet the process group's own time-out, and everything
-else ends after `START_SECONDS`.
+The limit is `trainer.hang_timeout` from the first finished step on; between two steps it is below
+the time-out of the process group, which would end the run without naming anyone. Start-up takes as
+long as it takes: ranks that wait for each other there meet the process group's own time-out, and
+everything else ends after `START_SECONDS`.
 
 A main thread that waits in native code has given the interpreter to others, as all of torch does. A
 rank whose interpreter does not run is ended by `faulthandler`, which needs none, with its stack in
@@ -43,7 +44,7 @@ from runner.recipe.units import parse_duration
 from runner.runs import sessions
 from runner.runs.outcomes import Outcome
 from runner.runs.sessions import run_dir_of
-from runner.training.stopping import Progress, StopFlag
+from runner.training.stopping import TRAINING, Progress, StopFlag
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 START_SECONDS = 2 * 3600.0
 MAX_POLL_SECONDS = 5.0
-# Below the process group's own time-out, which would end the run without naming anyone.
 OF_GROUP_TIMEOUT = 0.9
 # Torch's default for NCCL.
 NCCL_TIMEOUT = timedelta(minutes=10)
@@ -157,7 +157,7 @@ class Watchdog:
 
     Args:
         stop: has the progress of the main thread, and knows of a parent, which reports the end.
-        limit: seconds without progress.
+        limits: seconds without progress: between two steps, and in any other phase.
         rank: of this process.
         world_size: number of ranks.
         folder: the session; stacks go to the logs of its run.
@@ -165,12 +165,18 @@ class Watchdog:
     """
 
     def __init__(
-        self, stop: StopFlag, limit: float, rank: int, world_size: int, folder: Path, store: Store
+        self,
+        stop: StopFlag,
+        limits: tuple[float, float],
+        rank: int,
+        world_size: int,
+        folder: Path,
+        store: Store,
     ) -> None:
         self._stop, self._progress = stop, stop.progress
-        self._limit, self._store = limit, store
+        (self._limit, self._longest), self._store = limits, store
         self._rank, self._world_size, self._folder = rank, world_size, folder
-        self._poll = min(MAX_POLL_SECONDS, limit / 10)
+        self._poll = min(MAX_POLL_SECONDS, self._limit / 10)
         # Within which a rank answers, unless the machine is busy.
         self._patience = 3 * self._poll + 5.0
         self._log = rank_logs.log_file(run_dir_of(folder), rank).open("a")
@@ -209,7 +215,9 @@ class Watchdog:
 
     @property
     def _current_limit(self) -> float:
-        return self._limit if self._progress.is_timed else max(self._limit, START_SECONDS)
+        if not self._progress.is_timed:
+            return max(self._longest, START_SECONDS)
+        return self._limit if self._progress.phase == TRAINING else self._longest
 
     def _wait(self, seconds: float) -> bool:
         """Wait, and return whether the watchdog is closed.
@@ -262,16 +270,19 @@ class Watchdog:
             failures.print_failure(outcome, place, self._world_size, rank_logs.terminal())
 
 
-def limit_of(recipe: Recipe, world_size: int) -> float | None:
-    """Return the seconds without progress after which a run ends; None: never."""
-    limit = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
-    if limit is None or world_size == 1:
-        return limit
+def limits_of(recipe: Recipe, world_size: int) -> tuple[float, float] | None:
+    """Return the seconds without progress after which a run ends, between steps and else.
+
+    None: never.
+    """
+    longest = parse_duration(recipe.trainer.hang_timeout, "trainer.hang_timeout")
+    if longest is None or world_size == 1:
+        return None if longest is None else (longest, longest)
     group = recipe.distributed.init.timeout
     if group is None:
         on_cpu = processes.device(recipe.distributed) == "cpu" or not processes.num_accelerators()
         group = default_pg_timeout if on_cpu else NCCL_TIMEOUT
-    return min(limit, OF_GROUP_TIMEOUT * group.total_seconds())
+    return min(longest, OF_GROUP_TIMEOUT * group.total_seconds()), longest
 
 
 @contextlib.contextmanager
@@ -279,12 +290,12 @@ def watching(
     recipe: Recipe, folder: Path, stop: StopFlag, rank: int, world_size: int
 ) -> Iterator[None]:
     """Watch this process in the context, if the recipe wants it; `folder` is the session."""
-    limit = limit_of(recipe, world_size)
-    if limit is None:
+    limits = limits_of(recipe, world_size)
+    if limits is None:
         yield
         return
     shared = store.connect("watchdog", STORE_TIMEOUT) if world_size > 1 else HashStore()
-    dog = Watchdog(stop, limit, rank, world_size, folder, shared)
+    dog = Watchdog(stop, limits, rank, world_size, folder, shared)
     try:
         yield
     finally:

@@ -261,7 +261,7 @@ def handlers_restored(numbers: Iterable[signal.Signals]) -> Iterator[dict[signal
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-START_UP = "start-up"
+START_UP, TRAINING = "start-up", "training"
 
 
 class Progress:
@@ -285,7 +285,7 @@ class Progress:
         """Say that an optimizer step is complete."""
         self.count += 1
         self.steps += 1
-        self.phase = "training"
+        self.phase = TRAINING
         self.is_timed = True
 
     def batch(self) -> None:
