@@ -5,8 +5,10 @@ Free of torch until something is checked.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from accel.config.handlers import KwargsHandler
@@ -85,6 +87,7 @@ def problems(recipe: Recipe) -> list[Problem]:
         lambda: _check_plan(recipe),
         lambda: _check_clipping(recipe),
         lambda: _check_weights(recipe),
+        lambda: _check_folder(recipe),
         lambda: ConfigError.raise_if(environment_conflicts(recipe, Environment.read())),
         lambda: filter_trackers(recipe.tracker.log_with, logging_dir=recipe.output_dir),
     )
@@ -148,6 +151,17 @@ def _check_weights(recipe: Recipe) -> None:
             "the step builds its own models, with weights on every rank",
             "Leave it out, or choose model=….",
         )
+
+
+def _check_folder(recipe: Recipe) -> None:
+    """Raise if states cannot be written where a recipe wants them."""
+    named = recipe.checkpoint.project.project_dir
+    place = Path(named or ".").expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    if not (place.is_dir() and os.access(place, os.W_OK)) and named is not None:
+        rule, remedy = f"{place} is no folder that can be written", "Name another, or leave it out."
+        raise ConfigError.of(f"checkpoint.project.project_dir={named}", rule, remedy)
 
 
 def environment_conflicts(recipe: Recipe, environment: Environment) -> list[Problem]:
