@@ -5,7 +5,6 @@ Holds E1.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -21,7 +20,6 @@ from accel.machine import imports
 from accel.machine.enums import PrecisionType
 from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState, GradientState, PartialState
-from tests.helpers import run_distributed
 
 
 def loader(samples: int = 6, batch_size: int = 2) -> DataLoader:
@@ -270,39 +268,6 @@ def test_end_training_can_be_called_twice() -> None:
     accelerator.end_training()
     accelerator.end_training()
     assert accelerator.is_main_process
-
-
-def test_an_accelerator_pickles_without_the_processs_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SOME_TOKEN", "secret of the process")
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(torch.nn.Linear(2, 1))
-    stored = pickle.dumps(accelerator)
-    assert b"secret of the process" not in stored
-    other = pickle.loads(stored)
-    assert other.plan == accelerator.plan
-    (copied,) = other._models
-    other.backward(copied(torch.ones(1, 2)).sum())
-    assert copied.weight.grad is not None
-    assert model.weight.grad is None
-
-
-def pickled() -> tuple[bool, list[float]]:
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
-    module = torch.nn.Linear(2, 1)
-    accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
-    other = pickle.loads(pickle.dumps(accelerator))
-    (model,) = other._models
-    other.backward(model(torch.full((1, 2), float(other.process_index))).sum())
-    accelerator.end_training()
-    return other.plan == accelerator.plan, model.module.weight.grad.flatten().tolist()
-
-
-def test_an_accelerator_of_several_processes_pickles() -> None:
-    """E1: with its prepared model, whose copy averages gradients as before."""
-    assert run_distributed(pickled, 2) == [(True, [0.5, 0.5])] * 2
 
 
 # -- subclasses ----------------------------------------------------------------------------

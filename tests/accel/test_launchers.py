@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from accel import Accelerator, PartialState, debug_launcher, launchers, notebook
 from accel.machine import env as environment
 from accel.machine.errors import ConfigError, StateError
 from accel.utils import DistributedType, PrepareForLaunch, is_port_in_use
-from tests.helpers import ROOT, alive, free_port, python
-from tests.signals.cells import wait_until
+from tests.helpers import ROOT, free_port
 
 
 def report(folder: str, *words: str) -> None:
@@ -225,24 +223,6 @@ def kill_rank_one() -> None:
 def test_the_signal_that_ended_a_process_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"The process of rank 1 was ended by SIGKILL\."):
         debug_launcher(kill_rank_one)
-
-
-def test_forks_end_with_the_process_that_forked_them(tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib, sys, time\nfrom accel import debug_launcher\n"
-        "def wait():\n"
-        "    pathlib.Path(sys.argv[1], str(os.getpid())).touch()\n"
-        "    time.sleep(300)\n"
-        "debug_launcher(wait)"
-    )
-    parent = subprocess.Popen(python("-c", code, str(tmp_path)), cwd=ROOT)
-    try:
-        assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 120.0)
-    finally:
-        parent.kill()
-        parent.wait()
-    forks = [int(path.name) for path in tmp_path.iterdir()]
-    assert wait_until(lambda: not any(map(alive, forks)), 30.0)
 
 
 def test_a_port_is_in_use_while_a_program_listens() -> None:

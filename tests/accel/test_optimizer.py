@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -90,15 +88,6 @@ def test_state_goes_out_and_in() -> None:
     other.load_state_dict(optimizer.state_dict())
     expected = optimizer.state[model.weight]["momentum_buffer"]
     assert torch.equal(other.state[other_model.weight]["momentum_buffer"], expected)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_works_on_its_own(duplicate: object) -> None:
-    _, optimizer = make()
-    twin = duplicate(optimizer)  # type: ignore[operator]
-    assert twin.gradient_state.sync_gradients is True
-    assert twin.optimizer is not optimizer.optimizer
-    assert twin.param_groups[0]["lr"] == 0.5
 
 
 def test_schedulers_and_hooks_see_the_wrapped_optimizer() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -273,23 +270,6 @@ def test_calls_within_a_window_count_for_the_order_of_calls() -> None:
     assert order_warnings(adjust_scheduler=True) == []
     (message,) = order_warnings(adjust_scheduler=False)
     assert "before `optimizer.step()`" in message
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_works_on_its_own(duplicate: Callable[[Any], Any]) -> None:
-    optimizer, _ = make()
-    scheduler = AcceleratedScheduler(ExponentialLR(optimizer.optimizer, 0.5), optimizer)
-    optimizer.step()
-    scheduler.step()
-    twin = duplicate(scheduler)
-    twin.optimizers[0].step()
-    twin.step()
-    assert (scheduler.get_last_lr(), twin.get_last_lr()) == ([0.5], [0.25])
-    assert twin.optimizers[0].param_groups[0]["lr"] == 0.25
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    GradientState().sync_gradients = False
-    twin.step()
-    assert twin.get_last_lr() == [0.25]
 
 
 def test_rates_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from accel.config.training import TorchDynamoPlugin
 from accel.machine import env
 from accel.machine.enums import DistributedType
 from accel.machine.env import Environment
-from accel.machine.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError
 from accel.plan.arguments import Arguments
 from accel.plan.plan import resolve
 from accel.state import (
@@ -94,27 +94,6 @@ def test_the_environment_names_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     monkeypatch.setattr("accel.machine.device.default_device_type", lambda: "cuda")
     assert PartialState().device.type == "cpu"
-
-
-def test_use_after_reset_is_an_error() -> None:
-    partial, full, gradients = PartialState(cpu=True), AcceleratorState(cpu=True), GradientState()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    assert not partial.initialized
-    for use in (
-        lambda: partial.device,
-        lambda: partial.num_processes,
-        lambda: full.mixed_precision,
-        lambda: full.print("x"),
-        lambda: gradients.sync_gradients,
-        lambda: gradients.end_of_dataloader,
-    ):
-        with pytest.raises(StateError, match="was reset"):
-            use()
-    assert not hasattr(partial, "no_such_attribute")
-    assert "reset" in repr(partial)
-    assert PartialState(cpu=True).num_processes == 1
-    assert partial.num_processes == 1  # shares the new state
 
 
 def test_what_was_set_up_cannot_change() -> None:

@@ -39,15 +39,8 @@ from tests.helpers import close_pools, run_distributed
 
 EPOCHS, SAVED_IN = 3, 1
 ORDERS = (
-    "sequential",
-    "random",
-    "generator",
-    "weighted",
-    "replacement",
-    "eager",
-    "lazy",
-    "shared",
-    "distributed",
+    *("sequential", "random", "generator", "weighted", "replacement"),
+    *("eager", "lazy", "shared", "distributed"),
 )
 
 

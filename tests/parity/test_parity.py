@@ -5,15 +5,12 @@ An engine of each kind is tried always, the other backends by the slow tests.
 
 from __future__ import annotations
 
-import ast
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from accel.machine.errors import ConfigError
-from tests.parity import reference
 from tests.parity.cells import BACKENDS, FLOAT8, Cell, matrix, reason_not_to_run
 from tests.parity.controls import FAR_FROM_FP32, FLOAT8_SABOTAGES, SABOTAGES, controls
 from tests.parity.gates import FLOAT8 as FLOAT8_GATE
@@ -51,22 +48,6 @@ TYPES = {
 # the gradients: with weights, gradients and two moments, 5/4.
 HELD = {"ddp": (1.2, 1.3), "fsdp_full_shard": (0.45, 0.55), "zero3": (0.45, 0.55)}
 ALWAYS = ("ddp",)  # the others are slow tests
-
-
-def test_the_reference_imports_nothing_of_the_project() -> None:
-    tree = ast.parse(Path(reference.__file__).read_text())
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(tree)
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert imported <= {"torch", "collections", "contextlib", "dataclasses", "__future__"}
 
 
 def test_every_cell_runs_or_has_a_reason() -> None:

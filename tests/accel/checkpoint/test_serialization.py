@@ -56,12 +56,6 @@ def test_plain_values_come_back_as_they_are(tmp_path: Path) -> None:
     assert round_trip(value, tmp_path) == value
 
 
-def test_numpy_scalars_become_numbers(tmp_path: Path) -> None:
-    found = round_trip({"best": np.float64(0.1), "counts": [np.int64(3)]}, tmp_path)
-    assert found == {"best": 0.1, "counts": [3]}
-    assert type(found["best"]) is float
-
-
 @pytest.mark.parametrize(
     ("value", "place"),
     [

@@ -173,15 +173,6 @@ def test_a_folder_of_transformers(folder: Path, capsys: pytest.CaptureFixture[st
 CNN = "runner.builtin.digits.cnn"
 
 
-def test_a_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate-memory", CNN, "--num_processes", "2", "--optimizer", "LBFGS"]) == 0
-    shown = capsys.readouterr().out
-    assert "38,314 parameters · LBFGS · 2 processes" in shown
-    assert "149.66 KB" in shown
-    assert "?" in shown
-    assert max(map(len, shown.splitlines())) <= 80
-
-
 def test_what_makes_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "it holds no config.json" in refused(capsys, str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')

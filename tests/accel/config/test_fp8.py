@@ -53,18 +53,6 @@ def test_each_field_of_a_recipe(kind: Any) -> None:
         assert kind(**{name: default}).to_kwargs() == {}
 
 
-def test_the_older_recipe_by_position() -> None:
-    recipe = FP8RecipeKwargs(
-        "O1", True, 1, 2, "E4M3", 3, "max", [True, False, True], True, "msamp"
-    )  # YAML gives lists
-    assert recipe.backend == "MSAMP"
-    assert (recipe.use_autocast_during_eval, recipe.opt_level) == (True, "O1")
-    assert (recipe.margin, recipe.interval, recipe.fp8_format) == (1, 2, "E4M3")
-    assert (recipe.amax_history_len, recipe.amax_compute_algo) == (3, "max")
-    assert recipe.override_linear_precision == (True, False, True)
-    assert recipe.use_mxfp8_block_scaling is True
-
-
 @pytest.mark.parametrize("backend", ["TE", "MSAMP", "te", "msamp"])
 def test_both_engines_have_the_older_recipe(backend: str) -> None:
     assert FP8RecipeKwargs(backend=backend).backend == backend.upper()

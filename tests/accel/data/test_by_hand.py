@@ -19,7 +19,7 @@ from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import BatchSamplerShard, SeedableRandomSampler
 from accel.machine.errors import MissingPackageError
 from accel.state import GradientState, PartialState
-from tests.accel.data.parts import Counting, Stream, prepared, values
+from tests.accel.data.parts import Counting, prepared, values
 from tests.helpers import run_distributed
 
 META = torch.device("meta")
@@ -203,25 +203,3 @@ def test_ranks_of_one_tensor_parallel_group_read_alike(size: int) -> None:
 
 
 # -- the end of a pass, for data of every kind ---------------------------------------------------
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return self.length
-
-
-@pytest.mark.parametrize("dataset", [range(5), Stream(5), Sized(5)])
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("dispatch", [False, True])
-def test_the_remainder_is_exact_for_every_kind_of_data(dataset, count: int, dispatch: bool) -> None:
-    for drop_last in (False, True):
-        loader = prepare_data_loader(
-            DataLoader(dataset, batch_size=2, drop_last=drop_last),
-            num_processes=count,
-            process_index=count - 1,
-            dispatch_batches=dispatch,
-        )
-        found = [(loader.end_of_dataloader, loader.remainder) for _ in loader]
-        rounds = 5 // (2 * count) if drop_last else -(-5 // (2 * count))
-        wanted = [(False, -1)] * (rounds - 1) + [(True, 0 if drop_last else 5 % (2 * count))]
-        assert found == (wanted if rounds else [])

@@ -212,11 +212,6 @@ def resumed(folder: str, lengths: list[int], stateful: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stateful", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_pass_is_resumed_after_each_batch(stateful: bool, tmp_path: Path) -> None:
-    assert run_distributed(resumed, 2, str(tmp_path), [11, 30], stateful) == [[], []]
-
-
 # -- Hugging Face data sets with shards of their own ---------------------------------------------
 
 

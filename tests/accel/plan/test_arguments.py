@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from accel import Accelerator
 from accel.config.handlers import AutocastKwargs
-from accel.config.training import DataLoaderConfiguration
 from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState, PartialState
 
@@ -48,17 +45,3 @@ def test_the_states_check_theirs() -> None:
     for kind in (PartialState, AcceleratorState):
         with pytest.raises(ConfigError, match="cpu='no': expected true or false"):
             kind(cpu="no")  # type: ignore[arg-type]
-
-
-def test_what_stands_for_a_type_is_taken(tmp_path: Path) -> None:
-    handlers = (AutocastKwargs(cache_enabled=True),)
-    accelerator = Accelerator(
-        cpu=np.True_,  # type: ignore[arg-type]
-        project_dir=tmp_path,
-        kwargs_handlers=handlers,
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
-        device_placement=0,  # type: ignore[arg-type]
-    )
-    assert accelerator.device_placement is False
-    assert accelerator.project_dir == str(tmp_path)
-    assert accelerator.autocast_handler == handlers[0]

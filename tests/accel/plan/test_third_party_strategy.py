@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel.accelerator import Accelerator
-from accel.machine.enums import DistributedType
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError
 from accel.plan.arguments import Arguments
@@ -108,21 +107,6 @@ def test_it_trains_saves_and_loads(world_size: int, tmp_path: Path) -> None:
         assert (rank["class"], rank["strategy"]) == ("AveragingStrategy", "averaging")
         for name, expected in reference().items():
             torch.testing.assert_close(rank["weights"][name], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_it_is_planned_like_any_other(tmp_path: Path) -> None:
-    with installed(write_package(tmp_path)):
-        environment = Environment(
-            rank=1, local_rank=1, world_size=2, master_addr="localhost", master_port=1
-        )
-        plan = resolve(Arguments(cpu=True, strategy_plugins=[plugin()]), environment)
-        assert (plan.strategy, plan.backend) == ("averaging", "gloo")
-        assert plan.distributed_type is DistributedType.MULTI_CPU
-        assert (plan.parallel_dims.dp_size, plan.parallel_dims.dp_rank) == (2, 1)
-        by_switch = Environment(variables={"USE_AVERAGING": "1"})
-        plan = resolve(Arguments(cpu=True), by_switch)
-        assert plan.plugin("averaging") == plugin()
-        assert plan.distributed_type is DistributedType.NO
 
 
 def test_it_refuses_what_it_cannot_do(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from accel import Accelerator
 from accel.tracking import CSVTracker
-from tests.helpers import run_distributed
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -67,18 +66,3 @@ def test_what_no_table_can_hold_is_refused(tmp_path: Path) -> None:
         tracker.log({"loss": 1.0}, step=0, commit=True)
     with pytest.raises(NotImplementedError, match="CSVTracker"):
         tracker.log_images({"digits": torch.zeros(1, 4, 4)})
-
-
-def logged(folder: str) -> list[str]:
-    accelerator = Accelerator(cpu=True, log_with="csv", project_dir=folder)
-    accelerator.init_trackers("run", config={"lr": 1.0})
-    accelerator.log({"rank": accelerator.process_index}, step=0)
-    accelerator.get_tracker("csv").log({"rank": accelerator.process_index}, step=1)
-    names = [tracker.name for tracker in accelerator.trackers]
-    accelerator.end_training()
-    return names
-
-
-def test_only_the_main_process_writes(tmp_path: Path) -> None:
-    assert run_distributed(logged, 2, str(tmp_path)) == [["csv"], []]
-    assert [row["rank"] for row in rows(tmp_path / "run" / "metrics.csv")] == ["0.0", "0.0"]

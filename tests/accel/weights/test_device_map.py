@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -129,18 +128,6 @@ def test_given_memory_is_put_in_order(caplog: pytest.LogCaptureFixture) -> None:
     assert "Device 100 is not available" in caplog.text
     with pytest.raises(ConfigError, match="Device gpu is not recognized"):
         get_max_memory({"gpu": 1})
-
-
-def test_texts_become_bytes_where_they_were_given() -> None:
-    """As transformers counts with what it hands in."""
-    given: dict[int | str, float | str] = {"cpu": "10MB", "disk": 5.5}
-    get_max_memory(given)
-    assert given == {"cpu": 10_000_000, "disk": 5.5}
-    get_max_memory(MappingProxyType({"cpu": "10MB"}))
-    refused: dict[int | str, float | str] = {"cpu": "10MB", "gpu": "1MB"}
-    with pytest.raises(ConfigError):
-        get_max_memory(refused)
-    assert refused == {"cpu": "10MB", "gpu": "1MB"}
 
 
 def test_layers_are_balanced() -> None:
