@@ -202,6 +202,10 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     problems = Problems(_not_of_sweeps(overrides))
     problems.raise_if()
     ConfigError.raise_if(diagnose.unreadable(overrides))
+    fixed, rule = hydra_setup.not_swept(overrides), "a sweep has one configuration of Hydra's own"
+    swept = [one for one in overrides if one not in fixed]
+    of_hydra = [one for one in swept if hydra_setup.key_of(one).startswith(("hydra.", "hydra/"))]
+    ConfigError.raise_if([Problem(one, rule, "Give one value.") for one in of_hydra])
     ConfigError.raise_if(_not_installed(overrides))
     names = plugin_nodes.choices(overrides, config_name)
     found = Choice(names["launcher"], names["sweeper"], config_name)

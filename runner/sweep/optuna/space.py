@@ -235,14 +235,16 @@ def distribution_of(found: Override) -> BaseDistribution:
     tags = sweep.tags if isinstance(sweep, Sweep) else set()
     for tag in sorted(tags - {LOG}):
         raise ConfigError.of(line, f"there is no tag {tag!r}", "The one tag is log.")
-    if isinstance(sweep, IntervalSweep):
-        return _interval(line, sweep, LOG in tags)
-    if isinstance(sweep, RangeSweep):
-        return _range(line, sweep, LOG in tags)
-    if tags:
-        remedy = "Tag an interval, as in tag(log, interval(1e-4, 1e-1))."
-        raise ConfigError.of(line, "a list of values has no scale", remedy)
-    return _choices(found, line, sweep)
+    if not isinstance(sweep, IntervalSweep | RangeSweep):
+        if tags:
+            remedy = "Tag an interval, as in tag(log, interval(1e-4, 1e-1))."
+            raise ConfigError.of(line, "a list of values has no scale", remedy)
+        return _choices(found, line, sweep)
+    try:
+        return (_interval if isinstance(sweep, IntervalSweep) else _range)(sweep, LOG in tags)
+    except ValueError as error:
+        rule = f"Optuna refuses it ({' '.join(str(error).split())})"
+        raise ConfigError.of(line, rule, "Change its ends, its step, or tag(log, …).") from error
 
 
 def _choices(found: Override, line: str, sweep: object) -> BaseDistribution:
@@ -258,38 +260,21 @@ def _choices(found: Override, line: str, sweep: object) -> BaseDistribution:
     return CategoricalDistribution(values)
 
 
-def _interval(line: str, sweep: IntervalSweep, log: bool) -> BaseDistribution:
-    low, high = sweep.start, sweep.end
-    assert low is not None
-    assert high is not None
-    if not low < high:
-        raise ConfigError.of(line, "an interval begins below its end", "Swap or change the ends.")
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ConfigError.of(line, "its ends are finite", "Give numbers.")
-    if log and low <= 0:
-        rule = "a logarithmic scale begins above 0"
-        raise ConfigError.of(line, rule, "Leave out tag(log, …), or begin higher.")
-    if isinstance(low, int) and isinstance(high, int):
-        return IntDistribution(low, high, log=log)
-    return FloatDistribution(low, high, log=log)
+def _interval(sweep: Any, log: bool) -> BaseDistribution:
+    if isinstance(sweep.start, int) and isinstance(sweep.end, int):
+        return IntDistribution(sweep.start, sweep.end, log=log)
+    return FloatDistribution(sweep.start, sweep.end, log=log)
 
 
-def _range(line: str, sweep: RangeSweep, log: bool) -> BaseDistribution:
+def _range(sweep: Any, log: bool) -> BaseDistribution:
     start, stop, step = (Decimal(str(value)) for value in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0
     if count <= 0:
-        raise ConfigError.of(line, "it has no values", "A range ends before its second number.")
+        raise ValueError("a range ends before its second number")
     low, high = sorted((start, start + (count - 1) * step))
-    whole = all(isinstance(value, int) for value in (sweep.start, sweep.stop, sweep.step))
-    if not whole and log:
-        rule = "a range of fractions has no logarithmic scale"
-        raise ConfigError.of(line, rule, "Write tag(log, interval(a,b)).")
-    if not whole:
-        return FloatDistribution(float(low), float(high), step=float(abs(step)))
-    if log and (low <= 0 or abs(step) != 1):
-        rule = "a logarithmic range begins above 0 and has the step 1"
-        raise ConfigError.of(line, rule, "Leave out tag(log, …), or change it.")
-    return IntDistribution(int(low), int(high), log=log, step=int(abs(step)))
+    if all(isinstance(value, int) for value in (sweep.start, sweep.stop, sweep.step)):
+        return IntDistribution(int(low), int(high), log=log, step=int(abs(step)))
+    return FloatDistribution(float(low), float(high), log=log, step=float(abs(step)))
 
 
 # -- conditions ----------------------------------------------------------------------------

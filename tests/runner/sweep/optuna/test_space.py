@@ -135,10 +135,10 @@ def test_a_pattern_names_files_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("value", "rule"),
     [
-        ("interval(5,1)", "begins below its end"),
-        ("tag(log, interval(0,1))", "begins above 0"),
-        ("range(5,1)", "it has no values"),
-        ("tag(log, range(0.1,1,0.1))", "Write tag\\(log, interval"),
+        ("interval(5,1)", "Optuna refuses it"),
+        ("tag(log, interval(0,1))", "Optuna refuses it"),
+        ("range(5,1)", "a range ends before its second number"),
+        ("tag(log, range(0.1,1,0.1))", "Optuna refuses it"),
         ("choice(1,1)", "stands there twice"),
     ],
 )
