@@ -13,7 +13,7 @@ FIRST, SECOND = (
 )
 ADAPTER = "test_only_the_adapter_of_a_model_of_peft_is_saved_and_loaded"
 FULL = "test_the_state_of_rank_0_is_loaded_into_the_shards"
-RESTS = "test_weights_rest_on_the_host_or_the_device[True-cpu]"
+RESTS = "test_weights_rest_on_the_host_or_the_device[True]"
 FOLLOWS = "test_an_optimizer_follows_the_shards"
 IGNORED = "test_the_parameters_of_ignored_modules"
 SWITCHED = "test_loading_on_rank_0_is_switched_by_the_environment"
