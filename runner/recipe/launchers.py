@@ -13,12 +13,12 @@ runtime_env: Ray's runtime environment of the jobs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from accel.machine.errors import MissingPackageError, Problem, nearest
+from accel.machine.errors import MissingPackageError, Problem
 from accel.machine.imports import is_available
 from runner.recipe import nodes
 
@@ -49,17 +49,6 @@ def require() -> None:
     """Raise a MissingPackageError if Ray is not installed."""
     if not is_available("ray"):
         raise MissingPackageError("ray", f"{GROUP}={RAY}", extra="ray")
-
-
-def unknown_keys(keys: Iterable[str]) -> list[Problem]:
-    """Return the problems of dotted keys of `hydra.launcher` that the launcher does not have."""
-    names = {key: key.removeprefix(f"{NODE}.").partition(".")[0] for key in keys}
-    rule = f"hydra/launcher={RAY} has no such key"
-    return [
-        Problem(key, rule, nearest(name, list(DEFAULTS)))
-        for key, name in names.items()
-        if key.startswith(f"{NODE}.") and name not in DEFAULTS
-    ]
 
 
 def problems_of(settings: Mapping[str, object]) -> list[Problem]:

@@ -13,9 +13,8 @@ BEST = "best"  # the best value of the monitored validation metric
 SPLITS = ("validation", "test")
 # Numbers of summary.json.
 NUMBERS = ("seconds", "samples_per_second", "num_parameters", "step", "epoch", "samples")
-# Keys of metrics.jsonl that are no metrics; a metric with such a name ends with `OWN`.
+# Keys of metrics.jsonl that are no metrics.
 PLACE = ("step", "epoch", "samples", "split", WEIGHTS_STEP, "time")
-OWN = "_value"
 
 
 def values_of(run: RunRecord, metrics: Sequence[str]) -> list[float]:
@@ -48,6 +47,5 @@ def _measured(run: RunRecord) -> JsonObject:
     for record in run.records():
         for key, value in record.items():
             if key not in PLACE and value is not None and record.get("split") in SPLITS:
-                name = key.removesuffix(OWN)
-                found[f"{record['split']}/{name if name in PLACE else key}"] = value
+                found[f"{record['split']}/{key}"] = value
     return found

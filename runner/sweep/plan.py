@@ -211,7 +211,6 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     found = Choice(names["launcher"], names["sweeper"], config_name)
     if found.launcher == launchers.RAY:
         launchers.require()
-        problems += launchers.unknown_keys(map(hydra_setup.key_of, overrides))
         problems += launchers.problems_of(_launcher_settings(overrides, config_name))
     if chosen.jobs != 1 and not found.is_local:
         problems.add(

@@ -13,9 +13,9 @@ from typing import Any
 
 import optuna
 
-from accel.machine.errors import ConfigError, Problem, Problems, nearest
+from accel.machine.errors import ConfigError, Problems, nearest
 from accel.machine.imports import is_available
-from runner.recipe import diagnose, hydra_setup, plugin_nodes, sweepers
+from runner.recipe import diagnose, plugin_nodes, sweepers
 from runner.recipe.schema import Recipe
 from runner.recipe.sweepers import NODE
 from runner.recipe.units import parse_duration
@@ -203,8 +203,7 @@ def probes(overrides: Sequence[str], config_name: str, chosen: str) -> list[list
     Raises:
         ConfigError: naming everything that is wrong with the settings and the ranges.
     """
-    problems = Problems(_unknown(overrides))
-    problems.raise_if()
+    problems = Problems()
     try:
         node = plugin_nodes.settings("sweeper", overrides, config_name)
     except diagnose.MISTAKES as error:
@@ -239,22 +238,6 @@ def _try(settings: Settings, space: Space) -> None:
         raise ConfigError.of(value, rule, "Choose another sampler or other ranges.") from error
     finally:
         optuna.logging.set_verbosity(verbosity)
-
-
-def _unknown(overrides: Sequence[str]) -> list[Problem]:
-    """Return the problems of keys of `hydra.sweeper` that there are none of."""
-    keys = [hydra_setup.key_of(o).removeprefix(f"{sweepers.NODE}.") for o in overrides]
-    given = zip(keys, overrides, strict=True)
-    heads = {
-        key.partition(".")[0]: override
-        for key, override in given
-        if hydra_setup.key_of(override).startswith(f"{sweepers.NODE}.")
-    }
-    return [
-        Problem(override, f"{sweepers.NODE} has no such key", nearest(head, sweepers.DEFAULTS))
-        for head, override in heads.items()
-        if head not in sweepers.DEFAULTS
-    ]
 
 
 def recorded(

@@ -115,7 +115,6 @@ def test_ranges_stand_in_params_as_well() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((LR, "hydra.sweeper.n_trial=3"), "Did you mean 'n_trials'"),
         (("seed=1,2", "hydra.sweeper.sampler=bruteforce"), "a grid needs no sampler"),
         (("seed=3",), "searches no key"),
         ((LR, "hydra.sweeper.when={optimizer.momentun: 'optimizer=sgd'}"), "swept key"),
