@@ -34,11 +34,15 @@ def run_dirs(cwd: Path) -> list[Path]:
 
 
 def most_at_once(cwd: Path) -> int:
-    found = [json.loads(p.read_text()) for d in run_dirs(cwd) for p in d.glob("sessions/*/b*.json")]
-    ends = [
-        json.loads(p.read_text()) for d in run_dirs(cwd) for p in d.glob("sessions/*/ended.json")
-    ]
-    changes = [(one["time"], 1) for one in found] + [(one["time"], -1) for one in ends]
+    def read(name: str) -> list[Any]:
+        return [
+            json.loads(file.read_text())
+            for run_dir in run_dirs(cwd)
+            for file in run_dir.glob(f"sessions/*/{name}")
+        ]
+
+    starts = [(one["started"], 1) for one in read("environment.json")]
+    changes = starts + [(one["time"], -1) for one in read("ended.json")]
     return max(itertools.accumulate(change for _, change in sorted(changes)))
 
 
