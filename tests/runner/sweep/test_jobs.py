@@ -194,7 +194,8 @@ def test_a_stop_ends_the_jobs(
         start_new_session=True,
     )
     deadline = time.monotonic() + 1200  # two minutes at a load of 14
-    while len(list(tmp_path.glob("runs/*/sweep-*/*/checkpoints/checkpoint_*"))) < 2:
+    saved = "runs/*/sweep-*/*/checkpoints/checkpoint_*"
+    while len({path.parents[1] for path in tmp_path.glob(saved)}) < 2:  # of both jobs
         assert sweep.poll() is None, sweep.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
