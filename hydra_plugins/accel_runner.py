@@ -50,8 +50,8 @@ class ProjectSearchPath(SearchPathPlugin):
             search_path.append("command line", place)
 
 
-class TaskLauncher(Launcher):
-    """Base of launchers that need the task, and of Hydra's configuration their own keys alone."""
+class OfTask:
+    """What a launcher and a sweeper of ours keep: their own keys, and the task of the sweep."""
 
     task: Task
 
@@ -63,6 +63,10 @@ class TaskLauncher(Launcher):
     ) -> None:
         """Keep the task of the sweep."""
         self.task = task_function  # type: ignore[assignment]
+
+
+class TaskLauncher(OfTask, Launcher):
+    """Base of launchers that need the task, and of Hydra's configuration their own keys alone."""
 
 
 class OtherLauncher:
@@ -107,20 +111,16 @@ class SlurmLauncher(TaskLauncher):
         return slurm.launch(self.task, self.settings, job_overrides, initial_job_idx)
 
 
-class TaskSweeper(Sweeper):
+class TaskSweeper(OfTask, Sweeper):
     """Base of sweepers over the task of the runner's sweeps, under any launcher."""
 
-    task: Task
     launcher: Launcher
-
-    def __init__(self, **settings: object) -> None:
-        self.settings = settings
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Keep the task, and set up the launcher."""
-        self.task = task_function  # type: ignore[assignment]
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )

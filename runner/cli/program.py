@@ -302,8 +302,7 @@ def _list(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     else:
         missing = trust.missing_packages()
         request = command.Request.of(overrides, flags.config_name)
-        found = command.examine(request, lambda found: _require_names(found, missing))
-        note = command.note(request)
+        found, note = command.examine(request, lambda found: _require_names(found, missing))
     if flags.cfg:
         print("\n".join([*([f"# {note}"] if note else ()), *command.recipe_lines(found)]))
         return DONE

@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,6 @@ ONE_MACHINE = ("none", "auto", "multi_cpu", "multi_gpu")
 TASK = "from runner.launch.slurm import main; main()"
 # A node that has lost power keeps its lock until the file server's lease ends.
 LOCK_SECONDS = 300.0
-LOOK_SECONDS = 2.0
 JOB_ID = "SLURM_JOB_ID"
 TOO_SHORT = (
     "The time limit of the job left no time for a single step: it is not queued again. Give a "
@@ -203,11 +201,11 @@ class Submitted:
         return outcomes.log_folder(self.run_dir) / f"slurm-{self.job_id}.out"
 
 
-def require_slurm() -> None:
-    """Raise a ConfigError where there is no Slurm to submit to."""
+def require_slurm(value: str = "runner submit") -> None:
+    """Raise a ConfigError about a value of the command where there is no Slurm to submit to."""
     if shutil.which(SBATCH) is None:
         rule = f"there is no {SBATCH} on this machine"
-        raise ConfigError.of("runner submit", rule, "Give the command on a node of the cluster.")
+        raise ConfigError.of(value, rule, "Give the command on a node of the cluster.")
 
 
 @contextlib.contextmanager
@@ -312,22 +310,15 @@ def _train(folder: Path) -> int:
 def _lead(folder: Path, run_dir: Path) -> int:
     """Train the run as rank 0, once no other command holds its lock."""
     job, recipe = Job.load(folder)
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            with lock.held(run_dir):
-                return start_run.continue_in(
-                    run_dir,
-                    recipe,
-                    job.overrides,
-                    job.config_name,
-                    log_levels=job.log_levels,
-                    may_change=True,
-                )
-        except lock.HeldError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(LOOK_SECONDS)
+    with lock.held(run_dir, LOCK_SECONDS):
+        return start_run.continue_in(
+            run_dir,
+            recipe,
+            job.overrides,
+            job.config_name,
+            log_levels=job.log_levels,
+            may_change=True,
+        )
 
 
 def _time_was_up(run_dir: Path) -> bool:

@@ -34,7 +34,7 @@ def start(
 ) -> int:
     """Claim a run directory, or lock that of the run to resume; freeze the job there and launch it.
 
-    A new run that is refused, or fails before its first step is made, leaves no directory behind.
+    A new run that is refused leaves no directory behind.
 
     Args:
         examined: the recipe as composed; where its `resume` is set, that run is resumed.

@@ -1,1 +1,1 @@
-"""recipe."""
+"""From words to a recipe: schema, composition, mistakes, factories."""

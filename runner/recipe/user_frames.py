@@ -125,12 +125,3 @@ def without_inner(lines: list[str]) -> list[str]:
         if not inner and not carets:
             kept.append(line)
     return kept
-
-
-def shortened(stack: str) -> str:
-    """Return the user's own frames of a quoted stack; where there are none, its last frame."""
-    own = without_inner(stack.splitlines())
-    if own:
-        return "\n".join(own)
-    starts = [at for at, line in enumerate(stack.splitlines()) if FRAME.match(line)]
-    return "\n".join(stack.splitlines()[starts[-1] :]) if starts else stack

@@ -1,1 +1,1 @@
-"""The console, metrics.jsonl and the trackers."""
+"""What runs are: tables, descriptions, comparisons and a page."""

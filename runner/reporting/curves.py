@@ -15,7 +15,7 @@ import numpy.typing as npt
 from runner.recipe import resumed_recipe
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import cell
-from runner.runs.json_files import JsonObject, finite, number
+from runner.runs.json_files import PLACE, JsonObject, finite, number
 from runner.runs.record import CODE, FINISHED, MISSING, RunRecord
 
 SEED = "seed"
@@ -25,8 +25,6 @@ NO_CAUSE = ("name", "output_dir", "tags", "resume", "run_dir", "tracker", "profi
 SPEED = (("distributed", "num_processes"), ("dataloader",))
 FACTORY = ("name", "_target_")
 
-# Values of a record that are no metric.
-POSITION = ("step", "epoch", "samples", "split", "time")
 MOST_POINTS = 120  # of a curve that is drawn
 
 Array = npt.NDArray[np.float64]
@@ -85,7 +83,7 @@ def read_curves(run: RunRecord) -> dict[str, Curve]:
         if step is None:
             continue
         for name, value in record.items():
-            read = None if name in POSITION else number(value)
+            read = None if name in PLACE else number(value)
             if read is not None:
                 steps, values = found.setdefault(f"{split}/{name}", ([], []))
                 steps.append(step)

@@ -19,7 +19,7 @@ from runner.recipe.units import size
 from runner.reporting.run_table import STYLES, described, relative
 from runner.runs import directory, provenance, sessions
 from runner.runs import record as records
-from runner.runs.json_files import Fields, JsonObject, finite
+from runner.runs.json_files import PLACE, Fields, JsonObject, finite
 from runner.runs.record import RunRecord
 from runner.training.console import clock, number
 
@@ -179,7 +179,7 @@ def _metric_rows(found: Fields) -> Iterator[tuple[str, str]]:
     for split, metrics in found["metrics"].items():
         yield split, _listed(metrics)
     if not found["metrics"] and found["last"]:
-        named = ("step", "epoch", "samples", "split", "time", "lr", "samples_per_second")
+        named = (*PLACE, "lr", "samples_per_second")
         values = {k: v for k, v in found["last"].items() if k not in named}
         yield f"last ({found['last'].get('split')})", _listed(values)
     for one in found["evaluations"]:

@@ -23,6 +23,8 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 # In the test's line of metrics.jsonl and in summary.json: the step whose weights were tested.
 WEIGHTS_STEP = "weights_step"
+# Keys of a line of metrics.jsonl that are no values: where and when they were measured.
+PLACE = ("step", "epoch", "samples", "split", WEIGHTS_STEP, "time")
 INFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

@@ -42,6 +42,8 @@ TAKEN = (errno.EAGAIN, errno.EACCES)
 NOT_OFFERED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 # How long a lock may be held by a process that only tests it.
 LOOK_SECONDS = 0.2
+# Between looks at a lock that is waited for long.
+MOST_SECONDS = 1.0
 # How long the workers of a killed parent may take to end.
 WORKER_SECONDS = 10.0
 
@@ -67,11 +69,12 @@ _OPEN: set[int] = set()  # descriptors of this process
 
 
 @contextlib.contextmanager
-def held(run_dir: Path) -> Iterator[None]:
+def held(run_dir: Path, seconds: float = LOOK_SECONDS) -> Iterator[None]:
     """Hold the lock of a run directory in the context.
 
     Raises:
-        ConfigError: if another command holds it, or the directory cannot be written.
+        HeldError: if another command holds it for so many seconds.
+        ConfigError: if the directory cannot be written.
     """
     try:
         descriptor = _open(run_dir / FILE, os.O_CREAT)
@@ -79,7 +82,7 @@ def held(run_dir: Path) -> Iterator[None]:
         remedy = "Make it writable, or start a new run elsewhere."
         raise _unwritable(run_dir, error, remedy) from error
     try:
-        _acquire(descriptor, run_dir)
+        _acquire(descriptor, run_dir, seconds)
         _write_holder(descriptor, run_dir)
         yield
     finally:
@@ -151,12 +154,12 @@ def _unwritable(run_dir: Path, error: OSError, remedy: str) -> ConfigError:
     return ConfigError(Problem(str(run_dir), rule, remedy))
 
 
-def _acquire(descriptor: int, run_dir: Path) -> None:
+def _acquire(descriptor: int, run_dir: Path, seconds: float) -> None:
     try:
-        if not _try_lock(descriptor, COMMAND, fcntl.LOCK_EX, LOOK_SECONDS):
+        if not _try_lock(descriptor, COMMAND, fcntl.LOCK_EX, seconds):
             rule = f"another command trains in it ({_read_holder(descriptor)})"
             raise HeldError.of(str(run_dir), rule, "Wait for its end, or stop it first.")
-        if not _try_lock(descriptor, WORKERS, fcntl.LOCK_EX, WORKER_SECONDS):
+        if not _try_lock(descriptor, WORKERS, fcntl.LOCK_EX, max(seconds, WORKER_SECONDS)):
             rule = f"workers of an earlier command have not ended ({_read_holder(descriptor)})"
             raise HeldError.of(str(run_dir), rule, "Wait for them, or end them.")
         _lock(descriptor, WORKERS, fcntl.LOCK_UN)  # for its own workers
@@ -173,7 +176,7 @@ def _acquire(descriptor: int, run_dir: Path) -> None:
 
 def _try_lock(descriptor: int, byte: int, kind: int, seconds: float) -> bool:
     """Return whether a lock could be taken in time; OSError: none are offered here."""
-    deadline = time.monotonic() + seconds
+    begun = time.monotonic()
     while True:
         try:
             _lock(descriptor, byte, kind)
@@ -181,9 +184,10 @@ def _try_lock(descriptor: int, byte: int, kind: int, seconds: float) -> bool:
         except OSError as error:
             if error.errno not in TAKEN:
                 raise
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - begun
+        if waited >= seconds:
             return False
-        time.sleep(0.02)
+        time.sleep(min(0.02 + waited / 20, MOST_SECONDS))
 
 
 def _lock(descriptor: int, byte: int, kind: int) -> None:

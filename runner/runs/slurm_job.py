@@ -1,4 +1,4 @@
-"""Jobs of Slurm: this process's own, the one that trains a run, the queue. Free of torch.
+"""Jobs of Slurm: this process's own, and the queue. Free of torch.
 
 Source: https://slurm.schedmd.com/squeue.html; https://slurm.schedmd.com/scontrol.html
 """
@@ -12,12 +12,6 @@ from accel.machine.errors import StateError
 
 SCRIPT = "submit.sh"
 RUNNING, PENDING = "RUNNING", "PENDING"
-
-
-def own_id() -> str | None:
-    """Return the id of the job that this process runs in, as squeue shows it; None: in none."""
-    array, index = env.read("SLURM_ARRAY_JOB_ID"), env.read("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{index}" if array and index else env.read("SLURM_JOB_ID")
 
 
 def queue() -> dict[str, str]:

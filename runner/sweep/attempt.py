@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
 from runner.runs import lock, resumable, sessions
 from runner.runs.outcomes import Outcome
+from runner.sweep.sweep import job_dir
 
 if TYPE_CHECKING:
     from runner.recipe.schema import Recipe
@@ -44,8 +45,9 @@ def run(
         The exit code of the job; 0 also where it was finished already. `BUSY`: another command
         trains it.
     """
-    run_dir = folder / f"{number:04}"
-    try:
+    run_dir = job_dir(folder, number)
+
+    def train() -> int:
         run_dir.mkdir(exist_ok=True)
         with lock.held(run_dir):
             if sessions.is_done(run_dir):
@@ -54,8 +56,23 @@ def run(
             return start_run.continue_in(
                 run_dir, recipe, overrides, config_name, fresh=fresh, log_levels=log_levels
             )
+
+    try:
+        return code_of(train)
     except lock.HeldError:
         return BUSY
+
+
+def code_of(train: Callable[[], int]) -> int:
+    """Return the exit code of what trains a job; the error that it ends with is printed.
+
+    Raises:
+        HeldError: if another command trains it.
+    """
+    try:
+        return train()
+    except lock.HeldError:
+        raise
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as end:
@@ -70,7 +87,7 @@ def record_death(folder: Path, number: int, code: int, how: str) -> int:
     Returns:
         The exit code of the job, which may have come to its end before its process died.
     """
-    run_dir = folder / f"{number:04}"
+    run_dir = job_dir(folder, number)
     if sessions.is_done(run_dir):
         return DONE
     for session in sessions.of_run(run_dir)[-1:]:

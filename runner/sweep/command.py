@@ -22,7 +22,7 @@ from runner.launch import failures
 from runner.recipe import hydra_setup, launchers, serialization, sweepers
 from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
-from runner.sweep import plan, slurm, table, task
+from runner.sweep import plan, table, task
 from runner.sweep import sweep as sweeps
 from runner.sweep.live import Live
 from runner.sweep.plan import Choice, Settings
@@ -51,12 +51,15 @@ class Request:
         return cls(tuple(rest), tuple(overrides), config_name, found)
 
 
-def examine(request: Request, check: Require) -> list[Examined]:
+def examine(request: Request, check: Require) -> tuple[list[Examined], str]:
     """Compose the jobs of a sweep that are known in advance.
 
     Args:
         request: the command.
         check: raises what is wrong with jobs that can be found without torch.
+
+    Returns:
+        The jobs, and what to know of them; empty: they are those of the sweep.
 
     Raises:
         ConfigError: if the launcher or the sweeper cannot be used, or the sweep resumes a run.
@@ -68,14 +71,8 @@ def examine(request: Request, check: Require) -> list[Examined]:
         found = plan.examine(lists, request.config_name)
         check(found)
         _search(request, choice, found)
-    return found
-
-
-def note(request: Request) -> str:
-    """Return what to know of jobs that `examine` returns; empty: they are those of the sweep."""
-    with hydra_setup.session(request.overrides):
-        choice = plan.choose(request.overrides, request.config_name, request.settings)
-    return "" if choice.known else f"{choice.sweeper} chooses the jobs; these have been checked."
+    chooses = f"{choice.sweeper} chooses the jobs; these have been checked."
+    return found, "" if choice.known else chooses
 
 
 # -- a sweep that is begun, or continued ---------------------------------------------------
@@ -96,15 +93,20 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
             choice = plan.choose(request.overrides, request.config_name, request.settings)
             plan.require_cluster(choice)
             first, sweep, examined, described = _composed(request, choice, check, server)
-        if sweep is not None and choice.known and not sweep.pending():
+        numbers = () if sweep is None else sweep.pending()
+        if sweep is not None and choice.known and not numbers:
             return table.nothing_left(sweep, request.config_name)
-        require(_of_sweep(sweep) if examined is None and sweep is not None else examined or [])
+        if examined is None and sweep is not None:
+            require(_of_sweep(sweep, numbers))
+        else:
+            require(examined or [])
         plan.require_place(choice, request.overrides)
         is_new = sweep is None
         if sweep is None:
             assert described is not None
             sweep = sweeps.create(request.settings.dir, first.recipe, described)
-        code = _run(request, choice, sweep, examined or [], server, hydra)
+            numbers = sweep.pending()
+        code = _run(request, choice, sweep, numbers, examined or [], server, hydra)
         if is_new and request.settings.dir is None and code == REFUSED and not sweep.started():
             shutil.rmtree(sweep.path, ignore_errors=True)
         return code
@@ -187,12 +189,12 @@ def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> d
     return of_search.recorded(request.overrides, name, recipe, study)
 
 
-def _of_sweep(sweep: Sweep) -> list[Examined]:
-    """Return the jobs of a sweep that are not finished."""
+def _of_sweep(sweep: Sweep, numbers: Sequence[int]) -> list[Examined]:
+    """Return jobs of a sweep as they were composed."""
     there = sweep.description
     return [
         Examined(sweep.recipe(number), [], there.jobs[number].overrides, there.config_name)
-        for number in sweep.pending()
+        for number in numbers
     ]
 
 
@@ -203,11 +205,12 @@ def _run(
     request: Request,
     choice: Choice,
     sweep: Sweep,
+    numbers: tuple[int, ...],
     examined: Sequence[Examined],
     server: _Server,
     hydra: Hydra,
 ) -> int:
-    numbers, before = sweep.pending(), _sessions(sweep)
+    before = _sessions(sweep)
     total = len(sweep.description.jobs)
     done = total - len(numbers) if total else len(sweep.started())
     counted = f" ({total} jobs{f', {done} are finished' if done else ''})" if total else ""
@@ -231,13 +234,12 @@ def _run(
             config_name=request.config_name,
             parent=os.getpid(),
             host=platform.node(),
-            is_detached=choice.launcher == slurm.LAUNCHER,
+            is_detached=choice.launcher == plan.SLURM,
             command=tuple(sys.orig_argv),
             numbers=numbers if choice.known else None,
             log_levels=tuple(levels.items()),
             local=local,
         )
-        code = FAILED
         try:
             code = hydra(_line(request, choice, sweep), called)
         except task.JobFailed as error:  # the sweeper gave up
@@ -282,7 +284,7 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     with hydra_setup.session():
         own = [*hydra_setup.for_hydra(given), *hydra_setup.FIXED]
     where = [f"hydra.sweep.dir='{sweep.path}'", "hydra.sweep.subdir=."]
-    if launcher == slurm.LAUNCHER:
+    if launcher == plan.SLURM:
         name = str(sweep.description.recipe["name"])
         target = f"hydra.launcher._target_={launchers.MODULE}.SlurmLauncher"
         where += [target, f"hydra.job.name='{name}'"]

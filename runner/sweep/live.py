@@ -8,7 +8,6 @@ job's metrics.jsonl.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from rich.text import Text
 
 from runner.exit_codes import DONE
 from runner.recipe.schema import Recipe
-from runner.runs.json_files import METRICS
+from runner.runs.json_files import PLACE
 from runner.runs.outcomes import describe_exit
 from runner.runs.record import CUT_OFF, ENDED_WITH, RunRecord
+from runner.sweep.sweep import job_dir
 from runner.training.console import PipedConsole, clock, number
 
 REFRESH_SECONDS = 1.0
-TAIL_BYTES = 8192
 STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 
 
@@ -88,7 +87,7 @@ class Live:
         died = status < 0 and code != DONE
         if self._alone and not died:
             return
-        run = RunRecord(self._folder / f"{job:04}")
+        run = RunRecord(job_dir(self._folder, job))
         shown.status = run.status if code == DONE else ENDED_WITH.get(code, CUT_OFF)
         shown.seconds = time.monotonic() - shown.began
         self._done += code == DONE
@@ -96,7 +95,7 @@ class Live:
         value = run.objective if code == DONE else None
         objective = "" if value is None else f"  objective {number(value.value)}"
         how = "" if not died else f" (its process {describe_exit(status)})"
-        log = "" if code == DONE or self._alone else f"  see {self._folder / f'{job:04}' / 'logs'}"
+        log = "" if code == DONE or self._alone else f"  see {run.path / 'logs'}"
         text = f"job {job:04} {shown.status}{how}  {clock(shown.seconds)}{objective}{log}"
         self.note(f"{text}  {shown.overrides}".rstrip())
         self._draw()
@@ -114,7 +113,7 @@ class Live:
         if self._rich is not None and time.monotonic() >= self._next:
             self._next = time.monotonic() + REFRESH_SECONDS
             for job, shown in self._jobs.items():
-                _read_position(self._folder / f"{job:04}" / METRICS, shown)
+                _read_position(RunRecord(job_dir(self._folder, job)), shown)
             self._draw()
 
     def close(self) -> None:
@@ -144,25 +143,16 @@ class Live:
         return Group(table, Text(left, style="bold"))
 
 
-def _read_position(path: Path, job: _Job) -> None:
+def _read_position(run: RunRecord, job: _Job) -> None:
     """Fill in step, loss and metric from the last records of a run."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:  # it has not begun
-        return
-    for line in lines:
+    for line in reversed(run.tail()):
         try:
             record = json.loads(line)
             job.step = str(record["step"]) + (f"/{job.total}" if job.total else "")
             if record["split"] == "train":
                 job.loss = number(record.get("loss", ""))
             elif record["split"] == "validation":
-                name = job.monitor or next(key for key in record if key not in _PLACE)
+                name = job.monitor or next(key for key in record if key not in PLACE)
                 job.objective = f"{name} {number(record[name])}"
-        except (ValueError, KeyError, TypeError, StopIteration):  # the first line is cut off
+        except (ValueError, KeyError, TypeError, StopIteration):  # it is being written
             continue
-
-
-_PLACE = ("step", "epoch", "samples", "split", "time")

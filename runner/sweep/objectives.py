@@ -6,15 +6,13 @@ import math
 from collections.abc import Sequence
 
 from accel.machine.errors import ConfigError, nearest
-from runner.runs.json_files import WEIGHTS_STEP, JsonObject
+from runner.runs.json_files import PLACE, JsonObject
 from runner.runs.record import RunRecord
 
 BEST = "best"  # the best value of the monitored validation metric
 SPLITS = ("validation", "test")
 # Numbers of summary.json.
 NUMBERS = ("seconds", "samples_per_second", "num_parameters", "step", "epoch", "samples")
-# Keys of metrics.jsonl that are no metrics.
-PLACE = ("step", "epoch", "samples", "split", WEIGHTS_STEP, "time")
 
 
 def values_of(run: RunRecord, metrics: Sequence[str]) -> list[float]:

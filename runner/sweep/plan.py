@@ -12,7 +12,7 @@ The keys ``sweep.*`` of a command line say how a sweep is run, and are no part o
 from __future__ import annotations
 
 import re
-import shutil
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +157,12 @@ def digest_of(config_name: str, overrides: Sequence[str]) -> str:
     return json_files.digest([config_name, kept])[:8]
 
 
+def alone(overrides: Sequence[str], config_name: str) -> str:
+    """Return the command that trains one job alone."""
+    flags = [] if config_name == hydra_setup.PRIMARY else ["--config-name", config_name]
+    return shlex.join(["python", "-m", "runner", *flags, *overrides])
+
+
 # -- launcher, sweeper and jobs -------------------------------------------------------------
 
 BASIC, LOCAL, KNOWN = "basic", "local", "known"  # basic stands for our own, on this machine
@@ -250,9 +256,10 @@ def require_place(choice: Choice, overrides: Sequence[str]) -> None:
 
 def require_cluster(choice: Choice) -> None:
     """Raise a ConfigError if the launcher hands jobs to a Slurm that is not there."""
-    if choice.launcher == SLURM and shutil.which("sbatch") is None:
-        value, rule = f"hydra/launcher={SLURM}", "there is no sbatch on this machine"
-        raise ConfigError.of(value, rule, "Give the command on a node of the cluster.")
+    if choice.launcher == SLURM:
+        from runner.launch import slurm
+
+        slurm.require_slurm(f"hydra/launcher={SLURM}")
 
 
 def _not_of_sweeps(overrides: Sequence[str]) -> list[Problem]:
@@ -306,7 +313,7 @@ def examine(jobs: Sequence[Sequence[str]], config_name: str) -> list[Examined]:
     """Compose and check jobs, inside a Hydra session.
 
     Raises:
-        ConfigError: if a file lets a job resume a run, or several jobs share a folder.
+        ConfigError: if a file lets a job resume a run, or chooses its directory.
     """
     found = [composition.new_run(job, config_name, number) for number, job in enumerate(jobs)]
     ConfigError.raise_if(_resuming(found))

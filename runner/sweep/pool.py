@@ -25,6 +25,7 @@ from runner.sweep import attempt
 from runner.sweep.devices import Share
 from runner.sweep.fork_server import Order
 from runner.sweep.live import Live
+from runner.sweep.sweep import job_dir
 from runner.training.stopping import STOP_SIGNALS
 
 TARGET = "runner.sweep.attempt:run"
@@ -150,7 +151,7 @@ class Pool:
         """Return whether another command trains a job; asked again only after a while."""
         if self._not_before.get(task.number, 0.0) > time.monotonic():
             return True
-        holder = lock.holder(self._folder / f"{task.number:04}")
+        holder = lock.holder(job_dir(self._folder, task.number))
         if holder is not None:
             self._wait_for(task, str(holder))
         return holder is not None
@@ -170,7 +171,7 @@ class Pool:
             "recipe": job.recipe,
             "log_levels": self._log_levels,
         }
-        log = self._folder / f"{number:04}" / "logs" / CONSOLE
+        log = job_dir(self._folder, number) / "logs" / CONSOLE
         order = Order(
             number,
             TARGET,

@@ -39,12 +39,12 @@ from runner.exit_codes import DONE, FAILED, STOPPED
 from runner.launch import launcher, worker
 from runner.recipe import processes
 from runner.runs import lock, sessions, slurm_job
+from runner.sweep.sweep import job_dir
 from runner.sweep.task import Task
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
 
-LAUNCHER = "submitit_slurm"
 FOLDER = "submitit_folder"
 # Parameters that submitit has on every kind of cluster; the others are Slurm's.
 SHARED = (
@@ -101,7 +101,7 @@ class _Array:
         return task.returned(job_overrides, first, codes)
 
     def _run_dir(self, number: int) -> Path:
-        return Path(self._task.folder, f"{number:04}")
+        return job_dir(Path(self._task.folder), number)
 
     def _cancel_earlier(self) -> None:
         """Cancel what waits in the queue of earlier commands on the sweep."""

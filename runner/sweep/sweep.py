@@ -14,8 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ class Sweep:
 
     def run_dir(self, number: int) -> Path:
         """Return the run directory of a job, which may not exist yet."""
-        return self.path / f"{number:04}"
+        return job_dir(self.path, number)
 
     def started(self) -> list[int]:
         """Return the numbers of the jobs that have a run directory."""
@@ -111,6 +110,11 @@ def known_job(overrides: Sequence[str], recipe: Plain, base: Plain) -> Job:
     """Return the entry of a job, whose recipe is frozen as plain containers."""
     same = {key for key in recipe if _text(base[key]) == _text(recipe[key])}
     return Job(tuple(overrides), {k: value for k, value in recipe.items() if k not in same})
+
+
+def job_dir(folder: Path, number: int) -> Path:
+    """Return the run directory of a job of the sweep in a folder."""
+    return folder / f"{number:04}"
 
 
 # -- recipes -------------------------------------------------------------------------------
@@ -216,7 +220,7 @@ def create(chosen: str | None, recipe: Recipe, description: Description) -> Swee
         path = Path(chosen).expanduser().absolute()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent):
+        with lock.held(path.parent, WAIT_SECONDS):
             found = find(chosen, recipe, description.digest)
             if found is None:
                 path.mkdir(exist_ok=True)
@@ -227,22 +231,6 @@ def create(chosen: str | None, recipe: Recipe, description: Description) -> Swee
         rule = f"a sweep is written there, and that failed ({paths.failure(error)})"
         remedy = "Give sweep.dir=<a folder you may write to>."
         raise ConfigError.of(str(path), rule, remedy) from error
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder in the context, once no other command does."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    with contextlib.ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(lock.held(folder))
-                break
-            except lock.HeldError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
-        yield
 
 
 # -- the same command again ----------------------------------------------------------------

@@ -9,7 +9,6 @@ import csv
 import functools
 import io
 import math
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from runner.recipe import hydra_setup, paths
 from runner.runs import json_files
 from runner.runs.record import PRUNED, RunRecord
 from runner.sweep.objectives import BEST, values_of
-from runner.sweep.plan import is_setting
+from runner.sweep.plan import alone, is_setting
 from runner.sweep.sweep import Sweep
 from runner.training.console import PipedConsole, clock, number
 
@@ -247,9 +246,7 @@ def show(found: Results, command: str, console: Console) -> None:
 
 def command_of(row: Row, config_name: str) -> str:
     """Return the command line that trains a job's recipe alone."""
-    flags = [] if config_name == hydra_setup.PRIMARY else ["--config-name", config_name]
-    kept = [one for one in row.overrides if not _is_of_launchers(one)]
-    return shlex.join(["python", "-m", "runner", *flags, *kept])
+    return alone([one for one in row.overrides if not _is_of_launchers(one)], config_name)
 
 
 def _is_of_launchers(override: str) -> bool:

@@ -223,14 +223,7 @@ class Task:
     def attempt(self, number: int, overrides: Sequence[str]) -> int:
         """Train a job in this process, or in processes of its own; return its exit code."""
         print(f"job {number:04}: {' '.join(overrides)}", flush=True)
-        try:
-            return self._train(number, overrides)
-        except KeyboardInterrupt:
-            return INTERRUPTED
-        except SystemExit as end:
-            return STOPPED if end.code == STOPPED else FAILED
-        except Exception as error:
-            return failures.report(error)
+        return attempt.code_of(lambda: self._train(number, overrides))
 
     def _train(self, number: int, overrides: Sequence[str]) -> int:
         recipe = self._recipe(number, overrides)
@@ -268,7 +261,7 @@ class Task:
 
         The other one starts the next job, whatever becomes of this.
         """
-        run = RunRecord(Path(self.folder, f"{number:04}"))
+        run = RunRecord(self.sweep.run_dir(number))
         value = None if run.objective is None else run.objective.value
         if self.numbers is not None:
             return value

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel.machine.errors import ConfigError, Problem
 from accel.run.loss_normalization import global_weight, normalize_loss
+from runner.runs.json_files import PLACE
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -21,10 +22,7 @@ if TYPE_CHECKING:
     from runner.recipe.schema import Trainer
 
 # Names of what the run itself logs.
-RESERVED = (
-    *("step", "epoch", "samples", "split", "weights_step", "time"),
-    *("lr", "samples_per_second", "skipped_steps"),
-)
+RESERVED = (*PLACE, "lr", "samples_per_second", "skipped_steps")
 
 
 class Step(ABC):

@@ -14,7 +14,6 @@ import contextlib
 import io
 import itertools
 import math
-import shlex
 import time
 import warnings
 from collections import Counter
@@ -38,8 +37,8 @@ from runner.runs.record import RunRecord
 from runner.sweep.objectives import BEST, values_of
 from runner.sweep.optuna.settings import Settings
 from runner.sweep.optuna.space import Space
-from runner.sweep.plan import AUTO
-from runner.sweep.sweep import Sweep, locked
+from runner.sweep.plan import AUTO, alone
+from runner.sweep.sweep import WAIT_SECONDS, Sweep
 from runner.sweep.task import JobFailed, JobStopped, Task
 from runner.training import optuna_study
 from runner.training.console import PipedConsole
@@ -114,7 +113,7 @@ class Search:
 
     def __init__(self, settings: Settings, space: Space, sweep: Sweep, launcher: Launcher) -> None:
         self.settings, self.space, self.sweep, self.launcher = settings, space, sweep, launcher
-        with locked(sweep.path):  # the first command makes the study
+        with lock.held(sweep.path, WAIT_SECONDS):  # the first command makes the study
             self.study, self._storage = self._open()
         self._stopped = False
         self._begin = time.monotonic()
@@ -185,7 +184,7 @@ class Search:
         First those that were interrupted, then those that had failed before this command, then new
         ones. Empty: nothing is left that other commands do not run.
         """
-        with locked(self.sweep.path):
+        with lock.held(self.sweep.path, WAIT_SECONDS):
             for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                 if JOB not in trial.user_attrs:  # a command was killed as it asked for it
                     self.study.tell(trial.number, state=TrialState.FAIL)
@@ -330,7 +329,7 @@ class Search:
             console.print(f"{kind} trial {trial.user_attrs[JOB]}: {values}")
             if metrics != (BEST,):  # else the table of the sweep names it
                 overrides = self.space.sample(FixedTrial(trial.params))
-                console.print(f"  {command(overrides, self.sweep.description.config_name)}")
+                console.print(f"  {alone(overrides, self.sweep.description.config_name)}")
 
 
 def _consecutive(batch: Sequence[Job]) -> Iterator[list[Job]]:
@@ -342,13 +341,6 @@ def _consecutive(batch: Sequence[Job]) -> Iterator[list[Job]]:
 def _named(metrics: Sequence[str], values: Sequence[float]) -> str:
     pairs = zip(metrics, values, strict=True)
     return ", ".join(f"{metric} {value:.6g}" for metric, value in pairs)
-
-
-def command(overrides: Sequence[str], config_name: str) -> str:
-    """Return the command that trains one job alone."""
-    name = [] if config_name == hydra_setup.PRIMARY else ["--config-name", config_name]
-    words = [*name, *overrides]
-    return shlex.join(["python", "-m", "runner", *words])
 
 
 def _front(best: Sequence[FrozenTrial], metrics: Sequence[str]) -> Table:

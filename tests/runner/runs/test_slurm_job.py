@@ -12,16 +12,6 @@ from runner.runs import slurm_job
 from tests.slurm import Cluster, wait_until
 
 
-def test_the_own_job_as_squeue_shows_it() -> None:
-    nothing = dict.fromkeys(("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))
-    with env.patched(**nothing):
-        assert slurm_job.own_id() is None
-    with env.patched(**{**nothing, "SLURM_JOB_ID": 4}):
-        assert slurm_job.own_id() == "4"
-    with env.patched(SLURM_JOB_ID=5, SLURM_ARRAY_JOB_ID=4, SLURM_ARRAY_TASK_ID=1):
-        assert slurm_job.own_id() == "4_1"
-
-
 @pytest.mark.slurm
 def test_jobs_in_the_queue(slurm_cluster: Cluster, tmp_path: Path) -> None:
     submit = ["sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 60"]
