@@ -5,7 +5,6 @@ Holds R1.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from runner.launch import worker
 from runner.recipe import composition, hydra_setup
 from runner.recipe.schema import Recipe
-from runner.runs import directory
+from runner.runs import directory, sessions
 from runner.runs.job import Job
 from tests.helpers import WorkerError, about, run_distributed
 from tests.runner import loops
@@ -77,8 +76,8 @@ def trained(
     recipe = composed(*overrides)
     resume_from = None if run_dir is None else str(loops.newest(run_dir))
     run_dir = run_dir or directory.claim(folder, recipe.name)
-    Job(run_dir, overrides, resume_from, cwd=str(folder)).save(recipe)
-    assert run_distributed(worker.run, num_processes, run_dir) == [0] * num_processes
+    job = Job(run_dir, overrides, resume_from, cwd=str(folder)).save(recipe)
+    assert run_distributed(worker.run, num_processes, job.place) == [0] * num_processes
     return run_dir
 
 
@@ -116,7 +115,7 @@ def test_a_sharded_model_writes_a_sample(name: str, text: Path, tmp_path: Path) 
         "callbacks.text_baselines=null",
     )
     summaries = [
-        json.loads((trained(tmp_path, text, kind, *sample) / "summary.json").read_text())
+        sessions.summary(trained(tmp_path, text, kind, *sample))
         for kind in ("one", name)
     ]
     assert summaries[0]["sample"] == summaries[1]["sample"]
