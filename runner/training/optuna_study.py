@@ -33,9 +33,6 @@ _ALIASES = {"asha": "successivehalving", "cma": "cmaes", "sobol": "qmc", "nsga2"
 # They optimize one objective.
 SINGLE_OBJECTIVE = ("cmaes",)
 WRAPPED = "wrapped_pruner"
-QUIET = "warn_independent_sampling"
-# They sample together only keys that have distances and are always set; others at random.
-NUMERIC = ("cmaes", "qmc")
 
 
 class Lock(JournalFileSymlinkLock):
@@ -164,8 +161,6 @@ def make(kind: str, spec: Mapping[str, object] | None, **own: object) -> Any:
     if WRAPPED in arguments:
         arguments[WRAPPED] = make(kind, normalized(kind, arguments[WRAPPED]))
     found = _classes(kind)[str(spec["name"])]
-    if spec["name"] in NUMERIC:  # the sweep tells it, once
-        arguments.setdefault(QUIET, False)
     try:
         with warnings.catch_warnings():  # what it says is for people who write Python
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

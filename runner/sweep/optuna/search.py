@@ -69,7 +69,7 @@ def search(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     node = {name: _plain(value) for name, value in settings.items()}
     with hydra_setup.session():
-        space = Space.read(arguments, node["params"], node["when"])
+        space = Space.read(arguments, node["params"], node["when"])  # type: ignore[arg-type]
     found = Settings.read(node)
     if found.n_jobs is None:
         found = replace(found, n_jobs=_at_once(task))
@@ -126,7 +126,6 @@ class Search:
         ended = sum(trial.state.is_finished() for trial in before.values())
         if before:
             print(f"The study goes on: {ended} of {self.settings.n_trials} trials have ended.")
-        self._note_random_keys()
         self._failed_before = {
             number: trial.number
             for number, trial in before.items()
@@ -302,12 +301,6 @@ class Search:
     def _time_is_up(self) -> bool:
         limit = self.settings.timeout
         return limit is not None and time.monotonic() - self._begin >= limit
-
-    def _note_random_keys(self) -> None:
-        name = self.settings.sampler["name"]
-        found = [one.key for one in self.space.parameters if one.conditions or one.is_categorical]
-        if name in optuna_study.NUMERIC and found:
-            print(f"{name} samples {', '.join(found)} at random: lists and conditional keys.")
 
     # -- what was found --------------------------------------------------------------------
 
