@@ -29,62 +29,36 @@ WORKER = "runner.cli.evaluate_predict:work"
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-class _Failed(Exit):
-    """Processes of an evaluation have failed, which has been printed."""
-
-    def __init__(self, code: int, cause: str) -> None:
-        super().__init__(code)
-        self.cause = cause
-
-
 def evaluate_runs(arguments: Sequence[str]) -> int:
-    """Measure runs on their data sets, print a table, and write it to eval.json of each.
+    """Measure runs on their data sets, print the metrics, and write them to eval.json of each.
 
     Returns:
-        0; 1 if a run of several failed and another was measured; the highest code if all failed.
+        0; 1 if a run failed and another was measured; else the highest code of a run.
 
     Raises:
-        ConfigError: if the only run or an override is refused.
-        CheckpointError: if its checkpoint is missing or incomplete.
+        ConfigError: if a folder holds no run, or an option is refused.
     """
-    from runner.reporting import run_table
+    from runner.launch import failures
     from runner.runs import discovery
 
-    request, folders = _parse_evaluate(arguments)
-    requests = [replace(request, run_dir=run.path) for run in discovery.require_runs(folders)]
-    if len(requests) == 1:
-        found = _evaluated(requests[0])
-        if found is not None:
-            _show_one(requests[0], found)
-        return DONE
-    results = [(one.run_dir, _tried(one)) for one in requests]
-    rows = [(path, one.cause if isinstance(one, _Failed) else one) for path, one in results if one]
-    if len(rows) == len(results):  # else another process prints
-        run_table.show_evaluations(rows, run_table.console_for_tables())
-    codes = [one.code for _, one in results if isinstance(one, _Failed)]
-    return FAILED if codes and len(codes) < len(results) else max(codes, default=DONE)
-
-
-def _tried(request: Request) -> Fields | _Failed | None:
-    """Evaluate one run of several: a failure does not keep the others from it."""
-    from runner.launch import failures
-
-    try:
-        return _evaluated(request)
-    except _Failed as failure:
-        if failure.code >= OF_SIGNAL:  # also Ctrl-C
-            raise
-        return failure
-    except AccelError as error:
-        return _Failed(failures.report(error), str(error).splitlines()[0])
-
-
-def _evaluated(request: Request) -> Fields | None:
-    """Measure a run, write the result to its eval.json, and return it."""
-    found = _done(request)
-    if found is not None:
-        _record(request, found)
-    return found
+    request, folders = _parse("eval", arguments)
+    code, runs = DONE, discovery.require_runs(folders)
+    measured = 0
+    for run in runs:
+        one = replace(request, run_dir=run.path)
+        try:
+            found = _done(one)
+        except AccelError as error:  # it does not keep the other runs from being measured
+            code = max(code, failures.report(error))
+        except Exit as end:
+            if end.code >= OF_SIGNAL:  # also Ctrl-C
+                raise
+            code = max(code, end.code)
+        else:
+            measured += 1
+            if found is not None:
+                _record(one, found)
+    return FAILED if code and measured else code
 
 
 def _done(request: Request) -> JsonObject | None:
@@ -96,39 +70,30 @@ def _done(request: Request) -> JsonObject | None:
 
 
 def _record(request: Request, found: Fields) -> None:
+    """Print an evaluation, and add it to the run's eval.json."""
     from runner.runs import environment, evaluations
+    from runner.training.console import Display, number
 
+    for split, metrics in found["metrics"].items():
+        rows = [(name, number(value)) for name, value in metrics.items()]
+        Display(enabled=True).final(f"{request.run_dir.name} · {split}", rows)
     checkpoint = os.path.relpath(found["checkpoint"], os.path.realpath(request.run_dir))
-    inside = not checkpoint.startswith("..")
+    evaluation = {
+        **{name: found[name] for name in ("step", "metrics", "num_processes", "notes")},
+        "checkpoint": found["checkpoint"] if checkpoint.startswith("..") else checkpoint,
+        "overrides": list(request.overrides),
+        "seconds": round(found["seconds"], 3),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "versions": environment.versions(),
+    }
     try:
-        evaluations.add(
-            request.run_dir,
-            {
-                "checkpoint": checkpoint if inside else found["checkpoint"],
-                "step": found["step"],
-                "metrics": found["metrics"],
-                "overrides": list(request.overrides),
-                "num_processes": found["num_processes"],
-                "seconds": round(found["seconds"], 3),
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-                "versions": environment.versions(),
-                **({"notes": found["notes"]} if found["notes"] else {}),
-            },
-        )
+        evaluations.add(request.run_dir, evaluation)
     except OSError as error:
         if error.errno not in READ_ONLY:
             raise
         # Somebody else's run.
         place = request.run_dir / evaluations.EVAL
         print(f"{place} is not written ({error.strerror}).", file=sys.stderr)
-
-
-def _show_one(request: Request, found: Fields) -> None:
-    from runner.training.console import Display, number
-
-    for split, metrics in found["metrics"].items():
-        rows = [(name, number(value)) for name, value in metrics.items()]
-        Display(enabled=True).final(f"{request.run_dir.name} · {split}", rows)
 
 
 def predict(arguments: Sequence[str]) -> int:
@@ -138,7 +103,11 @@ def predict(arguments: Sequence[str]) -> int:
         ConfigError: if the run, an override or the output is refused.
         CheckpointError: if the checkpoint is missing or incomplete.
     """
-    request = _parse_predict(arguments)
+    request, folders = _parse("predict", arguments)
+    if len(folders) > 1:
+        rule = "the predictions of one run are written"
+        raise ConfigError.of(" ".join(folders), rule, "Name one run.")
+    request = replace(request, run_dir=Path(folders[0]))
     found = _done(request)
     if found is not None:
         print(f"{found['count']} predictions written to {request.output}")
@@ -149,7 +118,7 @@ def _by_processes(request: Request) -> JsonObject:
     """Let fresh processes do what a request asks for, and return what rank 0 has found.
 
     Raises:
-        _Failed: if one of them fails, which has been reported.
+        Exit: if one of them fails, which has been reported.
         ConfigError: if the request is refused.
     """
     from runner.launch import launcher
@@ -163,9 +132,7 @@ def _by_processes(request: Request) -> JsonObject:
         worker.write_request(folder, replace(request, run_dir=run_dir, output=output))
         ended = launcher.run_group(folder, request.num_processes, Path.cwd(), WORKER)
         if ended.code != DONE:
-            message = "" if ended.cause is None else ended.cause.message
-            lines = message.splitlines() or ["its processes failed"]
-            raise _Failed(ended.code, lines[0])
+            raise Exit(ended.code)
         return worker.read_result(folder)
 
 
@@ -188,42 +155,6 @@ def _run_dirs(words: Sequence[str]) -> list[str]:
         for word in words
         if "=" not in word or os.path.isdir(word) or os.sep in word.partition("=")[0]
     ]
-
-
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = CommandParser(prog=f"runner {command}", description=description, allow_abbrev=False)
-    if command == "eval":
-        what = "run directories, a sweep's, or folders of them; and changes to their recipes"
-        parser.add_argument("words", metavar="RUN_DIR|KEY=VALUE", nargs="+", help=what)
-    else:
-        parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run directory")
-        changes = parser.add_argument(
-            "overrides", metavar="KEY=VALUE", nargs="*", help="changes to the run's recipe"
-        )
-        changes.required = False  # argparse names it among what is missing
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=None,
-        metavar="N",
-        help="compute on N processes: one per GPU, or on the CPU (default: 1)",
-    )
-    parser.add_argument(
-        "--checkpoint", help="best, last, or a checkpoint's name or path (default: best, else last)"
-    )
-    parser.add_argument(
-        "--device-map",
-        choices=WORDS,
-        help="spread a model that is larger than a device over accelerators, memory and disk",
-    )
-    parser.add_argument(
-        "--max-memory",
-        action="append",
-        default=[],
-        metavar="DEVICE=SIZE",
-        help="of --device-map, as 0=20GB or cpu=4GB; may be repeated (default: what is free)",
-    )
-    return parser
 
 
 def _placement(found: argparse.Namespace) -> Placement | None:
@@ -249,15 +180,32 @@ def _num_processes(found: argparse.Namespace) -> int:
     return number
 
 
-def _parse_evaluate(arguments: Sequence[str]) -> tuple[Request, list[str]]:
-    parser = _parser("eval", "Measure a trained run.")
-    parser.add_argument(
-        "--split",
-        action="append",
-        choices=SPLITS,
-        default=[],
-        help="data set to measure, may be repeated (default: validation and test)",
-    )
+def _parse(command: str, arguments: Sequence[str]) -> tuple[Request, list[str]]:
+    """Return what a command line asks for, and the folders of runs that it names."""
+    description = {
+        "eval": "Measure trained runs.",
+        "predict": "Write a trained run's predictions as JSON lines.",
+    }[command]
+    parser = CommandParser(prog=f"runner {command}", description=description, allow_abbrev=False)
+    add = parser.add_argument
+    what = "run directories, a sweep's, or folders of them; and changes to their recipes"
+    add("words", metavar="RUN_DIR|KEY=VALUE", nargs="*", help=what)
+    if command == "eval":
+        what = "data set to measure, may be repeated (default: validation and test)"
+        add("--split", action="append", choices=SPLITS, default=[], help=what)
+    else:
+        what = "data set (default: test, or validation where there is none)"
+        add("--split", nargs=1, choices=SPLITS, default=[], help=what)
+        what = "the .jsonl file to write"
+        add("--output", type=Path, required=True, metavar="FILE", help=what)
+    what = "compute on N processes: one per GPU, or on the CPU (default: 1)"
+    add("--processes", type=int, metavar="N", help=what)
+    what = "best, last, or a checkpoint's name or path (default: best, else last)"
+    add("--checkpoint", help=what)
+    what = "spread a model that is larger than a device over accelerators, memory and disk"
+    add("--device-map", choices=WORDS, help=what)
+    what = "of --device-map, as 0=20GB or cpu=4GB; may be repeated (default: what is free)"
+    add("--max-memory", action="append", default=[], metavar="DEVICE=SIZE", help=what)
     found = parser.parse_intermixed_args(list(arguments))
     folders = _run_dirs(found.words)
     if not folders:
@@ -267,29 +215,8 @@ def _parse_evaluate(arguments: Sequence[str]) -> tuple[Request, list[str]]:
         overrides=tuple(word for word in found.words if word not in folders),
         splits=tuple(found.split),
         checkpoint=found.checkpoint,
+        output=found.output if command == "predict" else None,
         placement=_placement(found),
         num_processes=_num_processes(found),
     )
     return request, folders
-
-
-def _parse_predict(arguments: Sequence[str]) -> Request:
-    parser = _parser("predict", "Write a trained run's predictions as JSON lines.")
-    parser.add_argument(
-        "--split",
-        choices=SPLITS,
-        help="data set (default: test, or validation where there is none)",
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="the .jsonl file to write"
-    )
-    found = parser.parse_intermixed_args(list(arguments))
-    return Request(
-        run_dir=found.run_dir,
-        overrides=tuple(found.overrides),
-        splits=(found.split,) if found.split else (),
-        checkpoint=found.checkpoint,
-        output=found.output,
-        placement=_placement(found),
-        num_processes=_num_processes(found),
-    )

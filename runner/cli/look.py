@@ -55,10 +55,10 @@ def list_runs(arguments: Sequence[str]) -> int:
     limit = found.limit if found.limit is not None else 0 if found.json else MOST_ROWS
     shown = ordered[:limit] if limit > 0 else ordered
     if found.json:
-        print(run_table.as_json(shown))
+        print(run_table.as_json([run_table.described(run) for run in shown]))
         return DONE
     if shown:
-        run_table.show(shown, columns)
+        run_table.show(shown, columns, run_table.console_for_tables())
     print(_count(len(shown), len(chosen), len(runs), folders or [discovery.DEFAULT_FOLDER]))
     return DONE
 
@@ -101,7 +101,7 @@ def show_run(arguments: Sequence[str]) -> int:
     runs = discovery.require_runs(found.folders)
     described = [describe_run.describe(run) for run in runs]
     if found.json:
-        print(describe_run.as_json(described))
+        print(run_table.as_json(described[0] if len(described) == 1 else described))
         return DONE
     console = run_table.console_for_tables()
     for content in described:
@@ -130,7 +130,7 @@ def compare_runs(arguments: Sequence[str]) -> int:
         raise ConfigError.of(" ".join(found.folders), rule, remedy)
     compared = comparing.compare(runs)
     if found.json:
-        print(comparing.as_json(compared))
+        print(run_table.as_json(compared))
     else:
         comparing.show(compared, run_table.console_for_tables())
     return DONE

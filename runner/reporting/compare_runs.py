@@ -2,77 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from runner.reporting import run_table
 from runner.reporting.filters import leaves
-from runner.reporting.run_table import STYLES, cell, damage
 from runner.runs import environment, provenance, sessions
-from runner.runs.json_files import Fields, JsonObject, finite
-from runner.runs.record import MISSING, RunRecord
-from runner.training.console import clock, number
+from runner.runs.json_files import Fields, JsonObject
+from runner.runs.record import RunRecord
 
 # With more runs than these, a run is a row.
 MOST_SIDE_BY_SIDE = 5
-SECTIONS = ("recipe", "code", "data", "versions", "machine", "result")
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Runs and what they do not have in common.
-
-    Attributes:
-        names: of the runs, as short as they are different.
-        directories: of the runs.
-        rows: by section, (key, a value for each run); None where a run lacks the key.
-        num_equal: by section, how many keys all runs have in common.
-        problems: of each run, what is damaged.
-    """
-
-    names: list[str]
-    directories: list[str]
-    rows: dict[str, list[tuple[str, list[Any]]]]
-    num_equal: dict[str, int]
-    problems: list[list[str]]
-
-
-def compare(runs: Sequence[RunRecord]) -> Compared:
-    """Return what differs between runs; keys that are equal in all are counted."""
-    read: dict[str, Callable[[RunRecord], Fields]] = {
-        "recipe": _recipe,
-        "code": _code,
-        "data": _data,
-        "versions": _versions,
-        "machine": _machine,
-        "result": _result,
-    }
-    rows, equal = {}, {}
-    for section in SECTIONS:
-        values = [read[section](run) for run in runs]
-        names = list(dict.fromkeys(name for found in values for name in found))
-        table = [(name, [found.get(name, MISSING) for found in values]) for name in names]
-        if section == "recipe" and not all(run.has_recipe for run in runs):
-            table = []  # `problems` names what cannot be read
-        rows[section] = [row for row in table if not _same(row[1])]
-        equal[section] = len(table) - len(rows[section])
-    directories, problems = [str(run.path) for run in runs], [run.problems for run in runs]
-    return Compared(short_names(runs), directories, rows, equal, problems)
-
-
-def _same(values: Sequence[object]) -> bool:
-    return all(value == values[0] or _both_nan(value, values[0]) for value in values)
-
-
-def _both_nan(one: object, other: object) -> bool:
-    return isinstance(one, float) and isinstance(other, float) and one != one and other != other
 
 
 def _recipe(run: RunRecord) -> Fields:
@@ -110,7 +52,7 @@ def _machine(run: RunRecord) -> Fields:
 
 
 def _result(run: RunRecord) -> Fields:
-    found: JsonObject = {"status": run.status + damage(run)}
+    found: JsonObject = {"status": run.status + run_table.damage(run)}
     if run.objective is not None:
         found[f"best validation {run.objective.metric}"] = run.objective.value
     for split, metrics in (run.summary.get("metrics") or {}).items():
@@ -124,65 +66,58 @@ def _result(run: RunRecord) -> Fields:
     return found
 
 
-def short_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return names of runs without the folders that all of them lie in."""
-    paths = [str(run.path) for run in runs]
-    if len(paths) < 2:
-        return [os.path.basename(path) for path in paths]
+SECTIONS: dict[str, Callable[[RunRecord], Fields]] = {
+    "recipe": _recipe,
+    "code": _code,
+    "data": _data,
+    "versions": _versions,
+    "machine": _machine,
+    "result": _result,
+}
+
+
+def compare(runs: Sequence[RunRecord]) -> JsonObject:
+    """Return what differs between runs.
+
+    Returns:
+        The directories of the ``runs``, the ``problems`` of each (what is damaged), and by section
+        the keys that differ, with a value for each run; None: it lacks the key.
+    """
+    found: JsonObject = {
+        "runs": [str(run.path) for run in runs],
+        "problems": [run.problems for run in runs],
+    }
+    for section, read in SECTIONS.items():
+        values = [dict(read(run)) for run in runs]
+        names = dict.fromkeys(name for one in values for name in one)
+        rows = {name: [one.get(name) for one in values] for name in names}
+        # `problems` names the recipe that cannot be read.
+        readable = section != "recipe" or all(run.has_recipe for run in runs)
+        differing = {k: row for k, row in rows.items() if any(one != row[0] for one in row)}
+        found[section] = differing if readable else {}
+    return found
+
+
+def show(compared: Fields, console: Console) -> None:
+    """Print what differs: a run is a column, or a row where there are many."""
+    names = short_names(compared["runs"])
+    lines = [["", *names]]
+    for section in SECTIONS:
+        for key, values in compared[section].items():
+            lines.append([key, *("–" if v is None else run_table.cell(v) for v in values)])
+    if len(lines) == 1:
+        console.print("The runs do not differ in anything that they record.")
+    else:
+        turned = len(names) > MOST_SIDE_BY_SIDE
+        heads, *rows = zip(*lines, strict=True) if turned else lines
+        table = run_table.table(*heads)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    run_table.show_problems(list(zip(names, compared["problems"], strict=True)), console)
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Return the names of runs without the folders that all of them lie in."""
     common = os.path.commonpath([os.path.dirname(path) for path in paths])
     return [os.path.relpath(path, common) for path in paths]
-
-
-# -- output --------------------------------------------------------------------------------
-
-
-def as_json(compared: Compared) -> str:
-    """Return what differs as JSON: by section and key, the values in the order of the runs."""
-    rows = {
-        section: {key: [None if v is MISSING else v for v in values] for key, values in found}
-        for section, found in compared.rows.items()
-    }
-    content = {"runs": compared.directories, "problems": compared.problems, **rows}
-    return json.dumps(finite(content), indent=2, ensure_ascii=False, default=str)
-
-
-def show(compared: Compared, console: Console) -> None:
-    """Print what differs: a run is a column, or a row where there are many."""
-    columns, rows, ends = ["", *compared.names], [], []
-    for section in SECTIONS:
-        found = compared.rows[section]
-        for key, values in found:
-            rows.append([key, *(shown(key, value) for value in values)])
-        ends.append(len(rows))
-    if len(compared.names) > MOST_SIDE_BY_SIDE:
-        turned = [list(row) for row in zip(columns, *rows, strict=True)]
-        columns, rows, ends = turned[0], turned[1:], []
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(Text(column), overflow="fold")
-    for at, row in enumerate(rows, start=1):
-        cells = [Text(value, style=STYLES.get(value.partition(" (")[0], "")) for value in row]
-        table.add_row(*cells, end_section=at in ends)
-    console.print(table)
-    for name, problems in zip(compared.names, compared.problems, strict=True):
-        for problem in problems:
-            console.print(Text(f"{name}: {problem}", style="red"))
-    console.print(Text(_equal(compared), style="dim"))
-
-
-def shown(key: str, value: Any) -> str:
-    """Return a compared value for a table."""
-    if value is MISSING:
-        return "–"
-    if key == "seconds" and isinstance(value, float):
-        return clock(value)
-    if isinstance(value, float) and not key.count("."):
-        return number(value)
-    return cell(value)
-
-
-def _equal(compared: Compared) -> str:
-    same = [f"{count} of {name}" for name, count in compared.num_equal.items() if count]
-    if not any(compared.rows.values()):
-        return "The runs do not differ in anything that they record."
-    return f"Equal and left out: {', '.join(same)}." if same else "Nothing is equal."

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import operator
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
-from accel.machine.errors import ConfigError, Problem, Problems, closest, did_you_mean, nearest
+from accel.machine.errors import ConfigError, Problem, nearest
 from runner.recipe import keys
 from runner.runs.record import MISSING, STATUSES, RunRecord
 
-_FILTER = re.compile(r"(?P<key>[A-Za-z_][\w.]*)(?P<sign>!=|>=|<=|=|<|>)(?P<text>.*)", re.DOTALL)
+_FILTER = re.compile(r"([A-Za-z_][\w.]*)(!=|>=|<=|=|<|>)(?![=<>])(.*)", re.DOTALL)
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     **{">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le},
 }
@@ -34,7 +34,7 @@ FIELDS: dict[str, Callable[[RunRecord], Any]] = {
     "sweep": lambda run: run.sweep,
     "started": lambda run: run.started,
 }
-TIMES = ("since", "before")
+TIMES = {"since": ">=", "before": "<"}  # how ``started`` is compared
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,7 @@ class Filter:
 
     def matches(self, run: RunRecord) -> bool:
         """Return whether a run fulfills the condition; one that lacks the key does not."""
-        if self.key in TIMES:
-            started = run.started >= _moment(self.values[0])
-            return started if self.key == "since" else not started
-        found = self.of(run)
+        found = value_of(run, self.key)
         if found is MISSING:
             return False
         if self.sign in ORDERS:
@@ -59,10 +56,10 @@ class Filter:
         same = any(_same(found, value) for value in self.values)
         return same == (self.sign == "=")
 
-    def of(self, run: RunRecord) -> Any:
-        """Return the value of a run that is compared."""
-        field = FIELDS.get(self.key)
-        return run.value(self.key) if field is None else field(run)
+
+def value_of(run: RunRecord, key: str) -> Any:
+    """Return a run's value of `FIELDS`, else of its recipe; `MISSING` where it has no such key."""
+    return FIELDS[key](run) if key in FIELDS else run.value(key)
 
 
 def parse(words: Sequence[str]) -> list[Filter]:
@@ -71,31 +68,30 @@ def parse(words: Sequence[str]) -> list[Filter]:
     Raises:
         ConfigError: naming every word that is none.
     """
-    found, problems = [], Problems()
+    found: list[Filter] = []
+    problems: list[Problem] = []
     for word in words:
         match = _FILTER.fullmatch(word)
         if match is None:
             remedy = "Write key=value, as status=failed, tag=x, since=2d or optimizer.lr=0.01."
-            problems.add(word, "it is neither a folder nor a filter", remedy)
+            problems.append(Problem(word, "it is neither a folder nor a filter", remedy))
             continue
-        one = Filter(match["key"], match["sign"], tuple(match["text"].split(",")))
+        key, sign, text = match.groups()
+        if key in TIMES:
+            moment = _moment(text) if sign == "=" else None
+            if moment is None:
+                rule = "a time is an age such as 30m, 2d or 1w, or a date such as 2026-11-24"
+                problems.append(Problem(word, rule, f"Write {key}=2d."))
+                continue
+            key, sign, text = "started", TIMES[key], str(moment)
+        one = Filter(key, sign, tuple(text.split(",")))
         problems += _problems(one, word)
         found.append(one)
-    problems.raise_if()
+    ConfigError.raise_if(problems)
     return found
 
 
 def _problems(one: Filter, word: str) -> list[Problem]:
-    if one.values[0].startswith(("=", "<", ">")):
-        return [Problem(word, "a sign is one of = != < <= > >=", f"Write {one.key}=… .")]
-    if one.key in TIMES:
-        try:
-            _moment(one.values[0])
-        except ValueError:
-            rule = "a time is an age such as 30m, 2d or 1w, or a date such as 2026-11-24"
-            return [Problem(word, rule, f"Write {one.key}=2d.")]
-        if one.sign != "=":
-            return [Problem(word, "it is a time from or until which", f"Write {one.key}=2d.")]
     if one.key == "status":
         wrong = [value for value in one.values if value not in STATUSES]
         rule = f"it is one of {', '.join(STATUSES)}"
@@ -123,16 +119,12 @@ def require_keys(names: Iterable[str], runs: Sequence[RunRecord]) -> None:
         ConfigError: naming each, and the nearest that there is.
     """
     problems = []
+    known = {*FIELDS, *TIMES, *keys.typed_keys()}
     for name in names:
-        if name in FIELDS or name in TIMES or any(run.value(name) is not MISSING for run in runs):
-            continue
-        known = set(keys.typed_keys())
-        if name not in known:
+        if name not in known - {*TIMES} and all(run.value(name) is MISSING for run in runs):
             known |= {".".join(key) for run in runs for key, _ in leaves(run.recipe)}
             rule = "neither a run nor a recipe has such a key"
-            near = closest(name, [*FIELDS, *TIMES, *sorted(known)])
-            remedy = did_you_mean(near) if near else keys.suggestion(name, sorted(known))
-            problems.append(Problem(name, rule, remedy))
+            problems.append(Problem(name, rule, keys.suggestion(name, sorted(known))))
     ConfigError.raise_if(problems)
 
 
@@ -148,19 +140,11 @@ def leaves(node: Any, key: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ..
 def _same(found: Any, wanted: str) -> bool:
     if isinstance(found, list):
         return any(_same(item, wanted) for item in found)
-    if isinstance(found, bool) or found is None:
-        return bool(_parsed(wanted) is found)
     left, right = _number(found), _number(wanted)
     if left is not None and right is not None:
         return left == right
-    return fnmatch.fnmatchcase(str(found), wanted)
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    text = json.dumps(found) if found is None or isinstance(found, bool) else str(found)
+    return fnmatch.fnmatchcase(text, wanted)
 
 
 def _number(value: Any) -> float | None:
@@ -172,14 +156,11 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _moment(text: str) -> float:
-    """Return the time that an age or a date means, in seconds since the epoch; else ValueError."""
-    match = _AGE.fullmatch(text)
-    if match is not None:
+def _moment(text: str) -> float | None:
+    """Return the time that an age or a date means, in seconds since the epoch; else None."""
+    if match := _AGE.fullmatch(text):
         return time.time() - float(match[1]) * UNITS[match[2]]
-    for form in ("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M", "%Y%m%d-%H%M%S"):
-        try:
-            return time.mktime(time.strptime(text, form))
-        except ValueError:
-            continue
-    raise ValueError(text)
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None

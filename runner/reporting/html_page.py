@@ -1,100 +1,49 @@
-"""`runner report`: one HTML page that needs nothing else: curves, groups of seeds, a table.
+"""`runner report`: one HTML page that loads nothing: learning curves, groups of seeds, a table.
 
-Figures are made by matplotlib, as SVG that takes the page's colours.
+matplotlib draws the figures; rich writes the tables, that of the runs as `runner list` prints it.
 """
 
 from __future__ import annotations
 
+import base64
 import html
 import io
+import json
 import math
-import re
 import shlex
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from rich.table import Table
 
 from accel.machine.errors import MissingPackageError
-from runner.reporting import curves
-from runner.reporting.compare_runs import short_names
-from runner.reporting.curves import Band, Curve, Group
-from runner.reporting.run_table import (
-    MOST_DAMAGES,
-    cell,
-    damage,
-    in_order,
-    judge_of,
-    newest_first,
-    relative,
-)
+from runner.recipe import hydra_setup, resumed_recipe
+from runner.reporting import run_table
+from runner.reporting.filters import leaves
+from runner.reporting.run_table import cell
 from runner.runs import record as records
-from runner.runs.record import MISSING, RunRecord
-from runner.training.console import clock, number
+from runner.runs.json_files import PLACE, finite, number
+from runner.runs.record import CODE, MISSING, RunRecord
+from runner.training import console
 
-# Values of training that are no learning curve.
-NO_CURVE = ("lr", "samples_per_second", "skipped_steps")
-SEEDS_NOTE = (
-    "Mean and standard deviation are over seeds: the newest finished run of each counts, any run "
-    "where none of the group is finished."
-)
+SEED = "seed"
+# Nodes of a recipe that do not change what a run computes, beside those that `resume=` ignores.
+NO_CAUSE = ((SEED,), ("resume",), ("run_dir",), *resumed_recipe.ELSEWHERE)
+FACTORY = ("name", "_target_")
+NO_CURVE = (*PLACE, "lr", "samples_per_second", "skipped_steps")
 MOST_METRICS, MOST_KEYS = 8, 12
-# Text and axes are drawn in this colour, which the page replaces by its own (dark or light).
-INK = "#010203"
-# Okabe and Ito's colours, which people with any colour vision tell apart, on dark and light ground.
-# Source: https://jfly.uni-koeln.de/color/
-COLOURS = (
-    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B59F00", "#7F7F7F"),
-)
-MOST_COLOURED = len(COLOURS)  # groups, the best; the others are drawn thin
+MOST_COLOURED = 10  # groups, the best; the others are grey
 MOST_LETTERS = 80  # of a group's name below the axes
-LOG_RATIO = 30.0  # between the largest and the smallest value, from which on an axis is logarithmic
-SETTINGS: dict[str, Any] = {  # of matplotlib
-    "svg.fonttype": "none",
-    "svg.hashsalt": "runner",  # ids are the same each time
-    "path.simplify_threshold": 0.5,
-    "font.size": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.15,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), INK),
-    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
-}
-_ROUNDED = re.compile(r"(\.\d\d)\d+")  # hundredths of a point
 STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --quiet: #667; --line: #d8dce2;
-  --ground: #fff; --panel: #f6f7f9; --accent: #0072B2; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --quiet: #98a2b0; --line: #343a43;
-  --ground: #14171b; --panel: #1c2026; --accent: #56B4E9; } }
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; background: var(--ground);
-  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .2rem } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem }
-p { margin: .3rem 0 } .quiet { color: var(--quiet) } code { font-size: .9em;
-  background: var(--panel); padding: .1em .35em; border-radius: 4px; overflow-wrap: anywhere }
-.figures { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 27rem), 1fr)) }
-figure { margin: 0; background: var(--panel); border: 1px solid var(--line); border-radius: 8px;
-  padding: .7rem; min-width: 0 }
-figcaption { font-weight: 600; margin-bottom: .3rem }
-figure svg { width: 100%; height: auto; display: block; max-height: 26rem }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px }
-table { border-collapse: collapse; width: 100%; font-size: .88rem }
-th, td { padding: .35rem .65rem; text-align: left; border-bottom: 1px solid var(--line);
-  white-space: nowrap } td.long { white-space: normal; overflow-wrap: anywhere; min-width: 14rem }
-tr:last-child td { border-bottom: 0 } th { background: var(--panel) }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
-tr.best td { background: color-mix(in srgb, var(--accent) 14%, transparent) }
-.finished { color: #1a8f4c } .failed, .broken { color: #d33 } .running { color: var(--accent) }
-.stopped, .interrupted { color: #b7791f } .pruned { color: var(--quiet) }
+body { margin: 0 auto; max-width: 80rem; padding: 1.5rem; font-family: system-ui, sans-serif }
+img { width: min(100%, 38rem) }
+pre { overflow-x: auto }
 """
+Curve = tuple[list[float], list[float]]  # steps and values
 
 
 @dataclass(frozen=True)
@@ -103,24 +52,15 @@ class Report:
 
     Attributes:
         runs: the best first; those without an objective last.
-        keys: in which they differ, the seed apart, by `curves`; at most `MOST_KEYS`.
-        groups: of runs that are equal but for the seed.
-        curves: by directory of a run, its curves by ``<split>/<metric>``.
-        metrics: the names of the curves to show, the objective's first.
-        judge: metric and mode of the objective that most runs have; None: none has any.
+        keys: dotted keys that tell the groups apart; at most `MOST_KEYS`.
+        groups: by label, runs whose recipes and code are equal but for the seed.
+        curves: by ``<split>/<metric>`` and label, the curve of each run; validation first.
     """
 
     runs: list[RunRecord]
     keys: list[str]
-    groups: list[Group]
-    curves: dict[str, dict[str, Curve]]
-    metrics: list[str]
-    judge: tuple[str, str] | None
-
-    @property
-    def judged(self) -> list[RunRecord]:
-        """The runs whose objective is of the one metric that is compared, the best first."""
-        return [run for run in self.runs if _is_judged(run) and judge_of(run) == self.judge]
+    groups: dict[str, list[RunRecord]]
+    curves: dict[str, dict[str, list[Curve]]]
 
     @property
     def statuses(self) -> str:
@@ -129,168 +69,155 @@ class Report:
         parts = [f"{counts[one]} {one}" for one in records.STATUSES if counts[one]]
         return f"{len(self.runs)} run{'' if len(self.runs) == 1 else 's'}: {', '.join(parts)}"
 
-    def bands(self, metric: str) -> dict[str, Band]:
-        """Return a metric's band by the label of each group that has measured it."""
-        found = {}
-        for group in self.groups:
-            measured = [run for run in group.runs if metric in self.curves[str(run.path)]]
-            chosen = curves.once_per_seed(measured)
-            if present := [self.curves[str(run.path)][metric] for run in chosen]:
-                found[group.label] = curves.band(present)
-        return found
-
-
-def _is_judged(run: RunRecord) -> bool:
-    return run.objective is not None and math.isfinite(run.objective.value)
-
 
 def read(runs: Sequence[RunRecord]) -> Report:
-    """Read runs for a report."""
-    ordered = in_order(newest_first(runs), "objective")
-    judges = Counter(one for run in ordered if _is_judged(run) and (one := judge_of(run)))
-    judge = judges.most_common(1)[0][0] if judges else None
-    readable = [run for run in ordered if run.status != records.BROKEN]
-    keys = curves.differing_keys([run for run in readable if run.has_recipe])
-    found = {str(run.path): curves.read_curves(run) for run in readable}
-    names = curves.metric_names(found.values(), None if judge is None else judge[0])
-    shown = [name for name in names if name.partition("/")[2] not in NO_CURVE][:MOST_METRICS]
-    groups = curves.group_by_seed(readable, keys)
-    return Report(ordered, keys[:MOST_KEYS], groups, found, shown, judge)
+    """Read runs for a report; what cannot be read is said below the table of the runs."""
+    ordered = run_table.in_order(runs, "objective")
+    readable = [run for run in ordered if run.has_recipe]
+    differing = differing_keys(readable)
+    keys = _telling(differing, readable)[:MOST_KEYS]
+    groups = group_by_seed(readable, differing, keys)
+    curves: dict[str, dict[str, list[Curve]]] = {}
+    for label, members in groups.items():
+        for run in members:
+            for name, curve in read_curves(run).items():
+                curves.setdefault(name, {}).setdefault(label, []).append(curve)
+    names = sorted(curves, key=lambda name: not name.startswith("validation/"))[:MOST_METRICS]
+    return Report(ordered, keys, groups, {name: curves[name] for name in names})
+
+
+def read_curves(run: RunRecord) -> dict[str, Curve]:
+    """Return the curves of a run by ``<split>/<metric>``; lines that are damaged are left out."""
+    found: dict[str, Curve] = {}
+    for record in run.records():
+        split, step = record.get("split"), number(record.get("step"))
+        for name, value in record.items():
+            read = number(value)
+            if step is None or read is None or name in NO_CURVE or split == "test":
+                continue
+            steps, values = found.setdefault(f"{split}/{name}", ([], []))
+            steps.append(step)
+            values.append(read)
+    return found
+
+
+# -- groups --------------------------------------------------------------------------------
+
+
+def differing_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the dotted keys in which the recipes of runs differ, and `CODE` if their code does.
+
+    The seed, names, and where a run is computed do not count.
+    """
+    names = dict.fromkeys(key for run in runs for key, _ in leaves(run.recipe))
+    found = [
+        ".".join(key)
+        for key in names
+        if not any(key[: len(one)] == one for one in NO_CAUSE)
+        and len({_text(run.value(".".join(key))) for run in runs}) > 1
+    ]
+    return found + [CODE] * (len({run.code for run in runs}) > 1)
+
+
+def _telling(keys: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
+    """Return the keys without those that differ only because the factories of their nodes do."""
+    given = {hydra_setup.key_of(str(one)) for run in runs for one in run.job.get("overrides") or ()}
+    factories = [key.rpartition(".")[0] for key in keys if key.rpartition(".")[2] in FACTORY]
+    return [
+        key
+        for key in keys
+        if key in given
+        or key.rpartition(".")[2] in FACTORY
+        or not any(key.startswith(f"{node}.") for node in factories)
+    ]
+
+
+def group_by_seed(
+    runs: Sequence[RunRecord], differing: Sequence[str], keys: Sequence[str]
+) -> dict[str, list[RunRecord]]:
+    """Return runs that are equal but for the seed, by the values of `keys`, in the runs' order."""
+    found: dict[tuple[str, ...], list[RunRecord]] = {}
+    for run in runs:
+        found.setdefault(tuple(_text(run.value(key)) for key in differing), []).append(run)
+    groups: dict[str, list[RunRecord]] = {}
+    for members in found.values():
+        label = settings(members[0], keys) or members[0].name
+        # Values may be equal in the digits shown.
+        groups[label if label not in groups else f"{label} ({len(groups) + 1})"] = members
+    return groups
+
+
+def once_per_seed(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the newest finished run of each seed; where none is finished, the newest.
+
+    A run of the same seed again is no further sample of what the seed changes.
+    """
+    counted = [run for run in runs if run.status == records.FINISHED] or runs
+    oldest_first = run_table.newest_first(counted)[::-1]
+    return list({_text(run.value(SEED)): run for run in oldest_first}.values())
+
+
+def settings(run: RunRecord, keys: Sequence[str]) -> str:
+    """Return the values of a run, as "optimizer.name=sgd optimizer.lr=0.1", but those it lacks."""
+    values = {key: run.value(key) for key in keys}
+    return " ".join(f"{key}={cell(one)}" for key, one in values.items() if one is not MISSING)
+
+
+def _text(value: Any) -> str:
+    """Return a value as a text, equal for equal values."""
+    return "" if value is MISSING else json.dumps(finite(value), sort_keys=True, default=str)
+
+
+# -- the page ------------------------------------------------------------------------------
 
 
 def page(title: str, found: Report) -> str:
     """Return the page."""
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="quiet">{_text(found.statuses)} · {time.strftime("%Y-%m-%d %H:%M")}</p>',
-        *_best(found),
-        *_figures(found),
-        *_groups(found),
-        "<h2>Runs</h2>",
-        _runs(found),
-        *_problems(found),
-        "</body></html>",
-    ]
-    return "\n".join(parts)
-
-
-def _best(found: Report) -> Iterable[str]:
-    if not found.judged:
-        yield "<p>No run has measured an objective.</p>"
-        return
-    best = found.judged[0]
-    assert best.objective is not None
-    value = f"{best.objective.metric} {number(best.objective.value)}"
-    settings = curves.settings(best, found.keys)
-    yield f"<p>Best: <strong>{_text(value)}</strong> {_text(settings)}</p>"
-    command = f"runner again {shlex.quote(relative(best.path))}"
-    yield f'<p class="quiet">Again: <code>{_text(command)}</code></p>'
-
-
-def _figures(found: Report) -> Iterable[str]:
-    bands = {metric: found.bands(metric) for metric in found.metrics}
-    drawn = {k: one for k, one in bands.items() if any(band.is_drawn for band in one.values())}
-    if not drawn:
-        return
-    yield '<h2>Learning curves</h2><div class="figures">'
-    for metric, one in drawn.items():
-        figure = learning_curves(metric, one)
-        yield f"<figure><figcaption>{_text(metric)}</figcaption>{figure}</figure>"
-    yield (
-        '</div><p class="quiet">A line is the mean over seeds, its band the range from the lowest '
-        "to the highest; a gap is where one of them is NaN or infinite. Groups beyond the best "
-        f"{MOST_COLOURED} are thin.</p>"
+    figures = {name: learning_curves(name, groups) for name, groups in found.curves.items()}
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
+            f"<h1>{html.escape(title)}</h1>",
+            f"<p>{found.statuses} · {time.strftime('%Y-%m-%d %H:%M')}</p>",
+            *(f"<p>{html.escape(line)}</p>" for line in _best(found)),
+            *(f'<img alt="{html.escape(name)}" src="{one}">' for name, one in figures.items()),
+            f"{_tables(found)}</body></html>",
+        ]
     )
 
 
-def _groups(found: Report) -> Iterable[str]:
-    if not any(len(group.runs) > 1 for group in found.groups):
+def _best(found: Report) -> Iterator[str]:
+    best = found.runs[0]
+    if best.objective is None:
+        yield "No run has measured an objective."
         return
-    rows = []
-    for group in found.groups:
-        counted = curves.once_per_seed(group.runs)
-        values = [run.objective.value for run in counted if run.objective and _is_judged(run)]
-        mean = statistics.fmean(values) if values else None
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        shown = [group.label, len(group.runs), len(values), mean, deviation]
-        rows.append([_cell(value) for value in shown])
-    yield "<h2>Groups of seeds</h2>"
-    yield _table(["group", "runs", "seeds with an objective", "mean", "standard deviation"], rows)
-    yield f'<p class="quiet">{_text(SEEDS_NOTE)}</p>'
+    value = f"{best.objective.metric} {console.number(best.objective.value)}"
+    yield f"Best: {value}  {settings(best, found.keys)}"
+    yield f"Again: runner again {shlex.quote(run_table.relative(best.path))}"
 
 
-def _problems(found: Report) -> Iterable[str]:
-    names = short_names(found.runs)
-    damaged = [(n, one) for n, run in zip(names, found.runs, strict=True) for one in run.problems]
-    for name, problem in damaged[:MOST_DAMAGES]:
-        yield f'<p class="broken">{_text(name)}: {_text(problem)}</p>'
-    if len(damaged) > MOST_DAMAGES:
-        yield f"<p>{len(damaged) - MOST_DAMAGES} more damages; runner show names them.</p>"
+def _tables(found: Report) -> str:
+    """Return HTML of what rich prints: the groups of seeds, and the table of `runner list`."""
+    to_page = run_table.console_for_tables(file=io.StringIO(), record=True)
+    if any(len(runs) > 1 for runs in found.groups.values()):
+        to_page.print("Groups of seeds: the newest finished run of each seed counts")
+        to_page.print(_groups(found))
+    run_table.show(found.runs, [*found.keys, SEED], to_page)
+    return to_page.export_html(code_format="<pre>{code}</pre>", inline_styles=True)
 
 
-def _runs(found: Report) -> str:
-    seeds = {cell(run.value("seed")) for run in found.runs}
-    shown = [*found.keys, *(["seed"] if len(seeds) > 1 else [])]
-    heads = ["run", "status", *shown, "step", "objective", "time"]
-    names = short_names(found.runs)
-    rows, marks = [], []
-    best = found.judged[0] if len(found.judged) > 1 else None
-    for name, run in zip(names, found.runs, strict=True):
-        rows.append(_run_cells(name, run, shown, found))
-        marks.append("best" if run is best else "")
-    return _table(heads, rows, marks)
-
-
-def _run_cells(name: str, run: RunRecord, keys: Sequence[str], found: Report) -> list[str]:
-    reason = run.reason if run.status in (records.FAILED, records.BROKEN) else ""
-    mark = f'<span class="broken">{damage(run)}</span>' if damage(run) else ""
-    status = f'<td class="{run.status}" title="{_text(run.reason)}">{_text(run.status)}{mark}</td>'
-    objective: Any = None if run.objective is None else run.objective.value
-    if run.objective is not None and judge_of(run) != found.judge:  # not that of most runs
-        objective = f"{run.objective.metric} {number(objective)}"
-    return [
-        f'<td title="{_text(str(run.path))}">{_text(name)}'
-        + (f'<br><span class="quiet">{_text(reason)}</span></td>' if reason else "</td>"),
-        status,
-        *(_cell(run.value(key)) for key in keys),
-        _cell(run.step),
-        _cell(objective),
-        _cell(None if run.seconds is None else clock(run.seconds)),
-    ]
-
-
-def _cell(value: Any) -> str:
-    if value is MISSING or value is None:
-        return "<td></td>"
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        text = number(value) if isinstance(value, float) else cell(value)
-        return f'<td class="number">{_text(text)}</td>'
-    long = ' class="long"' if len(cell(value)) > 40 else ""
-    return f"<td{long}>{_text(cell(value))}</td>"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], marks: Sequence[str] = ()) -> str:
-    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in heads)
-    lines = []
-    for at, row in enumerate(rows):
-        mark = f' class="{marks[at]}"' if marks and marks[at] else ""
-        lines.append(f"<tr{mark}>{''.join(row)}</tr>")
-    body = "\n".join(lines)
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-def _text(text: str) -> str:
-    return html.escape(text, quote=True)
-
-
-# -- figures -------------------------------------------------------------------------------
+def _groups(found: Report) -> Table:
+    table = run_table.table("group", "runs", "seeds", "mean", "standard deviation")
+    judge = run_table.judge_of(found.runs[0])
+    for label, runs in found.groups.items():
+        counted = [run for run in once_per_seed(runs) if run_table.judge_of(run) == judge]
+        values = [run.objective.value for run in counted if run.objective is not None]
+        values = [value for value in values if math.isfinite(value)]
+        mean = console.number(statistics.fmean(values)) if values else ""
+        deviation = console.number(statistics.stdev(values)) if len(values) > 1 else ""
+        table.add_row(label, str(len(runs)), str(len(values)), mean, deviation)
+    return table
 
 
 def require_matplotlib() -> None:
@@ -301,64 +228,25 @@ def require_matplotlib() -> None:
         raise MissingPackageError("matplotlib", "runner report", "report") from error
 
 
-def learning_curves(metric: str, bands: Mapping[str, Band]) -> str:
-    """Draw a metric over steps: a line for each group, the best first, a band over its seeds.
-
-    A loss that falls over orders of magnitude gets a logarithmic axis. A score keeps a linear one,
-    on which the differences near its best value show.
-    """
-    import matplotlib
+def learning_curves(metric: str, groups: Mapping[str, Sequence[Curve]]) -> str:
+    """Draw a line for each run, in the colour of its group, and return a ``data:`` address."""
+    import matplotlib.style
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(SETTINGS):
-        height = 3.4 + 0.15 * min(len(bands), MOST_COLOURED + 1)
-        figure = Figure(figsize=(6.4, height), layout="constrained")
-        name = metric.partition("/")[2]
-        axes = figure.add_subplot(xlabel="step", ylabel=name)
-        for number, (label, band) in enumerate(bands.items()):
-            best = number < MOST_COLOURED
-            colour = COLOURS[number] if best else INK
-            axes.plot(
-                band.steps,
-                band.mean,
-                color=colour,
-                linewidth=1.5 if best else 0.7,
-                alpha=1.0 if best else 0.25,
-                marker="o" if np.isfinite(band.mean).sum() < 3 else None,
-                label=_legend_entry(label, band) if best else None,
-                zorder=3 if best else 2,
-            )
-            if band.num_runs > 1 and best:
-                axes.fill_between(
-                    band.steps, band.low, band.high, color=colour, alpha=0.18, linewidth=0
-                )
-        values = [v for band in bands.values() for v in band.mean if math.isfinite(v)]
-        falls = records.usual_mode(name) == "min" and min(values) > 0
-        if falls and max(values) / min(values) > LOG_RATIO:
-            axes.set_yscale("log")
+    # Labels are no formulas.
+    with matplotlib.style.context(["tableau-colorblind10", {"text.parse_math": False}]):
+        figure = Figure(figsize=(6.4, 5.0), layout="constrained")
+        axes = figure.add_subplot(xlabel="step", ylabel=metric)
+        for number_, (label, curves) in enumerate(groups.items()):
+            best = number_ < MOST_COLOURED
+            colour, order = (f"C{number_}", 3) if best else ("lightgrey", 2)
+            for steps, values in curves:
+                marker = "o" if len(steps) == 1 else None
+                axes.plot(steps, values, color=colour, linewidth=1.0, marker=marker, zorder=order)
+            if best:
+                # matplotlib hides labels that begin with an underscore.
+                axes.plot([], color=colour, label=label[:MOST_LETTERS].lstrip("_"))
         figure.legend(fontsize=7.5, loc="outside lower center")
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    return _for_page(svg.getvalue(), metric)
-
-
-def _for_page(svg: str, name: str) -> str:
-    """Return SVG to stand in a page: without a header, its ids its own, in the page's ink."""
-    own = re.sub(r"[^A-Za-z0-9_.]+", "-", name)
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{own}-", body)
-    body = re.sub(r"font: ([^;\"]*?)'[^\"]*?sans-serif[^\";]*", r"font: \1sans-serif", body)
-    body = re.sub(r'\s(width|height)="[\d.]+pt"', "", body, count=2)
-    body = re.sub(r' d="[^"]*"', lambda path: _ROUNDED.sub(r"\1", path[0]), body)
-    body = body.replace(INK, "currentColor")
-    return body.replace("<svg", f'<svg role="img" aria-label="{_text(name)}"', 1)
-
-
-def _legend_entry(label: str, band: Band) -> str:
-    """Return the name of a group in one line; matplotlib finds no formula or hidden label in it."""
-    notes = [f"{band.num_runs} seeds"] if band.num_runs > 1 else []
-    notes += [f"{band.num_diverged} not finite"] if band.num_diverged else []
-    text = label if len(label) <= MOST_LETTERS else f"{label[:MOST_LETTERS]} …"
-    text = f"{text} ({', '.join(notes)})" if notes else text
-    return text.replace("$", r"\$").lstrip("_")
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=150)
+    return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"

@@ -86,7 +86,7 @@ def test_code_that_has_changed_since_is_said_and_kept_with_the_result(
         assert cli.main(line) == 0
         assert (said in capsys.readouterr().out) == (digest == "b")
     same, other = evaluations.read(run_dir)
-    assert (same.get("notes"), other["notes"]) == (None, [said])
+    assert (same["notes"], other["notes"]) == ([], [said])
     assert cli.main(["show", str(run_dir)]) == 0
     assert said in capsys.readouterr().out
     output = ["--output", str(tmp_path / "p.jsonl")]
@@ -96,16 +96,14 @@ def test_code_that_has_changed_since_is_said_and_kept_with_the_result(
     assert f"runner.load: {said}" in capsys.readouterr().err
 
 
-def test_a_table_says_which_weights_stand_in_for_the_best(
-    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_it_is_said_that_other_weights_stand_in_for_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path, checkpoints=2, best=0)
     (run_dir / "checkpoints" / "checkpoint_0" / "model.safetensors").write_bytes(b"")
-    assert cli.main(["eval", str(runs[1]), str(run_dir), "--split", "test"]) == 0
+    assert cli.main(["eval", str(run_dir), "--split", "test"]) == 0
     note = "weights: the last state, as the best one is damaged"
-    shown = capsys.readouterr().out
-    assert shown.count("see below") == 1
-    assert note in " ".join(shown.partition("see below")[2].split())
+    assert note in capsys.readouterr().out
     assert evaluations.read(run_dir)[-1]["notes"] == [note]
 
 
@@ -202,35 +200,28 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named(runs: list[Path], tmp_path:
             process.kill()
 
 
-def test_several_runs_are_a_table_and_one_that_fails_leaves_the_others(
+def test_a_run_that_fails_leaves_the_others(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = write_run(tmp_path / "bad")  # it has no checkpoint
-    assert cli.main(["eval", *map(str, runs), str(bad), "--split", "test"]) == 1
+    assert cli.main(["eval", str(bad), *map(str, runs), "--split", "test"]) == 1
     out, err = capsys.readouterr()
-    assert "test accuracy" in out
-    assert str(runs[1].name) in out
-    assert "failed: " in out
+    assert f"{runs[0].name} · test" in out
+    assert f"{runs[1].name} · test" in out
     assert "the run has no checkpoint in" in err
-    assert "last" not in err
     assert evaluations.read(runs[1])[0]["metrics"]["test"]["loss"] > 0
+    assert cli.main(["predict", *map(str, runs), "--output", "p.jsonl"]) == 2
+    assert "one run" in capsys.readouterr().err
 
 
-def test_the_row_has_the_reason_why_processes_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_code_is_that_of_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.launch import launcher
     from runner.launch.failures import Ended
-    from runner.runs.outcomes import Outcome
 
-    cause = Outcome(0, 1.0, 2, "a: its weights do not fit. Leave it out.\nmore")
-    monkeypatch.setattr(launcher, "run_group", lambda *given, **options: Ended(2, cause))
     both = [str(write_run(tmp_path / name)) for name in "ab"]
-    assert cli.main(["eval", *both, "--processes", "2"]) == 2
-    assert capsys.readouterr().out.count("failed: a: its weights do not fit. Leave it out.") == 2
-    monkeypatch.setattr(launcher, "run_group", lambda *given, **options: Ended(130))
-    assert cli.main(["eval", *both, "--processes", "2"]) == 130
-    assert capsys.readouterr().out == ""
+    for code in (2, 130):
+        monkeypatch.setattr(launcher, "run_group", lambda *_, code=code: Ended(code))
+        assert cli.main(["eval", *both, "--processes", "2"]) == code
 
 
 def test_a_read_only_run_is_measured_and_it_is_said(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import json
 from pathlib import Path
 
-from rich.console import Console
-
 from runner.reporting import compare_runs
-from runner.runs.record import MISSING, RunRecord
+from runner.runs.record import RunRecord
+from tests.runner.reporting.printed import printed
 from tests.runner.written_runs import session_of, write_run
 
 GIT = {"sha": "b" * 40, "branch": "main", "dirty": False}
@@ -30,27 +27,17 @@ def runs(folder: Path, number: int = 2) -> list[RunRecord]:
     ]
 
 
-def shown(found: compare_runs.Compared) -> str:
-    out = io.StringIO()
-    compare_runs.show(found, Console(file=out, width=300))
-    return out.getvalue()
-
-
 def test_only_differences_are_shown_by_section(tmp_path: Path) -> None:
     found = compare_runs.compare(runs(tmp_path))
-    assert found.names == ["r0", "r1"]
-    assert found.rows["recipe"] == [("optimizer.lr", [0.01, 0.02])]
-    assert found.rows["versions"] == [("torch", ["2.0", "2.1"])]
-    assert found.rows["machine"] == []
-    assert ("uncommitted changes", ["none", "11111111"]) in found.rows["code"]
-    keys = dict(found.rows["result"])
-    assert keys["best validation loss"] == [0.1, 0.2]
-    assert "status" not in keys
-    text = shown(found)
+    assert found["recipe"] == {"optimizer.lr": [0.01, 0.02]}
+    assert found["versions"] == {"torch": ["2.0", "2.1"]}
+    assert found["machine"] == {}
+    assert found["code"]["uncommitted changes"] == ["none", "11111111"]
+    assert found["result"]["best validation loss"] == [0.1, 0.2]
+    assert "status" not in found["result"]
+    text = printed(compare_runs.show, found)
+    assert text.split()[:2] == ["r0", "r1"]
     assert "numpy" not in text
-    assert "1 of versions" in text
-    content = json.loads(compare_runs.as_json(found))
-    assert content["recipe"] == {"optimizer.lr": [0.01, 0.02]}
 
 
 def test_data_that_has_changed_behind_a_recipe_is_a_difference(tmp_path: Path) -> None:
@@ -59,43 +46,30 @@ def test_data_that_has_changed_behind_a_recipe_is_a_difference(tmp_path: Path) -
         RunRecord(write_run(tmp_path / name, {}, data={"data.path": {**found, "bytes": size}}))
         for name, size in (("a", 9), ("b", 12))
     ]
-    ((key, values),) = compare_runs.compare(both).rows["data"]
-    assert key == "files of data.path"
-    assert [value.partition(",")[0] for value in values] == [
-        "1 file of 9 bytes",
-        "1 file of 12 bytes",
-    ]
+    (values,) = compare_runs.compare(both)["data"].values()
+    assert [one.partition(",")[0] for one in values] == ["1 file of 9 bytes", "1 file of 12 bytes"]
 
 
 def test_equal_runs_are_said_to_be_equal(tmp_path: Path) -> None:
-    run = runs(tmp_path, 1)[0]
-    found = compare_runs.compare([run, run])
-    assert "do not differ" in shown(found)
+    found = compare_runs.compare(runs(tmp_path, 1) * 2)
+    assert "do not differ" in printed(compare_runs.show, found)
 
 
 def test_a_key_that_a_run_lacks_is_a_dash(tmp_path: Path) -> None:
     other = RunRecord(write_run(tmp_path / "other", {"mine": 1}))
     found = compare_runs.compare([*runs(tmp_path, 1), other])
-    assert ("mine", [MISSING, 1]) in found.rows["recipe"]
-    assert "–" in shown(found)
-    assert json.loads(compare_runs.as_json(found))["recipe"]["mine"] == [None, 1]
+    assert found["recipe"]["mine"] == [None, 1]
+    assert "–" in printed(compare_runs.show, found)
 
 
-def test_a_recipe_that_cannot_be_read_is_named_and_not_compared(tmp_path: Path) -> None:
+def test_what_is_damaged_is_named_and_its_recipe_is_not_compared(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
-    found = compare_runs.compare([*runs(tmp_path, 2), RunRecord(tmp_path / "broken")])
-    assert found.rows["recipe"] == []
-    assert "broken: config.yaml is missing" in shown(found)
-
-
-def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:
-    found = runs(tmp_path)
-    (session_of(found[0].path) / "ended.json").write_text("")
-    compared = compare_runs.compare(found)
-    status = dict(compared.rows["result"])["status"]
-    assert status[0].endswith(" (damaged)")
-    assert status[1] == "finished"
-    text = shown(compared)
-    assert "r0: sessions/0001/ended.json is damaged" in text
-    assert "null" not in text
-    assert json.loads(compare_runs.as_json(compared))["problems"][1] == []
+    damaged, whole = runs(tmp_path)
+    (session_of(damaged.path) / "ended.json").write_text("")
+    found = compare_runs.compare([damaged, whole, RunRecord(tmp_path / "broken")])
+    assert found["recipe"] == {}
+    assert found["result"]["status"] == ["interrupted (damaged)", "finished", "broken"]
+    assert found["problems"][1] == []
+    text = printed(compare_runs.show, found)
+    assert "broken: config.yaml is missing" in text
+    assert "runs/r0: sessions/0001/ended.json is damaged" in text

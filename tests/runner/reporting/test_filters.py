@@ -54,7 +54,7 @@ def test_runs_are_filtered(words: list[str], expected: str, runs: list[RunRecord
         ("since=yesterday", "an age such as 30m"),
         ("since>2d", "Write since=2d"),
         ("step>many", "compares numbers"),
-        ("status==failed", "a sign is one of"),
+        ("status==failed", "neither a folder nor a filter"),
     ],
 )
 def test_a_word_that_is_no_filter_is_refused(word: str, message: str) -> None:
