@@ -6,7 +6,6 @@ width, H heads, E = D / H, V = 256 byte values.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import math
 import random
@@ -14,6 +13,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,10 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accel.machine.errors import ConfigError, StateError
+from accel.machine.errors import ConfigError
 from runner.builtin.optimizers import check_ranges
 from runner.data.datasets import Data
+from runner.training.run import Callback
 from runner.training.step import Objective
+
+if TYPE_CHECKING:
+    from runner.training.run import Run
 
 NUM_BYTES = 256
 CONTEXT = 128  # on a CPU more steps are worth more than longer windows
@@ -312,34 +316,7 @@ class NextByte(Objective):
         return {"next_byte": model(batch[0]).argmax(dim=-1)}
 
 
-# --- Baselines and text -------------------------------------------------------------------------
-
-
-def bigram_bits_per_byte(data: Data) -> float:
-    """Return the bits per validation byte of a bigram model counted on the training text.
-
-    Each count starts at one. The first byte is not predicted.
-    """
-    train, validation = (_text(part).long() for part in (data.train, data.validation))
-    pairs = train[:-1] * NUM_BYTES + train[1:]
-    counts = torch.bincount(pairs, minlength=NUM_BYTES**2).view(NUM_BYTES, NUM_BYTES).double() + 1
-    bits = -(counts / counts.sum(dim=1, keepdim=True)).log2()
-    return float(bits[validation[:-1], validation[1:]].mean())
-
-
-def gzip_bits_per_byte(data: Data) -> float:
-    """Return the bits per validation byte of gzip at its best level, without training text."""
-    text = _text(data.validation).numpy().tobytes()
-    return 8 * len(gzip.compress(text, compresslevel=9)) / len(text)
-
-
-def _text(part: object) -> Tensor:
-    if not isinstance(part, ByteWindows):
-        raise StateError(
-            f"The baselines of text measure ByteWindows, as `data=stdlib_bytes` gives; this is "
-            f"{type(part).__name__}. Set callbacks=[], or use that data set."
-        )
-    return part.text
+# --- Generated text -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -348,26 +325,76 @@ def generate(
     prompt: bytes,
     num_bytes: int,
     temperature: float,
-    generator: torch.Generator,
+    seed: int,
     context: int = CONTEXT,
 ) -> bytes:
     """Return text that the model writes after `prompt`, without the prompt.
 
     Args:
         model: logits [B, T, V] of bytes [B, T].
-        prompt: at least one byte.
+        prompt: empty: a line break.
         num_bytes: how many are written.
         temperature: divides the logits; above 0.
-        generator: of the CPU; the draws are made there, alike on every device.
+        seed: of the draws, which are made on the CPU: alike on every device.
         context: most bytes that the model looks back on; it has learned no more than it trained on.
     """
+    generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     training = model.training
     model.eval()
-    values = list(prompt)
+    values = list(prompt or b"\n")
     for _ in range(num_bytes):
         logits = model(torch.tensor([values[-context:]], device=device))[0, -1].float().cpu()
         probabilities = torch.softmax(logits / temperature, dim=-1)
         values.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     model.train(training)
-    return bytes(values[len(prompt) :])
+    return bytes(values[-num_bytes:])
+
+
+class TextSample(Callback):
+    """Shows text that the model writes at the end.
+
+    Args:
+        prompt: the text to continue.
+        num_bytes: how many bytes it writes.
+        temperature: 1 samples from the model's own distribution, less makes it bolder.
+        seed: seed of the sampling.
+
+    Raises:
+        ConfigError: naming the numbers that are out of their range.
+    """
+
+    def __init__(
+        self,
+        prompt: str = "def ",
+        num_bytes: int = 400,
+        temperature: float = 0.8,
+        seed: int = 0,
+    ) -> None:
+        limits = {"num_bytes": (num_bytes, 1, math.inf), "temperature": (temperature, 0.01, 100)}
+        check_ranges("callbacks.text_sample", **limits)
+        self.prompt, self.num_bytes = prompt, num_bytes
+        self.temperature, self.seed = temperature, seed
+
+    def on_end(self, loop: Run) -> None:
+        """Write the text with the best weights.
+
+        Every rank computes it, with the same draws: a sharded model is gathered from all of them.
+        """
+        if not loop.complete:
+            return
+        context = getattr(loop.data.train, "context", CONTEXT)
+        model = next(iter(loop.step.models.values()))
+        prompt = self.prompt.encode()
+        written = generate(model, prompt, self.num_bytes, self.temperature, self.seed, context)
+        text = printable(written)
+        loop.results["sample"] = text
+        loop.display.text(f"text by the model, after {self.prompt!r}", text)
+
+
+def printable(text: bytes) -> str:
+    """Return bytes as text without terminal control codes: unprintable ones become "�"."""
+    characters = text.decode(errors="replace").replace("\r\n", "\n")
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in characters
+    )

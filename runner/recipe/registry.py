@@ -131,8 +131,7 @@ class _Register:
         "callbacks",
         {
             "early_stopping": "runner.callbacks.early_stopping:EarlyStopping",
-            "text_baselines": "runner.builtin.text_callbacks:TextBaselines",
-            "text_sample": "runner.builtin.text_callbacks:TextSample",
+            "text_sample": "runner.builtin.bytes_gpt:TextSample",
         },
     )
 

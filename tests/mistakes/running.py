@@ -28,7 +28,6 @@ IMPORTED = (
         "runner.cli.program",
         "runner.training.build",
         "runner.callbacks.early_stopping",
-        "runner.builtin.text_callbacks",
     ),
     *(
         "runner.recipe.composition",

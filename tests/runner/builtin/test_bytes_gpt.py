@@ -1,21 +1,29 @@
-"""R1: the byte-level model counts each target byte once."""
+"""R1: the byte-level model counts each target byte once, and writes a sample at the end."""
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from accel.machine.errors import ConfigError
 from runner.builtin.bytes_gpt import (
     IGNORED,
     ByteWindows,
     NextByte,
+    TextSample,
     byte_gpt,
+    printable,
     stdlib_bytes,
 )
+from runner.data.datasets import Data
+from runner.training.console import Display
+from tests.runner.loops import build, recipe_of
 
 
 def text_of(part: object) -> torch.Tensor:
@@ -116,3 +124,43 @@ def test_the_objective_counts_targets() -> None:
     assert metrics["loss"] == pytest.approx(nats / 29, rel=1e-5)
     assert metrics["bits_per_byte"] == pytest.approx(nats / 29 / math.log(2), rel=1e-5)
     assert objective.predict(model, (values, targets))["next_byte"].shape == (4, 8)
+
+
+# -- generated text
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Data:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in "abcdef":
+        (folder / f"{name}.py").write_text(f"def {name}(x):\n    return x + {name!r}\n" * 20)
+    return stdlib_bytes(context=16, validation_bytes=1000, path=str(folder))
+
+
+def text_run(run_dir: Path, text: Data, **options: Any) -> tuple[dict[str, Any], str]:
+    out = io.StringIO()
+    torch.manual_seed(0)  # of the weights
+    loop = build(
+        run_dir,
+        recipe_of(trainer__max_steps=4),
+        data=text,
+        objective=NextByte(),
+        model=byte_gpt(dim=16, num_layers=1, num_heads=2),
+        display=Display(console=Console(file=out, width=200)),
+        **options,
+    )
+    return loop.run(), out.getvalue()
+
+
+def test_a_sample_is_written_at_the_end(tmp_path: Path, text: Data) -> None:
+    sample = TextSample(prompt="def f", num_bytes=12)
+    summary, shown = text_run(tmp_path / "run", text, callbacks={"sample": sample})
+    assert len(summary["sample"]) <= 12
+    assert "text by the model, after 'def f'" in shown
+    again, _ = text_run(tmp_path / "again", text, callbacks={"sample": sample})
+    assert again["sample"] == summary["sample"]
+
+
+def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
+    assert printable(b"a\tb\r\n\x1b[2J\xff\xc3\xa9") == "a\tb\n\ufffd[2J\ufffd\u00e9"

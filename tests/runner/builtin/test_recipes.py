@@ -73,7 +73,7 @@ def test_the_example_trains_from_its_own_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # it trains a recipe
-def test_the_text_recipe_shows_baselines_and_a_sample(tmp_path: Path) -> None:
+def test_the_text_recipe_shows_a_sample(tmp_path: Path) -> None:
     printed, run_dir = run(
         tmp_path,
         "experiment=bytes_gpt",
@@ -86,8 +86,7 @@ def test_the_text_recipe_shows_baselines_and_a_sample(tmp_path: Path) -> None:
         "tracker.log_with=[]",
     )
     assert last(run_dir, "validation")["bits_per_byte"] < 8.0
-    for word in ("bigram", "gzip", "text by the model"):
-        assert word in printed
+    assert "text by the model" in printed
     printed, rows = used(run_dir, tmp_path)
     assert "bits_per_byte" in printed
     assert "loaded bytes_gpt ByteGPT" in printed

@@ -112,7 +112,6 @@ def test_a_sharded_model_writes_a_sample(name: str, text: Path, tmp_path: Path) 
     sample = (
         "callbacks=text",
         "callbacks.text_sample.num_bytes=5",
-        "callbacks.text_baselines=null",
     )
     summaries = [sessions.summary(trained(tmp_path, text, kind, *sample)) for kind in ("one", name)]
     assert summaries[0]["sample"] == summaries[1]["sample"]

@@ -59,7 +59,7 @@ def test_a_group_is_switched_off_by_null() -> None:
 
 def test_several_files_of_callbacks_are_joined() -> None:
     found = composition.require(composition.new_run(["callbacks=[early_stopping,text]"], "config"))
-    assert list(found.callbacks) == ["early_stopping", "text_baselines", "text_sample"]
+    assert list(found.callbacks) == ["early_stopping", "text_sample"]
 
 
 def test_arguments_of_factories_need_no_plus() -> None:
