@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel.machine.errors import ConfigError, Problems, nearest
@@ -48,22 +48,24 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.num_waited = 0
         self._step: int | None = None  # of the last evaluation
-        self._measured_by: Sequence[str | None] | None = None  # of a restored state
+        self._restored: Mapping[str, Any] | None = None
 
     def on_sanity_check(self, loop: Run, metrics: Mapping[str, float]) -> None:
         """Refuse a metric that is not measured."""
         monitored_value(metrics, self.monitor or loop.monitor, "callbacks.early_stopping.monitor")
 
     def on_start(self, loop: Run) -> None:
-        """Take monitor and mode of the run where the recipe sets none."""
+        """Take monitor and mode of the run by default; continue from a restored state."""
         self.monitor = self.monitor or loop.monitor
         self.mode = self.mode or loop.mode
-        if self._step is not None and (loop.remeasured or self._follows_another()):
+        found = self._restored
+        if found and not loop.remeasured and found["measured"] == [self.monitor, self.mode]:
+            self.best, self.num_waited, self._step = found["best"], found["waited"], found["step"]
+        elif found:
             loop.display.note(
                 f"Early stopping monitored another metric: the best {self.monitor} "
                 f"({self.mode}) is reset."
             )
-            self.best, self.num_waited, self._step = None, 0, None
         if not loop.data.sets("validation"):
             raise ConfigError.of(
                 "callbacks.early_stopping without validation data",
@@ -91,16 +93,9 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, object]:
         """Return the best value, its metric, and the evaluations since then."""
-        return {
-            **{"best": self.best, "num_waited": self.num_waited, "step": self._step},
-            **{"monitor": self.monitor, "mode": self.mode},
-        }
+        found = {"best": self.best, "waited": self.num_waited, "step": self._step}
+        return {**found, "measured": [self.monitor, self.mode]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of `state_dict`."""
-        self.best, self.num_waited = state["best"], state["num_waited"]
-        self._step = state["step"]
-        self._measured_by = state["monitor"], state["mode"]
-
-    def _follows_another(self) -> bool:
-        return self._measured_by not in (None, (self.monitor, self.mode))
+        """Keep a state of `state_dict` until the run starts."""
+        self._restored = state

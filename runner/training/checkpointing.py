@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.checkpoint.load import read_model
@@ -22,22 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Stateful(Protocol):
-    """An object with state: schedulers, callbacks, counters."""
-
-    def state_dict(self) -> Mapping[str, object]: ...
-
-    def load_state_dict(self, state: Any) -> object: ...
-
-
 class RunState:
     """Everything but models and optimizers, as one object registered with the engine.
 
+    A part has `state_dict` and `load_state_dict`: counters, schedules, callbacks.
     Parts are stored by name, so that a callback may be added to a run or taken out of it. After a
     restore, `added` names the parts that had no state, `dropped` the states that had no part.
     """
 
-    def __init__(self, parts: Mapping[str, Stateful]) -> None:
+    def __init__(self, parts: Mapping[str, Any]) -> None:
         self.parts = dict(parts)
         self.added: list[str] = []
         self.dropped: list[str] = []

@@ -240,7 +240,7 @@ class Evaluations:
     ) -> None:
         run = self._run
         run.metrics[split] = metrics
-        self._recorder.write(split, metrics, run.seconds, weights_step=weights_step)
+        self._recorder.write(split, metrics, weights_step=weights_step)
         run.display.evaluation(split, run.state.step, run.state.epoch_number, metrics, mark)
         with run.stop_flag.progress.in_phase("on_evaluate"):
             run.notify("on_evaluate", split, dict(metrics))

@@ -7,9 +7,7 @@ has been changed, and the change is applied to the restored state, or refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -32,30 +30,28 @@ RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 MOMENTA = ("betas", "momentum", "max_momentum", "base_momentum")
 # Options of optimizers that may change although they are no plain numbers: any state fits them.
 SWITCHES = ("nesterov", "maximize", "foreach", "fused", "decoupled_weight_decay")
+PLAIN = (bool, int, float, str, list, type(None))
 
 Groups = list[dict[str, Any]]
 
 
 class Hyperparameters:
-    """Options of the optimizers, schedules and sizes of the data, as the recipe has them now.
+    """Options of the optimizers, schedules and data, as the recipe has them now.
 
     Made from a run whose optimizers are prepared and have no schedules yet; `start` is called once
     they have. `saved` has what the restored checkpoint was written with.
     """
 
     def __init__(self, run: Run) -> None:
-        recipe = run.recipe
+        recipe, limit = run.recipe, run.recipe.trainer.limit_eval_batches
         self._run = run
         self._built = {name: _options(o.param_groups) for name, o in run.step.optimizers.items()}
         self._start: dict[str, Groups] = {}
         self._now: dict[str, Any] = {
             "options": self._built,
             "schedule": to_plain([recipe.scheduler, recipe.step, run.plan.total_steps]),
-            "samples": run.data.sizes(),
-            "monitored": [run.monitor, run.mode],
-            "measured": to_plain(
-                [recipe.data, recipe.objective, recipe.trainer.limit_eval_batches]
-            ),
+            "sizes": run.data.sizes(),
+            "measured": to_plain([recipe.data, recipe.objective, limit, run.monitor, run.mode]),
         }
         self.saved: dict[str, Any] = {}
 
@@ -66,15 +62,11 @@ class Hyperparameters:
 
     def state_dict(self) -> dict[str, object]:
         """Return the hyperparameters of the recipe, and the class and state of each schedule."""
-        schedules = {
-            name: {
-                "class": _class_of(one),
-                "state": one.state_dict(),
-                "num_steps": one.last_epoch if _follows_steps(one) else None,
-            }
-            for name, one in self._run.schedulers.items()
+        schedules = self._run.schedulers.items()
+        made = {
+            name: {"class": _class_of(one), "state": one.state_dict()} for name, one in schedules
         }
-        return {**self._now, "schedules": schedules}
+        return {**self._now, "schedules": made}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the hyperparameters that the checkpoint was written with."""
@@ -86,29 +78,37 @@ class Hyperparameters:
         Raises:
             ConfigError: if something has changed that the restored state does not fit.
         """
-        run, state = self._run, self._run.state
-        problems = Problems()
+        run, state, problems = self._run, self._run.state, Problems()
         stop_after = run.recipe.trainer.stop_after
         if stop_after is not None and stop_after <= state.step:
             value, rule = f"trainer.stop_after={stop_after} with resume", "the run is at step "
             problems.add(value, f"{rule}{state.step}", "Give a later step, or leave it out.")
-        problems += self._data_problems(state.samples_in_epoch)
+        before, now = self.saved["sizes"]["train"], self._now["sizes"]["train"]
+        if state.samples_in_epoch and before != now:
+            problems.add(
+                f"training data of {now} samples with resume",
+                f"the checkpoint is {state.samples_in_epoch} samples into an epoch of {before}, "
+                "whose order is drawn over all of them",
+                "Resume with the data that it was trained on, and change them from the end of an "
+                "epoch on (trainer.stop_after=<step>), or start a new run.",
+            )
         problems.raise_if()
+        # Any changed argument counts, whether or not it affects the metrics.
+        run.remeasured = any(self.saved[key] != self._now[key] for key in ("sizes", "measured"))
         for name, optimizer in run.step.optimizers.items():
             self._resume_one(name, optimizer)
         set_scaler(run.accelerator.scaler, run.recipe.precision.scaler)
-        if self._monitors_differently and state.best is not None:
-            other = "other options of data or objective" * self.measures_differently
+        if run.remeasured and state.best is not None:
             run.display.note(
-                f"The best state so far (step {state.best_step}) was found with "
-                f"{other or 'another metric'}: the best {run.monitor} is reset."
+                f"The best state so far (step {state.best_step}) was measured with other options "
+                f"of data, objective or monitor: the best {run.monitor} is reset."
             )
             state.best = state.best_step = None
             state.evaluated_step = -1
 
     def _resume_one(self, name: str, optimizer: Optimizer) -> None:
         """Restore the schedule of an optimizer, and give it the options of the recipe."""
-        scheduler: Any = self._run.schedulers.get(name)
+        scheduler = self._run.schedulers.get(name)
         before, now = self.saved["options"].get(name, []), self._built[name]
         found = self.saved["schedules"].get(name)
         changed = [
@@ -118,67 +118,33 @@ class Hyperparameters:
         ConfigError.raise_if(_incompatible_options(changed, before, now))
         for group, new, options in zip(optimizer.param_groups, now, changed, strict=False):
             _give(group, new, options - {"lr"})
+        measures = isinstance(scheduler, ReduceLROnPlateau)
         kind = None if scheduler is None else _class_of(scheduler)
-        scheduled = {"lr", *MOMENTA} if _follows_steps(scheduler) else {"lr"}
+        written = {"lr"} if scheduler is None or measures else {"lr", *MOMENTA}
         is_same = kind == (found and found["class"])
         is_same &= self.saved["schedule"] == self._now["schedule"]
-        is_same &= not any(options & scheduled for options in changed)
-        followed = None if found is None else found["num_steps"]
-        measures = scheduler is not None and not _follows_steps(scheduler)
-        if measures and (not is_same or self._monitors_differently):
+        is_same &= not any(options & written for options in changed)
+        if measures and (not is_same or self._run.remeasured):
             raise ConfigError.of(
                 f"other options of {kind} with resume",
                 "a schedule that follows measurements goes on from what it measured",
                 "Resume with the optimizer.lr, scheduler and data of before, or start a new run.",
             )
         if not is_same:
-            made = self._run.state.step if followed is None else followed
-            self._replay(name, optimizer, scheduler, made)
-        elif scheduler is not None and found is not None:
+            self._replay(name, optimizer, scheduler)
+        elif scheduler is not None:
             scheduler.load_state_dict(found["state"])
 
-    def _replay(self, name: str, optimizer: Optimizer, scheduler: Any, num_steps: int) -> None:
-        """Give an optimizer the rates that it has after `num_steps` under the recipe of now."""
+    def _replay(self, name: str, optimizer: Optimizer, scheduler: Any) -> None:
+        """Give an optimizer the rates that it has at this step under the recipe of now."""
         for group, start in zip(optimizer.param_groups, self._start[name], strict=False):
             for key in RATES:
                 group.pop(key, None) if key not in start else None
             _give(group, start, (*RATES, *MOMENTA))
         if scheduler is not None:
             scheduler.optimizer._opt_called = True  # torch would warn: no step was made here
-            for _ in range(num_steps):
+            for _ in range(self._run.state.step):
                 scheduler.step()
-
-    def _data_problems(self, samples_in_epoch: int) -> list[Problem]:
-        """Return why a run cannot resume within an epoch of other training data."""
-        before, now = self.saved["samples"]["train"], self._now["samples"]["train"]
-        if samples_in_epoch == 0 or before == now:
-            return []
-        return [
-            Problem(
-                f"training data of {_size_text(now)} with resume",
-                f"the checkpoint is {samples_in_epoch} samples into an epoch of "
-                f"{_size_text(before)}, whose order is drawn over all of them",
-                "Resume with the data that it was trained on, and change them from the end of an "
-                "epoch on (trainer.stop_after=<step>), or start a new run.",
-            )
-        ]
-
-    @property
-    def measures_differently(self) -> bool:
-        """Whether the validation data or the objective are others than in the checkpoint.
-
-        Any changed argument counts, whether or not it affects the metrics.
-        """
-        before, now = (
-            {name: size for name, size in one["samples"].items() if name.startswith("validation")}
-            for one in (self.saved, self._now)
-        )
-        return before != now or bool(self.saved["measured"] != self._now["measured"])
-
-    @property
-    def _monitors_differently(self) -> bool:
-        """Whether states are compared by another metric than when the checkpoint was written."""
-        return self.measures_differently or self.saved["monitored"] != self._now["monitored"]
 
 
 def set_scaler(scaler: GradScaler | None, settings: GradScalerKwargs) -> None:
@@ -190,33 +156,26 @@ def set_scaler(scaler: GradScaler | None, settings: GradScalerKwargs) -> None:
     scaler.set_growth_interval(settings.growth_interval)
 
 
-def _follows_steps(scheduler: object) -> bool:
-    """Return whether the rates of a scheduler depend only on the number of steps."""
-    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
-
-
 def _class_of(scheduler: object) -> str:
     return f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"
 
 
 def _options(groups: Groups) -> Groups:
-    found = []
-    for group in groups:
-        plain = {name: _plain(value) for name, value in group.items() if name != "params"}
-        found.append({name: value for name, value in plain.items() if value is not _UNKNOWN})
-    return found
-
-
-_UNKNOWN = object()
+    """Return the options of each group that are numbers, lists, switches or texts."""
+    return [
+        {
+            name: plain
+            for name, value in group.items()
+            if name != "params" and isinstance(plain := _plain(value), PLAIN)
+        }
+        for group in groups
+    ]
 
 
 def _plain(value: Any) -> object:
     if isinstance(value, (list, tuple)):
-        inner = [_plain(item) for item in value]
-        return _UNKNOWN if any(item is _UNKNOWN for item in inner) else inner
-    if hasattr(value, "numel") and value.numel() == 1:
-        return float(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _give(group: dict[str, Any], options: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -231,27 +190,17 @@ def _give(group: dict[str, Any], options: Mapping[str, Any], names: Iterable[str
 
 
 def _incompatible_options(changed: list[set[str]], before: Groups, now: Groups) -> list[Problem]:
-    problems = {}
-    for options, old, new in zip(changed, before, now, strict=False):
-        for name in sorted(options):
-            if name in SWITCHES or _are_numbers(old[name], new[name]):
-                continue
-            problems[name] = Problem(
-                f"optimizer option {name}={new[name]} with resume",
-                f"the saved optimizer state was made with {name}={old[name]} and does not fit "
-                "the new value",
-                f"Leave {name} out, or start a new run.",
-            )
-    return list(problems.values())
-
-
-def _are_numbers(*values: object) -> bool:
-    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    return all(isinstance(item, Number) and not isinstance(item, bool) for item in flat)
-
-
-def _size_text(size: int | None) -> str:
-    return "unknown length" if size is None else f"{size:,} samples"
+    return [
+        Problem(
+            f"optimizer option {name}={new[name]} with resume",
+            f"the saved optimizer state was made with {name}={old[name]} and does not fit "
+            "the new value",
+            f"Leave {name} out, or start a new run.",
+        )
+        for options, old, new in zip(changed, before, now, strict=False)
+        for name in sorted(options.difference(SWITCHES))
+        if not all(type(value) in (int, float, list) for value in (old[name], new[name]))
+    ]
 
 
 # -- schedules -----------------------------------------------------------------------------
@@ -275,10 +224,10 @@ def make_schedulers(step: Step, total_steps: int | None) -> Mapping[str, LRSched
 
 
 def find_plateaus(loop: Run) -> dict[str, ReduceLROnPlateau]:
-    """Return the schedules that follow the run's metric, in the mode in which it improves.
+    """Return the schedules that follow the run's metric.
 
     Raises:
-        ConfigError: if the run has no validation data, or the recipe gives another mode.
+        ConfigError: if the run has no validation data, or its best metric is of another mode.
     """
     found = {n: one for n, one in loop.schedulers.items() if isinstance(one, ReduceLROnPlateau)}
     for name, scheduler in found.items():
@@ -288,16 +237,10 @@ def find_plateaus(loop: Run) -> dict[str, ReduceLROnPlateau]:
                 "it follows a validation metric",
                 "Give the data set a validation part, or choose another scheduler.",
             )
-        if scheduler.mode == loop.mode:
-            continue
-        node = loop.recipe.scheduler
-        # "max" is nobody's default; "min" counts as given only where the recipe says so.
-        if scheduler.mode == "max" or (isinstance(node, Mapping) and "mode" in node):
+        if scheduler.mode != loop.mode:
             raise ConfigError.of(
                 f"scheduler mode={scheduler.mode} of {name!r}",
                 f"it follows {loop.monitor}, whose best is the {loop.mode}imum",
-                f"Leave it out, or set checkpoint.mode={scheduler.mode}.",
+                f"Set scheduler.mode={loop.mode}, or checkpoint.mode={scheduler.mode}.",
             )
-        worst = math.inf if loop.mode == "min" else -math.inf
-        scheduler.load_state_dict({"mode": loop.mode, "best": worst})
     return found

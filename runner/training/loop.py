@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,14 +23,13 @@ from runner.recipe.user_frames import one_line
 from runner.runs.json_files import SUMMARY, write_json
 from runner.training import gradient_check
 from runner.training import summary as summaries
-from runner.training.checkpointing import RunState, Stateful
-from runner.training.console import Display
+from runner.training.checkpointing import RunState
 from runner.training.evaluation import Evaluations
 from runner.training.hyperparameters import Hyperparameters, find_plateaus, make_schedulers
-from runner.training.metrics import NonFiniteError, Recorder, TrainLog
-from runner.training.run import Callback, Run
+from runner.training.metrics import NonFiniteError, Recorder
+from runner.training.run import Run
 from runner.training.step import checked_tensors
-from runner.training.stopping import TIME_IS_UP, StopFlag
+from runner.training.stopping import TIME_IS_UP
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
 
     from accel import Accelerator
     from runner.data.batches import Window
-    from runner.data.datasets import Data
-    from runner.recipe.schema import Recipe
     from runner.training.step import Step
 
 
@@ -49,58 +45,19 @@ class LateError(AccelError):
 
 
 class Loop(Run):
-    """Trains, evaluates and saves one run.
+    """Trains, evaluates and saves one run."""
 
-    Args:
-        recipe: the run's recipe.
-        run_dir: its directory.
-        accelerator: the engine, built for `plan`.
-        step: owns the models and optimizers, which are not prepared yet.
-        data: the data sets.
-        callbacks: by name.
-        resume_from: a checkpoint of this run; None: from the beginning.
-        stop_flag: requests to stop, and how far this process has come.
-        display: prints notes and tables, on rank 0; by default on standard output.
-        on_begin: called on every process once the state is loaded and the first step is made, or
-            none is to be made; before that, nothing of the run directory changes.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        run_dir: str | Path,
-        accelerator: Accelerator,
-        step: Step,
-        data: Data,
-        callbacks: Mapping[str, Callback] | None = None,
-        *,
-        resume_from: str | Path | None = None,
-        stop_flag: StopFlag | None = None,
-        display: Display | None = None,
-        on_begin: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(
-            recipe,
-            run_dir,
-            accelerator,
-            step,
-            data,
-            callbacks,
-            resume_from=resume_from,
-            stop_flag=stop_flag,
-            display=display,
-        )
-        self._on_begin = on_begin
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._begun = self._saving = False
-        self.recorder = Recorder(accelerator, recipe, self.run_dir, self.state)
-        self.log = TrainLog(self, self.recorder)
+        self.recorder = Recorder(self)
         self._prepare()
 
     def _prepare(self) -> None:
         """Hand models, optimizers, loaders and schedules to the engine."""
         recipe, accelerator, step, data = self.recipe, self.accelerator, self.step, self.data
         prepare_models(accelerator, step)
-        self._layers = TrainedLayers(self)
+        self._trainable = {name: Trainable(model) for name, model in step.models.items()}
         self._batches = TrainBatches(accelerator, data, recipe, self.plan)
         sets = {
             split: eval_batches(accelerator, data, recipe, split)
@@ -122,9 +79,9 @@ class Loop(Run):
             if name not in plateaus
         ]
         self._evaluations = Evaluations(self, sets, list(plateaus.values()), self.recorder)
-        parts: dict[str, Stateful] = {
+        parts: dict[str, Any] = {
             "train": self.state,
-            "meter": self.log.meter,
+            "meter": self.recorder.meter,
             "recipe": self._hyperparameters,
         }
         for name, callback in self.callbacks.items():
@@ -132,11 +89,6 @@ class Loop(Run):
                 parts[f"callbacks.{name}"] = callback
         self._saved = RunState(parts)
         accelerator.register_for_checkpointing(self._saved)
-        self._on_step = [
-            callback
-            for callback in self.callbacks.values()
-            if type(callback).on_step is not Callback.on_step
-        ]
 
     # -- the run ---------------------------------------------------------------------------
 
@@ -152,7 +104,7 @@ class Loop(Run):
             gradient_check.check(self)
             if self.resume_from is None and self.recipe.trainer.sanity_steps:
                 self._evaluations.check(self.recipe.trainer.sanity_steps)
-            self.recorder.open(resumed=self.resume_from is not None)
+            self.recorder.open()
             self.notify("on_start")
             self.display.start(self.state.step, *summaries.limits_of(self))
             self._train()
@@ -202,34 +154,41 @@ class Loop(Run):
             self._evaluate_and_save()
 
     def _train_step(self, window: Window) -> None:
-        if any(known.changed() for known in self._layers.known.values()):
-            self._layers.follow()
+        self._follow_layers()
         values = self.step.train(self.accelerator, window, self.recipe.trainer)
         if not self._begun:
             values = checked_tensors(self.step, "train", values)
             self._begin()
-        self.log.add(dict(values))
+        self.recorder.add(dict(values))
         for scheduler, optimizer in self._stepping:
             if not optimizer.step_was_skipped:
                 scheduler.step()
         self.state.advance(window.num_samples)
 
+    def _follow_layers(self) -> None:
+        """Wrap models again whose layers were frozen, unfrozen, added or replaced."""
+        models = self.step.models
+        for name, known in self._trainable.items():
+            if known.changed():
+                models[name] = self.accelerator.prepare_model(models[name])
+                self._trainable[name] = Trainable(models[name])
+
     def _at_boundary(self) -> None:
         """Log, evaluate and save between two optimizer steps, where due."""
         state = self.state
         with self._saved_on_error():
-            for callback in self._on_step:
+            for callback in self.callbacks.values():
                 callback.on_step(self)
             self.display.step(state.step, state.epoch_number)
             self.check_limits()
             self.check_requests()
-            if self.complete or self.schedule.logs(state.step):
-                self.notify("on_log", self.log.write())
+            if self.complete or self.logs_at(state.step):
+                self.notify("on_log", self.recorder.log())
             self._evaluate_and_save()
 
     def _validate_if_due(self) -> None:
         interrupted = self.stopped is not None and self.stopped.kind == "signal"
-        if not interrupted and (self.complete or self.schedule.evaluates(self.state)):
+        if not interrupted and (self.complete or self._evaluates()):
             self._evaluations.validate()
 
     def _evaluate_and_save(self) -> None:
@@ -237,9 +196,22 @@ class Loop(Run):
         self._validate_if_due()
         state, saved = self.state, self.saver.saved_step
         at_end = self.recipe.checkpoint.at_end or self.stop_flag.reason == TIME_IS_UP
-        due = self.schedule.saves(state) or (at_end and self.complete)
+        due = self._saves() or (at_end and self.complete)
         if self._is_best_unsaved() or (due and state.step not in (0, saved)):
             self._save()
+
+    def _evaluates(self) -> bool:
+        """Return whether the validation data is evaluated at this step boundary."""
+        state, every = self.state, self.recipe.trainer.eval_every
+        return state.step_in_epoch == 0 if every is None else state.step % every == 0
+
+    def _saves(self) -> bool:
+        """Return whether the recipe asks for a checkpoint at this step boundary."""
+        state, settings = self.state, self.recipe.checkpoint
+        steps, epochs = settings.every_steps, settings.every_epochs
+        if steps is not None and state.step % steps == 0:
+            return True
+        return epochs is not None and state.step_in_epoch == 0 and state.epoch % epochs == 0
 
     def _is_best_unsaved(self) -> bool:
         return self._evaluations.improved and self.state.best_step == self.state.step
@@ -276,13 +248,11 @@ class Loop(Run):
             return
         self.accelerator.load_state(self.resume_from)
         self._hyperparameters.resume()
-        self.remeasured = self._hyperparameters.measures_differently
         self.state.move_to(self.plan.global_batch)
         found = directory.read_manifest(self.resume_from).metadata.get("metrics")
         if found:
             self.metrics["validation"] = dict(found)
         self._seconds_before, self._samples_before = self.state.seconds, self.state.samples
-        self.log.resume()
         added, dropped = self._saved.added, self._saved.dropped
         for note in (
             self.saver.resume(self.resume_from),
@@ -295,7 +265,7 @@ class Loop(Run):
     def _begin(self) -> None:
         """Begin to write to the run directory: until here, nothing in it has changed."""
         self._begun = True
-        self._on_begin()
+        self.on_begin()
         self.recorder.begin(tests=self.stopped is not None and self.stopped.tested)
 
     def _profiler(self) -> contextlib.AbstractContextManager[profile | None]:
@@ -310,7 +280,7 @@ class Loop(Run):
     # -- checkpoints -----------------------------------------------------------------------
 
     def _save(self) -> None:
-        self.log.drain()
+        self.recorder.drain()
         self.state.seconds = self.seconds
         self._saving = True
         with self.watch.paused(), self.stop_flag.progress.in_phase("saving"):
@@ -344,8 +314,8 @@ class Loop(Run):
             self._begin()
         with self._saved_on_error():
             if self.complete:  # a callback may have ended it after the boundary's own evaluation
-                if not self.log.meter.empty:
-                    self.notify("on_log", self.log.write())
+                if not self.recorder.meter.empty:
+                    self.notify("on_log", self.recorder.log())
                 self._evaluations.validate()
             wanted = self.recipe.checkpoint.at_end or not self.complete
             unsaved = wanted and self.saver.saved_step != self.state.step
@@ -373,22 +343,3 @@ def prepare_models(accelerator: Accelerator, step: Step) -> None:
     objects = iter(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
     step.models = {name: next(objects) for name in step.models}
     step.optimizers = {name: next(objects) for name in step.optimizers}
-
-
-class TrainedLayers:
-    """Wraps models again after their layers were frozen, unfrozen, added or replaced.
-
-    `known` are the trainable parameters of each model, as it was wrapped.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.known = {name: Trainable(model) for name, model in run.step.models.items()}
-
-    def follow(self) -> None:
-        """Compare the models with the last call. Every process calls this between two steps."""
-        models = self._run.step.models
-        for name, known in self.known.items():
-            if known.changed():
-                models[name] = self._run.accelerator.prepare_model(models[name])
-                self.known[name] = Trainable(models[name])

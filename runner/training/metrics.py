@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +15,8 @@ from accel.machine.tree import recursively_apply
 from runner.runs.json_files import METRICS, WEIGHTS_STEP, MetricsFile, read_lines
 
 if TYPE_CHECKING:
-    import torch
-
-    from accel import Accelerator
     from accel.comm.base import Communicator
-    from runner.recipe.schema import Recipe
     from runner.training.run import Run
-    from runner.training.state import TrainState
 
 
 class NonFiniteError(AccelError, ArithmeticError):
@@ -103,18 +97,51 @@ class StepMeter:
         self._read = {name: list(values) for name, values in state.items()}
 
 
-class TrainLog:
-    """The log points of a run's training; only they read values from the device."""
+PURGING = ("tensorboard", "csv")  # trackers that take `purge_step`
+# By tracker, the argument that names a run; the others name it after the project.
+RUN_NAMES = {"mlflow": "run_name", "wandb": "name", "swanlab": "name", "trackio": "name"}
 
-    def __init__(self, run: Run, recorder: Recorder) -> None:
-        self._run, self._recorder = run, recorder
+
+class Recorder:
+    """Writes the values of one run; files on rank 0, trackers where the engine says.
+
+    The values of steps are averaged between log points; only these read from the device.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.meter = StepMeter(run.accelerator.comm)
-        self._samples = self._skipped_steps = 0
+        self._samples = self._skipped_steps = 0  # the first: at the last log point
         self._rates: dict[str, float] = {}
+        self._file: MetricsFile | None = None
+        self._early: list[dict[str, object]] | None = []
+        self._resumed_at: int | None = None
+        self._told: set[object] = set()  # splits that trackers have at the step that is resumed
 
-    def resume(self) -> None:
-        """Measure the throughput from the restored state on."""
-        self._samples = self._run.state.samples
+    def open(self) -> None:
+        """Open the trackers; those of a resumed run drop what was logged after its step."""
+        run, recipe = self._run, self._run.recipe
+        self._samples = run.state.samples
+        if run.resume_from is not None:
+            self._resumed_at = at = run.state.step
+            lines = read_lines(run.run_dir / METRICS)
+            self._told = {line.get("split") for line in lines if line.get("step") == at}
+        project = recipe.tracker.project_name or recipe.name
+        shown = recursively_apply(without_passwords, asdict(recipe), test_type=_is_text)
+        run.accelerator.init_trackers(project, shown, self._tracker_arguments())
+
+    def begin(self, tests: bool = False) -> None:
+        """Open the file, once the first step is made: until then it stays as it was.
+
+        What was measured before that is written now, in place of an earlier measurement at the
+        same step; and so will be the test, if the run `tests` without a further step.
+        """
+        early, self._early = self._early or [], None
+        if self._run.accelerator.is_main_process:
+            repeated = {str(record["split"]) for record in early} | ({"test"} if tests else set())
+            self._file = MetricsFile(self._run.run_dir, self._resumed_at, repeated)
+            for record in early:
+                self._file.write(record)
 
     def add(self, values: dict[str, torch.Tensor]) -> None:
         """Add this rank's shares of the values of a step, before the step is counted."""
@@ -123,7 +150,7 @@ class TrainLog:
             self._skipped_steps += 1
             values.pop("grad_norm", None)  # infinite or not a number, and nothing is wrong
         self.meter.add(values)
-        if run.schedule.logs(run.state.step + 1):  # the rates of this step, not of the next
+        if run.logs_at(run.state.step + 1):  # the rates of this step, not of the next
             self._rates = learning_rates(run.step.optimizers)
 
     def drain(self) -> None:
@@ -132,7 +159,7 @@ class TrainLog:
         if self._run.recipe.trainer.stop_on_nan:
             self.meter.check(self._run.state.step)
 
-    def write(self) -> dict[str, float]:
+    def log(self) -> dict[str, float]:
         """Write the means since the last log point, show them, and return them."""
         self.drain()
         run, values = self._run, self.meter.take()
@@ -145,62 +172,15 @@ class TrainLog:
         of_run |= self._rates or learning_rates(run.step.optimizers)
         self._rates = {}
         of_run["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
-        self._recorder.write("train", values, run.seconds, of_run)
+        self.write("train", values, of_run)
         values |= of_run
         run.display.values(values)
         return values
-
-
-PURGING = ("tensorboard", "csv")  # trackers that take `purge_step`
-# By tracker, the argument that names a run; the others name it after the project.
-RUN_NAMES = {"mlflow": "run_name", "wandb": "name", "swanlab": "name", "trackio": "name"}
-
-
-class Recorder:
-    """Writes the values of one run; files on rank 0, trackers where the engine says."""
-
-    def __init__(
-        self, accelerator: Accelerator, recipe: Recipe, run_dir: Path, state: TrainState
-    ) -> None:
-        self._accelerator = accelerator
-        self._recipe = recipe
-        self._run_dir = run_dir
-        self._state = state
-        self._file: MetricsFile | None = None
-        self._early: list[dict[str, object]] | None = []
-        self._resumed_at: int | None = None
-        self._told: set[object] = set()  # splits that trackers have at the step that is resumed
-
-    def open(self, resumed: bool) -> None:
-        """Open the trackers; where the run is resumed (from `state`), later records are removed."""
-        recipe = self._recipe
-        self._resumed_at = self._state.step if resumed else None
-        if resumed:
-            lines, at = read_lines(self._run_dir / METRICS), self._state.step
-            self._told = {line.get("split") for line in lines if line.get("step") == at}
-        project = recipe.tracker.project_name or recipe.name
-        arguments = self._tracker_arguments(resumed)
-        shown = recursively_apply(without_passwords, asdict(recipe), test_type=_is_text)
-        self._accelerator.init_trackers(project, shown, arguments)
-
-    def begin(self, tests: bool = False) -> None:
-        """Open the file, once the first step is made: until then it stays as it was.
-
-        What was measured before that is written now, in place of an earlier measurement at the
-        same step; and so will be the test, if the run `tests` without a further step.
-        """
-        early, self._early = self._early or [], None
-        if self._accelerator.is_main_process:
-            repeated = {str(record["split"]) for record in early} | ({"test"} if tests else set())
-            self._file = MetricsFile(self._run_dir, self._resumed_at, repeated)
-            for record in early:
-                self._file.write(record)
 
     def write(
         self,
         split: str,
         values: Mapping[str, float],
-        seconds: float,
         of_run: Mapping[str, float] | None = None,
         weights_step: int | None = None,
     ) -> None:
@@ -209,46 +189,41 @@ class Recorder:
         Args:
             split: whose they are.
             values: as measured; trackers get them under ``<split>/<name>``.
-            seconds: since the run began.
             of_run: values that belong to no split; trackers get them under their own names.
             weights_step: the step whose weights were measured; None: the present ones.
         """
-        state, common = self._state, dict(of_run or {})
+        run, state, common = self._run, self._run.state, dict(of_run or {})
         where = {"step": state.step, "epoch": state.epoch_number, "samples": state.samples}
         if weights_step is not None:
             where[WEIGHTS_STEP] = weights_step
-        record = {**where, "split": split, **values, **common, "time": round(seconds, 3)}
+        record = {**where, "split": split, **values, **common, "time": round(run.seconds, 3)}
         if self._early is not None:
             self._early.append(record)
         elif self._file is not None:
             self._file.write(record)
         if state.step != self._resumed_at or split not in self._told:
             named = {f"{split}/{name}": value for name, value in values.items()} | common
-            self._accelerator.log(named, step=state.step)
+            run.accelerator.log(named, step=state.step)
 
     def close(self) -> None:
         """Close the file. Trackers are closed by the engine, with the run's processes."""
         if self._file is not None:
             self._file.close()
 
-    def _tracker_arguments(self, resumed: bool) -> dict[str, dict[str, Any]]:
+    def _tracker_arguments(self) -> dict[str, dict[str, Any]]:
         """Return the trackers' arguments.
 
         A run has the name of its directory there, or a folder below it. Those that can drop
         records after a resumed step do.
         """
-        given = self._recipe.tracker.init_kwargs
-        arguments = {name: dict(values) for name, values in given.items()}
-        names = [choice.name for choice in self._accelerator.log_with]
-        for name in PURGING:
-            if resumed and name in names:
-                arguments.setdefault(name, {}).setdefault("purge_step", self._state.step + 1)
-        if "dvclive" in names:  # or each run would remove the one before it
-            arguments.setdefault("dvclive", {}).setdefault("dir", str(self._run_dir / "dvclive"))
-        for name, argument in RUN_NAMES.items():
-            if not resumed and name in names:
-                arguments.setdefault(name, {}).setdefault(argument, self._run_dir.name)
-        return arguments
+        run, own = self._run, dict[str, dict[str, Any]]()
+        if self._resumed_at is None:
+            own = {name: {argument: run.run_dir.name} for name, argument in RUN_NAMES.items()}
+        else:
+            own = {name: {"purge_step": self._resumed_at + 1} for name in PURGING}
+        own["dvclive"] = {"dir": str(run.run_dir / "dvclive")}  # else each run removes the last one
+        given = run.recipe.tracker.init_kwargs
+        return {n: {**own.get(n, {}), **given.get(n, {})} for n in {**own, **given}}
 
 
 def _is_text(value: object) -> bool:

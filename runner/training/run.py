@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
 from runner.recipe.units import parse_duration
 from runner.training.checkpointing import Saver
 from runner.training.console import Display
-from runner.training.state import Schedule, Stop, Stopwatch, TrainState
+from runner.training.state import Stop, Stopwatch, TrainState
 from runner.training.stopping import StopFlag
 
 if TYPE_CHECKING:
@@ -27,18 +28,23 @@ if TYPE_CHECKING:
     from runner.training.step import Step
 
 
+@dataclass(eq=False)
 class Run:
     """A run under way; `runner.training.loop.Loop` trains it.
 
-    Attributes:
+    Args:
         recipe: the run's recipe.
         run_dir: its directory.
         accelerator: the engine.
-        step: owns the models and optimizers.
+        step: owns the models and optimizers, which are not prepared yet.
         data: the data sets.
         callbacks: by name.
-        resume_from: the checkpoint that training was resumed from; None: from the beginning.
+        resume_from: the checkpoint that training is resumed from; None: from the beginning.
         stop_flag: requests to stop, and how far this process has come.
+        on_begin: called on every process once the state is loaded and the first step is made, or
+            none is to be made; before that, nothing of the run directory changes.
+
+    Attributes:
         display: prints notes and tables, on rank 0.
         plan: batch sizes, accumulation steps and the number of steps.
         state: step, epoch and sample counters.
@@ -57,28 +63,22 @@ class Run:
         num_parameters: parameters of all models: (all, trainable).
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        run_dir: str | Path,
-        accelerator: Accelerator,
-        step: Step,
-        data: Data,
-        callbacks: Mapping[str, Callback] | None = None,
-        *,
-        resume_from: str | Path | None = None,
-        stop_flag: StopFlag | None = None,
-        display: Display | None = None,
-    ) -> None:
-        self.recipe, self.run_dir, self.accelerator = recipe, Path(run_dir), accelerator
-        self.step, self.data, self.callbacks = step, data, dict(callbacks or {})
-        self.resume_from = None if resume_from is None else str(resume_from)
-        self.stop_flag = stop_flag or StopFlag()
-        self.display = display or Display(enabled=accelerator.is_main_process)
+    recipe: Recipe
+    run_dir: Path
+    accelerator: Accelerator
+    step: Step
+    data: Data
+    callbacks: Mapping[str, Callback] = field(default_factory=dict)
+    resume_from: str | None = None
+    stop_flag: StopFlag = field(default_factory=StopFlag)
+    on_begin: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        recipe, accelerator, step = self.recipe, self.accelerator, self.step
+        self.display = Display(enabled=accelerator.is_main_process)
         self.plan = self._plan()
         self.state = TrainState()
         self.stopped: Stop | None = None
-        self.schedule = Schedule(recipe, self.plan.total_steps)
         self.monitor = recipe.checkpoint.monitor or step.monitor
         self.mode = recipe.checkpoint.mode or step.mode
         self.metrics: dict[str, dict[str, float]] = {}
@@ -92,7 +92,6 @@ class Run:
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self._samples_before, self._seconds_before = 0, 0.0
         self.num_parameters = count_parameters(accelerator, step.models)
-        self.model_names = [type(model).__name__ for model in step.models.values()]
         self.saver = Saver(accelerator, recipe.checkpoint, self.state, self.run_dir)
 
     def _plan(self) -> BatchPlan:
@@ -130,6 +129,10 @@ class Run:
         if self.stopped is None:
             self.stopped = Stop(kind, reason)
             self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
+
+    def logs_at(self, step: int) -> bool:
+        """Return whether an optimizer step is a log point."""
+        return step % self.recipe.trainer.log_every == 0 or step == self.plan.total_steps
 
     def notify(self, event: str, *values: object) -> None:
         """Call `event` of the callbacks that define it, with the random generators preserved."""

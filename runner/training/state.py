@@ -1,4 +1,4 @@
-"""Counters of a run, its end, its clock, and what is due at a step boundary.
+"""Counters of a run, its end and its clock.
 
 Free of torch.
 """
@@ -10,12 +10,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel.machine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from runner.recipe.schema import Recipe
 
 PRUNED = "pruned"  # why a trial of a study ended before its time
 
@@ -131,33 +128,6 @@ class Stop:
     def tested(self) -> bool:
         """Whether the best state is tested at the end."""
         return self.complete and self.kind != PRUNED
-
-
-class Schedule:
-    """Which step boundaries log, evaluate and save, by the recipe alone.
-
-    `total_steps` of the run; None: not known.
-    """
-
-    def __init__(self, recipe: Recipe, total_steps: int | None) -> None:
-        self._trainer, self._checkpoint = recipe.trainer, recipe.checkpoint
-        self._total = total_steps
-
-    def logs(self, step: int) -> bool:
-        """Return whether an optimizer step is a log point."""
-        return step % self._trainer.log_every == 0 or step == self._total
-
-    def evaluates(self, state: TrainState) -> bool:
-        """Return whether the validation data is evaluated at this step boundary."""
-        every = self._trainer.eval_every
-        return state.step_in_epoch == 0 if every is None else state.step % every == 0
-
-    def saves(self, state: TrainState) -> bool:
-        """Return whether a checkpoint is written at this step boundary."""
-        steps, epochs = self._checkpoint.every_steps, self._checkpoint.every_epochs
-        if steps is not None and state.step % steps == 0:
-            return True
-        return epochs is not None and state.step_in_epoch == 0 and state.epoch % epochs == 0
 
 
 class Stopwatch:

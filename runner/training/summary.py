@@ -92,7 +92,8 @@ def _axes(accelerator: Accelerator) -> dict[str, int]:
 def model_line(loop: Run) -> str:
     """Return e.g. "Cnn · 123,456 parameters, all trainable"."""
     total, trainable = loop.num_parameters
-    names = ", ".join(loop.model_names)
+    unwrap = loop.accelerator.unwrap_model
+    names = ", ".join(type(unwrap(model)).__name__ for model in loop.step.models.values())
     share = "all trainable" if trainable == total else f"{trainable:,} trainable"
     return f"{names} · {total:,} parameters, {share}"
 

@@ -184,6 +184,7 @@ def build(
     model: nn.Module | None = None,
     make_optimizer: Any = optimizer,
     kind: type[SupervisedStep] = SupervisedStep,
+    display: Display | None = None,
     **kwargs: Any,
 ) -> Loop:
     """Return a loop as a worker builds it."""
@@ -202,8 +203,9 @@ def build(
         make_optimizer,
         make_scheduler,
     )
-    kwargs.setdefault("display", Display(enabled=False))
-    return Loop(recipe, run_dir, accelerator, step, data, **kwargs)
+    loop = Loop(recipe, run_dir, accelerator, step, data, **kwargs)
+    loop.display = display or Display(enabled=False)
+    return loop
 
 
 def forget() -> None:

@@ -84,13 +84,8 @@ def test_patience_is_counted_over_a_resume(tmp_path: Path) -> None:
         ({"mode": "max"}, {}, False),
         ({}, {"objective": {"name": "scripted", "smoothing": 0.1}}, False),
         ({}, {"data": {"name": "points", "other": True}}, False),
-        (
-            {"monitor": "loss", "mode": "min"},
-            {"checkpoint__monitor": "accuracy", "checkpoint__mode": "max"},
-            True,
-        ),
     ],
-    ids=["same", "run", "own", "mode", "objective", "data", "its own stays"],
+    ids=["same", "run", "own", "mode", "objective", "data"],
 )
 def test_another_measure_is_not_compared_with_the_best_before(
     tmp_path: Path, arguments: dict[str, Any], changes: dict[str, Any], waits: bool

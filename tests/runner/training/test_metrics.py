@@ -63,8 +63,10 @@ def test_the_device_is_read_at_log_points_only(
     )
     loop = build(tmp_path, recipe, data=Data(Points(NUM_TRAIN)))
     drained: list[int] = []
-    drain = loop.log.meter.drain
-    monkeypatch.setattr(loop.log.meter, "drain", lambda: (drained.append(loop.state.step), drain()))
+    drain = loop.recorder.meter.drain
+    monkeypatch.setattr(
+        loop.recorder.meter, "drain", lambda: (drained.append(loop.state.step), drain())
+    )
     loop.run()
     assert drained == [5, 10]
 

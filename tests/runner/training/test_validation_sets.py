@@ -60,9 +60,7 @@ def test_without_a_name_the_monitor_is_refused_before_a_step(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (Data({"a": Points(3)}), "a run trains on one data set"),  # type: ignore[arg-type]
-        (Data(Points(3), {}), "it names no data set"),
-        (Data(Points(3), {"a/b": Points(3)}), "a text without a slash"),
+        (Data({"a": Points(3)}), "Give one torch.utils.data.Dataset"),  # type: ignore[arg-type]
         (Data(Points(3), {"a": None}), r"validation\['a'\] None"),  # type: ignore[dict-item]
         (Data(Points(3), {"a": Points(0)}), "it is empty"),
     ],
