@@ -57,7 +57,6 @@ def answered() -> Iterator[Answer]:
     try:
         yield answer
     except KeyboardInterrupt:
-        run_log.interrupted()
         answer.code = INTERRUPTED
     except BrokenPipeError:  # of `runner list | head`
         # The interpreter flushes the buffer at its exit, too.

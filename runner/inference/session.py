@@ -136,16 +136,11 @@ def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
 
     began = time.monotonic()
     with opened(request, worker) as session:
-
-        def on_batch(batches: EvalBatches, index: int) -> bool:
-            session.progress.batch()
-            return False
-
         metrics = {}
         for split, sets in session.batches.items():
             with session.progress.in_phase(f"evaluation ({split})", timed=True):
                 metrics[split] = evaluation.evaluate_sets(
-                    session.accelerator, session.step, sets, on_batch
+                    session.accelerator, session.step, sets, session.progress.batch
                 )
         number, seconds = session.accelerator.num_processes, time.monotonic() - began
         checkpoint, notes = session.checkpoint, session.notes

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from runner.training import run_log
@@ -23,7 +23,7 @@ from runner.training import run_log
 Rows = Sequence[tuple[str, str]]
 
 UNLIMITED_COLUMNS = 10_000  # where nobody's terminal limits a line
-BAR_WIDTH = 14  # columns that the bar needs at least, with the gaps beside it
+ONE_LINE = Column(no_wrap=True, overflow="ellipsis")
 
 
 class PipedConsole(Console):
@@ -89,15 +89,14 @@ class Display:
         self._next = 0.0
         if self.live:
             self._progress = Progress(
-                _Steps(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[status]}", markup=False),
+                TextColumn("{task.fields[steps]}", style="bold"),
+                BarColumn(bar_width=16),
+                TextColumn("{task.fields[status]}", markup=False, table_column=ONE_LINE),
                 console=self.console,
                 auto_refresh=False,
-                expand=True,
                 transient=True,
             )
-            self._progress.add_task("train", total=total, completed=step, status="")
+            self._progress.add_task("train", total=total, steps=self._steps(), status="")
             self._progress.start()
 
     # -- during ----------------------------------------------------------------------------
@@ -157,29 +156,22 @@ class Display:
         else:
             self._print(f"{title}:\n{body}")
 
-    def status(self, room: int | None = None) -> str:
-        """Return epoch, loss, learning rate, throughput and remaining time as one line.
+    def status(self) -> str:
+        """Return epoch, loss, remaining time, throughput and learning rate as one line.
 
-        It takes at most `room` columns (None: no limit). Minor parts are dropped first.
+        A narrow terminal cuts off its end.
         """
-        values = self._values
-        rate = short(values.get("samples_per_second", math.nan))
-        parts = {
-            "epoch": f"epoch {self._epoch_of(self._epoch)}",
-            "loss": f"loss {number(values.get('loss', math.nan))}",
-            "lr": f"lr {values.get('lr', math.nan):.1e}",
-            "samples_per_second": f"{rate} samples/s",
-        }
-        known = {name: part for name, part in parts.items() if name == "epoch" or name in values}
-        remaining = self._remaining()
+        values, remaining = self._values, self._remaining()
+        parts = [f"epoch {self._epoch_of(self._epoch)}"]
+        if "loss" in values:
+            parts.append(f"loss {number(values['loss'])}")
         if remaining is not None:
-            known["eta"] = f"ETA {clock(remaining)}"
-        if room is not None and len("  ".join(known.values())) > room:
-            known = {k: v.replace(" samples/s", "/s") for k, v in known.items()}
-            for name in ("lr", "samples_per_second", "epoch"):
-                if len("  ".join(known.values())) > room:
-                    known.pop(name, None)
-        return "  ".join(known.values())
+            parts.append(f"ETA {clock(remaining)}")
+        if "samples_per_second" in values:
+            parts.append(f"{short(values['samples_per_second'])} samples/s")
+        if "lr" in values:
+            parts.append(f"lr {values['lr']:.1e}")
+        return "  ".join(parts)
 
     # -- after -----------------------------------------------------------------------------
 
@@ -199,9 +191,11 @@ class Display:
     def _draw(self, status: str | None = None) -> None:
         self._next = time.monotonic() + self._every
         if self._progress is not None:
-            room = self.console.width - len(self._steps()) - BAR_WIDTH
-            status, task = status or self.status(room), self._progress.task_ids[0]
-            self._progress.update(task, completed=self._step, status=status, refresh=True)
+            task, steps = self._progress.task_ids[0], self._steps()
+            status = status or self.status()
+            self._progress.update(
+                task, completed=self._step, refresh=True, steps=steps, status=status
+            )
 
     def _epoch_of(self, epoch: int) -> str:
         # Behind the last epoch there is none.
@@ -219,14 +213,6 @@ class Display:
 
     def _print(self, line: str | Text) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=not self.live)
-
-
-class _Steps(ProgressColumn):
-    """The steps made, of how many."""
-
-    def render(self, task: Task) -> Text:
-        total = None if task.total is None else int(task.total)
-        return Text(f"step {_count(int(task.completed), total)}", style="bold")
 
 
 def _panel(title: str, rows: Rows) -> Panel:

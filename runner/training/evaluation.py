@@ -45,7 +45,7 @@ def evaluate_sets(
     accelerator: Accelerator,
     step: Step,
     sets: Mapping[str, EvalBatches],
-    on_batch: Callable[[EvalBatches, int], bool],
+    on_batch: Callable[[EvalBatches, int], None],
     limit: int | None = None,
 ) -> dict[str, float]:
     """Return the metrics of the data sets of a split, the same on every process.
@@ -57,12 +57,11 @@ def evaluate_sets(
         accelerator: the run's engine.
         step: its `evaluate` and `summarize` measure.
         sets: batches by the name of the data set; that of a single one is empty.
-        on_batch: called after each batch with its data set's batches and their count so far; True
-            leaves the evaluation. Every process must get the same answer.
+        on_batch: called after each batch with its data set's batches and their count so far; what
+            it raises, on every process alike, leaves the evaluation.
         limit: how many batches of each are measured; None: all.
 
     Raises:
-        Interrupted: if `on_batch` said so.
         ConfigError: if the values are not per sample.
     """
     metrics: dict[str, float] = {}
@@ -82,7 +81,7 @@ def _measure(
     accelerator: Accelerator,
     step: Step,
     batches: EvalBatches,
-    on_batch: Callable[[EvalBatches, int], bool],
+    on_batch: Callable[[EvalBatches, int], None],
     limit: int | None,
 ) -> dict[str, torch.Tensor]:
     """Return each value of all samples: [N, ...]."""
@@ -91,8 +90,7 @@ def _measure(
         values = checked_tensors(_measuring(step), "evaluate", step.evaluate(batch))
         for name, value in accelerator.gather_for_metrics(values).items():
             parts.setdefault(name, []).append(value)
-        if on_batch(batches, index):
-            raise Interrupted
+        on_batch(batches, index)
     found = {name: torch.cat(tensors) for name, tensors in parts.items()}
     _check_counts(step, found, batches.samples_within(limit))
     return found
@@ -165,14 +163,11 @@ class Evaluations:
         if split is None:
             return
 
-        def on_batch(batches: EvalBatches, index: int) -> bool:
-            progress.batch()
-            return False
-
         try:
             with progress.in_phase("the check of the evaluation"), buffers_kept(run.step):
+                sets = self._sets[split]
                 metrics = evaluate_sets(
-                    run.accelerator, run.step, self._sets[split], on_batch, num_batches
+                    run.accelerator, run.step, sets, progress.batch, num_batches
                 )
         except Exception as error:
             error.add_note(
@@ -223,10 +218,11 @@ class Evaluations:
         """Return the metrics of a split; None if the evaluation was interrupted by a stop."""
         run, stop_flag = self._run, self._run.stop_flag
 
-        def on_batch(batches: EvalBatches, index: int) -> bool:
+        def on_batch(batches: EvalBatches, index: int) -> None:
             run.display.evaluating(split, index, batches.num_batches)
             agreed = stop_flag.agreed(run.accelerator, "evaluation")
-            return agreed and stop_flag.reason != TIME_IS_UP
+            if agreed and stop_flag.reason != TIME_IS_UP:
+                raise Interrupted
 
         try:
             with run.watch.paused(), stop_flag.progress.in_phase(f"evaluation ({split})"):

@@ -52,38 +52,30 @@ def check(loop: Run) -> None:
     if not loop.recipe.trainer.check_gradients or loop.resume_from is not None:
         return
     accelerator, spec = loop.accelerator, loop.accelerator.plan.spec
-    if accelerator.num_processes > 1 or spec.owns_parameters or spec.owns_precision:
-        loop.display.note("trainer.check_gradients: skipped; it needs one process and no strategy.")
+    several = accelerator.num_processes > 1
+    if several or spec.owns_parameters or spec.owns_precision or accelerator.scaler is not None:
+        rule = "it needs one process, no strategy and no loss scaling"
+        loop.display.note(f"trainer.check_gradients: skipped; {rule}.")
         return
     samples = _samples(loop)
     half = len(samples) // 2
     if half == 0:
         return
     joined = loop.data.collate_fn or datasets.collate
-    joint = [samples]
     halves = [samples[:half], samples[half:]]
     with _restored(loop):
         one, again, two = (
-            _gradients(loop, [joined(part) for part in cut], len(samples), seed)
-            for cut, seed in ((joint, 0), (joint, 1), (halves, 0))
+            _gradient(loop, [joined(part) for part in cut], len(samples), seed)
+            for cut, seed in (([samples], 0), ([samples], 1), (halves, 0))
         )
     limit = ROUNDING.get(loop.recipe.precision.mode, ROUNDING_IN_LOW_PRECISION)
     if _difference(one, again) > limit:
         loop.display.note("trainer.check_gradients: skipped; the step itself draws at random.")
-        return
-    _require_equal(type(loop.step).__name__, one, two, limit)
-
-
-def _require_equal(
-    name: str, one: list[list[torch.Tensor]], two: list[list[torch.Tensor]], limit: float
-) -> None:
-    if len(one) != len(two):
-        value = f"{name}.train made {len(one)} updates of 1 micro-batch and {len(two)} of 2"
-        raise ConfigError.of(value, "a window is one optimizer step", REMEDY)
-    if _difference(one, two) > limit:
+    elif _difference(one, two) > limit:
+        ratio = float(two.norm() / one.norm())
         value = (
-            f"{name}.train: the gradient of 2 micro-batches is {_ratio(one, two):.3g} times that "
-            "of the same samples as 1, or points elsewhere"
+            f"{type(loop.step).__name__}.train: the gradient of 2 micro-batches is {ratio:.3g} "
+            "times that of the same samples as 1, or points elsewhere"
         )
         raise ConfigError.of(value, CONTRACT, REMEDY)
 
@@ -103,10 +95,8 @@ def _samples(loop: Run) -> list[object]:
 
 @contextlib.contextmanager
 def _restored(loop: Run) -> Iterator[None]:
-    """Leave generators, modes, gradients, buffers, the scale and the count of micro-batches."""
+    """Leave generators, modes, gradients, buffers and the count of micro-batches as they were."""
     accelerator = loop.accelerator
-    scaler = accelerator.scaler
-    scale = None if scaler is None else scaler.state_dict()
     micro_batches, step = accelerator.gradient_accumulation_steps, accelerator.step
     try:
         with preserved(), evaluation_mode(loop.step), buffers_kept(loop.step):
@@ -114,40 +104,30 @@ def _restored(loop: Run) -> Iterator[None]:
     finally:
         accelerator.gradient_accumulation_steps, accelerator.step = micro_batches, step
         accelerator.gradient_state.sync_gradients = True
-        for model in loop.step.models.values():
-            model.zero_grad(set_to_none=True)
-        if scaler is not None and scale:
-            scaler.load_state_dict(scale)
 
 
-def _gradients(
-    loop: Run, batches: list[object], num_samples: int, seed: int
-) -> list[list[torch.Tensor]]:
-    """Return the gradients that each call of an optimizer's step would have used."""
+def _gradient(loop: Run, batches: list[object], num_samples: int, seed: int) -> torch.Tensor:
+    """Return the gradients of all updates of a window, as one vector."""
     accelerator = loop.accelerator
     accelerator.gradient_accumulation_steps = len(batches)
     accelerator.step = 0
     set_seed(seed)
-    seen: list[list[torch.Tensor]] = []
-    micro = [MicroBatch(batch) for batch in batches]
+    seen: list[torch.Tensor] = [torch.zeros(1)]
+    micro = OnDevice([MicroBatch(batch) for batch in batches], accelerator.device)
     with contextlib.ExitStack() as stack:
         for optimizer in loop.step.optimizers.values():
             stack.enter_context(_recorded(unwrap_optimizer(optimizer), seen))
-        loop.step.train(
-            accelerator,
-            Window(OnDevice(micro, accelerator.device), num_samples),
-            loop.recipe.trainer,
-        )
+        loop.step.train(accelerator, Window(micro, num_samples), loop.recipe.trainer)
     for model in loop.step.models.values():
         model.zero_grad(set_to_none=True)
-    return seen
+    return torch.cat(seen)
 
 
 @contextlib.contextmanager
-def _recorded(optimizer: Any, seen: list[list[torch.Tensor]]) -> Iterator[None]:
+def _recorded(optimizer: Any, seen: list[torch.Tensor]) -> Iterator[None]:
     def step(*arguments: object, **named: object) -> None:
         flat = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        seen.append([p.grad.detach().clone() for p in flat if p.grad is not None])
+        seen.extend(p.grad.detach().float().flatten().cpu() for p in flat if p.grad is not None)
 
     own = optimizer.__dict__.get("step")  # a scheduler's counter of calls
     optimizer.step = step
@@ -159,21 +139,9 @@ def _recorded(optimizer: Any, seen: list[list[torch.Tensor]]) -> Iterator[None]:
             optimizer.step = own
 
 
-def _flat(updates: list[list[torch.Tensor]]) -> torch.Tensor:
-    return torch.cat(
-        [g.float().flatten() for update in updates for g in update] or [torch.zeros(1)]
-    )
-
-
-def _difference(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> float:
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the norm of the difference of two gradients, relative to the larger norm."""
-    a, b = _flat(one), _flat(other)
-    if a.shape != b.shape:
+    if one.shape != other.shape:  # other updates, or other parameters
         return float("inf")
-    largest = max(float(a.norm()), float(b.norm()))
-    return float((a - b).norm()) / largest if largest > 0 else 0.0
-
-
-def _ratio(one: list[list[torch.Tensor]], two: list[list[torch.Tensor]]) -> float:
-    a, b = _flat(one), _flat(two)
-    return float(b.norm() / a.norm()) if float(a.norm()) > 0 else float("inf")
+    largest = max(float(one.norm()), float(other.norm()))
+    return float((one - other).norm()) / largest if largest > 0 else 0.0

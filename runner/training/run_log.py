@@ -16,7 +16,6 @@ import re
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,13 +37,9 @@ class RunLog:
         self._file: int | None = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
         )
-        self.after_fork()
-        _OPEN.add(self)
-
-    def after_fork(self) -> None:
-        """Forget in a child what the parent has begun to write."""
-        self._lock = threading.Lock()
-        self._waiting: dict[int, str] = {}
+        # Begun lines by process, thread and stream: neither a forked child nor another thread goes
+        # on with them.
+        self._waiting: dict[tuple[int, int, int], str] = {}
 
     def feed(self, source: int, text: str) -> str:
         """Take text of a stream, told apart by the number `source`, and write complete lines.
@@ -52,17 +47,17 @@ class RunLog:
         Returns:
             Why it could not be written, the first time; else nothing.
         """
-        with self._lock:
-            *lines, rest = (self._waiting.get(source, "") + text).split("\n")
-            self._waiting[source] = rest[-MOST_WAITING:]
-            # A redrawn line that was erased at last leaves none.
-            kept = [_plain(line) for line in lines if _plain(line) or "\r" not in line.rstrip("\r")]
-            return self._write("".join(f"{line}\n" for line in kept))
+        place = os.getpid(), threading.get_ident(), source
+        *lines, rest = (self._waiting.pop(place, "") + text).split("\n")
+        if rest:
+            self._waiting[place] = rest[-MOST_WAITING:]
+        # A redrawn line that was erased at last leaves none.
+        kept = [_plain(line) for line in lines if _plain(line) or "\r" not in line.rstrip("\r")]
+        return self._write("".join(f"{line}\n" for line in kept))
 
     def line(self, text: str) -> str:
         """Write a line that is on no stream; return as `feed`."""
-        with self._lock:
-            return self._write(f"{_plain(text)}\n")
+        return self._write(f"{_plain(text)}\n")
 
     def _write(self, text: str) -> str:
         if self._file is None or not text:
@@ -70,33 +65,19 @@ class RunLog:
         try:
             os.write(self._file, text.encode("utf-8", errors="replace"))
         except OSError as error:  # a full disk does not end a run for its log
-            os.close(self._file)
-            self._file = None
+            self.close()
             return f"{self._path} could not be written ({error.strerror}): it ends here."
         return ""
 
     def close(self) -> None:
         """Write what is left of a line, and close the file."""
-        with self._lock:
-            for rest in map(_plain, self._waiting.values()):
-                if rest.strip():
-                    self._write(f"{rest}\n")
-            self._waiting.clear()
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
-
-
-_OPEN: weakref.WeakSet[RunLog] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    for log in list(_OPEN):
-        log.after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+        left, self._waiting = self._waiting, {}
+        for (pid, _, _), rest in left.items():
+            if pid == os.getpid() and _plain(rest).strip():
+                self._write(f"{_plain(rest)}\n")
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def _plain(line: str) -> str:
@@ -208,25 +189,7 @@ def log_levels_applied(levels: Mapping[str, str]) -> Iterator[None]:
             loggers[name].setLevel(level_before)
 
 
-_unfinished = False  # whether the last line on the terminal is that of `announce`
-
-
 def announce(name: str) -> None:
-    """Print the name of a run on standard error, if torch is still to be loaded.
-
-    On a terminal the next line replaces it.
-    """
-    if "torch" in sys.modules:
-        return
-    global _unfinished
-    _unfinished = sys.stderr.isatty()
-    end = "\r" if _unfinished else "\n"
-    print(f"{name}: loading PyTorch …", end=end, file=sys.stderr, flush=True)
-
-
-def interrupted() -> None:
-    """Finish the line of `announce` after a Ctrl-C that nothing else has told of."""
-    global _unfinished
-    if _unfinished:
-        _unfinished = False
-        print("\nInterrupted.", file=sys.stderr, flush=True)
+    """Print the name of a run on standard error, if torch is still to be loaded."""
+    if "torch" not in sys.modules:
+        print(f"{name}: loading PyTorch …", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """How one optimizer step is made and measured: `Step`, `Objective` and the supervised step.
 
-What the methods of a user return is checked in the first step and in evaluations.
+What the methods of a user return is checked.
 """
 
 from __future__ import annotations
@@ -114,7 +114,6 @@ class SupervisedStep(Step):
         self.models = {"model": model}
         self.optimizers = {"optimizer": optimizer(model)}
         self._make_scheduler = scheduler
-        self._is_checked = False
 
     def make_schedulers(self, num_steps: int) -> Mapping[str, LRScheduler]:
         """Return the schedule of the one optimizer, if the recipe has any."""
@@ -132,12 +131,15 @@ class SupervisedStep(Step):
         """
         model, optimizer = self.models["model"], self.optimizers["optimizer"]
         objective = self.objective
-        losses, weights = objective.losses, objective.weights
-        if not self._is_checked:
-            losses, weights = _checked(objective)
-        values = optimizer_step(accelerator, window, trainer, model, optimizer, losses, weights)
-        self._is_checked = True
-        return values
+        return optimizer_step(
+            accelerator,
+            window,
+            trainer,
+            model,
+            optimizer,
+            lambda model, batch: checked_losses(objective, objective.losses(model, batch)),
+            lambda batch: checked_weights(objective, objective.weights(batch)),
+        )
 
     def evaluate(self, batch: Any) -> Mapping[str, torch.Tensor]:
         """Return the objective's values, each [B, ...]."""
@@ -384,14 +386,6 @@ def checked_weights(objective: object, value: object) -> torch.Tensor | None:
     found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
     rule = "a tensor with the weight of each sample is required, [B], or None for one each"
     raise refused(objective, "weights", found, rule, "Count the items of each sample.")
-
-
-def _checked(objective: Objective) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return `losses` and `weights` of an objective, with checks of what they return."""
-    return (
-        lambda model, batch: checked_losses(objective, objective.losses(model, batch)),
-        lambda batch: checked_weights(objective, objective.weights(batch)),
-    )
 
 
 def _require_free(owner: object, method: str, names: Mapping[str, object]) -> None:

@@ -91,10 +91,6 @@ class StopFlag:
         if self._requested in REPLACEABLE:
             self._requested = reason
 
-    def requested_locally(self) -> bool:
-        """Return whether a stop was requested of this process."""
-        return bool(self._requested)
-
     def agreed(self, processes: Processes, phase: str = "train") -> bool:
         """Return whether all processes stop here: the same answer on each of them.
 
@@ -288,7 +284,7 @@ class Progress:
         self.phase = TRAINING
         self.is_timed = True
 
-    def batch(self) -> None:
+    def batch(self, *_: object) -> None:
         """Say that a batch was evaluated."""
         self.count += 1
 

@@ -139,7 +139,6 @@ def test_the_metrics_prefer_real_images() -> None:
     untrained = step.summarize(made)
     other = step.summarize({"real": real[:100].flatten(1), "made": real[100:].flatten(1)})
     assert other["frechet"] < untrained["frechet"]
-    assert other["neighbour_accuracy"] < 0.65 < untrained["neighbour_accuracy"]
 
 
 def losses_under(engine: str) -> list[float]:

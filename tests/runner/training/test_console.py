@@ -51,7 +51,7 @@ def test_a_log_file_gets_plain_lines() -> None:
     assert "\r" not in out.getvalue()
     assert lines[:3] == ["digits", "  directory  runs/digits/1", "  device     cpu [2] · fp32"]
     progress = [line for line in lines if line.startswith("step")]
-    assert progress[0].startswith("step 10/20  epoch 1/2  loss 0.1000  lr 1.0e-03  12.3k samples/s")
+    assert re.match(r"step 10/20  epoch 1/2  loss 0.1000  ETA .*  12.3k samples/s  lr", progress[0])
     evaluations = [line for line in lines if line.startswith("validation")]
     assert evaluations == [
         "validation  step 10  epoch 1/2  accuracy 0.5000  best",
@@ -62,15 +62,22 @@ def test_a_log_file_gets_plain_lines() -> None:
     assert "accuracy 0.5 at step 10" in lines[-1]
 
 
-@pytest.mark.parametrize(("width", "unit"), [(80, "12.3k/s"), (120, "12.3k samples/s")])
-def test_a_terminal_gets_one_line_that_fits(width: int, unit: str) -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_gets_one_line_that_fits(width: int) -> None:
     shown, out = display(terminal=True, width=width)
     run(shown)
     drawn = [line for line in re.split(r"[\r\n]", plain(out.getvalue())) if line.strip()]
     assert max(map(len, drawn)) <= width
     progress = [line for line in drawn if line.startswith("step")]
     shown_last = next(line for line in reversed(progress) if "loss" in line)
-    for part in ("step 20/20", "epoch 2/2", "loss 0.0500", "lr 1.0e-03", unit, "ETA 0:00"):
+    for part in (
+        "step 20/20",
+        "epoch 2/2",
+        "loss 0.0500",
+        "ETA 0:00",
+        "12.3k samples/s",
+        "lr 1.0e-03",
+    ):
         assert part in shown_last
     assert any("validation: batch 1/2" in line for line in progress)
     assert any(line.startswith("validation") and line.rstrip().endswith("best") for line in drawn)

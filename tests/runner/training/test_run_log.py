@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from runner import cli
-from runner.cli import program
 from runner.runs.directory import RUN_LOG
 from runner.training import run_log
 from runner.training.console import Display
@@ -119,21 +117,3 @@ def test_named_loggers_speak_and_are_silent_again(
     told = capsys.readouterr().err
     assert "][own.levels][DEBUG] - heard\n" in told
     assert "not heard" not in told
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_ctrl_c_while_torch_is_loaded_finishes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(arguments: list[str]) -> int:
-        run_log.announce("mine")
-        raise KeyboardInterrupt
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(program, "requested", load)
-    assert cli.main([]) == 130
-    assert terminal.getvalue() == "mine: loading PyTorch …\r\nInterrupted.\n"

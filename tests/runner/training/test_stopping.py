@@ -42,10 +42,10 @@ def leave() -> None:
 def test_a_signal_sets_the_flag_and_nothing_else(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopFlag().installed() as stop:
-        assert not stop.requested_locally()
+        assert not stop._requested
         assert not stop.agreed(Processes())
         os.kill(os.getpid(), number)
-        assert stop.requested_locally()
+        assert stop._requested
         assert stop.reason == ""
         assert stop.agreed(Processes())
         assert stop.reason == number.name
@@ -66,7 +66,7 @@ def test_a_handler_that_was_there_is_called_as_well() -> None:
     try:
         with StopFlag().installed() as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.requested_locally()
+            assert stop._requested
         assert seen == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -113,7 +113,7 @@ def test_a_forked_child_outlasts_sigusr1_and_can_be_terminated() -> None:
         child.terminate()
         child.join(30)
         assert child.exitcode == -signal.SIGTERM
-        assert not stop.requested_locally()
+        assert not stop._requested
 
 
 def stops_at(asked: int, at: int, limit: int) -> tuple[int, int, str]:
@@ -197,8 +197,8 @@ def test_signals_are_held_back_and_released() -> None:
     with StopFlag().installed() as stop:
         with stopping.signals_blocked(stopping.STOP_SIGNALS):
             signal.raise_signal(signal.SIGTERM)  # to this thread: others do not hold it back
-            assert not stop.requested_locally()
-        assert stop.requested_locally()
+            assert not stop._requested
+        assert stop._requested
 
 
 def test_a_phase_ends_where_it_began_also_after_an_error() -> None:
