@@ -17,12 +17,12 @@ from accel.machine.env import Environment
 from accel.machine.errors import AccelError, ConfigError
 from runner.cli.arguments import CommandParser, Exit
 from runner.exit_codes import DONE, FAILED, OF_SIGNAL
-from runner.inference import worker
+from runner.inference import predict as together
 from runner.inference.load import WORDS, Placement, parse_limits
 from runner.inference.session import Request, Worker
 from runner.recipe import processes
 from runner.recipe.schema import SPLITS, Recipe
-from runner.runs.json_files import Fields, JsonObject
+from runner.runs.json_files import Fields, JsonObject, read_json
 from runner.training.stopping import StopFlag
 
 WORKER = "runner.cli.evaluate_predict:work"
@@ -66,7 +66,7 @@ def _done(request: Request) -> JsonObject | None:
     place = processes.adopted()
     if request.num_processes > 1 and place is None:
         return _by_processes(request)
-    return worker.attempt(request, 0 if place is None else place.rank)
+    return together.attempt(request, 0 if place is None else place.rank)
 
 
 def _record(request: Request, found: Fields) -> None:
@@ -129,11 +129,11 @@ def _by_processes(request: Request) -> JsonObject:
         folder = Path(place)
         output = None if request.output is None else Path(os.path.abspath(request.output))
         run_dir = Path(os.path.abspath(request.run_dir))
-        worker.write_request(folder, replace(request, run_dir=run_dir, output=output))
+        together.write_request(folder, replace(request, run_dir=run_dir, output=output))
         ended = launcher.run_group(folder, request.num_processes, Path.cwd(), WORKER)
         if ended.code != DONE:
             raise Exit(ended.code)
-        return worker.read_result(folder)
+        return read_json(folder / together.RESULT)
 
 
 def work(folder: Path, stop: StopFlag) -> int:
@@ -145,7 +145,7 @@ def work(folder: Path, stop: StopFlag) -> int:
         here = Environment.read()
         return hangs.watching(recipe, folder, stop, here.rank or 0, here.world_size)
 
-    return worker.run(folder, Worker(stop, watch))
+    return together.run(folder, Worker(stop, watch))
 
 
 def _run_dirs(words: Sequence[str]) -> list[str]:

@@ -6,7 +6,6 @@ Free of torch until a model is loaded.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import sys
@@ -113,25 +112,41 @@ def find_checkpoint(run_dir: Path, which: str | os.PathLike[str] | None = None) 
             `NoCheckpointError` if it has none at all.
     """
     folder = directory.checkpoint_folder(run_dir)
-    newest = functools.partial(checkpoints.newest_complete, folder)
-    if which in (BEST, None):
-        best = _best(run_dir)
+    if which not in (None, BEST, LAST):
+        inside = folder / str(which)
+        path = inside if inside.is_dir() else Path(which).absolute()
+        if not path.is_dir():
+            raise _missing(run_dir, os.fspath(which))
+        checkpoints.verify(path)
+        return path
+    if not directory.own_checkpoints(run_dir):
+        remedy = "Train it first, or name a checkpoint with --checkpoint PATH."
+        raise NoCheckpointError.of(str(run_dir), f"the run has no checkpoint in {folder}", remedy)
+    best = None if which == LAST else best_of(run_dir)
+    if best is not None:
         try:
-            if best is not None or which == BEST:
-                return _verified(best, run_dir, BEST)
+            checkpoints.verify(best)
         except CheckpointError as error:
             if which == BEST:
                 raise
-            last = newest()
-            if last is not None:
-                found = checkpoints.without_remedy(error)
-                logger.warning("The best state is skipped, the last is used. %s", found)
-            return _existing(last, run_dir, LAST)
-    if which in (LAST, None):
-        return _existing(newest(), run_dir, LAST)
-    path = Path(which or LAST)
-    inside = folder / path
-    return _verified(inside if inside.is_dir() else path.absolute(), run_dir, os.fspath(path))
+            told = checkpoints.without_remedy(error)
+            logger.warning("The best state is skipped. %s", told)
+        else:
+            return best
+    elif which == BEST:
+        raise _missing(run_dir, BEST)
+    last = checkpoints.newest_complete(folder)
+    if last is None:
+        rule = f"the run has no complete checkpoint in {folder}"
+        remedy = "Restore its files from a copy, or train the run again."
+        raise CheckpointError(Problem(str(run_dir), rule, remedy))
+    return last
+
+
+def _missing(run_dir: Path, which: str) -> CheckpointError:
+    remedy = f"Choose {BEST}, {LAST} or a folder in {directory.checkpoint_folder(run_dir)}."
+    rule = "the run has no such checkpoint"
+    return CheckpointError(Problem(f"checkpoint {which!r} of {run_dir}", rule, remedy))
 
 
 def step_of(path: Path) -> int | None:
@@ -145,45 +160,18 @@ def step_of(path: Path) -> int | None:
 
 def described(path: Path, run_dir: Path) -> str:
     """Return e.g. "runs/digits/…/checkpoints/checkpoint_3 (step 60, the best)"."""
-    step = checkpoints.read_manifest(path).metadata.get("step")
+    step = step_of(path)
     words = [] if step is None else [f"step {step}"]
-    if path == _best(run_dir):
+    if path == best_of(run_dir):
         words.append("the best")
     return f"{path} ({', '.join(words)})" if words else str(path)
 
 
-def is_substitute(path: Path, run_dir: Path) -> bool:
-    """Return whether a run keeps a best state, and `path` is another one."""
-    return _best(run_dir) not in (None, path)
-
-
-def _best(run_dir: Path) -> Path | None:
+def best_of(run_dir: Path) -> Path | None:
+    """Return the checkpoint with the best state of a run; None: it keeps none."""
     from runner.training.checkpointing import best_checkpoint
 
     return best_checkpoint(directory.checkpoint_folder(run_dir))
-
-
-def _verified(path: Path | None, run_dir: Path, which: str) -> Path:
-    found = _existing(path, run_dir, which)
-    checkpoints.verify(found)
-    return found
-
-
-def _existing(path: Path | None, run_dir: Path, which: str) -> Path:
-    if path is None or not path.is_dir():
-        if which in (BEST, LAST) and not directory.own_checkpoints(run_dir):
-            rule = f"the run has no checkpoint in {directory.checkpoint_folder(run_dir)}"
-            remedy = "Train it first, or name a checkpoint with --checkpoint PATH."
-            raise NoCheckpointError.of(str(run_dir), rule, remedy)
-        if which == LAST:
-            place = directory.checkpoint_folder(run_dir)
-            rule = f"the run has no complete checkpoint in {place}"
-            remedy = "Restore its files from a copy, or train the run again."
-            raise CheckpointError(Problem(str(run_dir), rule, remedy))
-        rule = "the run has no such checkpoint"
-        remedy = f"Choose {BEST}, {LAST} or a folder in {directory.checkpoint_folder(run_dir)}."
-        raise CheckpointError(Problem(f"checkpoint {which!r} of {run_dir}", rule, remedy))
-    return path
 
 
 def other_code(recorded: Fields) -> list[str]:

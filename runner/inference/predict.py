@@ -1,6 +1,6 @@
-"""Predictions of a trained run: `runner predict`. Free of torch at import.
+"""Predictions of a trained run, and the processes that evaluate or predict together.
 
-A line of the file is a sample, in the order of the data set.
+A line of the predictions is a sample, in the order of the data set. Free of torch at import.
 """
 
 from __future__ import annotations
@@ -8,23 +8,60 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.checkpoint import directory as checkpoints
+from accel.machine.env import Environment
 from accel.machine.errors import ConfigError
-from runner.inference.session import Request, Session, Worker, opened
+from runner.exit_codes import DONE
+from runner.inference.session import Request, Session, Worker, evaluate, opened
 from runner.runs import json_files
+from runner.runs.directory import REQUEST
+from runner.runs.json_files import JsonObject
 
 if TYPE_CHECKING:
     from runner.data.batches import EvalBatches
     from runner.training.step import Step
 
 
-def predictions_dropped(request: Request, worker: Worker | None = None) -> int:
-    """Compute predictions for another process, which writes them, and return how many there are."""
+RESULT = "result.json"
+
+
+def write_request(folder: Path, request: Request) -> None:
+    """Write a request for several processes; it names no placement."""
+    json_files.write_json(folder / REQUEST, asdict(replace(request, placement=None)))
+
+
+def read_request(folder: Path) -> Request:
+    """Return the request of a folder."""
+    found = json_files.read_json(folder / REQUEST)
+    output = None if found["output"] is None else Path(found["output"])
+    found |= {"run_dir": Path(found["run_dir"]), "output": output}
+    found |= {name: tuple(found[name]) for name in ("overrides", "splits")}
+    return Request(**found)
+
+
+def run(folder: Path, worker: Worker) -> int:
+    """Do what the folder's request asks for, as one of its processes; rank 0 writes the result."""
+    result = attempt(read_request(folder), Environment.read().rank or 0, worker)
+    if result is not None:
+        json_files.write_json(folder / RESULT, result)
+    return DONE
+
+
+def attempt(request: Request, rank: int, worker: Worker | None = None) -> JsonObject | None:
+    """Evaluate or predict as one of several processes; return the result on rank 0, else None."""
+    if request.output is None:
+        found = evaluate(request, worker)
+        return found if rank == 0 else None
+    if rank == 0:
+        return {"count": write_predictions(request, worker)}
     with opened(request, worker) as session:
-        return sum(1 for _ in _predictions(session))
+        for _ in _predictions(session):  # rank 0 writes them
+            pass
+    return None
 
 
 def write_predictions(request: Request, worker: Worker | None = None) -> int:

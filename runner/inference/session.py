@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from accel.machine.errors import ConfigError, Problem
 from runner.inference.load import (
     Placement,
+    best_of,
     described,
     find_checkpoint,
-    is_substitute,
     other_code,
     other_data,
     restored_step,
@@ -81,27 +81,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What was measured of a run, the same on every process.
-
-    Attributes:
-        metrics: by split and name.
-        checkpoint: the state that was measured.
-        step: its optimizer step; None: it does not say.
-        seconds: that loading and measuring took.
-        num_processes: that measured.
-        notes: what is not as it was in training, a sentence each; on the main process.
-    """
-
-    metrics: dict[str, dict[str, float]]
-    checkpoint: Path
-    step: int | None
-    seconds: float
-    num_processes: int
-    notes: list[str]
-
-
-@dataclass(frozen=True)
 class Worker:
     """This process as one of several that a command has started.
 
@@ -125,26 +104,31 @@ class Session:
     notes: list[str]
 
 
-def measure(request: Request) -> dict[str, dict[str, float]]:
-    """Return the metrics of each split of a run."""
-    return evaluate(request).metrics
+def evaluate(request: Request, worker: Worker | None = None) -> JsonObject:
+    """Measure a run; each process of several has to call it.
 
-
-def evaluate(request: Request, worker: Worker | None = None) -> Evaluation:
-    """Measure a run; each process of several has to call it."""
+    Returns:
+        The same on every process: `metrics` by split and name, the `checkpoint` that was measured
+        and its `step`, the `seconds` that it took, `num_processes`; and `notes`, on the main
+        process: what is not as it was in training, a sentence each.
+    """
     from runner.training import evaluation
 
-    began = time.monotonic()
+    began, metrics = time.monotonic(), {}
     with opened(request, worker) as session:
-        metrics = {}
         for split, sets in session.batches.items():
             with session.progress.in_phase(f"evaluation ({split})", timed=True):
                 metrics[split] = evaluation.evaluate_sets(
                     session.accelerator, session.step, sets, session.progress.batch
                 )
-        number, seconds = session.accelerator.num_processes, time.monotonic() - began
-        checkpoint, notes = session.checkpoint, session.notes
-        return Evaluation(metrics, checkpoint, step_of(checkpoint), seconds, number, notes)
+        return {
+            "metrics": metrics,
+            "checkpoint": str(session.checkpoint),
+            "step": step_of(session.checkpoint),
+            "seconds": time.monotonic() - began,
+            "num_processes": session.accelerator.num_processes,
+            "notes": session.notes,
+        }
 
 
 # -- the run -------------------------------------------------------------------------------
@@ -188,7 +172,7 @@ def opened(request: Request, worker: Worker | None = None) -> Iterator[Session]:
 
 def _notes(request: Request, recipe: Recipe, checkpoint: Path) -> Iterator[str]:
     """Yield what is not as it was in training, or not all of the data."""
-    if request.checkpoint is None and is_substitute(checkpoint, request.run_dir):
+    if request.checkpoint is None and best_of(request.run_dir) not in (None, checkpoint):
         yield "weights: the last state, as the best one is damaged"
     recorded = reproduction.recorded(request.run_dir)
     given = [hydra_setup.key_of(override) for override in request.overrides]

@@ -82,7 +82,7 @@ def test_a_damaged_best_state_is_passed_over_with_a_word(
     assert equal(runner.load(run_dir)[0], weights_of(run_dir, 2))
     assert "runner.load: the weights of" in (said := capsys.readouterr().err)
     assert "checkpoint_2" in said
-    assert "The best state is skipped, the last is used." in caplog.text
+    assert "The best state is skipped." in caplog.text
     with pytest.raises(CheckpointError, match=r"model\.safetensors was altered"):
         runner.load(run_dir, "best")
 

@@ -1,7 +1,9 @@
-"""C1, L1: what `predict` may return, and the rows that are written of it."""
+"""C1, L1: the rows that `predict` writes, and several processes that share a request."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,11 @@ import pytest
 import torch
 
 from accel.machine.errors import ConfigError
+from runner.inference import predict
 from runner.inference.predict import rows_of
+from runner.inference.session import Request, Worker
+from runner.runs.json_files import read_json
+from runner.training.stopping import StopFlag
 from tests.runner.loops import Fit
 
 
@@ -47,3 +53,26 @@ def test_what_has_not_one_row_per_sample_is_refused(
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")) as refused:
         rows_of(Fit(), value, num_samples, ["prediction"])
     assert "Fit.predict returned " in str(refused.value)
+
+
+def test_a_request_is_read_as_it_was_written(tmp_path: Path) -> None:
+    output = tmp_path / "p.jsonl"
+    request = Request(tmp_path, ("model.width=3",), ("test",), "last", output, num_processes=2)
+    for written in (request, Request(tmp_path)):
+        predict.write_request(tmp_path, written)
+        assert predict.read_request(tmp_path) == written
+
+
+@pytest.mark.parametrize(("rank", "written"), [("0", True), ("1", False), (None, True)])
+def test_rank_0_writes_the_result(
+    rank: str | None, written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"metrics": {"test": {"loss": float("nan")}}, "step": 3}
+    monkeypatch.setattr(predict, "evaluate", lambda request, worker: found)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    predict.write_request(tmp_path, Request(tmp_path, num_processes=2))
+    assert predict.run(tmp_path, Worker(StopFlag(), nullcontext)) == 0
+    result = read_json(tmp_path / predict.RESULT)
+    assert str(result) == (str(found) if written else "{}")

@@ -47,7 +47,7 @@ def predictions(path: Path) -> list[dict[str, Any]]:
 
 
 def test_eval_measures_every_sample_of_the_best_state(run_dir: Path) -> None:
-    found = session.measure(session.Request(run_dir))
+    found = session.evaluate(session.Request(run_dir))["metrics"]
     assert set(found) == {"validation", "test"}
     model, _ = runner.load(run_dir)
     images, labels = digits().test.tensors  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ def test_what_only_training_reads_is_refused(
 def test_arguments_of_a_tracker_do_not_keep_a_run_from_being_measured(tmp_path: Path) -> None:
     tracked = ("tracker.log_with=[csv]", "tracker.init_kwargs={csv: {}}")
     run_dir = make_run(tmp_path, *tracked, checkpoints=1)
-    assert set(session.measure(session.Request(run_dir))) == {"validation", "test"}
+    assert set(session.evaluate(session.Request(run_dir))["metrics"]) == {"validation", "test"}
 
 
 def test_what_only_training_reads_is_of_the_schema() -> None:
@@ -111,11 +111,11 @@ def test_what_only_training_reads_is_of_the_schema() -> None:
 
 
 def test_overrides_change_the_recipe_that_is_measured(run_dir: Path) -> None:
-    plain = session.measure(session.Request(run_dir, splits=("test",)))["test"]
+    plain = session.evaluate(session.Request(run_dir, splits=("test",)))["metrics"]["test"]
     request = session.Request(
         run_dir, ("objective.label_smoothing=0.5", "trainer.eval_batch_size=7"), ("test",)
     )
-    smoothed = session.measure(request)["test"]
+    smoothed = session.evaluate(request)["metrics"]["test"]
     assert smoothed["loss"] != plain["loss"]
     assert smoothed["accuracy"] == plain["accuracy"]
 
@@ -147,7 +147,8 @@ def test_any_number_of_processes_measures(tmp_path: Path) -> None:
 
 def test_a_run_of_several_processes_is_used_in_one(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "distributed=multi_cpu", "distributed.num_processes=2")
-    assert session.measure(session.Request(run_dir, splits=("test",)))["test"]["loss"] > 0
+    found = session.evaluate(session.Request(run_dir, splits=("test",)))
+    assert found["metrics"]["test"]["loss"] > 0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_refusals_are_those_of_a_run(
 
 def test_a_model_that_the_weights_do_not_fit_is_refused(run_dir: Path) -> None:
     with pytest.raises(CheckpointError, match="do not fit the model 'model'"):
-        session.measure(session.Request(run_dir, ("model.width=16",)))
+        session.evaluate(session.Request(run_dir, ("model.width=16",)))
 
 
 def test_what_is_not_there_is_refused(
@@ -243,7 +244,7 @@ def test_named_sets_are_measured_and_predicted_by_name(
     found = digits()
     halves = {name: Subset(found.test, range(n)) for name, n in (("few", 3), ("many", 50))}
     monkeypatch.setattr(build, "build_data", lambda recipe: Data(found.train, test=halves))
-    measured = session.measure(session.Request(run_dir))["test"]
+    measured = session.evaluate(session.Request(run_dir))["metrics"]["test"]
     assert measured.keys() == {"few/loss", "few/accuracy", "many/loss", "many/accuracy"}
     output = tmp_path / "p.jsonl"
     assert predict.write_predictions(session.Request(run_dir, output=output)) == 53
