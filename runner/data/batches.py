@@ -6,14 +6,14 @@ import itertools
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 
 from accel.comm.ops import send_to_device
 from accel.comm.rng import mix_seeds
-from accel.data.batch_layout import batch_length, num_samples
+from accel.data import batch_layout
 from accel.data.prepare import prepare_data_loader, prepare_for
 from accel.machine.device import copies_in_order
 from accel.machine.errors import ConfigError, Problem, Problems
@@ -24,6 +24,7 @@ from runner.data.datasets import (
     WindowSampler,
     make_loader,
     make_order,
+    num_samples,
 )
 from runner.recipe.batch_plan import BatchPlan, limited, plan_batches
 from runner.recipe.schema import SPLITS
@@ -64,11 +65,7 @@ class OnDevice(Sequence[MicroBatch]):
         self._device = device
         self._non_blocking = copies_in_order(device)
 
-    @overload
-    def __getitem__(self, index: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> OnDevice: ...
-    def __getitem__(self, index: int | slice) -> MicroBatch | OnDevice:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return OnDevice(self.on_host[index], self._device)
         return self.on_host[index].to(self._device, self._non_blocking)
@@ -255,7 +252,7 @@ class TrainBatches:
             if not self.loader.end_of_dataloader:
                 yield MicroBatch(batch), self._round_size
                 continue
-            size = min(batch_length(batch, plan.micro_batch), plan.micro_batch)
+            size = min(batch_layout.batch_length(batch, plan.micro_batch), plan.micro_batch)
             if plan.dp_size == 1:
                 yield MicroBatch(batch), size
                 continue
@@ -307,18 +304,16 @@ class EvalBatches:
         dims = accelerator.parallel_dims
         size = plan_batches(trainer, dims.dp_size, None).eval_batch
         self._total = size * dims.dp_size
-        self._streamed = isinstance(dataset, IterableDataset)
         reader: dict[str, object] = {"batch_size": self._total if config.split_batches else size}
         self.num_batches: int | None = None
         self.num_samples: int | None = None
+        self._count(num_samples(dataset))
         seeded: SeededDataset | SeededStream
-        if self._streamed:
+        if isinstance(dataset, IterableDataset):
             ConfigError.raise_if(worker_problems(dataset, recipe, dims.dp_size))
             seeded = SeededStream(dataset, seed, config.seed_samples)
-            self._count_stream(dataset)
         else:
             seeded = SeededDataset(dataset, seed, config.seed_samples)
-            self._count(len(seeded))
             reader["sampler"] = SequentialSampler(range(self.num_samples or 0))
         loader = make_loader(seeded, config, accelerator.device.type, collate_fn, **reader)
         self.loader: Any = prepare_data_loader(
@@ -341,32 +336,22 @@ class EvalBatches:
 
     def size_of(self, batch: object) -> int | None:
         """Return the samples of a batch on this process, those that complete it included."""
-        return num_samples(batch, self._total) or None
+        return batch_layout.num_samples(batch, self._total) or None
 
-    def _count(self, length: int) -> None:
-        batches = -(-length // self._total)
-        self.num_batches = limited(self.recipe.trainer.limit_eval_batches, batches)
-        self.num_samples = min(length, self.num_batches * self._total)
-
-    def _count_stream(self, dataset: object) -> None:
+    def _count(self, length: int | None) -> None:
         limit = self.recipe.trainer.limit_eval_batches
-        if hasattr(dataset, "__len__"):
-            self._count(len(dataset))
+        if length is not None:
+            self.num_batches = limited(limit, -(-length // self._total))
+            self.num_samples = min(length, self.num_batches * self._total)
         elif isinstance(limit, float):
             raise ConfigError(fraction_problem("limit_eval_batches", limit))
         else:
-            self.num_batches = None if limit is None else int(limit)
-            self.num_samples = None
+            self.num_batches = limit
 
     def __iter__(self) -> Iterator[object]:
         self.loader.generator.manual_seed(self.recipe.seed)
         self.loader.set_epoch(0)
         return itertools.islice(self.loader, self.num_batches)
-
-    def __len__(self) -> int:
-        if self.num_batches is None:
-            raise TypeError("The number of batches of this stream is not known.")
-        return self.num_batches
 
 
 # -- what the data cannot give -------------------------------------------------------------------

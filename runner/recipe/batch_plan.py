@@ -92,7 +92,7 @@ def _micro_and_accumulation(trainer: Trainer, dp_size: int, problems: Problems) 
             problems.add(
                 f"{given} with trainer.micro_batch_size={micro}, "
                 f"trainer.accumulation.num_steps={accumulation} and "
-                f"{counted(dp_size, 'process', 'processes')}",
+                f"{counted(dp_size, 'process')}",
                 "it is their product",
                 f"Set trainer.global_batch_size={product}, or leave one of the two out.",
             )
@@ -108,7 +108,7 @@ def _micro_and_accumulation(trainer: Trainer, dp_size: int, problems: Problems) 
 
 def _indivisible(trainer: Trainer, dp_size: int, divisor: int) -> Problem:
     total = trainer.global_batch_size
-    parts = [counted(dp_size, "process", "processes")]
+    parts = [counted(dp_size, "process")]
     if trainer.micro_batch_size is not None:
         parts.append(f"trainer.micro_batch_size={trainer.micro_batch_size}")
     elif trainer.accumulation.num_steps is not None:

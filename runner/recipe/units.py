@@ -23,9 +23,10 @@ def parse_duration(value: object, name: str = "trainer.max_time") -> float | Non
     )
 
 
-def counted(count: int, singular: str, plural: str | None = None) -> str:
+def counted(count: int, singular: str) -> str:
     """Return e.g. "1 step" or "1,200 steps"."""
-    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
+    plural = f"{singular}es" if singular.endswith("s") else f"{singular}s"
+    return f"{count:,} {singular if count == 1 else plural}"
 
 
 def nearest_multiples(value: int, divisor: int) -> list[int]:

@@ -76,16 +76,16 @@ class Display:
             self._print(f"  {label:<{width}}  {value}")
 
     def start(
-        self, step: int, total: int | None, epochs: int | None, seconds: float | None = None
+        self, step: int, total: int | None, epochs: int | None, deadline: float | None = None
     ) -> None:
         """Begin to show progress after `step` optimizer steps of `total`, if known.
 
-        `seconds` is the time until the run is to stop, if there is such a limit.
+        `deadline` is the value of `time.monotonic` at which the run is to stop, if any.
         """
         self._total, self._epochs = total, epochs
         self._first_step = self._step = step
         self._started_at = time.monotonic()
-        self._deadline = None if seconds is None else self._started_at + seconds
+        self._deadline = deadline
         self._next = 0.0
         if self.live:
             self._progress = Progress(

@@ -106,7 +106,8 @@ class Loop(Run):
                 self._evaluations.check(self.recipe.trainer.sanity_steps)
             self.recorder.open()
             self.notify("on_start")
-            self.display.start(self.state.step, *summaries.limits_of(self))
+            epochs, total = self.recipe.trainer.epochs, self.plan.total_steps
+            self.display.start(self.state.step, total, epochs, self.deadline)
             self._train()
             with self.stop_flag.progress.in_phase("the end of the run"):
                 return self._finish()

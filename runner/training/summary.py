@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Mapping
@@ -16,8 +17,6 @@ from runner.training.console import clock, number, short
 
 if TYPE_CHECKING:
     from accel import Accelerator
-    from runner.data.datasets import Data
-    from runner.recipe.batch_plan import BatchPlan
     from runner.training.run import Run
 
 Row = tuple[str, str]
@@ -25,13 +24,20 @@ Row = tuple[str, str]
 
 def header_rows(loop: Run) -> list[Row]:
     """Return the rows of the header, shown before a run starts."""
+    plan = loop.plan
+    replicas = "replica" if loop.accelerator.parallel_dims.model_size > 1 else "process"
+    sizes = loop.data.sizes().items()
     rows = [
         ("directory", str(loop.run_dir)),
         ("device", device_line(loop.accelerator)),
         ("engine", engine_line(loop.accelerator)),
         ("model", model_line(loop)),
-        ("data", data_line(loop.data)),
-        ("batch", batch_line(loop.plan, loop.accelerator.parallel_dims.model_size)),
+        ("data", " · ".join(f"{name} {'stream' if n is None else f'{n:,}'}" for name, n in sizes)),
+        (
+            "batch",
+            f"global batch {plan.global_batch} = {counted(plan.dp_size, replicas)}"
+            f" × {plan.micro_batch} × {plan.accumulation} accumulated",
+        ),
         ("length", length_line(loop)),
     ]
     rows += [("note", note) for note in loop.accelerator.plan.notes]
@@ -45,33 +51,22 @@ def header_rows(loop: Run) -> list[Row]:
     return rows
 
 
-def limits_of(loop: Run) -> tuple[int | None, int | None, float | None]:
-    """Return the steps and the epochs of a run, and the seconds that are left of `max_time`."""
-    left = None if loop.deadline is None else loop.deadline - time.monotonic()
-    return loop.plan.total_steps, loop.recipe.trainer.epochs, left
-
-
 def device_line(accelerator: Accelerator) -> str:
     """Return e.g. "cuda (NVIDIA H100) · 8 processes · bf16"."""
-    device, count = accelerator.device, accelerator.num_processes
+    device, precision = accelerator.device, accelerator.mixed_precision
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    precision = accelerator.mixed_precision
-    return " · ".join(
-        (
-            f"{device.type}{name}",
-            counted(count, "process", "processes"),
-            "fp32" if precision == "no" else str(precision),
-        )
-    )
+    processes = counted(accelerator.num_processes, "process")
+    precision = "fp32" if precision == "no" else str(precision)
+    return f"{device.type}{name} · {processes} · {precision}"
 
 
 def engine_line(accelerator: Accelerator) -> str:
     """Return e.g. "fsdp · mesh dp_shard 4 · sharded: parameters, gradients, optimizer state"."""
-    strategy = accelerator.strategy
+    strategy, dims = accelerator.strategy, accelerator.parallel_dims
     parts = [accelerator.plan.strategy]
-    axes = _axes(accelerator)
+    axes = [f"{axis} {dims.size(axis)}" for axis in dims.order if dims.size(axis) > 1]
     if axes:
-        parts.append("mesh " + " × ".join(f"{name} {size}" for name, size in axes.items()))
+        parts.append(f"mesh {' × '.join(axes)}")
     if strategy.state.sharded:
         parts.append("sharded: " + ", ".join(strategy.state.sharded))
     elif accelerator.num_processes > 1:
@@ -79,14 +74,6 @@ def engine_line(accelerator: Accelerator) -> str:
     if accelerator.plan.dynamo.backend != "no":
         parts.append(f"compiled by {accelerator.plan.dynamo.backend}")
     return " · ".join(parts)
-
-
-def _axes(accelerator: Accelerator) -> dict[str, int]:
-    """Return the axes of processes by name; strategies without a mesh have a data axis only."""
-    mesh = accelerator.strategy.device_mesh
-    if mesh is not None:
-        return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    return {"data": accelerator.num_processes} if accelerator.num_processes > 1 else {}
 
 
 def model_line(loop: Run) -> str:
@@ -98,35 +85,13 @@ def model_line(loop: Run) -> str:
     return f"{names} · {total:,} parameters, {share}"
 
 
-def data_line(data: Data) -> str:
-    """Return e.g. "train 1,257 · validation 180 · test 360"; a stream's length is unknown."""
-    parts = []
-    for name, length in data.sizes().items():
-        parts.append(f"{name} {'stream' if length is None else f'{length:,}'}")
-    return " · ".join(parts)
-
-
-def batch_line(plan: BatchPlan, copies: int = 1) -> str:
-    """Return the batch arithmetic, e.g. "global batch 64 = 2 processes × 32 × 1 accumulated".
-
-    Each sample is computed by `copies` processes together.
-    """
-    processes = counted(plan.dp_size, "process", "processes")
-    if copies > 1:
-        processes = counted(plan.dp_size, "replica")
-    return (
-        f"global batch {plan.global_batch} = {processes} × {plan.micro_batch}"
-        f" × {plan.accumulation} accumulated"
-    )
-
-
 def length_line(loop: Run) -> str:
     """Return how long the run is, e.g. "20 epochs × 20 steps, 400 steps"."""
     epochs, plan, parts = loop.recipe.trainer.epochs, loop.plan, []
-    if epochs is not None and plan.steps_per_epoch is not None:
-        parts.append(f"{counted(epochs, 'epoch')} × {counted(plan.steps_per_epoch, 'step')}")
-    elif epochs is not None:
-        parts.append(counted(epochs, "epoch"))
+    if epochs is not None:
+        steps = plan.steps_per_epoch
+        each = "" if steps is None else f" × {counted(steps, 'step')}"
+        parts.append(f"{counted(epochs, 'epoch')}{each}")
     if plan.total_steps is not None:
         parts.append(counted(plan.total_steps, "step"))
     return ", ".join(parts)
@@ -147,7 +112,6 @@ def summary_of(loop: Run) -> dict[str, object]:
         }
     return {
         "name": loop.recipe.name,
-        "run_dir": str(loop.run_dir),
         "stopped": None if stopped is None else stopped.kind,
         "reason": None if stopped is None else stopped.reason,
         # A run that reached max_time has not finished its schedule: it can be resumed.
@@ -213,16 +177,11 @@ def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
         ("directory", str(loop.run_dir)),
     ]
     if loop.saver.last is not None:
-        step = f"step {loop.saver.saved_step}"
-        rows.append(("checkpoint", f"{_below(loop.saver.last, loop.run_dir)} ({step})"))
+        place = os.path.relpath(loop.saver.last, loop.run_dir)
+        rows.append(("checkpoint", f"{place} (step {loop.saver.saved_step})"))
     if loop.saver.best is not None:
-        step = f"step {loop.state.best_step}"
-        rows.append(("best state", f"{_below(loop.saver.best, loop.run_dir)} ({step})"))
+        place = os.path.relpath(loop.saver.best, loop.run_dir)
+        rows.append(("best state", f"{place} (step {loop.state.best_step})"))
     if not summary["complete"]:
         rows.append(("resume", f"runner resume={shlex.quote(str(loop.run_dir))}"))
     return rows
-
-
-def _below(path: str | Path, folder: Path) -> str:
-    inner, root = Path(path).resolve(), folder.resolve()
-    return str(inner.relative_to(root)) if inner.is_relative_to(root) else str(path)

@@ -38,7 +38,7 @@ def runner(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
 def test_a_run_trains_and_is_evaluated(site: Path, tmp_path: Path) -> None:
     ended = runner(site, tmp_path, "averaging=default", "averaging.order=large", *SMALL)
     assert ended.returncode == 0, ended.stderr
-    assert "averaging · mesh data 2" in ended.stdout
+    assert "averaging · mesh dp_replicate 2" in ended.stdout
     (run_dir,) = (tmp_path / "runs" / "digits").iterdir()
     assert "averaging:\n  order: large" in (run_dir / "config.yaml").read_text()
     assert "fsdp" not in (run_dir / "config.yaml").read_text()
