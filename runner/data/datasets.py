@@ -173,27 +173,19 @@ class SeededStream(IterableDataset[object]):
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[object]:
-        epoch, skip = self.epoch, self.skip
-        who, end = UserCode(f"the stream {type(self.dataset).__name__}"), object()
+        epoch, skip, end = self.epoch, self.skip, object()
+        who = UserCode(f"the stream {type(self.dataset).__name__}")
         with who:
-            samples = iter(self._seeded(epoch) if self.seed_samples else self.dataset)
+            samples = iter(self.dataset)
         for position in itertools.count():
-            with who:
+            with who, training_draws_preserved() if self.seed_samples else nullcontext():
+                if self.seed_samples:
+                    seed_draws(self.seed, epoch, position)
                 sample = next(samples, end)
             if sample is end:
                 return
             if position >= skip:
                 yield sample
-
-    def _seeded(self, epoch: int) -> Iterator[object]:
-        samples, end = iter(self.dataset), object()
-        for position in itertools.count():
-            with training_draws_preserved():
-                seed_draws(self.seed, epoch, position)
-                sample = next(samples, end)
-            if sample is end:
-                return
-            yield sample
 
 
 # -- order ---------------------------------------------------------------------------------------

@@ -5,12 +5,10 @@ Free of torch until a model is loaded.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,11 +69,13 @@ def load(
     return (next(iter(models.values())) if len(models) == 1 else models), recipe
 
 
-def restored_step(path: Path, recipe: Recipe, placement: Placement | None = None) -> Step:
+def restored_step(
+    path: Path, recipe: Recipe, placement: Placement | None = None, folder: Path = Path()
+) -> Step:
     """Return the step of a recipe, its models in eval mode and with the weights of a checkpoint.
 
     The random generators are afterwards as they were. `placement` tells where weights lie that no
-    device has room for; the recipe's model is then built without memory.
+    device has room for, some in `folder`; the recipe's model is then built without memory.
 
     Raises:
         CheckpointError: if the checkpoint does not fit.
@@ -90,7 +90,7 @@ def restored_step(path: Path, recipe: Recipe, placement: Placement | None = None
     for index, (name, model) in enumerate(step.models.items()):
         try:
             if placement is not None:
-                placement.load(model, path, index)
+                placement.load(model, path, index, folder)
             else:
                 model.load_state_dict(read_model(path, index))
         except (RuntimeError, CheckpointError) as error:
@@ -215,21 +215,12 @@ class Placement:
     Attributes:
         device_map: how devices are filled, a word of `accel.load_checkpoint_and_dispatch`.
         max_memory: text such as "2GB" by device, its number or "cpu"; empty: what is free.
-        folder: gets the weights on disk that cannot be read from the checkpoint; None outside of
-            `in_folder`.
     """
 
     device_map: str
     max_memory: Mapping[int | str, str] = field(default_factory=dict)
-    folder: Path | None = None
 
-    @contextlib.contextmanager
-    def in_folder(self) -> Iterator[Placement]:
-        """Give a placement whose folder is there within the context."""
-        with tempfile.TemporaryDirectory(prefix="runner-weights-") as folder:
-            yield Placement(self.device_map, self.max_memory, Path(folder))
-
-    def load(self, model: torch.nn.Module, checkpoint: Path, index: int) -> None:
+    def load(self, model: torch.nn.Module, checkpoint: Path, index: int, folder: Path) -> None:
         """Load the `index`-th model of a checkpoint and hook it to run from where its weights lie.
 
         Weights of a safetensors file are read where they lie; those of a sharded state are written
@@ -239,6 +230,7 @@ class Placement:
             model: on the meta device but for its buffers.
             checkpoint: a state of the run.
             index: number of the model.
+            folder: gets the weights on disk that cannot be read from the checkpoint.
 
         Raises:
             CheckpointError: if the weights do not fit, or hold values that are no tensors.
@@ -246,14 +238,13 @@ class Placement:
         """
         from accel import load_checkpoint_and_dispatch
 
-        assert self.folder is not None
         load_checkpoint_and_dispatch(
             model,
-            _exported(checkpoint, index, self.folder / f"model_{index}"),
+            _exported(checkpoint, index, folder / f"model_{index}"),
             device_map=self.device_map,
             max_memory=self._memory(),
             no_split_module_classes=getattr(model, "_no_split_modules", None) or None,
-            offload_folder=self.folder / f"offloaded_{index}",
+            offload_folder=folder / f"offloaded_{index}",
             force_hooks=True,
             strict=True,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -147,16 +148,16 @@ def opened(request: Request, worker: Worker | None = None) -> Iterator[Session]:
     recipe = for_inference(recipe, request)
     numerics = Numerics(recipe.distributed.num_threads, recipe.deterministic)
     progress = Progress() if worker is None else worker.stop.progress
-    placed, watched = request.placement, None if worker is None else worker.watch(recipe)
+    watched = contextlib.nullcontext() if worker is None else worker.watch(recipe)
     with (
         run_log.log_levels_applied(levels),
         numerics.exported(),
-        placed.in_folder() if placed else contextlib.nullcontext() as placement,
+        tempfile.TemporaryDirectory(prefix="runner-weights-") as folder,
     ):
         numerics.apply()
-        with watched or contextlib.nullcontext(), _engine(recipe, job.run_dir) as accelerator:
+        with watched, _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
-            step = restored_step(checkpoint, recipe, placement)
+            step = restored_step(checkpoint, recipe, request.placement, Path(folder))
             step.models = {
                 name: accelerator.prepare_model(model, evaluation_mode=True)
                 for name, model in step.models.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -150,7 +149,6 @@ class Evaluations:
         recorder: Recorder,
     ) -> None:
         self._run, self._sets, self._plateaus, self._recorder = run, sets, plateaus, recorder
-        self._nan_noted = False
         self.improved = False
 
     def check(self, num_batches: int) -> None:
@@ -189,12 +187,6 @@ class Evaluations:
             return
         value = monitored_value(metrics, run.monitor)
         state.evaluated_step = state.step
-        if math.isnan(value) and not self._nan_noted:
-            self._nan_noted = True
-            run.display.note(
-                f"{run.monitor} is not a number (validation, step {state.step}): such a state is "
-                "never the best, and counts as no improvement."
-            )
         improved = state.improves(value, run.mode)
         if improved:
             state.best, state.best_step = value, state.step

@@ -127,7 +127,9 @@ class Recorder:
             lines = read_lines(run.run_dir / METRICS)
             self._told = {line.get("split") for line in lines if line.get("step") == at}
         project = recipe.tracker.project_name or recipe.name
-        shown = recursively_apply(without_passwords, asdict(recipe), test_type=_is_text)
+        shown = recursively_apply(
+            without_passwords, asdict(recipe), test_type=lambda value: isinstance(value, str)
+        )
         run.accelerator.init_trackers(project, shown, self._tracker_arguments())
 
     def begin(self, tests: bool = False) -> None:
@@ -224,10 +226,6 @@ class Recorder:
         own["dvclive"] = {"dir": str(run.run_dir / "dvclive")}  # else each run removes the last one
         given = run.recipe.tracker.init_kwargs
         return {n: {**own.get(n, {}), **given.get(n, {})} for n in {**own, **given}}
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:

@@ -46,18 +46,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_standard_library_is_found_and_large() -> None:
-    data = stdlib_bytes()
-    train, validation = text_of(data.train), text_of(data.validation)
-    assert train.dtype == torch.uint8
-    assert len(validation) >= 200_000
-    assert len(train) > 2_000_000
-    assert data.test is None
-    inputs, targets = data.train[0]
-    assert inputs.shape == targets.shape == (128,)
-    assert inputs.dtype == targets.dtype == torch.int64
-
-
 def test_files_are_whole_and_in_one_part(folder: Path) -> None:
     data = stdlib_bytes(context=8, validation_bytes=500, path=str(folder))
     train, validation = (bytes(text_of(part).tolist()) for part in (data.train, data.validation))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from accel.machine.errors import ConfigError
 from runner.builtin.digits import Classification, RandomVariants, digits
 
 
@@ -48,11 +47,6 @@ def test_a_visit_draws_a_variant_as_a_function_of_the_seed() -> None:
     original, label = digits(augment=False).train[3]
     assert torch.equal(train.variants[0, 3], original)
     assert train[3][1] == label
-
-
-def test_no_variant_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_variants=0"):
-        digits(num_variants=0)
 
 
 def test_the_objective_measures_each_sample() -> None:

@@ -33,16 +33,6 @@ def test_only_parameters_of_two_and_more_dims_are_decayed() -> None:
         assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.9), 1e-6)
 
 
-def test_frozen_and_shared_parameters_are_taken_once_or_not() -> None:
-    module = nn.Sequential(
-        nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
-    )
-    module[1].weight = module[0].weight
-    module[2].requires_grad_(False)
-    (group,) = adamw(module).param_groups
-    assert [id(p) for p in group["params"]] == [id(module[0].weight)]
-
-
 def rates(schedule: Callable[..., LambdaLR], num_steps: int, **arguments: float) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = schedule(optimizer, num_steps, **arguments)
@@ -64,13 +54,6 @@ def test_cosine() -> None:
 def test_linear() -> None:
     assert rates(linear, 4) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
     assert rates(linear, 4, warmup=0.5, final=0.5) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
-
-
-def test_bad_values_are_refused_together() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(ConfigError) as error:
-        cosine(optimizer, 10, warmup=-1, final=1.5)
-    assert len(error.value.problems) == 2
 
 
 @needs_torchao

@@ -193,15 +193,6 @@ def test_what_the_data_cannot_give_is_refused(dataset, loader, fields, message) 
         batches_of(dataset, recipe_of(loader=loader, global_batch_size=8, **fields), 2)
 
 
-def test_uneven_batches_are_fine_where_nothing_is_uneven() -> None:
-    loader = {"even_batches": False}
-    whole = batches_of(Numbers(20), recipe_of(2, loader, global_batch_size=8), 2)
-    assert [w.num_samples for w in whole.epoch(0)] == [8, 8, 4]
-    assert batches_of(Numbers(17), recipe_of(loader=loader, global_batch_size=8), 1)
-    recipe = recipe_of(loader=loader, global_batch_size=8, drop_last=True)
-    assert len(list(batches_of(Numbers(17), recipe, 2).epoch(0))) == 2
-
-
 def test_a_stream_ends_by_itself_or_by_a_limit() -> None:
     recipe = recipe_of(global_batch_size=8)
     assert [w.num_samples for w in batches_of(Stream(20), recipe).epoch(0)] == [8, 8, 4]
@@ -265,12 +256,6 @@ def test_an_evaluation_of_a_stream_of_unknown_length() -> None:
     assert len(found) == 16
     with pytest.raises(ConfigError, match="limit_eval_batches"):
         evaluated(Stream(21), recipe_of(limit_eval_batches=0.5))
-
-
-def test_an_evaluation_joins_samples_as_the_data_say() -> None:
-    recipe = recipe_of(global_batch_size=4)
-    found, _ = evaluated(Numbers(5), recipe, collate_fn=lambda s: torch.stack(s) * 2)
-    assert [sample[0] for sample in found] == [0, 2, 4, 6, 8]
 
 
 # -- on real processes ---------------------------------------------------------------------------

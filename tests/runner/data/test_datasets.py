@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, IterableDataset
 from accel.data.samplers import SeedableRandomSampler
 from runner.data import datasets
 from runner.data.datasets import (
-    Collate,
     DataError,
     ReplayedRandomSampler,
     SeededDataset,
@@ -166,14 +165,6 @@ def test_the_replayed_order_is_that_of_torchs_own_sampler() -> None:
     assert list(pickle.loads(pickle.dumps(sampler))) == wanted[2]
 
 
-def test_the_end_of_an_iterator_is_an_error_and_others_stay() -> None:
-    with pytest.raises(DataError, match="__getitem__ raised StopIteration"):
-        with UserCode("__getitem__"):
-            next(iter(()))
-    with pytest.raises(KeyError), UserCode("__getitem__"):
-        raise KeyError(3)
-
-
 def test_an_exit_in_a_worker_is_an_error_that_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit), UserCode("__getitem__"):
         raise SystemExit(3)
@@ -183,12 +174,6 @@ def test_an_exit_in_a_worker_is_an_error_that_travels(monkeypatch: pytest.Monkey
             raise SystemExit(3)
     with pytest.raises(KeyError), UserCode("__getitem__"):
         raise KeyError(3)
-
-
-def test_a_function_that_joins_samples_is_called_with_them() -> None:
-    assert Collate(sum)([1, 2]) == 3
-    with pytest.raises(DataError, match="collate_fn raised StopIteration"):
-        Collate(lambda samples: next(iter(())))([1])
 
 
 @pytest.mark.parametrize(

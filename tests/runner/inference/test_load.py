@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import runner
-from accel.machine.errors import CheckpointError, ConfigError
+from accel.machine.errors import CheckpointError
 from runner.inference.load import find_checkpoint, other_code, other_data
 from runner.runs import provenance, sessions
 from runner.runs.reproduction import recorded
@@ -85,11 +85,6 @@ def test_a_damaged_best_state_is_passed_over_with_a_word(
     assert "The best state is skipped." in caplog.text
     with pytest.raises(CheckpointError, match=r"model\.safetensors was altered"):
         runner.load(run_dir, "best")
-
-
-def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds sessions"):
-        runner.load(tmp_path)
 
 
 FILES = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}

@@ -56,14 +56,6 @@ def test_eval_measures_every_sample_of_the_best_state(run_dir: Path) -> None:
     assert found["test"]["accuracy"] == pytest.approx(expected, abs=1e-9)
 
 
-def test_eval_prints_a_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["eval", str(run_dir), "--split", "test", "--checkpoint", "last"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{run_dir.name} · test" in printed
-    assert "accuracy" in printed
-    assert "validation" not in printed
-
-
 @pytest.mark.parametrize("command", [("eval",), ("predict", "--output", "p.jsonl")])
 def test_code_that_ends_the_process_is_no_success(
     command: tuple[str, ...],
@@ -97,12 +89,6 @@ def test_what_only_training_reads_is_refused(
 ) -> None:
     assert cli.main(["eval", str(run_dir), override]) == 2
     assert f"{override}: only training reads it" in capsys.readouterr().err
-
-
-def test_arguments_of_a_tracker_do_not_keep_a_run_from_being_measured(tmp_path: Path) -> None:
-    tracked = ("tracker.log_with=[csv]", "tracker.init_kwargs={csv: {}}")
-    run_dir = make_run(tmp_path, *tracked, checkpoints=1)
-    assert set(session.evaluate(session.Request(run_dir))["metrics"]) == {"validation", "test"}
 
 
 def test_what_only_training_reads_is_of_the_schema() -> None:

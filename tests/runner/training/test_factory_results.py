@@ -1,4 +1,4 @@
-"""C1: an object of the wrong kind that a factory returns is refused before the first step."""
+"""C1: right results of factories are not refused; `tests.mistakes` holds the wrong ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from accel.machine.errors import ConfigError
 from runner.data.datasets import Data
-from runner.training.factory_results import check, check_trainable
+from runner.training.factory_results import check
 from runner.training.run import Callback
 
 DATASET = TensorDataset(torch.zeros(4, 1))
@@ -23,12 +22,6 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
-
-
-class Misspelt(Callback):
-    """Its method is never called."""
-
-    def on_evaluated(self, loop: Any, split: str, metrics: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -44,10 +37,3 @@ class Misspelt(Callback):
 )
 def test_right_results_pass(key: str, value: Any) -> None:
     check(key, "place", value)
-
-
-def test_a_model_without_trainable_parameters_is_refused() -> None:
-    check_trainable("place", LINEAR)
-    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
-    with pytest.raises(ConfigError, match="returned a Linear: it has no trainable parameters"):
-        check_trainable("place", frozen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,21 +12,7 @@ from torch import nn
 from accel.machine.errors import ConfigError
 from accel.strategies.base import StateIO
 from runner.training.run import count_parameters
-from runner.training.state import Stop, TrainState
-
-
-@pytest.mark.parametrize(
-    ("best", "value", "mode", "better"),
-    [
-        (None, 1.0, "max", True),
-        (1.0, 2.0, "max", True),
-        (1.0, 2.0, "min", False),
-        (1.0, 1.0, "max", False),
-        (None, math.nan, "max", False),
-    ],
-)
-def test_what_improves(best: float | None, value: float, mode: str, better: bool) -> None:
-    assert TrainState(best=best).improves(value, mode) is better
+from runner.training.state import TrainState
 
 
 def test_a_position_moves_to_another_global_batch_if_it_fits() -> None:
@@ -37,11 +22,6 @@ def test_a_position_moves_to_another_global_batch_if_it_fits() -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size=5.*24 samples"):
         state.move_to(5)
     TrainState(epoch=2).move_to(5)  # at the beginning of an epoch everything fits
-
-
-def test_which_ends_are_complete() -> None:
-    kinds = ("max_steps", "epochs", "max_time", "callback", "stop_after", "signal")
-    assert [kind for kind in kinds if Stop(kind, "").complete] == list(kinds[:4])
 
 
 class Partitioned(StateIO):

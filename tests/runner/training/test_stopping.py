@@ -160,12 +160,6 @@ def test_all_processes_stop_at_the_same_boundary(asked: int) -> None:
     assert exchanged < 50
 
 
-def test_nobody_stops_unasked() -> None:
-    answers = run_distributed(stops_at, 2, 0, 0, 300)
-    assert [answer[0] for answer in answers] == [300, 300]
-    assert [answer[2] for answer in answers] == ["", ""]
-
-
 def phases() -> list[str]:
     """Return where a process stops that is asked in the middle of an evaluation."""
     import torch.distributed as dist
@@ -191,14 +185,6 @@ def test_evaluation_counts_its_own_boundaries() -> None:
     answers = run_distributed(phases, 2)
     assert answers[0] == answers[1]
     assert answers[0]
-
-
-def test_signals_are_held_back_and_released() -> None:
-    with StopFlag().installed() as stop:
-        with stopping.signals_blocked(stopping.STOP_SIGNALS):
-            signal.raise_signal(signal.SIGTERM)  # to this thread: others do not hold it back
-            assert not stop._requested
-        assert stop._requested
 
 
 def test_a_phase_ends_where_it_began_also_after_an_error() -> None:
