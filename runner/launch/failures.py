@@ -28,7 +28,7 @@ from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL, REFUS
 from runner.launch import rank_logs
 from runner.launch.group import Failure
 from runner.recipe import user_frames
-from runner.runs import directory
+from runner.runs import directory, outcomes
 from runner.runs.outcomes import Outcome, describe_exit
 from runner.runs.sessions import run_dir_of
 
@@ -112,20 +112,21 @@ def _is_communication_error(error: BaseException) -> bool:
     return False
 
 
-def conclude(folder: Path, failed: Mapping[int, Failure], left: Sequence[Outcome]) -> Ended:
-    """Return how an attempt ended.
+def outcomes_of(folder: Path, failed: Mapping[int, Failure]) -> list[Outcome]:
+    """Return how the processes of a session ended.
 
-    Args:
-        folder: the session.
-        failed: how the processes of ranks ended that failed.
-        left: the outcomes that processes have left.
+    Of the ranks that `failed`, those that have left no word were killed, or died in native code.
     """
-    # A process that left no word died in native code or was killed.
+    left = outcomes.read_outcomes(folder)
     silent = failed.keys() - {outcome.rank for outcome in left}
-    causes = [_outcome_from_status(run_dir_of(folder), rank, failed[rank]) for rank in silent]
-    causes += [outcome for outcome in left if outcome.code not in CLEAN]
+    return [*left, *(_outcome_from_status(run_dir_of(folder), n, failed[n]) for n in silent)]
+
+
+def conclude(found: Sequence[Outcome]) -> Ended:
+    """Return how an attempt ended, from how its processes did."""
+    causes = [outcome for outcome in found if outcome.code not in CLEAN]
     if not causes:
-        return Ended(STOPPED if any(outcome.code == STOPPED for outcome in left) else DONE)
+        return Ended(STOPPED if any(outcome.code == STOPPED for outcome in found) else DONE)
     # The end of one rank causes errors of communication on the others, perhaps recorded earlier.
     cause = min(causes, key=lambda outcome: (outcome.is_consequence, outcome.time))
     return Ended(cause.code, cause)
@@ -190,16 +191,9 @@ def print_interrupted(run_dir: Path) -> None:
     """Print on standard error that Ctrl-C interrupted a run, and the command that resumes it."""
     if directory.is_request(run_dir):
         line = "Interrupted."
+    elif not directory.own_checkpoints(run_dir):
+        line = f"Interrupted before the first checkpoint of {run_dir}."
     else:
-        resumed = _resumed(run_dir)
-        before = f"Interrupted before the first checkpoint of {run_dir}."
-        line = f"Interrupted. {resumed[0]}" if resumed else before
+        command = f"runner resume={shlex.quote(str(run_dir))}"
+        line = f"Interrupted. Resume from the last checkpoint with: {command}"
     print(line, file=sys.stderr, flush=True)
-
-
-def _resumed(run_dir: Path) -> list[str]:
-    """Return how to resume a run that has a checkpoint, in a line; none: it has none."""
-    if not directory.own_checkpoints(run_dir):
-        return []
-    command = f"runner resume={shlex.quote(str(run_dir))}"
-    return [f"Resume from the last checkpoint with: {command}"]

@@ -183,14 +183,14 @@ class Group:
         self,
         makers: Mapping[int, Maker],
         finished: Callable[[int], bool] = lambda number: True,
-        meanwhile: Callable[[], object] = lambda: None,
+        meanwhile: Callable[[], bool | None] = lambda: None,
     ) -> dict[int, Failure]:
         """Run processes to the end of all, or to the first failure; then the others are ended.
 
         Args:
             makers: start the processes, by number.
             finished: whether a process that has exited with 0 had come to its end.
-            meanwhile: called several times a second.
+            meanwhile: called several times a second; where it returns True, all are ended.
 
         Returns:
             How those ended that failed first, without those that were ended because of it.
@@ -204,7 +204,8 @@ class Group:
                     if status != DONE or not finished(number):
                         failed[number] = Failure(status, seen)
                 seen = time.time()
-                meanwhile()
+                if meanwhile():
+                    break
                 if self.running and not failed:
                     time.sleep(MONITOR_SECONDS)
             return failed

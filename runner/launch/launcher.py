@@ -77,7 +77,7 @@ class ThisMachine:
         failed = Group(stops, save=self._save).run(workers, is_left)
         if stops.received and not self._save:
             return Ended(OF_SIGNAL + stops.received[0])
-        return failures.conclude(folder, failed, outcomes.read_outcomes(folder))
+        return failures.conclude(failures.outcomes_of(folder, failed))
 
     def finish(self, ended: Ended) -> None:
         """Do nothing: nobody waits."""

@@ -1,8 +1,10 @@
-"""Messages between the commands of several nodes: JSON lines over TCP, with a sign of life.
+"""Messages between the commands of several nodes: JSON lines over TCP.
 
 The command of the first node listens; each other node's connects, and stays connected to its end.
-So a command that is killed is noticed at once, and a link that is cut after the time-out. A thread
-says that this side is alive, whatever the main thread does. Free of torch.
+So a command that is killed is noticed at once. A link that is cut is noticed by the kernel: it
+probes an idle connection, and ends it after the time-out, whatever the processes do. Free of torch.
+
+Source: https://man7.org/linux/man-pages/man7/tcp.7.html
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import json
 import select
 import socket
 import struct
-import threading
 import time
 from typing import Any
 
@@ -21,13 +22,9 @@ from accel.machine import env
 from runner.recipe.nodes import Endpoint
 from runner.recipe.processes import INTERFACE
 
-ALIVE = "alive"
-SIGNS_PER_TIMEOUT = 6
+PROBES_PER_TIMEOUT = 6
 SEND_SECONDS = 10.0
-MOST_BYTES = 1 << 24  # of one message: a recipe is some kilobytes
 RETRY_SECONDS = 0.2
-# A connection that has not said who it is by then is no node's.
-HELLO_SECONDS = 30.0
 _SIOCGIFADDR = 0x8915
 
 
@@ -40,37 +37,31 @@ class Connection:
 
     Args:
         end: a connected socket, which is closed with this.
-        timeout: seconds without a word after which the other side counts as lost, from the first
-            word on.
-        patience: seconds until the first word.
+        timeout: seconds without a sign of life after which the other side counts as lost.
     """
 
-    def __init__(self, end: socket.socket, timeout: float, patience: float = float("inf")) -> None:
-        self._end, self._timeout, self._silence = end, timeout, patience
-        self._end.settimeout(SEND_SECONDS)
-        self._end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._rest, self._failure = b"", ""
-        self._heard = time.monotonic()
-        self._sending, self._closing = threading.Lock(), threading.Event()
-        self._signs = threading.Thread(target=self._say_alive, name="node alive", daemon=True)
-        self._signs.start()
+    def __init__(self, end: socket.socket, timeout: float) -> None:
+        self._end, self._rest, self._failure = end, b"", ""
+        end.settimeout(SEND_SECONDS)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        pause = max(1, int(timeout / PROBES_PER_TIMEOUT))
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, pause),
+            (socket.TCP_KEEPINTVL, pause),
+            (socket.TCP_USER_TIMEOUT, int(1000 * timeout)),
+        ):
+            end.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @property
     def address(self) -> str:
         """This side's address, as the other side reaches it."""
         return str(self._end.getsockname()[0]).removeprefix("::ffff:")
 
-    @property
-    def peer(self) -> str:
-        """The other side's address."""
-        return str(self._end.getpeername()[0]).removeprefix("::ffff:")
-
     def send(self, kind: str, **content: object) -> None:
         """Send a message; a failure is raised by `received`."""
-        line = json.dumps({"kind": kind, **content}).encode() + b"\n"
         try:
-            with self._sending:
-                self._end.sendall(line)
+            self._end.sendall(json.dumps({"kind": kind, **content}).encode() + b"\n")
         except OSError as error:
             self._failure = self._failure or f"a message could not be sent ({error})"
 
@@ -78,10 +69,10 @@ class Connection:
         """Return the messages that have come since the last call.
 
         Raises:
-            Lost: if the other side has ended, or has not said a word for too long.
+            Lost: if the other side has ended, or has given no sign of life for too long.
         """
         found: list[dict[str, Any]] = []
-        ended = ""
+        ended = self._failure
         while select.select([self._end], [], [], 0.0)[0]:
             try:
                 data = self._end.recv(1 << 16)
@@ -91,35 +82,20 @@ class Connection:
             if not data:
                 ended = "its connection was closed"
                 break
-            self._heard, self._silence = time.monotonic(), self._timeout
             *lines, self._rest = (self._rest + data).split(b"\n")
             found += [_message(line) for line in lines]
-            if len(self._rest) > MOST_BYTES:
-                raise Lost("it sends no messages of a runner's")
-        if found:  # the end is found again by the next call
-            return [message for message in found if message["kind"] != ALIVE]
-        if ended or self._failure:
-            raise Lost(ended or self._failure)
-        if time.monotonic() - self._heard > self._silence:
-            raise Lost(f"no word from it for {self._silence:.0f} s")
-        return []
+        if ended and not found:  # else the next call raises it
+            raise Lost(ended)
+        return found
 
     def close(self) -> None:
         """Close the connection when what was sent has arrived, or soon."""
-        self._closing.set()
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
-            deadline = time.monotonic() + SEND_SECONDS / 2
-            while (left := deadline - time.monotonic()) > 0:
-                if select.select([self._end], [], [], left)[0] and not self._end.recv(1 << 16):
-                    break
+            self._end.settimeout(SEND_SECONDS / 2)
+            while self._end.recv(1 << 16):
+                pass
         self._end.close()
-        self._signs.join(SEND_SECONDS)
-
-    def _say_alive(self) -> None:
-        pause = min(self._timeout / SIGNS_PER_TIMEOUT, 5.0)
-        while not self._closing.wait(pause):
-            self.send(ALIVE)
 
 
 def _message(line: bytes) -> dict[str, Any]:
@@ -154,7 +130,7 @@ def accepted(listener: socket.socket, timeout: float) -> list[Connection]:
     """Return the connections that have come since the last call."""
     found = []
     while select.select([listener], [], [], 0.0)[0]:
-        found.append(Connection(listener.accept()[0], timeout, HELLO_SECONDS))
+        found.append(Connection(listener.accept()[0], timeout))
     return found
 
 

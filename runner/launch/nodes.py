@@ -8,9 +8,8 @@ wait for it. All nodes see the run directory under the same path. Free of torch 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import platform
+import signal
 import socket
 import sys
 import time
@@ -21,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from accel.machine.errors import ConfigError, Problems, StateError
-from runner.exit_codes import DONE, FAILED, INTERRUPTED, OF_SIGNAL, REFUSED
+from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL, REFUSED
 from runner.launch import failures, messages, worker
 from runner.launch.failures import Ended
-from runner.launch.group import MONITOR_SECONDS, Failure, Group, Maker, Stops, stops_heard
+from runner.launch.group import MONITOR_SECONDS, Group, Maker, Stops, stops_heard
 from runner.launch.messages import Connection, Lost
 from runner.launch.worker import Place
 from runner.recipe import nodes, processes, resumed_recipe, serialization
@@ -94,7 +93,7 @@ def is_member(distributed: Distributed) -> bool:
 def release_members() -> None:
     """Tell the nodes that have come that nothing is left to do."""
     for listener in _LISTENING.values():
-        for connection in messages.accepted(listener, messages.SEND_SECONDS):
+        for connection in messages.accepted(listener, ANSWER_SECONDS):
             connection.send("finish", code=DONE, text="")
             connection.close()
 
@@ -107,33 +106,28 @@ class Node:
 
     Attributes:
         connection: the connection to its command.
-        name: its host name, with its address.
+        name: its host name.
         num_processes: workers that it starts.
         node_rank: the place that its command gives it; None: the order of joining.
         ranks: of its workers in the present attempt, or the last one; empty: it has not taken part.
         is_busy: whether it takes part in the present attempt.
         lost: why it counts as lost; empty: it does not.
-        failed: how the ranks ended that failed.
-        outcomes: what its workers have left.
+        outcomes: how its workers have ended.
     """
 
     def __init__(self, connection: Connection, hello: Mapping[str, Any], stops: Stops) -> None:
         self.connection, self._stops = connection, stops
-        self.name = f"{hello['name']} ({connection.peer})"
-        self.num_processes = int(hello["num_processes"])
+        self.name, self.num_processes = str(hello["name"]), int(hello["num_processes"])
         self.node_rank: int | None = hello["node_rank"]
         self.ranks, self.is_busy, self.lost = range(0), False, ""
-        self.failed: dict[int, Failure] = {}
         self.outcomes: list[Outcome] = []
         self.pid = 0
         self._status: int | None = None
 
     def start(self, place: Place, folder: Path) -> Node:
         """Order it to start its workers for the job of a session; return the handle."""
-        self.ranks, self.is_busy, self._status = place.ranks, True, None
-        self.failed, self.outcomes = {}, []
-        order = {"folder": str(folder), "digest": _digest(folder), "place": asdict(place)}
-        self.connection.send("start", **order)
+        self.ranks, self.is_busy, self._status, self.outcomes = place.ranks, True, None, []
+        self.connection.send("start", folder=str(folder), place=asdict(place))
         return self
 
     def poll(self) -> int | None:
@@ -141,7 +135,6 @@ class Node:
 
         Raises:
             KeyboardInterrupt: if it was interrupted, after it had taken part.
-            ConfigError: if it does not see the run directory.
         """
         try:
             for message in self.connection.received():
@@ -152,32 +145,28 @@ class Node:
 
     def _take(self, kind: str, message: Mapping[str, Any]) -> None:
         if kind == "ended":
-            self.failed = {int(rank): Failure(**one) for rank, one in message["failed"].items()}
             self.outcomes = [Outcome(**found) for found in message["outcomes"]]
-            self._status = FAILED if self.failed else DONE
-        elif kind in ("stop", "interrupted") and not self.ranks:
-            number = message.get("signal", INTERRUPTED - OF_SIGNAL)
-            self.connection.send("finish", code=OF_SIGNAL + int(number), text="")
-            self.lost = "it has left"
-        elif kind == "interrupted":
-            raise KeyboardInterrupt(f"on {self.name}")
+            self._status = DONE if all(one.code in CLEAN for one in self.outcomes) else FAILED
         elif kind == "stop":
-            self._stops.take(int(message["signal"]))
-        elif kind == "unseen":
-            rule = f"node {self.name} does not see the run's files there"
-            remedy = "Give output_dir=<a folder that all nodes share under the same path>."
-            raise ConfigError.of(message["folder"], rule, remedy)
+            number = int(message["signal"])
+            if not self.ranks:
+                self.connection.send("finish", code=OF_SIGNAL + number, text="")
+                self.lost = "it has left"
+            elif number == signal.SIGINT:
+                raise KeyboardInterrupt(f"on {self.name}")
+            else:
+                self._stops.take(number)
 
     def send(self, number: int) -> None:
         """End its workers with Ctrl-C; ranks agree on a stop, so one node's signal is enough."""
-        if number == INTERRUPTED - OF_SIGNAL:
+        if number == signal.SIGINT:
             self.connection.send("end")
 
     def kill(self) -> None:
         """Leave that to its command, which ends them when it is told so, or is cut off."""
 
     def end(self) -> list[Outcome]:
-        """Return the outcomes of its workers at the end of an attempt; of a lost node, its loss."""
+        """Return how its workers ended at the end of an attempt; of a lost node, its loss."""
         if self.is_busy and self._status is None:
             self.lost = self.lost or "its workers did not end"
         self.is_busy = False
@@ -205,25 +194,26 @@ class Joining:
 
     def waiting(self, stops: Stops) -> list[Node]:
         """Return the nodes that wait for an attempt, in their order; new ones are among them."""
-        for node in [node for node in self._nodes if not node.is_busy]:
-            node.poll()
-            if node.lost:
-                self._nodes.remove(node)
-                node.connection.close()
-        self._accept(stops)
+        self.admit(stops)
         found = [node for node in self._nodes if not node.is_busy]
         last = float("inf")
         return sorted(found, key=lambda one: last if one.node_rank is None else one.node_rank)
 
     def close(self, code: int, text: str) -> None:
         """Tell all nodes how the run ended, and close the connections."""
-        self._accept(Stops())
+        self.admit(Stops())
         for connection in [*(n.connection for n in self._nodes), *(g[0] for g in self._guests)]:
             connection.send("finish", code=code, text=text)
             connection.close()
         self._nodes, self._guests = [], []
 
-    def _accept(self, stops: Stops) -> None:
+    def admit(self, stops: Stops) -> None:
+        """Let nodes join that have come, and forget those that wait and have left."""
+        for node in [node for node in self._nodes if not node.is_busy]:
+            node.poll()
+            if node.lost:
+                self._nodes.remove(node)
+                node.connection.close()
         new = messages.accepted(self._listener, self._timeout)
         guests, self._guests = [*self._guests, *((connection, {}) for connection in new)], []
         for connection, known in guests:
@@ -305,15 +295,11 @@ class FirstNode:
         failed = Group(stops).run(
             workers,
             lambda rank: rank in others or outcomes.is_left(folder, rank),
-            meanwhile=partial(self._joining.waiting, stops),
+            meanwhile=partial(self._joining.admit, stops),
         )
-        left = outcomes.read_outcomes(folder)
-        for rank, node in others.items():
-            failed.pop(rank, None)
-            failed |= node.failed
-            known = {outcome.rank for outcome in left if not node.lost}
-            left += [outcome for outcome in node.end() if outcome.rank not in known]
-        return failures.conclude(folder, failed, left)
+        here = {rank: failure for rank, failure in failed.items() if rank not in others}
+        found = failures.outcomes_of(folder, here)
+        return failures.conclude([*found, *(one for node in others.values() for one in node.end())])
 
     def finish(self, ended: Ended) -> None:
         """Tell all nodes, those that wait included, how the run ended."""
@@ -393,10 +379,6 @@ class FirstNode:
 # -- another node --------------------------------------------------------------------------
 
 
-class _Over(Exception):
-    """The first node ends the attempt."""
-
-
 def follow(recipe: Recipe, frozen: Recipe) -> int:
     """Join the run of the first node until it ends, and return the exit code of the command.
 
@@ -416,8 +398,7 @@ def follow(recipe: Recipe, frozen: Recipe) -> int:
         end = messages.connect(endpoint, wait, distributed.local_addr)
     except OSError as error:
         raise StateError(f"No first node answers at {endpoint} ({error}).") from error
-    limit = OF_NODE_TIMEOUT * nodes.seconds(distributed, "node_timeout")
-    connection = Connection(end, limit, wait + ANSWER_SECONDS)
+    connection = Connection(end, OF_NODE_TIMEOUT * nodes.seconds(distributed, "node_timeout"))
     try:
         with stops_heard() as stops:
             connection.send(
@@ -429,9 +410,10 @@ def follow(recipe: Recipe, frozen: Recipe) -> int:
                 resume=recipe.resume,
                 run_dir=recipe.run_dir,
             )
-            return _Member(connection, endpoint, distributed.local_addr, stops).run()
+            member = _Member(connection, endpoint, distributed.local_addr, stops)
+            return member.run(wait + ANSWER_SECONDS)
     except KeyboardInterrupt:
-        connection.send("interrupted")
+        connection.send("stop", signal=signal.SIGINT)
         return INTERRUPTED
     except Lost as error:
         raise StateError(f"The first node, {endpoint}, is lost: {error}.") from error
@@ -448,9 +430,16 @@ class _Member:
         self._connection, self._endpoint, self._local_addr = connection, endpoint, local_addr
         self._stops, self._told = stops, 0
 
-    def run(self) -> int:
+    def run(self, patience: float) -> int:
+        """Do what the first node says until the end, and return the exit code of the command.
+
+        Raises:
+            Lost: if the first node ends, or has not said a word within `patience` seconds.
+        """
+        deadline = time.monotonic() + patience
         while True:
             for message in self._connection.received():
+                deadline = float("inf")
                 if message["kind"] == "waiting":
                     print(f"{self._endpoint}: joined; waiting for an attempt to begin", flush=True)
                 elif message["kind"] == "finish":
@@ -458,7 +447,9 @@ class _Member:
                         print(message["text"], file=sys.stderr, flush=True)
                     return int(message["code"])
                 elif message["kind"] == "start":
-                    self._attempt(message)
+                    self._attempt(Path(message["folder"]), Place(**message["place"]))
+            if time.monotonic() > deadline:
+                raise Lost(f"no word from it for {patience:.0f} s")
             self._tell_stops()
             time.sleep(MONITOR_SECONDS)
 
@@ -468,50 +459,38 @@ class _Member:
             self._told += 1
             self._connection.send("stop", signal=number)
 
-    def _attempt(self, order: dict[str, Any]) -> None:
-        folder = Path(order["folder"])
-        if not _is_seen(folder, str(order["digest"])):
-            self._connection.send("unseen", folder=str(run_dir_of(folder)))
-            return
+    def _attempt(self, folder: Path, place: Place) -> None:
+        run_dir = run_dir_of(folder)
         variables = messages.gloo_variables(self._local_addr or self._connection.address)
-        place = Place(**order["place"])
         place = replace(place, address=self._endpoint.host, variables=variables)
-        print(
-            f"node {place.node} of {place.num_nodes}: ranks {place.ranks[0]} to {place.ranks[-1]} "
-            f"of {place.world_size}, run {run_dir_of(folder)}",
-            flush=True,
-        )
-        failed: dict[int, Failure] = {}
-        with contextlib.suppress(_Over):
+        first, last = place.ranks[0], place.ranks[-1]
+        if _is_seen(folder):
+            where = f"node {place.node} of {place.num_nodes}"
+            print(f"{where}: ranks {first} to {last} of {place.world_size}, {run_dir}", flush=True)
             failed = Group(self._stops).run(
                 worker.makers(folder, place, Path.cwd()),
                 partial(outcomes.is_left, folder),
-                meanwhile=self._hear,
+                meanwhile=self._is_over,
             )
-        left = outcomes.read_outcomes(folder)
-        self._connection.send(
-            "ended",
-            failed={rank: asdict(failure) for rank, failure in failed.items()},
-            outcomes=[asdict(outcome) for outcome in left if outcome.rank in place.ranks],
-        )
+            found = failures.outcomes_of(folder, failed)
+        else:
+            rule = f"node {platform.node()} does not see the run's files there"
+            remedy = "Give output_dir=<a folder that all nodes share under the same path>."
+            unseen = ConfigError.of(str(run_dir), rule, remedy)
+            found = [Outcome(first, time.time(), REFUSED, str(unseen))]
+        self._connection.send("ended", outcomes=[asdict(outcome) for outcome in found])
 
-    def _hear(self) -> None:
+    def _is_over(self) -> bool:
+        """Return whether the first node ends the attempt."""
         self._tell_stops()
-        if any(message["kind"] == "end" for message in self._connection.received()):
-            raise _Over
+        return any(message["kind"] == "end" for message in self._connection.received())
 
 
-def _is_seen(folder: Path, digest: str) -> bool:
-    """Return whether the frozen job of the first node lies in a folder, as this node sees it."""
+def _is_seen(folder: Path) -> bool:
+    """Return whether this node sees the frozen job of the first node."""
     deadline = time.monotonic() + SEEN_SECONDS
-    while _digest(folder) != digest:
+    while not (folder / JOB).is_file():
         if time.monotonic() > deadline:
             return False
         time.sleep(MONITOR_SECONDS)
     return True
-
-
-def _digest(folder: Path) -> str:
-    """Return the digest of the frozen job in a session; empty: there is none."""
-    path = folder / JOB
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

@@ -302,7 +302,7 @@ class RayCluster:
                 for rank in place.ranks
             }
             failed = Group(stops).run(makers, partial(outcomes.is_left, folder))
-        return failures.conclude(folder, failed, outcomes.read_outcomes(folder))
+        return failures.conclude(failures.outcomes_of(folder, failed))
 
     def finish(self, ended: Ended) -> None:
         """Do nothing: nobody waits."""

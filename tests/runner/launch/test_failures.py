@@ -70,17 +70,16 @@ def test_control_c_tells_how_to_go_on(
 # -- the first cause ------------------------------------------------------------------------------
 
 
-def test_ends_without_a_failure(tmp_path: Path) -> None:
+def test_ends_without_a_failure() -> None:
     done, stopped = Outcome(0, 1.0, 0, ""), Outcome(1, 1.0, 75, "SIGTERM")
-    assert failures.conclude(tmp_path, {}, [done]) == Ended(0)
-    assert failures.conclude(tmp_path, {}, [done, stopped]) == Ended(75)
+    assert failures.conclude([done]) == Ended(0)
+    assert failures.conclude([done, stopped]) == Ended(75)
 
 
-def test_a_lost_node_is_the_cause_of_errors_of_communication(tmp_path: Path) -> None:
+def test_a_lost_node_is_the_cause_of_errors_of_communication() -> None:
     broken = Outcome(0, 1.0, 1, "Connection reset by peer", is_consequence=True)
     lost = Outcome(1, 2.0, 1, "node b (rank 1) is lost: its connection was closed")
-    failed = {0: Failure(1, 1.0)}
-    assert failures.conclude(tmp_path, failed, [broken, lost]) == Ended(1, lost)
+    assert failures.conclude([broken, lost]) == Ended(1, lost)
 
 
 @pytest.mark.parametrize(
@@ -94,25 +93,24 @@ def test_a_lost_node_is_the_cause_of_errors_of_communication(tmp_path: Path) -> 
 def test_a_silent_process_is_described_by_its_status(
     tmp_path: Path, status: int, code: int, message: str
 ) -> None:
-    ended = failures.conclude(tmp_path, {3: Failure(status, 5.0)}, [])
-    assert ended.cause is not None
-    assert (ended.code, ended.cause.rank, ended.cause.message) == (code, 3, message)
+    (found,) = failures.outcomes_of(tmp_path, {3: Failure(status, 5.0)})
+    assert (found.code, found.rank, found.message) == (code, 3, message)
 
 
 @pytest.mark.parametrize("before", ["", "--- rank 3\n"])
 def test_a_process_whose_interpreter_hung_is_described_so(before: str, tmp_path: Path) -> None:
     log = rank_logs.log_file(tmp_path, 3)
     log.write_text(f"{before}Timeout (0:20:00)!\nThread 0x1 (most recent call first):\n")
-    ended = failures.conclude(tmp_path, {3: Failure(1, 5.0)}, [])
-    assert ended.cause is not None
-    assert ended.cause.message == "it hangs: native code keeps the interpreter"
-    assert "Timeout (0:20:00)!" in ended.cause.traceback
+    (found,) = failures.outcomes_of(tmp_path, {3: Failure(1, 5.0)})
+    assert found.message == "it hangs: native code keeps the interpreter"
+    assert "Timeout (0:20:00)!" in found.traceback
 
 
 def test_a_hang_is_the_cause_of_what_its_ranks_have_ended_with(tmp_path: Path) -> None:
     hang = Outcome(1, 3.0, 1, "it hangs: no progress for 8 s")
+    hang.write(tmp_path)
     failed = {rank: Failure(1, 2.0) for rank in (0, 1)}
-    assert failures.conclude(tmp_path, failed, [hang]) == Ended(1, hang)
+    assert failures.conclude(failures.outcomes_of(tmp_path, failed)) == Ended(1, hang)
 
 
 # -- logs ------------------------------------------------------------------------------------------

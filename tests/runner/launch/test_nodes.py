@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from runner.launch import messages, nodes
 from runner.launch.group import Stops
 from runner.launch.messages import Connection
 from runner.launch.nodes import Joining, Node
+from runner.launch.worker import Place
 from runner.recipe.nodes import Endpoint
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs.job import Job
@@ -250,8 +251,10 @@ def test_a_run_directory_that_it_does_not_see_is_told(
 ) -> None:
     monkeypatch.setattr(nodes, "SEEN_SECONDS", 0.2)
     side.message()
-    side.connection.send("start", folder=str(tmp_path), digest="a")
-    assert side.message()["kind"] == "unseen"
+    side.connection.send("start", folder=str(tmp_path), place=asdict(Place(1, 2, 1, first_rank=1)))
+    (ended,) = side.message()["outcomes"]
+    assert (ended["rank"], ended["code"]) == (1, 2)
+    assert "does not see the run's files there" in ended["message"]
 
 
 def test_a_first_node_that_ends_is_lost(side: First) -> None:
