@@ -30,11 +30,11 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: if the directory is no run, its recipe is refused, or a package is not trusted.
     """
     from runner.launch import launcher
-    from runner.runs import discovery
+    from runner.runs import record
     from runner.training import build, run_log
 
     found = _parse(arguments)
-    runs = discovery.require_runs([found.run_dir])
+    runs = record.require_runs([found.run_dir])
     if len(runs) > 1:
         rule = f"one run is made again, and {found.run_dir} holds {len(runs)}"
         remedy = "Name one of them. The command of a sweep (runner show RUN_DIR) makes it again."
@@ -89,11 +89,11 @@ def _prepared(run: RunRecord, overrides: Sequence[str]) -> Examined:
 def _tell(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> None:
     """Print what was compared with the machine and the work tree of today, and what differs."""
     from runner.reporting.run_table import relative
-    from runner.runs import environment, reproduction
+    from runner.runs import environment
 
     now = environment.describe(examined.recipe.data)
     print(f"again: {relative(run.path)}")
-    for subject, sentences in reproduction.compare(run.path, run.environment, now).items():
+    for subject, sentences in environment.compare(run.path, run.environment, now).items():
         for sentence in sentences:
             print(f"  ≠ {subject:<10} {sentence}")
         if not sentences:
@@ -110,7 +110,7 @@ def _may_change_weights(override: str) -> bool:
 
 def _start(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> int:
     from runner.launch import nodes, start_run
-    from runner.runs import numerics, reproduction
+    from runner.runs import directory, numerics
 
     if nodes.is_member(examined.recipe.distributed):
         return start_run.join(examined.recipe)
@@ -119,7 +119,7 @@ def _start(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> int:
         code = start_run.start(examined, on_claimed=claimed.append)
     verdict = ""
     if code == DONE and claimed and not any(map(_may_change_weights, overrides)):
-        verdict = reproduction.weights_verdict(run.path, claimed[0])
+        verdict = directory.weights_verdict(run.path, claimed[0])
     if verdict:
         print(verdict)
     return code

@@ -39,10 +39,10 @@ def evaluate_runs(arguments: Sequence[str]) -> int:
         ConfigError: if a folder holds no run, or an option is refused.
     """
     from runner.launch import failures
-    from runner.runs import discovery
+    from runner.runs import record
 
     request, folders = _parse("eval", arguments)
-    code, runs = DONE, discovery.require_runs(folders)
+    code, runs = DONE, record.require_runs(folders)
     measured = 0
     for run in runs:
         one = replace(request, run_dir=run.path)
@@ -71,7 +71,7 @@ def _done(request: Request) -> JsonObject | None:
 
 def _record(request: Request, found: Fields) -> None:
     """Print an evaluation, and add it to the run's eval.json."""
-    from runner.runs import environment, evaluations
+    from runner.runs import environment, json_files
     from runner.training.console import Display, number
 
     for split, metrics in found["metrics"].items():
@@ -87,12 +87,12 @@ def _record(request: Request, found: Fields) -> None:
         "versions": environment.versions(),
     }
     try:
-        evaluations.add(request.run_dir, evaluation)
+        json_files.add_evaluation(request.run_dir, evaluation)
     except OSError as error:
         if error.errno not in READ_ONLY:
             raise
         # Somebody else's run.
-        place = request.run_dir / evaluations.EVAL
+        place = request.run_dir / json_files.EVALUATIONS
         print(f"{place} is not written ({error.strerror}).", file=sys.stderr)
 
 

@@ -11,7 +11,7 @@ from accel.machine.errors import ConfigError
 from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE
 from runner.recipe import paths
-from runner.runs import discovery
+from runner.runs import record
 from runner.runs.record import RunRecord
 
 MOST_ROWS = 50
@@ -59,7 +59,7 @@ def list_runs(arguments: Sequence[str]) -> int:
         return DONE
     if shown:
         run_table.show(shown, columns, run_table.console_for_tables())
-    print(_count(len(shown), len(chosen), len(runs), folders or [discovery.DEFAULT_FOLDER]))
+    print(_count(len(shown), len(chosen), len(runs), folders or [record.DEFAULT_FOLDER]))
     return DONE
 
 
@@ -70,9 +70,9 @@ def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _found(folders: Sequence[str]) -> list[RunRecord]:
-    if not folders and not Path(discovery.DEFAULT_FOLDER).is_dir():
+    if not folders and not Path(record.DEFAULT_FOLDER).is_dir():
         return []
-    return discovery.find_runs(folders or [discovery.DEFAULT_FOLDER])
+    return record.find_runs(folders or [record.DEFAULT_FOLDER])
 
 
 def _count(shown: int, chosen: int, present: int, folders: Sequence[str]) -> str:
@@ -98,7 +98,7 @@ def show_run(arguments: Sequence[str]) -> int:
     parser.add_argument("folders", metavar="RUN_DIR", nargs="+", help="a run, or a sweep's jobs")
     parser.add_argument("--json", action="store_true", help="as JSON")
     found = parser.parse_args(list(arguments))
-    runs = discovery.require_runs(found.folders)
+    runs = record.require_runs(found.folders)
     described = [describe_run.describe(run) for run in runs]
     if found.json:
         print(run_table.as_json(described[0] if len(described) == 1 else described))
@@ -124,7 +124,7 @@ def compare_runs(arguments: Sequence[str]) -> int:
     parser.add_argument("folders", metavar="RUN_DIR", nargs="+", help="runs, or a sweep's jobs")
     parser.add_argument("--json", action="store_true", help="as JSON")
     found = parser.parse_args(list(arguments))
-    runs = discovery.require_runs(found.folders)
+    runs = record.require_runs(found.folders)
     if len(runs) < 2:
         rule, remedy = "two runs or more are compared", "Name another run, too."
         raise ConfigError.of(" ".join(found.folders), rule, remedy)
@@ -164,7 +164,7 @@ def report_runs(arguments: Sequence[str]) -> int:
     if output.suffix.lower() not in (".html", ".htm") or not output.parent.is_dir():
         rule = "a report is a page in HTML (.html or .htm) in a folder that exists"
         raise ConfigError.of(f"--output {output}", rule, f"Give --output {PAGE}.")
-    runs = filters.apply(parsed, discovery.require_runs(folders))
+    runs = filters.apply(parsed, record.require_runs(folders))
     if not runs:
         rule, words = "no run fulfills these conditions", " ".join(found.words)
         raise ConfigError.of(words, rule, "Leave one out; runner list shows the runs.")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import CheckpointError, ConfigError, Problem
 from runner.recipe.schema import Recipe
-from runner.runs import directory, environment, provenance, reproduction
+from runner.runs import directory, environment, provenance
 from runner.runs.job import Job
 from runner.runs.json_files import Fields
 
@@ -63,7 +63,7 @@ def load(
     path = find_checkpoint(job.run_dir, checkpoint)
     step = restored_step(path, recipe)
     print(f"runner.load: the weights of {described(path, job.run_dir)}", file=sys.stderr)
-    for line in other_code(reproduction.recorded(job.run_dir)):
+    for line in other_code(environment.recorded(job.run_dir)):
         print(f"runner.load: {line}", file=sys.stderr)
     models = dict(step.models)
     return (next(iter(models.values())) if len(models) == 1 else models), recipe

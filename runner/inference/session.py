@@ -31,7 +31,7 @@ from runner.recipe import composition, diagnose, hydra_setup, processes
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories
 from runner.recipe.schema import PLUGINS, Distributed, Recipe, Trainer
-from runner.runs import directory, environment, reproduction
+from runner.runs import directory, environment
 from runner.runs.job import Job
 from runner.runs.json_files import JsonObject
 from runner.runs.numerics import Numerics, choose
@@ -175,7 +175,7 @@ def _notes(request: Request, recipe: Recipe, checkpoint: Path) -> Iterator[str]:
     """Yield what is not as it was in training, or not all of the data."""
     if request.checkpoint is None and best_of(request.run_dir) not in (None, checkpoint):
         yield "weights: the last state, as the best one is damaged"
-    recorded = reproduction.recorded(request.run_dir)
+    recorded = environment.recorded(request.run_dir)
     given = [hydra_setup.key_of(override) for override in request.overrides]
     yield from other_code(recorded)
     yield from other_data(recorded, environment.data_files(recipe.data), given)

@@ -29,8 +29,9 @@ from runner.recipe import paths, processes
 from runner.recipe.nodes import RAY
 from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
-from runner.runs import directory, environment, numerics, outcomes, sessions
+from runner.runs import directory, environment, numerics, outcomes, provenance, sessions
 from runner.runs.job import Job
+from runner.runs.json_files import write_json
 from runner.runs.outcomes import Outcome
 from runner.runs.sessions import run_dir_of
 from runner.training import run_log
@@ -225,7 +226,8 @@ def staged(requested: Job, recipe: Recipe) -> Job:
     try:
         written = requested.save(recipe)
         try:
-            environment.write_environment(written.place, recipe.data)
+            found = environment.describe(recipe.data, written.place / provenance.DIFF)
+            write_json(written.place / environment.FILE, found)
         except BaseException:
             sessions.discard(written.place)
             raise

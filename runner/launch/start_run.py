@@ -14,8 +14,9 @@ from accel.machine.errors import AccelError, ConfigError
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher, nodes
 from runner.recipe import processes, resumed_recipe, trust
-from runner.runs import directory, lock, reproduction, resumable, sessions
+from runner.runs import directory, environment, lock, resumable, sessions
 from runner.runs.job import Job
+from runner.runs.json_files import read_json
 from runner.runs.resumable import AUTO
 from runner.training import run_log
 
@@ -143,11 +144,14 @@ def _go_on(job: Job, frozen: Recipe, train: Train) -> int:
         remedy = "Start a new run, or name another run directory."
         raise ConfigError.of(f"resume={str(run_dir)!r}", rule, remedy)
     resumable.require_reach(run_dir, checkpoint, frozen)
-    changed = reproduction.changed_since(run_dir, job.imports, frozen.data)
+    then = environment.recorded(run_dir)
+    staged = launcher.staged(replace(job, resume_from=str(checkpoint)), frozen)
+    found = environment.differences(then, read_json(staged.place / environment.FILE))
+    changed = [line for lines in found.values() for line in lines]
     with run_log.captured(run_dir, "of resume") if changed else contextlib.nullcontext():
         for difference in changed:
             print(f"resume: {difference}", flush=True)
-    return train(launcher.staged(replace(job, resume_from=str(checkpoint)), frozen), frozen)
+    return train(staged, frozen)
 
 
 def _nothing_left(run_dir: Path, reason: str) -> int:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from runner.reporting import run_table
 from runner.reporting.filters import leaves
-from runner.runs import environment, provenance, sessions
+from runner.runs import environment, provenance
 from runner.runs.json_files import Fields, JsonObject
 from runner.runs.record import RunRecord
 
@@ -29,7 +29,7 @@ def _code(run: RunRecord) -> Fields:
         found["uncommitted changes"] = str(git.get("diff_sha256") or "none")[:8]
     for package, digest in (run.environment.get("code") or {}).items():
         found[f"package {package}"] = str(digest)[:8]
-    if kept := sessions.earlier_environments(run.path):
+    if kept := environment.earlier_environments(run.path):
         found["earlier sessions"] = ", ".join(path.name for path in kept)
     return found
 

@@ -33,8 +33,8 @@ def describe(run: RunRecord) -> JsonObject:
         "command": shlex.join(map(str, recorded.get("command") or ())),
         "overrides": list(run.job.get("overrides") or ()),
         "cwd": recorded.get("cwd"),
-        "earlier_recipes": [path.name for path in sessions.earlier_recipes(run.path)],
-        "earlier_sessions": [path.name for path in sessions.earlier_environments(run.path)],
+        "earlier_recipes": [path.name for path in environment.earlier_recipes(run.path)],
+        "earlier_sessions": [path.name for path in environment.earlier_environments(run.path)],
         "code": {key: recorded[key] for key in CODE if key in recorded},
         "packages": dict(recorded.get("packages") or {}),
         "machine": {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import directory as checkpoints
-from accel.machine.errors import ConfigError, Problem
+from accel.machine.errors import AccelError, ConfigError, Problem
 from runner.exit_codes import REFUSED
 from runner.recipe import paths
 from runner.recipe.composition import Frozen
@@ -26,9 +26,10 @@ from runner.runs.sessions import CONFIG, JOB
 logger = logging.getLogger(__name__)
 
 LOGS, RUN_LOG = "logs", "run.log"
-# A sweep's folder lies beside runs, ``sweep-<time>-<digest>``, and is described by this file.
-SWEEPS, SWEEP = "sweep-", "sweep.json"
+# A sweep's folder lies beside runs: ``sweep-<time>-<digest>``.
+SWEEPS = "sweep-"
 REQUEST = "request.json"  # what processes of an evaluation are asked for
+WEIGHTS = ("model", "pytorch_model")  # in names of files of a checkpoint
 MOST_NAMED = 4  # entries of a directory that is refused
 # What a run writes before its first step.
 BEFORE_TRAINING = (sessions.FOLDER, lock.FILE, LOGS, RUN_LOG, "tensorboard", checkpoints.FOLDER)
@@ -217,6 +218,34 @@ def own_checkpoints(run_dir: Path) -> list[Path]:
     except ConfigError:
         folder = run_dir / checkpoints.FOLDER
     return checkpoints.checkpoints(folder)
+
+
+def weights_verdict(old: Path, new: Path) -> str:
+    """Return in words whether the newest checkpoints of two runs hold the same weights, bit by bit.
+
+    Empty where they are not of the same step, or one of them has none.
+    """
+    try:
+        found = [newest_checkpoint(run_dir) for run_dir in (old, new)]
+        manifests = [checkpoints.read_manifest(path) for path in found if path is not None]
+    except AccelError:
+        return ""
+    if len(manifests) < 2:
+        return ""
+    steps = [manifest.metadata.get("step") for manifest in manifests]
+    if steps[0] != steps[1]:
+        return f"weights: not compared, the runs ended at step {steps[0]} and at step {steps[1]}"
+    digests = [_weights(manifest) for manifest in manifests]
+    if not digests[0] or digests[0].keys() != digests[1].keys():
+        return ""
+    verdict = "bit-equal to" if digests[0] == digests[1] else "not"
+    return f"weights at step {steps[0]}: {verdict} those of {old.parent.name}/{old.name}"
+
+
+def _weights(manifest: checkpoints.Manifest) -> dict[str, str]:
+    return {
+        name: entry.sha256 for name, entry in manifest.files.items() if name.startswith(WEIGHTS)
+    }
 
 
 def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:

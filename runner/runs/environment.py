@@ -1,4 +1,4 @@
-"""Versions, machine, code and data of a session: `environment.json`. Imports no torch by itself."""
+"""Versions, machine, code and data of a session, and how two differ. Free of torch at import."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 
 from accel.machine import passwords
 from accel.machine.env import read
 from accel.strategies.table import specs
 from runner.recipe import paths, trust
-from runner.runs import provenance
-from runner.runs.json_files import Fields, JsonObject, write_json
+from runner.runs import provenance, sessions
+from runner.runs.json_files import Fields, JsonObject, read_json
+from runner.runs.sessions import CONFIG
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +31,15 @@ PACKAGES = (
 )
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID")
 MACHINE = {"platform": "the platform", "cpu": "the CPU", "device": "the accelerator"}
+ABSENT = "not installed"
 MOST_FILES = 2_000  # of a folder of data, the rest is not looked at
 
 
-def write_environment(run_dir: str | os.PathLike[str], data: object = None) -> dict[str, object]:
-    """Write `environment.json` and any `git.diff` to a run, or an attempt in it; return it.
+def describe(data: object = None, diff_to: Path | None = None) -> dict[str, object]:
+    """Return versions, machine, code and data of this process; a patch goes to `diff_to`.
 
     `data` is the recipe's node of the data factory, whose files are noted.
     """
-    root = Path(run_dir)
-    found = describe(data, root / provenance.DIFF)
-    write_json(root / FILE, found)
-    return found
-
-
-def describe(data: object = None, diff_to: Path | None = None) -> dict[str, object]:
-    """Return versions, machine, code and data of this process; a patch goes to `diff_to`."""
     return {
         "started": time.time(),
         "python": platform.python_version(),
@@ -148,28 +143,72 @@ def described_data(found: Fields) -> str:
 # -- two environments ----------------------------------------------------------------------
 
 
+def recorded(run_dir: Path) -> Fields:
+    """Return the environment of a run; empty where it is missing or damaged."""
+    folder = sessions.current(run_dir)
+    return {} if folder is None else read_json(folder / FILE)
+
+
+def compare(run_dir: Path, then: Fields, now: Fields) -> dict[str, list[str]]:
+    """Return by subject how a run's record differs from this process; no sentence: it does not.
+
+    Args:
+        run_dir: the run.
+        then: its environment; empty where it is missing or damaged.
+        now: `describe` of this process.
+    """
+    found = differences(then, now)
+    if not then:
+        return found
+    found["versions"] += _changes(then, now, MACHINE)
+    found["recipe"] = []
+    if earlier := earlier_recipes(run_dir):
+        names = ", ".join(path.name for path in earlier)
+        found["recipe"].append(f"sessions {names} had another recipe")
+    if earlier := earlier_environments(run_dir):
+        names = ", ".join(path.name for path in earlier)
+        found["code"].append(f"sessions {names} had other code, versions or data")
+    if then.get("cwd") not in (None, now.get("cwd")):
+        found["recipe"].append(f"relative folders were seen from {then['cwd']}")
+    return found
+
+
 def differences(then: Fields, now: Fields) -> dict[str, list[str]]:
     """Return how two recorded environments differ under "code", "versions" and "data"."""
+    if not then:
+        rule = "is missing or damaged: code, versions and data are not compared"
+        return {"code": [f"{FILE} {rule}"]}
+    before, after = then.get("packages") or {}, now.get("packages") or {}
     return {
         "code": provenance.code_differences(then, now),
-        "versions": version_differences(then, now),
+        "versions": [
+            f"{name} was {before.get(name, ABSENT)}, and is {after.get(name, ABSENT)}"
+            for name in {**before, **after}
+            if before.get(name) != after.get(name)
+        ]
+        + _changes(then, now, {"python": "Python"}),
         "data": data_differences(then, now),
     }
 
 
-def version_differences(then: Fields, now: Fields) -> list[str]:
-    """Return how the versions of packages and of Python differ in two recorded environments."""
-    before, after = then.get("packages") or {}, now.get("packages") or {}
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    absent = "not installed"
+def earlier_recipes(run_dir: Path) -> list[Path]:
+    """Return the sessions whose steps were made with another recipe than the next one's."""
     return [
-        f"{name} was {before.get(name, absent)}, and is {after.get(name, absent)}" for name in names
-    ] + _changes(then, now, {"python": "Python"})
+        one
+        for one, after in pairwise(sessions.begun(run_dir))
+        if (one / CONFIG).read_bytes() != (after / CONFIG).read_bytes()
+    ]
 
 
-def machine_differences(then: Fields, now: Fields) -> list[str]:
-    """Return how platform, processor and accelerator differ in two recorded environments."""
-    return _changes(then, now, MACHINE)
+def earlier_environments(run_dir: Path) -> list[Path]:
+    """Return the sessions whose steps were made with other code, versions or data than the next's.
+
+    Their patches lie beside.
+    """
+    found = [(one, read_json(one / FILE)) for one in sessions.begun(run_dir)]
+    return [
+        one for (one, then), (_, now) in pairwise(found) if any(differences(then, now).values())
+    ]
 
 
 def _changes(then: Fields, now: Fields, subjects: Mapping[str, str]) -> list[str]:

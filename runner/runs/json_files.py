@@ -1,8 +1,9 @@
-"""JSON that a run leaves: `summary.json`, `metrics.jsonl` and small state files. Free of torch."""
+"""JSON that a run leaves: metrics, summary, evaluations and small state files. Free of torch."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -21,6 +22,10 @@ Fields = Mapping[str, Any]  # the same, to be read
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+SWEEP = "sweep.json"  # describes a folder of runs
+EVALUATIONS = "eval.json"  # what `runner eval` has measured
+# What tells one evaluation from another: a later one of the same replaces the earlier.
+IDENTITY = ("checkpoint", "step", "overrides", "notes")
 # In the test's line of metrics.jsonl and in summary.json: the step whose weights were tested.
 WEIGHTS_STEP = "weights_step"
 # Keys of a line of metrics.jsonl that are no values: where and when they were measured.
@@ -131,3 +136,48 @@ def finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return str(value) if isinstance(value, os.PathLike) else value
+
+
+# -- evaluations ---------------------------------------------------------------------------
+
+
+def read_evaluations(run_dir: Path) -> list[JsonObject]:
+    """Return the evaluations of a run, oldest first; a damaged file holds none."""
+    return list(read_json(run_dir / EVALUATIONS).get("evaluations") or ())
+
+
+def add_evaluation(run_dir: Path, evaluation: Fields) -> None:
+    """Add an evaluation to a run's, in one piece.
+
+    Splits that it has measured replace those of the same checkpoint under the same overrides, with
+    the same notes.
+
+    Raises:
+        OSError: if the run directory cannot be written.
+    """
+    with _one_at_a_time(run_dir):
+        others: list[JsonObject] = []
+        same: JsonObject = {}
+        for one in read_evaluations(run_dir):
+            if _identity(one) == _identity(evaluation):
+                same |= one.get("metrics") or {}
+            else:
+                others.append(one)
+        merged = {**evaluation, "metrics": {**same, **evaluation["metrics"]}}
+        write_json(run_dir / EVALUATIONS, {"evaluations": [*others, merged]})
+
+
+def _identity(evaluation: Fields) -> list[object]:
+    return [evaluation.get(key) for key in IDENTITY]
+
+
+@contextlib.contextmanager
+def _one_at_a_time(run_dir: Path) -> Iterator[None]:
+    """Let no other process change the file in the context, where the file system has locks."""
+    descriptor = os.open(run_dir, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a network file system without locks of folders
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

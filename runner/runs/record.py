@@ -1,4 +1,4 @@
-"""One run as its files describe it, read as far as it is asked for. Free of torch and OmegaConf.
+"""Runs below folders, each as its files describe it. Free of torch and OmegaConf.
 
 A thousand runs are listed in seconds: of a recipe, only the nodes that are asked for are parsed.
 Nothing is written, nothing imported; a file that is damaged or missing is said in `problems`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +18,10 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from accel.checkpoint import directory as checkpoints
-from accel.machine.errors import CheckpointError
+from accel.machine.errors import CheckpointError, ConfigError, Problem
 from runner import exit_codes
-from runner.runs import environment, evaluations, json_files, lock, provenance, sessions
-from runner.runs.json_files import METRICS, WEIGHTS_STEP, Fields, JsonObject, number
+from runner.runs import environment, json_files, lock, provenance, sessions
+from runner.runs.json_files import METRICS, SWEEP, WEIGHTS_STEP, Fields, JsonObject, number
 from runner.runs.sessions import CONFIG, JOB
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
@@ -33,8 +33,13 @@ NODES = ("name", "model", "data", "trainer")  # of every recipe
 CODE = "code"  # a key beside those of recipes
 FALLING = ("loss", "bits", "error", "perplexity")  # in names of metrics whose best is the least
 TAIL_BYTES = 8192
+DEFAULT_FOLDER = "runs"
+DEPTH = 6  # of runs below a folder
+NO_RUNS = ("tensorboard", "logs")  # folders of a sweep, of a folder for each job
 MISSING = object()
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_STAMPED = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
+_NUMBERED = re.compile(r"\d{4,}")
 _NODE = re.compile(r"^([A-Za-z_]\w*):", re.MULTILINE)
 
 
@@ -202,7 +207,7 @@ class RunRecord:
     @cached_property
     def evaluations(self) -> list[Fields]:
         """What `runner eval` has measured, oldest first."""
-        found = self._loaded(self.path / evaluations.EVAL)
+        found = self._loaded(self.path / json_files.EVALUATIONS)
         return list(found.get("evaluations") or ())
 
     @cached_property
@@ -380,3 +385,71 @@ class RunRecord:
 def usual_mode(metric: str) -> str:
     """Return whether the best of a metric is the "min" or the "max", by its name."""
     return "min" if any(word in metric for word in FALLING) else "max"
+
+
+# -- runs below folders --------------------------------------------------------------------
+
+
+def find_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
+    """Return the runs that lie in folders or below, jobs of sweeps among them, each once.
+
+    A directory that is named as those of runs and has no recipe is one of them, too: it is broken.
+
+    Raises:
+        ConfigError: naming each folder that is not there.
+    """
+    problems: list[Problem] = []
+    found: dict[str, RunRecord] = {}
+    for folder in folders:
+        path = Path(os.path.abspath(os.path.expanduser(folder)))
+        if not path.is_dir():
+            rule = "it is a file" if path.exists() else "there is no such folder"
+            remedy = "Name a run, a sweep, or a folder of runs such as runs/digits."
+            problems += ConfigError.of(os.fspath(folder), rule, remedy).problems
+            continue
+        for run in _walk(path, DEPTH):
+            found.setdefault(os.path.realpath(run.path), run)
+    ConfigError.raise_if(problems)
+    return list(found.values())
+
+
+def require_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:
+    """Return the runs of folders as `find_runs`, each folder having at least one.
+
+    Raises:
+        ConfigError: naming each folder that is not there, or has no run.
+    """
+    found: dict[str, RunRecord] = {}
+    problems: list[Problem] = []
+    for folder in folders:
+        runs = find_runs([folder])
+        if not runs:
+            rule = f"no run lies there: a run directory holds {sessions.FOLDER}"
+            remedy = "Name a run, a sweep, or a folder of runs; runner list shows those in runs."
+            problems += ConfigError.of(os.fspath(folder), rule, remedy).problems
+        found |= {str(run.path): run for run in runs if str(run.path) not in found}
+    ConfigError.raise_if(problems)
+    return list(found.values())
+
+
+def _walk(path: Path, depth: int) -> Iterator[RunRecord]:
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except OSError:  # not ours to read
+        return
+    names = {entry.name for entry in entries}
+    if sessions.FOLDER in names or _STAMPED.fullmatch(path.name):
+        of_sweep = _NUMBERED.fullmatch(path.name) and (path.parent / SWEEP).is_file()
+        yield RunRecord(path, path.parent.name if of_sweep else None)
+        return
+    folders = [entry for entry in entries if entry.name[0] != "." and entry.is_dir()]
+    if SWEEP in names:
+        for entry in folders:
+            if _NUMBERED.fullmatch(entry.name):
+                yield RunRecord(Path(entry.path), path.name)
+            elif depth > 0 and entry.name not in NO_RUNS:  # another sweep may lie there
+                yield from _walk(Path(entry.path), depth - 1)
+        return
+    if depth > 0:
+        for entry in folders:
+            yield from _walk(Path(entry.path), depth - 1)

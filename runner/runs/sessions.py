@@ -22,13 +22,12 @@ import os
 import re
 import shutil
 import time
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
 from runner.exit_codes import DONE
 from runner.recipe import paths
-from runner.runs import environment
 from runner.runs.json_files import Fields, read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -158,28 +157,6 @@ def submitted_job(run_dir: Path) -> str | None:
         if found := read_json(folder / SUBMITTED):
             return str(found["job"])
     return None
-
-
-def earlier_recipes(run_dir: Path) -> list[Path]:
-    """Return the sessions whose steps were made with another recipe than the next one's."""
-    return [
-        one
-        for one, after in pairwise(begun(run_dir))
-        if (one / CONFIG).read_bytes() != (after / CONFIG).read_bytes()
-    ]
-
-
-def earlier_environments(run_dir: Path) -> list[Path]:
-    """Return the sessions whose steps were made with other code, versions or data than the next's.
-
-    Their patches lie beside.
-    """
-    found = [(one, read_json(one / environment.FILE)) for one in begun(run_dir)]
-    return [
-        one
-        for (one, then), (_, now) in pairwise(found)
-        if any(environment.differences(then, now).values())
-    ]
 
 
 def _folders(run_dir: Path) -> list[Path]:

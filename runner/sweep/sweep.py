@@ -25,7 +25,8 @@ from runner.recipe import hydra_setup, paths, resumed_recipe, serialization, swe
 from runner.recipe.schema import Recipe
 from runner.runs import directory as run_directory
 from runner.runs import lock, sessions
-from runner.runs.directory import SWEEP, SWEEPS
+from runner.runs.directory import SWEEPS
+from runner.runs.json_files import SWEEP
 
 Plain = Mapping[str, Any]  # a recipe as plain containers
 # How long another command may take to write `sweep.json`, or to choose jobs.

@@ -11,8 +11,7 @@ from accel.comm.ops import broadcast_object_list
 from accel.machine.errors import ConfigError
 from accel.machine.imports import require
 from runner.runs import json_files
-from runner.runs.directory import SWEEP
-from runner.runs.json_files import Fields
+from runner.runs.json_files import SWEEP, Fields
 from runner.training.evaluation import monitored_value
 from runner.training.run import Callback
 from runner.training.state import PRUNED

@@ -13,7 +13,7 @@ import pytest
 
 from runner import cli
 from runner.inference.load import load
-from runner.runs import environment, evaluations, provenance
+from runner.runs import environment, json_files, provenance
 from tests.helpers import ROOT, about, python
 from tests.runner.trained_runs import make_run
 from tests.runner.written_runs import session_of, write_run
@@ -47,7 +47,7 @@ def test_an_evaluation_is_written_with_the_run(
     runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["eval", str(runs[0]), "--split", "test"]) == 0
-    (found,) = evaluations.read(runs[0])
+    (found,) = json_files.read_evaluations(runs[0])
     assert set(found["metrics"]) == {"test"}
     assert found["checkpoint"] == "checkpoints/checkpoint_0"
     assert found["num_processes"] == 1
@@ -66,7 +66,7 @@ def test_data_that_has_changed_since_is_said_and_kept_with_the_result(
     assert cli.main(["eval", str(run_dir), "--split", "test"]) == 0
     said = "data: not as it was trained with: data.path: 1 file of 9 bytes"
     assert said in capsys.readouterr().out
-    assert said in evaluations.read(run_dir)[-1]["notes"][0]
+    assert said in json_files.read_evaluations(run_dir)[-1]["notes"][0]
     line = ["eval", str(run_dir), "--split", "test"]
     assert cli.main([*line, "data.num_variants=4"]) == 0  # it names no other file
     assert said in capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_code_that_has_changed_since_is_said_and_kept_with_the_result(
         monkeypatch.setattr(provenance, "package_digests", lambda names, d=digest: {"mypkg": d})
         assert cli.main(line) == 0
         assert (said in capsys.readouterr().out) == (digest == "b")
-    same, other = evaluations.read(run_dir)
+    same, other = json_files.read_evaluations(run_dir)
     assert (same["notes"], other["notes"]) == ([], [said])
     assert cli.main(["show", str(run_dir)]) == 0
     assert said in capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_it_is_said_that_other_weights_stand_in_for_the_best(
     assert cli.main(["eval", str(run_dir), "--split", "test"]) == 0
     note = "weights: the last state, as the best one is damaged"
     assert note in capsys.readouterr().out
-    assert evaluations.read(run_dir)[-1]["notes"] == [note]
+    assert json_files.read_evaluations(run_dir)[-1]["notes"] == [note]
 
 
 def test_samples_that_the_runs_own_limit_leaves_out_are_said(
@@ -128,9 +128,9 @@ def test_samples_that_the_runs_own_limit_leaves_out_are_said(
 def test_two_processes_measure_what_one_does(runs: list[Path]) -> None:
     line = ["eval", str(runs[0]), "trainer.eval_batch_size=50"]
     assert cli.main(line) == 0
-    one = evaluations.read(runs[0])[-1]
+    one = json_files.read_evaluations(runs[0])[-1]
     assert cli.main([*line, "--processes", "2"]) == 0
-    two = evaluations.read(runs[0])[-1]
+    two = json_files.read_evaluations(runs[0])[-1]
     assert (one["num_processes"], two["num_processes"]) == (1, 2)
     for split, metrics in one["metrics"].items():
         assert two["metrics"][split] == about(metrics)
@@ -209,7 +209,7 @@ def test_a_run_that_fails_leaves_the_others(
     assert f"{runs[0].name} · test" in out
     assert f"{runs[1].name} · test" in out
     assert "the run has no checkpoint in" in err
-    assert evaluations.read(runs[1])[0]["metrics"]["test"]["loss"] > 0
+    assert json_files.read_evaluations(runs[1])[0]["metrics"]["test"]["loss"] > 0
     assert cli.main(["predict", *map(str, runs), "--output", "p.jsonl"]) == 2
     assert "one run" in capsys.readouterr().err
 
@@ -230,7 +230,7 @@ def test_a_read_only_run_is_measured_and_it_is_said(
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(evaluations, "add", refuse)
+    monkeypatch.setattr(json_files, "add_evaluation", refuse)
     assert cli.main(["eval", str(runs[1]), "--split", "test"]) == 0
     out, err = capsys.readouterr()
     assert "accuracy" in out

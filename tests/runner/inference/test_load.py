@@ -13,7 +13,7 @@ import runner
 from accel.machine.errors import CheckpointError
 from runner.inference.load import find_checkpoint, other_code, other_data
 from runner.runs import provenance, sessions
-from runner.runs.reproduction import recorded
+from runner.runs.environment import recorded
 from tests.runner.trained_runs import make_run
 
 

@@ -9,7 +9,7 @@ import pytest
 from accel.checkpoint import directory as checkpoints
 from accel.checkpoint.directory import Manifest
 from runner.reporting import describe_run
-from runner.runs import evaluations
+from runner.runs import json_files
 from runner.runs.record import CUT_OFF, RunRecord
 from tests.runner.reporting.printed import printed
 from tests.runner.written_runs import (
@@ -36,7 +36,9 @@ def test_a_run_is_described(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", {"optimizer.lr": 0.01}, best=0.25)
     write_checkpoint(path)
     (path / "checkpoints" / "checkpoint_1").mkdir()
-    evaluations.add(path, {"checkpoint": "checkpoint_0", "metrics": {"test": {"loss": 1.25}}})
+    json_files.add_evaluation(
+        path, {"checkpoint": "checkpoint_0", "metrics": {"test": {"loss": 1.25}}}
+    )
     found = describe_run.describe(RunRecord(path))
     complete, broken = found["checkpoints"]
     assert (complete["step"], complete["complete"], broken["complete"]) == (20, True, False)

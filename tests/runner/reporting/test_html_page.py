@@ -13,7 +13,7 @@ import pytest
 from accel.machine.errors import MissingPackageError
 from runner.reporting import html_page
 from runner.reporting.html_page import Report
-from runner.runs import discovery
+from runner.runs import record
 from runner.runs.record import RunRecord
 from tests.runner.written_runs import (
     change_summary,
@@ -25,7 +25,7 @@ from tests.runner.written_runs import (
 
 
 def read(folder: Path) -> Report:
-    return html_page.read(discovery.find_runs([folder]))
+    return html_page.read(record.find_runs([folder]))
 
 
 def rows(folder: Path, label: str) -> list[list[str]]:

@@ -1,9 +1,10 @@
-"""Metrics without doubles, and the summary (R8)."""
+"""R8, L1: metrics without doubles, the summary, and evaluations, of which nothing is lost."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,37 @@ def test_the_summary_is_written_in_one_piece(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found == {"best": "Infinity", "path": str(tmp_path), "steps": [1, 2]}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+# -- evaluations ---------------------------------------------------------------------------
+
+
+def measured(step: int = 1, **splits: float) -> dict[str, Any]:
+    metrics = {split: {"loss": value} for split, value in splits.items()}
+    return {"checkpoint": "checkpoint_0", "step": step, "overrides": [], "metrics": metrics}
+
+
+def test_splits_of_one_state_are_together_and_states_apart(tmp_path: Path) -> None:
+    json_files.add_evaluation(tmp_path, measured(test=1.0))
+    json_files.add_evaluation(tmp_path, measured(2, test=3.0))
+    json_files.add_evaluation(tmp_path, measured(test=0.5, validation=2.0))
+    assert [one["metrics"] for one in json_files.read_evaluations(tmp_path)] == [
+        {"test": {"loss": 3.0}},
+        {"test": {"loss": 0.5}, "validation": {"loss": 2.0}},
+    ]
+
+
+def test_a_damaged_file_is_begun_again(tmp_path: Path) -> None:
+    (tmp_path / json_files.EVALUATIONS).write_text('{"evalu')
+    assert json_files.read_evaluations(tmp_path) == []
+    json_files.add_evaluation(tmp_path, measured(test=1.0))
+    assert len(json_files.read_evaluations(tmp_path)) == 1
+
+
+def test_evaluations_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for found in [
+            pool.submit(json_files.add_evaluation, tmp_path, measured(n)) for n in range(24)
+        ]:
+            found.result()
+    assert sorted(one["step"] for one in json_files.read_evaluations(tmp_path)) == list(range(24))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.runs import environment, provenance, reproduction, sessions
+from runner.runs import environment, provenance, sessions
 from tests.runner.written_runs import write, write_run, write_session
 
 CLEAN = {"sha": "a" * 40, "branch": "main", "dirty": False, "diff_sha256": None}
@@ -165,16 +164,14 @@ def test_the_environment_tells_versions_machine_and_git(
     import torch
 
     monkeypatch.chdir(project)
-    environment.write_environment(tmp_path)
-    found = json.loads((tmp_path / "environment.json").read_text())
-    assert found["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert found["device"]["count"] >= 1
-    assert re.fullmatch("[0-9a-f]{40}", found["git"]["sha"])
-    assert not (tmp_path / "git.diff").exists()
+    found, patch = environment.describe(), tmp_path / "git.diff"
+    packages, device, git_ = (dict(found[key]) for key in ("packages", "device", "git"))  # type: ignore[call-overload]
+    assert packages["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert device["count"] >= 1
+    assert re.fullmatch("[0-9a-f]{40}", git_["sha"])
     (project / "model.py").write_text("width = 2\n")
-    environment.write_environment(tmp_path)
-    assert json.loads((tmp_path / "environment.json").read_text())["git"]["dirty"]
-    assert "+width = 2" in (tmp_path / "git.diff").read_text()
+    environment.describe(None, patch)
+    assert "+width = 2" in patch.read_text()
 
 
 def test_no_password_of_the_command_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +197,14 @@ def test_data_that_a_factory_is_given_is_compared_by_number_size_and_time(tmp_pa
     assert "is not there" in environment.data_differences(before, {"data": {}})[0]
 
 
-def test_versions_and_machine_are_compared() -> None:
+def test_versions_and_machine_are_compared(tmp_path: Path) -> None:
     then = {"packages": {"torch": "2.12"}, "python": "3.11", "cpu": "A"}
     now = {"packages": {"torch": "2.13", "numpy": "2"}, "python": "3.11", "cpu": "B"}
-    assert environment.version_differences(then, now) == [
+    assert environment.compare(tmp_path, then, now)["versions"] == [
         "torch was 2.12, and is 2.13",
         "numpy was not installed, and is 2",
+        "the CPU was A, and is B",
     ]
-    assert environment.machine_differences(then, now) == ["the CPU was A, and is B"]
 
 
 # -- sessions ------------------------------------------------------------------------------
@@ -219,8 +216,8 @@ def test_sessions_of_other_code_are_found(tmp_path: Path) -> None:
         found = json.loads((sessions.of_run(run_dir)[0] / "environment.json").read_text())
         git = {**CLEAN, "dirty": True, "diff_sha256": "d"} if is_dirty else CLEAN
         write(write_session(run_dir) / "environment.json", {**found, "git": git})
-    assert [path.name for path in sessions.earlier_environments(run_dir)] == ["0001", "0003"]
-    found = reproduction.compare(run_dir, {"git": CLEAN}, {"git": CLEAN})
+    assert [path.name for path in environment.earlier_environments(run_dir)] == ["0001", "0003"]
+    found = environment.compare(run_dir, {"git": CLEAN}, {"git": CLEAN})
     assert found["code"] == ["sessions 0001, 0003 had other code, versions or data"]
 
 
@@ -229,10 +226,10 @@ def test_sessions_of_other_code_are_found(tmp_path: Path) -> None:
 
 def test_what_differs_is_said_by_subject(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
-    assert not any(reproduction.compare(run, {"git": CLEAN}, {"git": CLEAN}).values())
+    assert not any(environment.compare(run, {"git": CLEAN}, {"git": CLEAN}).values())
     with (write_session(run) / "config.yaml").open("a") as file:
         file.write("# other\n")
-    found = reproduction.compare(run, {"git": CLEAN, "cwd": "/there"}, {"git": CLEAN, "cwd": "/"})
+    found = environment.compare(run, {"git": CLEAN, "cwd": "/there"}, {"git": CLEAN, "cwd": "/"})
     first, second = found["recipe"]
     assert first == "sessions 0001 had another recipe"
     assert "/there" in second
@@ -246,17 +243,4 @@ def test_without_a_record_nothing_is_claimed(content: str | None, tmp_path: Path
     if content is not None:
         file.write_text(content)
     told = "environment.json is missing or damaged: code, versions and data are not compared"
-    assert reproduction.compare(run, reproduction.recorded(run), {}) == {"code": [told]}
-    assert reproduction.changed_since(run, []) == [told]
-
-
-def test_changes_are_named_before_a_resume(tmp_path: Path) -> None:
-    then = {
-        "git": provenance.git_state("."),
-        "packages": {**environment.versions(), "torch": "2.0.0"},
-        "python": platform.python_version(),
-    }
-    run_dir = write_run(tmp_path / "run")
-    write(sessions.of_run(run_dir)[0] / "environment.json", then)
-    (said,) = reproduction.changed_since(run_dir, [])
-    assert said == f"torch was 2.0.0, and is {environment.versions()['torch']}"
+    assert environment.compare(run, environment.recorded(run), {}) == {"code": [told]}

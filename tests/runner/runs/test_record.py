@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from accel.machine.errors import ConfigError
 from runner.runs import lock, record
 from runner.runs.record import MISSING, RunRecord
 from tests.runner.written_runs import (
@@ -15,6 +16,7 @@ from tests.runner.written_runs import (
     write_failure,
     write_run,
     write_session,
+    write_sweep,
 )
 
 
@@ -128,3 +130,48 @@ def test_a_line_that_is_cut_off_is_not_the_last(tmp_path: Path) -> None:
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "spl')
     assert RunRecord(path).step == 20
+
+
+# -- runs below folders --------------------------------------------------------------------
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(run.path.relative_to(folder)) for run in record.find_runs([folder]))
+
+
+def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "digits" / "20260101-120000-aaaa")
+    write_run(tmp_path / "b")
+    (tmp_path / "digits" / "20260101-120001-bbbb" / "logs").mkdir(parents=True)  # just claimed
+    (tmp_path / ".hidden").mkdir()
+    write_run(tmp_path / ".hidden" / "c")
+    expected = ["b", "digits/20260101-120000-aaaa", "digits/20260101-120001-bbbb"]
+    assert names(tmp_path) == expected
+    assert len(record.find_runs([tmp_path, a, tmp_path / "digits"])) == 3
+    # What a run holds is no further run.
+    write_run(a / "checkpoints" / "inner")
+    assert names(tmp_path) == expected
+
+
+def test_a_sweep_means_its_jobs(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path)
+    (sweep / "other").mkdir()
+    (sweep / "0099").mkdir()  # claimed, and killed
+    runs = record.find_runs([sweep])
+    assert len(runs) == 13
+    assert runs[0].sweep == sweep.name
+    assert runs[-1].status == "broken"
+    (one,) = record.find_runs([sweep / "0003"])
+    assert one.sweep == sweep.name
+
+
+def test_folders_without_runs_are_refused_where_runs_are_required(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    assert record.find_runs([tmp_path / "empty"]) == []
+    with pytest.raises(ConfigError, match="no run lies there"):
+        record.require_runs([tmp_path / "empty"])
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        record.find_runs([tmp_path / "nowhere"])
+    with pytest.raises(ConfigError, match="it is a file"):
+        record.find_runs([tmp_path / "file"])

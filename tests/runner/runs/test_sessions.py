@@ -59,13 +59,6 @@ def test_a_session_ends_once_and_tells_how(tmp_path: Path) -> None:
     assert sessions.summary(tmp_path) == {}  # the run goes on
 
 
-def test_other_recipes_of_a_run_are_found(tmp_path: Path) -> None:
-    for recipe in (OLD, NEW, NEW, OLD):
-        session(tmp_path, recipe)
-    session(tmp_path, NEW, begun=False)
-    assert [path.name for path in sessions.earlier_recipes(tmp_path)] == ["0001", "0003"]
-
-
 @pytest.mark.parametrize("function", ["mkdir", "replace", "fsync"])
 def test_a_session_that_is_cut_off_leaves_the_old_or_the_new(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

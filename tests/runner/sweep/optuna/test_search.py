@@ -23,8 +23,7 @@ from accel.machine.errors import ConfigError
 from runner.recipe import hydra_setup, sweepers
 from runner.recipe.schema import Recipe
 from runner.runs import lock
-from runner.runs.directory import SWEEP
-from runner.runs.json_files import METRICS, SUMMARY
+from runner.runs.json_files import METRICS, SUMMARY, SWEEP
 from runner.sweep import sweep as sweeps
 from runner.sweep.optuna.search import Search
 from runner.sweep.optuna.settings import JOURNAL, Settings
