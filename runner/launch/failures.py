@@ -5,14 +5,13 @@ Free of torch.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -47,26 +46,6 @@ class Ended:
     cause: Outcome | None = None
 
 
-class LoaderWorkerError(AccelError, RuntimeError):
-    """A loader worker died; the message has its exit status."""
-
-
-@contextlib.contextmanager
-def loader_deaths_named() -> Iterator[None]:
-    """Raise a `LoaderWorkerError` where torch only reports that a loader worker exited."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        from accel.data.worker_signals import failed
-
-        ended = [f"{pid} {describe_exit(status)}" for pid, status in failed().items()]
-        if not ended:
-            raise
-        raise LoaderWorkerError(f"a loader worker died: process {', '.join(ended)}") from error
-
-
 def report(error: BaseException) -> int:
     """Print an error of the parent process on standard error, and return the exit code for it."""
     if isinstance(error, AccelError):
@@ -81,7 +60,7 @@ def exit_code(error: BaseException) -> int:
     return REFUSED if isinstance(error, (ConfigError, MissingPackageError)) else FAILED
 
 
-def outcome_of(error: BaseException, rank: int) -> Outcome:
+def outcome_of(error: BaseException, rank: int, run_dir: Path) -> Outcome:
     """Return the outcome of a process that ends with `error`.
 
     A refused configuration and a missing package have a remedy, which a traceback would hide.
@@ -90,11 +69,23 @@ def outcome_of(error: BaseException, rank: int) -> Outcome:
         return Outcome(rank, time.time(), REFUSED, str(error))
     if isinstance(error, DiskFullError):
         return Outcome(rank, time.time(), FAILED, str(error))
-    texts = user_frames.one_line(error), "".join(user_frames.formatted(error))
+    message, shown = user_frames.one_line(error), "".join(user_frames.formatted(error))
+    if died := _dead_loader_workers(error):
+        message, shown = f"a loader worker died: process {died}", ""
+        if rank > 0:  # else it is on the terminal
+            shown = "\n".join(rank_logs.crash(rank_logs.log_file(run_dir, rank)))
+    is_consequence = _is_communication_error(error)
     full = "".join(traceback.format_exception(error))
-    return Outcome(
-        rank, time.time(), FAILED, *texts, is_consequence=_is_communication_error(error), full=full
-    )
+    return Outcome(rank, time.time(), FAILED, message, shown, is_consequence, full)
+
+
+def _dead_loader_workers(error: BaseException) -> str:
+    """Return how loader workers died, of which torch only says that they exited; empty: none."""
+    if not (isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")):
+        return ""
+    from accel.data.worker_signals import failed
+
+    return ", ".join(f"{pid} {describe_exit(status)}" for pid, status in failed().items())
 
 
 def _is_communication_error(error: BaseException) -> bool:

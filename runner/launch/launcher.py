@@ -317,7 +317,7 @@ def run_here(folder: Path, rank: int = 0, stop: StopFlag | None = None) -> int:
             failures.print_interrupted(run_dir)
         return INTERRUPTED
     except BaseException as error:  # also SystemExit: the run is not complete
-        outcome = failures.outcome_of(error, rank)
+        outcome = failures.outcome_of(error, rank, run_dir)
         outcome.write(folder)
         if rank == 0:
             sessions.end(folder, outcome.code, cause=asdict(outcome))

@@ -246,10 +246,6 @@ def show(value: tuple[int, bytes]) -> None:
 # -- a run ---------------------------------------------------------------------------------
 
 
-class _Stopped(Exception):
-    """A stop signal came before any process was started."""
-
-
 class RayCluster:
     """All workers run in a Ray cluster; code in `cwd`, the user's directory, can be imported.
 
@@ -278,10 +274,8 @@ class RayCluster:
             # Here rather than at rank 0, it outlives the ranks, and its port is never chosen twice.
             address = ray.util.get_node_ip_address()
             hosted = store.hosted(address)
-            placing = _Placing(ray, self._distributed, self.num_processes, stops)
-            try:
-                actors, sites = placing.placed([str(folder), *filter(None, [order["cwd"]])])
-            except _Stopped:
+            actors = self._actors(ray, stops, [str(folder), *filter(None, [order["cwd"]])])
+            if stops.received:
                 return failures.stopped_while_waiting(run_dir_of(folder), stops.received[0])
 
             def lost(rank: int, why: str) -> int:
@@ -294,11 +288,11 @@ class RayCluster:
                 variables = {**environment(ray), **place.of_rank(rank, folder.name)}
                 given = {**order, "environment": variables}
                 module, on_lost = worker.__name__, partial(lost, rank)
-                return Actor(ray, actors[rank], module, given, on_lost=on_lost)
+                return Actor(ray, actors[rank][0], module, given, on_lost=on_lost)
 
             makers: dict[int, Maker] = {
                 rank: partial(start, rank, place)
-                for place in places_of(sites, address, hosted.port)
+                for place in places_of([site for _, site in actors], address, hosted.port)
                 for rank in place.ranks
             }
             failed = Group(stops).run(makers, partial(outcomes.is_left, folder))
@@ -307,88 +301,72 @@ class RayCluster:
     def finish(self, ended: Ended) -> None:
         """Do nothing: nobody waits."""
 
+    def _actors(
+        self, ray: ModuleType, stops: Stops, folders: Sequence[str]
+    ) -> list[tuple[ActorHandle, Site]]:
+        """Reserve a bundle for each process; return the actors there by rank, and where they are.
 
-class _Placing:
-    """Reserves room for the processes of a run; a stop signal ends the wait for it."""
-
-    def __init__(
-        self, ray: ModuleType, distributed: Distributed, num_processes: int, stops: Stops
-    ) -> None:
-        self._ray, self._distributed = ray, distributed
-        self._number, self._stops = num_processes, stops
-
-    def placed(self, folders: Sequence[str]) -> tuple[list[ActorHandle], list[Site]]:
-        """Return the actors by rank, those of one node after each other, and where they are."""
-        actors = self._actors()
-        found: list[Site] = self._wait([one.place.remote(folders) for one in actors], "its actors")
-        for site in found:
-            for folder in site["missing"]:
-                rule = f"the node {site['host']} ({site['address']}) has no such folder"
-                raise ConfigError.of(folder, rule, SHARE)
-        ranks = sorted(range(self._number), key=lambda index: found[index]["node"])
-        return [actors[index] for index in ranks], [found[index] for index in ranks]
-
-    def _actors(self) -> list[ActorHandle]:
-        """Reserve a bundle for each process, and start the actors there.
-
-        The placement group ends with the connection. To remove it would wait for a head that has
-        been killed, until Ray ends the command of a complete run with a failure.
+        Those of one node come after each other. A stop signal ends the wait. The placement group
+        ends with the connection. To remove it would wait for a head that has been killed, until Ray
+        ends the command of a complete run with a failure.
         """
-        ray, chosen, gpus = self._ray, self._distributed.ray, self._gpus()
-        bundle = {"CPU": chosen.cpus, "GPU": gpus, **chosen.resources}
+        chosen, number = self._distributed.ray, self.num_processes
+        bundle = {"CPU": chosen.cpus, "GPU": self._gpus(ray), **chosen.resources}
         bundle = {name: amount for name, amount in bundle.items() if amount}
-        placement = ray.util.placement_group([bundle] * self._number, strategy=chosen.placement)
+        placement = ray.util.placement_group([bundle] * number, strategy=chosen.placement)
         resources = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
-        what = f"{self._number} processes ({resources} each, {chosen.placement})"
-        self._wait([placement.ready()], f"room in the Ray cluster for {what}")
+        what = f"{number} processes ({resources} each, {chosen.placement})"
+        _wait(ray, stops, [placement.ready()], f"room in the Ray cluster for {what}")
         strategies = ray.util.scheduling_strategies
-        return [
+        actors = [
             host(
                 ray,
                 cpus=chosen.cpus,
-                gpus=gpus,
+                gpus=bundle.get("GPU", 0),
                 resources=chosen.resources,
                 runtime_env=chosen.runtime_env,
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
                     placement_group=placement, placement_group_bundle_index=index
                 ),
             )
-            for index in range(self._number)
+            for index in range(number)
         ]
+        found: list[Site] = _wait(ray, stops, [one.place.remote(folders) for one in actors])
+        for site in found:
+            for folder in site["missing"]:
+                rule = f"the node {site['host']} ({site['address']}) has no such folder"
+                raise ConfigError.of(folder, rule, SHARE)
+        return sorted(zip(actors, found, strict=False), key=lambda one: one[1]["node"])
 
-    def _gpus(self) -> int:
+    def _gpus(self, ray: ModuleType) -> int:
         """Return the GPUs of each process: one, where the cluster has any."""
-        kind = processes.device(self._distributed)
-        there = num_gpus(self._ray)
+        kind, there = processes.device(self._distributed), num_gpus(ray)
         if kind == "cpu" or (kind is None and there == 0):
             return 0
-        if there < self._number:
+        if there < self.num_processes:
             raise ConfigError.of(
-                f"distributed.num_processes={self._number}",
+                f"distributed.num_processes={self.num_processes}",
                 f"each process has a GPU of its own, and the Ray cluster has {there}",
                 "Give fewer processes, or distributed.device=cpu.",
             )
         return 1
 
-    def _wait(self, references: Sequence[ObjectRef], what: str) -> list[Any]:
-        """Return results; a signal ends the wait."""
-        note_at = time.monotonic() + NOTE_SECONDS
-        while True:
-            ready, rest = self._ray.wait(
-                list(references), num_returns=len(references), timeout=POLL_SECONDS
-            )
-            if self._stops.received:
-                raise _Stopped
-            if not rest:
-                break
-            if time.monotonic() >= note_at:
-                note_at = float("inf")
-                print(f"Waiting for {what}.", file=sys.stderr, flush=True)
-        try:
-            return list(self._ray.get(ready))
-        except self._ray.exceptions.RayError as error:
-            told = f"Ray could not start the processes: {reason(error)}"
-            raise StateError(told) from error
+
+def _wait(
+    ray: ModuleType, stops: Stops, references: Sequence[ObjectRef], what: str = "its actors"
+) -> list[Any]:
+    """Return results; none where a stop signal ends the wait."""
+    note_at = time.monotonic() + NOTE_SECONDS
+    rest = list(references)
+    while rest and not stops.received:
+        _, rest = ray.wait(list(references), num_returns=len(references), timeout=POLL_SECONDS)
+        if rest and time.monotonic() >= note_at:
+            note_at = float("inf")
+            print(f"Waiting for {what}.", file=sys.stderr, flush=True)
+    try:
+        return [] if stops.received else list(ray.get(list(references)))
+    except ray.exceptions.RayError as error:
+        raise StateError(f"Ray could not start the processes: {reason(error)}") from error
 
 
 def places_of(found: Sequence[Site], address: str, port: int) -> Iterator[Place]:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -161,15 +161,9 @@ def _attempt(order: Mapping[str, Any], folder: Path, rank: int, stop: StopFlag) 
     except BaseException as error:  # also SystemExit: the run is not complete
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends anyway
         # Written before anything is torn down: other ranks fail as soon as this one ends.
-        outcome = failures.outcome_of(error, rank)
-        if isinstance(error, failures.LoaderWorkerError) and rank > 0:  # else it is on the terminal
-            crash = rank_logs.crash(rank_logs.log_file(run_dir_of(folder), rank))
-            outcome = replace(outcome, traceback="\n".join(crash))
-        try:
-            outcome.write(folder)
-        finally:
-            if rank > 0:
-                print(outcome.traceback or outcome.message, file=sys.stderr)
+        outcome = failures.outcome_of(error, rank, run_dir_of(folder))
+        if not outcome.write(folder) or rank > 0:  # else the parent prints it
+            print(outcome.traceback or outcome.message, file=sys.stderr)
         return outcome.code
     # Without it the parent takes an exit with 0 for the end of a rank that was not complete.
     Outcome(rank, time.time(), code, stop.reason).write(folder)
@@ -204,7 +198,7 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
     with lock.shared(run_dir_of(folder)), numerics.exported():  # before a numeric library is loaded
         job, recipe = Job.load(folder)
         numerics.apply()
-        with run_log.log_levels_applied(job.log_levels), failures.loader_deaths_named():
+        with run_log.log_levels_applied(job.log_levels):
             if stop is not None:
                 return _train(job, recipe, stop)
             with StopFlag().installed() as own:

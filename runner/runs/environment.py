@@ -80,9 +80,6 @@ def _device() -> dict[str, object]:
     found: dict[str, object] = {"type": kind, "count": count}
     if kind == "cuda":
         found["cuda"] = torch.version.cuda
-        # Asking for names would make a context on the device in a process that may not need one.
-        if torch.cuda.is_initialized():
-            found["names"] = [torch.cuda.get_device_name(i) for i in range(count)]
     return found
 
 
@@ -221,7 +218,7 @@ def _changes(then: Fields, now: Fields, subjects: Mapping[str, str]) -> list[str
 
 def _plain(value: object) -> str:
     if isinstance(value, Mapping):
-        return " ".join(f"{name}={item}" for name, item in value.items() if name != "names")
+        return " ".join(f"{name}={item}" for name, item in value.items())
     return str(value)
 
 

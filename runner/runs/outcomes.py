@@ -9,10 +9,8 @@ Free of torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,29 +40,25 @@ class Outcome:
     is_consequence: bool = False
     full: str = ""
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> bool:
         """Write this to ``<folder>/rank_<rank>.json``; `folder` is that of the session.
 
-        Without it, nothing was started, and rank 0 has reported the reason. On a full disk, it goes
-        to the system's folder for temporary files.
+        Without it, nothing was started, and rank 0 has reported the reason.
+
+        Returns:
+            Whether it could be written: the disk may be full.
         """
-        if not folder.is_dir():
-            return
         try:
-            write_json(folder / f"rank_{self.rank}.json", asdict(self))
+            if folder.is_dir():
+                write_json(folder / f"rank_{self.rank}.json", asdict(self))
         except FileNotFoundError:
             if folder.is_dir():
                 raise
         except OSError as error:
             if error.errno not in paths.FULL:
                 raise
-            name = f"{_prefix(folder)}rank_{self.rank}.json"
-            write_json(Path(tempfile.gettempdir()) / name, asdict(self))
-
-
-def _prefix(folder: Path) -> str:
-    """Return how the names of a session's files begin outside of its folder."""
-    return f"runner-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}-"
+            return False
+        return True
 
 
 def describe_exit(status: int) -> str:
@@ -88,9 +82,7 @@ def log_folder(run_dir: Path) -> Path:
 
 def read_outcomes(folder: Path) -> list[Outcome]:
     """Return the outcomes of the processes of a session, earliest first."""
-    elsewhere = Path(tempfile.gettempdir()).glob(f"{_prefix(folder)}rank_*.json")
-    files = [*folder.glob("rank_*.json"), *elsewhere]
-    found = [Outcome(**json.loads(file.read_text())) for file in files]
+    found = [Outcome(**json.loads(file.read_text())) for file in folder.glob("rank_*.json")]
     return sorted(found, key=lambda outcome: outcome.time)
 
 

@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -36,8 +35,6 @@ MARK_NEW = (
 )
 EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # what a first commit is compared with
 GIT_SECONDS = 20.0
-# The folder of a run or a sweep, by the path of a file that only these have.
-_OF_RUN = re.compile(r"(.*?)(/sessions/\d+/job\.json|/sweep\.json)")
 MOST_DIFF_BYTES = 10_000_000
 MOST_SOURCES, MOST_SOURCE_BYTES = 2_000, 20_000_000
 MOST_NAMES = 3
@@ -52,9 +49,8 @@ def git_state(folder: str | os.PathLike[str], diff_to: Path | None = None) -> Js
             included; None: none is written. A patch above `MOST_DIFF_BYTES` is left out.
 
     Returns:
-        sha, branch, dirty (tracked files differ from the commit), untracked (names of Python files,
-        those of runs and sweeps left out), diff_sha256, diff_complete. Without a work tree:
-        `reason` alone.
+        sha, branch, dirty (tracked files differ from the commit), untracked (names of Python
+        files), diff_sha256, diff_complete. Without a work tree: `reason` alone.
     """
     try:
         root, status = (_git(os.fspath(folder), *one) for one in (TOP_LEVEL, STATUS))
@@ -92,8 +88,7 @@ def _parsed(entries: Sequence[str]) -> JsonObject:
 
     Source: https://git-scm.com/docs/git-status#_porcelain_format_version_2
     """
-    found: JsonObject = {"sha": None, "branch": None, "dirty": False}
-    untracked = []
+    found: JsonObject = {"sha": None, "branch": None, "dirty": False, "untracked": []}
     for entry in entries:
         kind, _, rest = entry.partition(" ")
         if entry.startswith("# branch.oid "):
@@ -103,19 +98,9 @@ def _parsed(entries: Sequence[str]) -> JsonObject:
             found["branch"] = entry.removeprefix("# branch.head ")
         elif kind in ("1", "2", "u"):
             found["dirty"] = True
-        elif kind == "?":
-            untracked.append(rest)
-    return found | {"untracked": _own_sources(untracked)}
-
-
-def _own_sources(names: Sequence[str]) -> list[str]:
-    """Return the untracked Python files that lie in no run and no sweep."""
-    folders = {match[1] for match in map(_OF_RUN.fullmatch, names) if match}
-    return [
-        name
-        for name in names
-        if name.endswith(".py") and not any(name.startswith(f"{folder}/") for folder in folders)
-    ]
+        elif kind == "?" and rest.endswith(".py"):
+            found["untracked"].append(rest)
+    return found
 
 
 def _patch(root: str, commit: str, untracked: Sequence[str]) -> bytes:

@@ -17,17 +17,11 @@ def test_outcomes_are_read_earliest_first(tmp_path: Path) -> None:
     assert [found.message for found in outcomes.read_outcomes(tmp_path)] == ["earlier", "later"]
 
 
-def test_how_a_process_ended_is_told_without_room_in_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere, folder = tmp_path / "tmp", tmp_path / "run"
-    elsewhere.mkdir()
-    folder.mkdir()
-    monkeypatch.setattr(outcomes.tempfile, "gettempdir", lambda: str(elsewhere))
+def test_a_full_disk_is_no_second_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints.os, "urandom", lambda size: bytes(range(size)))
-    (folder / ".rank_0.json.partial-00010203").symlink_to("/dev/full")
-    Outcome(0, 1.0, 1, "no room").write(folder)
-    assert [found.message for found in outcomes.read_outcomes(folder)] == ["no room"]
+    (tmp_path / ".rank_0.json.partial-00010203").symlink_to("/dev/full")
+    assert not Outcome(0, 1.0, 1, "no room").write(tmp_path)
+    assert outcomes.read_outcomes(tmp_path) == []
 
 
 def test_a_rank_that_ends_late_makes_no_directory(tmp_path: Path) -> None:

@@ -94,9 +94,7 @@ def test_the_patch_of_a_run_makes_its_code_again(project: Path, tmp_path: Path) 
     clone, patch = tmp_path / "clone", tmp_path / "git.diff"
     git(tmp_path, "clone", "-q", str(project), str(clone))
     written = {"secret.py": "token = 1\n", "notes.txt": "no code\n", "model.py": "width = 2\n"}
-    runs = ("runs/one/sessions/0001/job.json", "runs/one/code.py", "runs/sweep-1/sweep.json")
-    for name, text in {**written, **dict.fromkeys(runs, "")}.items():
-        (project / name).parent.mkdir(parents=True, exist_ok=True)
+    for name, text in written.items():
         (project / name).write_text(text)
     for name, content in FILES.items():
         (project / name).parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +107,7 @@ def test_the_patch_of_a_run_makes_its_code_again(project: Path, tmp_path: Path) 
     git(clone, "apply", str(patch))
     assert {name: (clone / name).read_bytes() for name in FILES} == FILES
     assert (clone / "model.py").read_text() == "width = 2\n"
-    assert not {"secret.py", "notes.txt", "runs"} & {path.name for path in clone.iterdir()}
+    assert not {"secret.py", "notes.txt"} & {path.name for path in clone.iterdir()}
     assert "14 untracked Python files" in provenance.described_git(found)
 
 
