@@ -115,7 +115,7 @@ def _start(run: RunRecord, examined: Examined, overrides: Sequence[str]) -> int:
     if nodes.is_member(examined.recipe.distributed):
         return start_run.join(examined.recipe)
     claimed: list[Path] = []
-    with numerics.read(run.path).threads_exported():
+    with numerics.read(run.path).exported():  # as many threads, unless the recipe says otherwise
         code = start_run.start(examined, on_claimed=claimed.append)
     verdict = ""
     if code == DONE and claimed and not any(map(_may_change_weights, overrides)):

@@ -100,7 +100,7 @@ def require_unused(path: Path) -> None:
     except OSError as error:
         rule = f"a run is written there, and that failed ({paths.failure(error)})"
         raise ConfigError.of(value, rule, "Name another folder.") from error
-    if sessions.begun(path) or sessions.is_queued(path):
+    if sessions.begun(path) or sessions.is_submitted(path):
         remedy = f"Resume it with resume={shlex.quote(str(path))}, or name another directory."
         raise UsedError.of(value, "the directory holds another run", remedy)
     if present:

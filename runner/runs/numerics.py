@@ -40,17 +40,12 @@ class Numerics:
 
     def exported(self) -> AbstractContextManager[None]:
         """Set the environment variables that numeric libraries read while they are loaded."""
-        variables = self._threads()
+        variables: dict[str, object] = {}
+        if self.num_threads is not None:
+            variables["OMP_NUM_THREADS"] = self.num_threads
         if self.deterministic:
             variables["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
         return env.patched(**variables)
-
-    def threads_exported(self) -> AbstractContextManager[None]:
-        """Let a new run have as many threads, unless its recipe says otherwise."""
-        return env.patched(**self._threads())
-
-    def _threads(self) -> dict[str, object]:
-        return {} if self.num_threads is None else {"OMP_NUM_THREADS": self.num_threads}
 
     def apply(self) -> None:
         """Set the same in torch, which may have been loaded before."""
@@ -95,22 +90,15 @@ def choose(recipe: Recipe, local_processes: int) -> int | None:
 
 
 def record_threads(folder: Path, recipe: Recipe, local_processes: int) -> None:
-    """Choose the number of threads and write it down for all processes of a session."""
-    number = threads(recipe, local_processes, sessions.run_dir_of(folder))
-    write_json(folder / FILE, asdict(Numerics(number, recipe.deterministic)))
+    """Choose the number of threads and write it down for all processes of a session.
 
-
-def threads(recipe: Recipe, local_processes: int, run_dir: Path | None = None) -> int | None:
-    """Return the intra-op threads of each process, as `choose` does.
-
-    A deterministic run that is resumed keeps the number it started with, on whatever machine. Its
-    directory is `run_dir`; None: that of the recipe's `resume`.
+    A deterministic run that is resumed keeps the number it started with, on whatever machine.
     """
-    if run_dir is None and recipe.resume is not None:
-        run_dir = Path(recipe.resume)
-    is_kept = recipe.deterministic and recipe.distributed.num_threads is None
-    kept = read(run_dir).num_threads if run_dir is not None and is_kept else None
-    return choose(recipe, local_processes) if kept is None else kept
+    kept = None
+    if recipe.deterministic and recipe.distributed.num_threads is None:
+        kept = read(sessions.run_dir_of(folder)).num_threads
+    number = choose(recipe, local_processes) if kept is None else kept
+    write_json(folder / FILE, asdict(Numerics(number, recipe.deterministic)))
 
 
 def read(run_dir: Path) -> Numerics:

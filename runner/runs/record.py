@@ -240,12 +240,7 @@ class RunRecord:
             return FINISHED if summary["complete"] is True else STOPPED
         if self.ended:
             return ENDED_WITH.get(self.ended["code"], CUT_OFF)
-        return SUBMITTED if self.is_submitted else CUT_OFF
-
-    @property
-    def is_submitted(self) -> bool:
-        """Whether its newest session is one that waits for Slurm, or waited in vain."""
-        return any((one / sessions.SUBMITTED).exists() for one in sessions.of_run(self.path)[-1:])
+        return SUBMITTED if sessions.is_submitted(self.path) else CUT_OFF
 
     @property
     def reason(self) -> str:

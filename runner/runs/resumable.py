@@ -96,7 +96,8 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
         if wanted_by is not None and isinstance(reached, int) and reached >= wanted_by:
             past = f" and passed: the run is at {at}, epoch {epoch}"
             return f"{limit} at {at}" if reached == wanted_by else limit + past
-    if summary.get("stopped") in ("callback", "pruned") and not is_changed(run_dir, wanted):
+    ended_by_itself = summary.get("stopped") in ("callback", "pruned")
+    if ended_by_itself and not _differences(run_dir, wanted, resumed_recipe.NO_CHANGE):
         return f"{summary.get('reason')} (step {step})"
     return None
 
@@ -154,18 +155,6 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
             value = f"trainer.{key}={limit} with resume={str(run_dir)!r}"
             problems.add(value, rule, remedy)
     problems.raise_if()
-
-
-def is_changed(run_dir: Path, wanted: Recipe, also: Sequence[tuple[str, ...]] = ()) -> bool:
-    """Return whether a recipe computes something else than that of a run.
-
-    The keys of `also` count, too, such as limits of a session.
-
-    Raises:
-        ConfigError: if the run has none that can be read.
-    """
-    but_for = [key for key in resumed_recipe.NO_CHANGE if key not in also]
-    return bool(_differences(run_dir, wanted, but_for))
 
 
 def _differences(

@@ -145,10 +145,9 @@ def summary(run_dir: Path) -> Fields:
     return {} if folder is None else read_json(folder / ENDED).get("summary") or {}
 
 
-def is_queued(run_dir: Path) -> bool:
-    """Return whether a run's newest session was handed to Slurm and has come to no end."""
-    newest = of_run(run_dir)[-1:]
-    return any((one / SUBMITTED).exists() and not (one / ENDED).exists() for one in newest)
+def is_submitted(run_dir: Path) -> bool:
+    """Return whether a run's newest session is one that waits for Slurm, or waited in vain."""
+    return any(_has(one, SUBMITTED) for one in of_run(run_dir)[-1:])
 
 
 def submitted_job(run_dir: Path) -> str | None:
