@@ -153,24 +153,6 @@ def small_model(wait: str = "", folder: str = ".") -> nn.Module:
     return nn.Linear(4, 1)
 
 
-@register.model("main_first")
-def main_first(folder: str) -> nn.Module:
-    """Return a language model of transformers; rank 0 loads it first, while the others wait.
-
-    Args:
-        folder: what `save_pretrained` has written.
-    """
-    import torch.distributed as dist
-    from transformers import AutoModelForCausalLM
-
-    if rank() > 0:
-        dist.barrier()
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    if rank() == 0:
-        dist.barrier()
-    return model
-
-
 @register.objective("small")
 class Small(Objective):
     """Squared errors; ranks wait, or end, in the third step or in the first evaluation.

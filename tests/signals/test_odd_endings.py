@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.machine.imports import is_available
-from tests.helpers import python, run_distributed
+from tests.helpers import python
 from tests.signals.cells import COMMAND, RECIPE, ROOT, wait_until
 from tests.signals.oracle import Command, kill, marked
 
@@ -102,36 +101,3 @@ def test_an_odd_ending_of_one_process_names_the_cause(ending: Ending, tmp_path: 
     part = ending.arguments.partition(".")[0]
     told = check(tmp_path, ending, "the run failed", f"{part}.on=0")
     assert "Traceback" not in told or OWN in told
-
-
-def save_model(folder: str) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=32,
-        n_embd=24,
-        n_layer=1,
-        n_head=2,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    GPT2LMHeadModel(config).save_pretrained(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (is_available("transformers") and is_available("deepspeed")),
-    reason="transformers or deepspeed is not installed",
-)
-def test_ranks_that_wait_for_each_other_in_start_up_end_with_the_users_frame(
-    tmp_path: Path,
-) -> None:
-    """Under ZeRO-3 every rank takes part in `from_pretrained`."""
-    run_distributed(save_model, 1, str(tmp_path / "saved"))
-    waits = ("distributed.init.timeout=20", "deepspeed=zero3", "model=main_first")
-    two = ("distributed=multi_cpu", "distributed.num_processes=2")
-    code, told, left = end(tmp_path, *two, *waits, f"model.folder={tmp_path / 'saved'}")
-    assert (code, left) == (1, []), told
-    assert " failed first: " in told
-    assert OWN in told

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,31 +82,6 @@ def test_a_damaged_file_is_told(run_dir: Path, name: str, damage: str) -> None:
         path.write_bytes(whole[:-7] if damage == "cut" else b"a: [1\n{" + whole)
     expected = "rows of the steps none" if (name, damage) == ("metrics.jsonl", "gone") else ""
     assert (expected or "not resumable: ") in told(saved(run_dir), TERM)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"code": 1}, "resumed: exit code 1"),
-        ({"made": ((3, 4), (3, 4))}, "resumed: made the steps ((3, 4), (3, 4)), not 4"),
-        ({"made": ((4,), ())}, "resumed: made the steps ((4,), ()), not 4 on every rank"),
-        ({"state": State((3, 4), (), (1, 2, 3, 3, 4))}, "resumed: rows of the steps 1, 2, 3, 3, 4"),
-        ({"state": State((3,), (), (1, 2, 3, 4))}, "resumed: the state of step 3 is saved"),
-    ],
-)
-def test_a_run_that_goes_on_elsewhere_is_told(run_dir: Path, change: dict, problem: str) -> None:
-    result = saved(run_dir)
-    assert result.resumed is not None
-    assert problem in told(result.with_(resumed=replace(result.resumed, **change)), TERM)
-
-
-@pytest.mark.parametrize("content", [bytes(63), b"x" * 64])
-def test_an_earlier_checkpoint_that_is_damaged_is_told(tmp_path: Path, content: bytes) -> None:
-    run_dir = write(tmp_path / "run", (2,), 2)
-    (run_dir / "checkpoints/checkpoint_0/model.safetensors").write_bytes(content)
-    problems = told(interrupted(run_dir), INT)
-    assert "passes for whole and is not: checkpoint_0" in problems
-    assert "the states of the steps [2] are no longer whole" in problems
 
 
 # -- processes -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from accel.machine.errors import ConfigError, MissingPackageError, Problem
+from runner.exit_codes import FAILED
 from runner.launch import failures, launcher, rank_logs, worker
 from runner.launch.failures import Ended
 from runner.launch.group import Failure
+from runner.recipe.processes import Adopted
 from runner.runs import outcomes
 from runner.runs.json_files import read_json
 from runner.runs.outcomes import Outcome
@@ -111,6 +114,31 @@ def test_a_hang_is_the_cause_of_what_its_ranks_have_ended_with(tmp_path: Path) -
     hang.write(tmp_path)
     failed = {rank: Failure(1, 2.0) for rank in (0, 1)}
     assert failures.conclude(failures.outcomes_of(tmp_path, failed)) == Ended(1, hang)
+
+
+def test_a_rank_that_has_failed_ends_with_its_code_whatever_signal_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+
+    def fail(*given: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)  # srun's: another rank has ended
+        return FAILED
+
+    def end(code: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        codes.append(code)
+
+    monkeypatch.setattr(launcher, "run_here", fail)
+    monkeypatch.setattr(worker, "end_process", end)
+    launcher.run_adopted(tmp_path, Adopted(1, 0, 2, 1))
+    assert codes == [FAILED]
+
+
+# -- where a job runs ----------------------------------------------------------------------
+
+
+# -- inside a process ----------------------------------------------------------------------
 
 
 # -- logs ------------------------------------------------------------------------------------------

@@ -109,12 +109,6 @@ def test_workers_know_their_place_and_rank_zero_has_the_terminal(
     assert path[-1] == str(tmp_path)
 
 
-def test_handlers_are_as_before(tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in range(1, 32)]
-    assert group(tmp_path, "report", 1) == 0
-    assert [signal.getsignal(number) for number in range(1, 32)] == before
-
-
 @pytest.mark.parametrize(
     ("job", "cause", "also", "never"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -199,16 +198,6 @@ def test_a_node_that_comes_back_early_waits_for_its_place(first: Joining, recipe
     assert back is not lost
 
 
-def test_strangers_do_not_disturb(
-    first: Joining, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(messages, "SEND_SECONDS", 1.0)
-    with socket.create_connection(("127.0.0.1", endpoint(recipe).port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        Follower(recipe)
-        assert len(waiting(first, 1)) == 1
-
-
 # -- another node ----------------------------------------------------------------------------------
 
 
@@ -236,14 +225,6 @@ def side(recipe: Recipe) -> Iterator[First]:
     yield found
     found.connection.close()
     found.follower.ended()
-
-
-def test_it_describes_its_command(side: First) -> None:
-    hello = side.message()
-    assert (hello["kind"], hello["num_processes"], hello["node_rank"]) == ("hello", 2, None)
-    assert hello["recipe"]["distributed"]["kind"] == "multi_node"
-    side.connection.send("finish", code=75, text="")
-    assert side.follower.ended() == 75
 
 
 def test_a_run_directory_that_it_does_not_see_is_told(

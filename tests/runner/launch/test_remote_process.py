@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from runner.launch.remote_process import ENDED, OUTPUT, STARTED, ProcessHost
-from tests.helpers import SECONDS, alive
+from tests.helpers import SECONDS
 
 PRINTS = "import sys; print(sys.argv[1]); print(sys.stdin.read(), file=sys.stderr); sys.exit(3)"
 WAITS = """
@@ -54,12 +54,3 @@ def test_a_signal_reaches_a_process_that_is_just_starting() -> None:
     host.send(signal.SIGTERM)  # held back until it can be handled
     assert until(host, ENDED)[-1] == (ENDED, 7)
     host.send(signal.SIGTERM)  # nobody is there any more
-
-
-def test_sigkill_ends_it() -> None:
-    host = ProcessHost()
-    host.start(WAITS, {})
-    (_, pid), *_ = until(host, OUTPUT)
-    host.send(signal.SIGKILL)
-    assert until(host, ENDED)[-1] == (ENDED, -signal.SIGKILL)
-    assert not alive(pid)

@@ -93,22 +93,6 @@ def test_a_run_that_failed_before_its_first_step_is_shown_and_its_folder_used_ag
     assert "failed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("code", "left"), [(1, "metrics.jsonl"), (2, "mine"), (75, "x")])
-def test_what_may_be_of_use_is_kept(
-    code: int, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(job: Job) -> int:
-        file = job.run_dir / left
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("something")
-        return code
-
-    launched(monkeypatch, end)
-    assert cli.main(list(LITTLE)) == code
-    (run_dir,) = run_dirs(tmp_path)
-    assert (run_dir / left).exists()
-
-
 # -- resumed runs --------------------------------------------------------------------------
 
 
@@ -308,15 +292,6 @@ def test_a_chosen_directory_that_holds_anything_is_refused(
     assert "another run" not in told_here
     assert cli.main([*LITTLE, "run_dir=used", *more, "--dry-run"]) == 2
     assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize("key", ["run_dir", "resume", "output_dir"])
-def test_an_empty_name_of_a_directory_is_refused(
-    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*LITTLE, f"{key}="]) == 2
-    assert f"{key}='': it names a directory, and is empty" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_chosen_directory_goes_if_nothing_was_started_and_its_parent_stays(

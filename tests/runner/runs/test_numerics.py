@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from accel.machine import env
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs import numerics
 from runner.runs.job import Job
-from runner.runs.numerics import Numerics
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +18,6 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(numerics, "cores", lambda: 4)
     with env.patched(OMP_NUM_THREADS=None):
         yield
-
-
-@pytest.fixture
-def torch_settings() -> Iterator[None]:
-    number = torch.get_num_threads()
-    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    yield
-    torch.set_num_threads(number)
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
 def recipe(num_threads: int | None = None, deterministic: bool = False) -> Recipe:
@@ -71,22 +59,3 @@ def test_a_deterministic_run_keeps_its_number(
     numerics.record_threads(third, recipe(), 2)
     found = [numerics.read(one).num_threads for one in (first, second, third)]
     assert found == [found[0], found[0], 8]
-
-
-@pytest.mark.usefixtures("torch_settings")
-def test_apply() -> None:
-    Numerics(1, deterministic=True).apply()
-    assert torch.get_num_threads() == 1
-    assert torch.are_deterministic_algorithms_enabled()
-    assert torch.backends.cudnn.deterministic
-    assert not torch.backends.cudnn.benchmark
-
-
-def test_what_libraries_read_is_set_for_a_while() -> None:
-    with env.patched(OMP_NUM_THREADS=None, CUBLAS_WORKSPACE_CONFIG=None):
-        with Numerics().exported():
-            assert env.read("OMP_NUM_THREADS") is None
-        with Numerics(3, deterministic=True).exported():
-            assert env.read("OMP_NUM_THREADS") == "3"
-            assert env.read("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
-        assert env.read("OMP_NUM_THREADS") is None

@@ -59,16 +59,6 @@ def test_the_status_is_that_of_the_newest_session(
     assert RunRecord(path).status == status
 
 
-def test_a_run_that_was_resumed_after_its_summary_is_interrupted(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a", stopped="signal", complete=False, metrics=7)
-    write_session(path)
-    run = RunRecord(path)
-    assert run.status == "interrupted"
-    assert run.step == 70  # of metrics.jsonl, not of the summary
-    assert run.objective is not None
-    assert run.objective.metric == "loss"
-
-
 def test_a_locked_run_is_running(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", summary=False, metrics=3)
     with lock.held(path):
@@ -77,11 +67,6 @@ def test_a_locked_run_is_running(tmp_path: Path) -> None:
         assert str(os.getpid()) in run.reason
         assert (run.step, run.seconds) == (30, 3.0)
     assert RunRecord(path).status == "interrupted"
-
-
-def test_a_pruned_job_is_pruned(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a", stopped="pruned")
-    assert RunRecord(path, "sweep-x").status == "pruned"
 
 
 def test_a_run_says_how_it_ended(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from accel.config.training import ProjectConfiguration
 from accel.machine.errors import ConfigError
 from runner.recipe.schema import Checkpoint, DataLoader, Distributed, Recipe, Trainer
 from runner.runs import directory, lock, resumable, sessions
-from runner.runs.job import Job
 from tests.runner.runs.test_directory import add_checkpoint, new_run
 
 FIRST, SECOND, THIRD = (f"20260101-00000{second}-0000" for second in (1, 2, 3))
@@ -81,36 +80,6 @@ def test_limits_make_no_other_run_of_it(tmp_path: Path) -> None:
     assert auto(tmp_path, trainer=Trainer(global_batch_size=8)) is None
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"trainer": Trainer(hang_timeout=60, log_every=3, stop_on_nan=False, detect_anomaly=True)},
-        {"checkpoint": Checkpoint(every_steps=3, every_epochs=None, at_end=False)},
-    ],
-    ids=["watched", "saved"],
-)
-def test_how_a_run_is_watched_and_saved_makes_no_other_run_of_it(
-    tmp_path: Path, other: dict[str, Any]
-) -> None:
-    run_dir = new_run(tmp_path, stamp=FIRST)
-    add_checkpoint(run_dir / "checkpoints", 7)
-    assert auto(tmp_path, **other) == run_dir
-    assert auto(tmp_path, trainer=Trainer(eval_every=3)) is None
-
-
-def test_auto_skips_a_run_of_a_strategy_that_is_not_installed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours, theirs = (new_run(tmp_path, stamp=stamp) for stamp in (FIRST, SECOND))
-    for run_dir in (ours, theirs):
-        add_checkpoint(run_dir / "checkpoints", 7)
-    with (sessions.of_run(theirs)[0] / "config.yaml").open("a") as file:
-        file.write("other:\n  size: 2\n")
-    with caplog.at_level(logging.WARNING):
-        assert auto(tmp_path) == ours
-    assert "its recipe is another (other is " in caplog.text
-
-
 def test_auto_does_not_train_what_another_command_trains(tmp_path: Path) -> None:
     run_dir = new_run(tmp_path, stamp=FIRST)
     with lock.held(run_dir), pytest.raises(ConfigError, match="another command trains in"):
@@ -155,16 +124,6 @@ def test_what_changes_nothing_any_more_is_refused(tmp_path: Path) -> None:
     resumable.require_effect(run_dir, wanted, "done")  # limits have been looked at
     with pytest.raises(ConfigError, match=r"seed=7 with resume=.*changes nothing any more"):
         resumable.require_effect(run_dir, replace(wanted, seed=7), "done")
-
-
-def test_a_finished_run_that_is_resumed_is_none_from_its_first_step_on(tmp_path: Path) -> None:
-    early = {"stopped": "callback", "reason": "no better for 3 epochs"}
-    run_dir = finished(new_run(tmp_path, trainer=Trainer(epochs=9)), **early)
-    same = Recipe(name="digits", trainer=Trainer(epochs=9))
-    more = Job(run_dir).save(same).place
-    assert resumable.is_finished(run_dir, same) is not None
-    sessions.begin(more)
-    assert resumable.is_finished(run_dir, same) is None
 
 
 @pytest.mark.parametrize(
