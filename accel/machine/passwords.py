@@ -1,8 +1,4 @@
-"""Passwords in URLs are needed to connect, and not shown.
-
-What goes on with a search has to connect, too: the sweep's own `sweep.json` (as an override) and
-`optuna.json` hold them.
-"""
+"""Passwords in URLs are needed to connect, and neither shown nor written."""
 
 from __future__ import annotations
 

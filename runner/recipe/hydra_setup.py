@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from accel.machine.errors import ConfigError, Problem, Problems
-from runner.recipe import launchers, paths, sweepers
+from runner.recipe import paths, plugins
 from runner.recipe.keys import FACTORY_NODES
 from runner.recipe.schema import PLUGINS
 from runner.recipe.serialization import to_plain, typed
@@ -45,7 +45,7 @@ VERBOSE = "hydra.verbose"
 
 
 def prepare() -> None:
-    """Make the schema, and the keys of launchers and sweepers, known to Hydra."""
+    """Make the schema, and the nodes of the launcher and the sweepers, known to Hydra."""
     store = ConfigStore.instance()
     others = {name: p for name, p in PLUGINS.items() if not (paths.conf_folder() / name).is_dir()}
     for name, plugin in others.items():  # of another package: its defaults are one choice
@@ -53,8 +53,7 @@ def prepare() -> None:
     places = [TYPES, *({name: None} for name in others), "_self_"]
     store.store(name=TYPES, node=typed(), provider="runner")
     store.store(name=SCHEMA, node={"defaults": places}, provider="runner")
-    launchers.store()
-    sweepers.store()  # after the plugins, one of which may have such a name
+    plugins.store()
 
 
 @contextlib.contextmanager
@@ -362,7 +361,7 @@ def _forbidden_settings(hydra: DictConfig) -> Iterator[Problem]:
     sweeper, mode = node.get("sweeper") or {}, str(node.get("mode") or "RUN").rpartition(".")[2]
     harmless = ("version", "disable_existing_loggers")
     found = {
-        "hydra.sweeper.params": None if sweepers.is_own(sweeper) else sweeper.get("params"),
+        "hydra.sweeper.params": None if plugins.is_own(sweeper) else sweeper.get("params"),
         "hydra.callbacks": node.get("callbacks"),
         "hydra.job.env_set": node["job"].get("env_set"),
         "hydra.job.env_copy": node["job"].get("env_copy"),

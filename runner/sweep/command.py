@@ -19,7 +19,7 @@ from accel.machine import passwords
 from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.launch import failures
-from runner.recipe import hydra_setup, launchers, serialization, sweepers
+from runner.recipe import hydra_setup, plugins, serialization
 from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
 from runner.sweep import plan, table, task
@@ -186,7 +186,7 @@ def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> d
 
     name, recipe = request.config_name, examined[0].recipe
     study = f"{recipe.name}-{plan.digest_of(name, request.given)}"
-    return of_search.recorded(request.overrides, name, recipe, study)
+    return of_search.recorded(plan.settings("sweeper", request.overrides, name), recipe, study)
 
 
 def _of_sweep(sweep: Sweep, numbers: Sequence[int]) -> list[Examined]:
@@ -286,7 +286,7 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     where = [f"hydra.sweep.dir='{sweep.path}'", "hydra.sweep.subdir=."]
     if launcher == plan.SLURM:
         name = str(sweep.description.recipe["name"])
-        target = f"hydra.launcher._target_={launchers.MODULE}.SlurmLauncher"
+        target = f"hydra.launcher._target_={plugins.MODULE}.SlurmLauncher"
         where += [target, f"hydra.job.name='{name}'"]
     return [*line, *own, *chosen, *where]
 
@@ -294,10 +294,10 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
 def _store_own() -> None:
     """Make the launcher of this machine and the sweeper of known jobs known to Hydra."""
     store = ConfigStore.instance()
-    here = {"_target_": f"{launchers.MODULE}.LocalLauncher"}
-    store.store(group=launchers.GROUP, name=plan.LOCAL, node=here, provider="runner")
-    known = {"_target_": f"{sweepers.MODULE}.KnownJobs", "max_batch_size": None, "params": None}
-    store.store(group=sweepers.GROUP, name=plan.KNOWN, node=known, provider="runner")
+    here = {"_target_": f"{plugins.MODULE}.LocalLauncher"}
+    store.store(group=plugins.LAUNCHERS, name=plan.LOCAL, node=here, provider="runner")
+    known = {"_target_": f"{plugins.MODULE}.KnownJobs", "max_batch_size": None, "params": None}
+    store.store(group=plugins.SWEEPERS, name=plan.KNOWN, node=known, provider="runner")
 
 
 def _names_plugin(override: str) -> bool:

@@ -11,26 +11,20 @@ The keys ``sweep.*`` of a command line say how a sweep is run, and are no part o
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
 from accel.machine.errors import ConfigError, Problem, Problems, nearest
-from accel.machine.imports import is_available
-from runner.recipe import (
-    composition,
-    diagnose,
-    hydra_setup,
-    launchers,
-    plugin_nodes,
-    sweepers,
-)
-from runner.recipe.plugin_nodes import KINDS
+from accel.machine.imports import require
+from runner.recipe import composition, diagnose, hydra_setup, nodes, plugins
 from runner.runs import json_files
 
 if TYPE_CHECKING:
@@ -148,7 +142,7 @@ def is_scheduling(override: str) -> bool:
     key = hydra_setup.key_of(override).replace("/", ".")
     if is_setting(override):
         return key != "sweep.list"
-    return key in sweepers.SCHEDULING or f"{key}.".startswith("hydra.launcher.")
+    return key in plugins.SCHEDULING or f"{key}.".startswith(f"{plugins.LAUNCHER}.")
 
 
 def digest_of(config_name: str, overrides: Sequence[str]) -> str:
@@ -163,10 +157,11 @@ def alone(overrides: Sequence[str], config_name: str) -> str:
     return shlex.join(["python", "-m", "runner", *flags, *overrides])
 
 
-# -- launcher, sweeper and jobs -------------------------------------------------------------
+# -- launcher and sweeper ------------------------------------------------------------------
 
 BASIC, LOCAL, KNOWN = "basic", "local", "known"  # basic stands for our own, on this machine
 SLURM = "submitit_slurm"
+KINDS = ("launcher", "sweeper")
 HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
 
@@ -186,7 +181,7 @@ class Choice:
     @property
     def is_search(self) -> bool:
         """Whether the sweeper is one of the runner's own that search with Optuna."""
-        return self.sweeper in sweepers.OWN
+        return self.sweeper in plugins.OWN
 
     @property
     def is_local(self) -> bool:
@@ -196,7 +191,81 @@ class Choice:
     @property
     def is_watched(self) -> bool:
         """Whether this command itself starts the jobs and sees their ends, wherever they run."""
-        return self.is_local or self.launcher == launchers.RAY
+        return self.is_local or self.launcher == nodes.RAY
+
+
+def _hydra(overrides: Sequence[str], config_name: str) -> DictConfig:
+    """Return Hydra's own node, as files of groups and Hydra's own overrides set it.
+
+    Files that cannot be composed are left out: they are reported when the jobs are composed.
+
+    Raises:
+        Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
+    """
+    groups = set(hydra_setup.groups())
+    of_hydra = [one for one in overrides if is_of_hydra(one)]
+    chosen = [one for one in hydra_setup.not_swept(overrides) if hydra_setup.key_of(one) in groups]
+    with contextlib.suppress(*diagnose.MISTAKES):
+        return hydra_setup.composed_with_hydra([*chosen, *of_hydra], config_name).hydra
+    return hydra_setup.composed_with_hydra(of_hydra, config_name).hydra
+
+
+def is_of_hydra(override: str) -> bool:
+    """Return whether an override is of Hydra's own configuration."""
+    return hydra_setup.key_of(override).startswith(("hydra.", "hydra/"))
+
+
+def choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
+    """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
+
+    Raises:
+        ConfigError: if one of their keys is wrong.
+    """
+    try:
+        chosen = _hydra(overrides, config_name).runtime.choices
+    except diagnose.MISTAKES as error:
+        wrong = list(_wrong_keys(overrides))
+        raise ConfigError(*(wrong or diagnose.translate(error, config_name))) from error
+    return {kind: chosen.get(f"hydra/{kind}") or BASIC for kind in KINDS}
+
+
+def _wrong_keys(overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problem of each key of a launcher or a sweeper that is unknown or mistyped."""
+    files = [one for one in overrides if hydra_setup.key_of(one).startswith("hydra/")]
+    node = hydra_setup.composed_with_hydra(files, hydra_setup.PRIMARY)
+    OmegaConf.set_readonly(node.hydra, False)
+    for one in overrides:
+        head, kind, name = [*hydra_setup.key_of(one).split("."), "", ""][:3]
+        if head != "hydra" or kind not in KINDS:
+            continue
+        known = [key for key in map(str, node.hydra[kind]) if not key.startswith("_")]
+        if name not in known:
+            yield Problem(one, f"the {kind} has no such key", nearest(name, known))
+            continue
+        (parsed,) = hydra_setup.parse([one])
+        problem = diagnose.set_value(node, parsed.key_or_group, parsed.value(), one)
+        yield from [] if problem is None else [problem]
+
+
+def nodes_of(overrides: Sequence[str], config_name: str) -> dict[str, Any]:
+    """Return the launcher and the sweeper of a command line.
+
+    By key: `hydra/launcher` and `hydra/sweeper` are names, `hydra.launcher` and `hydra.sweeper`
+    plain containers with their interpolations.
+
+    Raises:
+        Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
+    """
+    node = _hydra(overrides, config_name)
+    chosen = {f"hydra/{kind}": node.runtime.choices[f"hydra/{kind}"] for kind in KINDS}
+    plain = {f"hydra.{kind}": OmegaConf.to_container(node[kind], resolve=False) for kind in KINDS}
+    return {**chosen, **plain}
+
+
+def settings(kind: str, overrides: Sequence[str], config_name: str) -> dict[str, Any]:
+    """Return `hydra.<kind>` (launcher, sweeper) as `nodes_of` does."""
+    found: dict[str, Any] = nodes_of(overrides, config_name)[f"hydra.{kind}"]
+    return found
 
 
 def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choice:
@@ -210,14 +279,14 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     ConfigError.raise_if(diagnose.unreadable(overrides))
     fixed, rule = hydra_setup.not_swept(overrides), "a sweep has one configuration of Hydra's own"
     swept = [one for one in overrides if one not in fixed]
-    of_hydra = [one for one in swept if hydra_setup.key_of(one).startswith(("hydra.", "hydra/"))]
+    of_hydra = [one for one in swept if is_of_hydra(one)]
     ConfigError.raise_if([Problem(one, rule, "Give one value.") for one in of_hydra])
     ConfigError.raise_if(_not_installed(overrides))
-    names = plugin_nodes.choices(overrides, config_name)
+    names = choices(overrides, config_name)
     found = Choice(names["launcher"], names["sweeper"], config_name)
-    if found.launcher == launchers.RAY:
-        launchers.require()
-        problems += launchers.problems_of(_launcher_settings(overrides, config_name))
+    if found.launcher == nodes.RAY:
+        require("ray", f"{plugins.LAUNCHERS}={nodes.RAY}", extra="ray")
+        plugins.RayConf(**settings("launcher", overrides, config_name))  # checks the values
     if chosen.jobs != 1 and not found.is_local:
         problems.add(
             f"sweep.jobs={chosen.jobs} with hydra/launcher={found.launcher}",
@@ -234,24 +303,15 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     return found
 
 
-def _launcher_settings(overrides: Sequence[str], config_name: str) -> dict[str, object]:
-    """Return `hydra.launcher`; what cannot be composed is reported elsewhere."""
-    try:
-        return plugin_nodes.settings("launcher", overrides, config_name)
-    except diagnose.MISTAKES:
-        return dict(launchers.DEFAULTS)
-
-
 def require_place(choice: Choice, overrides: Sequence[str]) -> None:
     """Raise a ConfigError if the jobs of a sweep are for a cluster that is not there."""
-    if choice.launcher != launchers.RAY:
+    if choice.launcher != nodes.RAY:
         return
     from runner.launch import ray
 
     with hydra_setup.session():
-        address = _launcher_settings(overrides, choice.config_name)["address"]
-    given = None if address is None else str(address)
-    ray.require_cluster(given, f"{launchers.NODE}.address")
+        address = settings("launcher", overrides, choice.config_name)["address"]
+    ray.require_cluster(address, f"{plugins.LAUNCHER}.address")
 
 
 def require_cluster(choice: Choice) -> None:
@@ -278,6 +338,9 @@ def _no_resume(value: str) -> Problem:
     return Problem(value, rule, "Leave it out. Resume each run by itself.")
 
 
+# -- jobs ----------------------------------------------------------------------------------
+
+
 def lists(overrides: Sequence[str], choice: Choice, chosen: Settings) -> list[list[str]]:
     """Return the overrides of each job that is known, inside a Hydra session.
 
@@ -288,13 +351,11 @@ def lists(overrides: Sequence[str], choice: Choice, chosen: Settings) -> list[li
         ConfigError: if a value is a range without steps or values, or would switch a group off.
     """
     if choice.is_search:
-        if not is_available("optuna"):
-            rule = "it needs the package 'optuna', which is not installed"
-            remedy = "Install it with `pip install 'accel-runner[optuna]'`."
-            raise ConfigError.of(f"hydra/sweeper={choice.sweeper}", rule, remedy)
+        require("optuna", f"{plugins.SWEEPERS}={choice.sweeper}", extra="optuna")
         from runner.sweep.optuna import settings as of_search
 
-        return of_search.probes(overrides, choice.config_name, choice.sweeper)
+        node = settings("sweeper", overrides, choice.config_name)
+        return of_search.probes(node, overrides, choice.sweeper)
     overrides = [override for override in overrides if not is_scheduling(override)]
     if not choice.known:
         return hydra_setup.probes(overrides)
@@ -335,9 +396,9 @@ def require_one_plan(
         return
     fixed, problems = hydra_setup.not_swept(overrides), Problems()
     try:
-        usual = plugin_nodes.nodes(fixed, config_name)
+        usual = nodes_of(fixed, config_name)
         for one in swept:
-            there = plugin_nodes.nodes(diagnose.unique([*fixed, one]), config_name)
+            there = nodes_of(diagnose.unique([*fixed, one]), config_name)
             own = {key: value for key, value in there.items() if value != usual[key]}
             if own:
                 rule = f"it sets {next(iter(own))}, and a sweep has one for all of its jobs"

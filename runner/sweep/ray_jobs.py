@@ -18,13 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from accel.machine.errors import Problem
 from runner.exit_codes import REFUSED
 from runner.launch import ray as cluster
 from runner.launch.ray import Actor
-from runner.recipe import launchers, nodes, processes
+from runner.recipe import nodes, plugins, processes
 from runner.recipe.schema import Recipe
 from runner.sweep import fork_server
 from runner.sweep.devices import THREADS, Share
@@ -55,7 +53,7 @@ class Jobs:
 
     Args:
         ray: the module, connected to a cluster.
-        settings: `hydra.launcher`, as `launchers.DEFAULTS` has it.
+        settings: `hydra.launcher`, as `plugins.RayConf` has it.
     """
 
     jobs = 0  # at once: as Ray has room
@@ -134,21 +132,16 @@ def _lost(number: int, reason: str) -> int:
 
 
 def launch(
-    task: Task, settings: Mapping[str, object], job_overrides: Sequence[Sequence[str]], first: int
+    task: Task, settings: Mapping[str, Any], job_overrides: Sequence[Sequence[str]], first: int
 ) -> Sequence[JobReturn]:
     """Run jobs to their ends in a cluster; their objectives are the results.
 
     Args:
         task: of the sweep.
-        settings: `hydra.launcher`, as `launchers.DEFAULTS` has it.
+        settings: `hydra.launcher`, as `plugins.RayConf` has it.
         job_overrides: of each job.
         first: as Hydra counts the first of them.
     """
-    plain: dict[str, Any] = {name: _plain(value) for name, value in settings.items()}
-    with cluster.connected(plain["address"], f"{launchers.NODE}.address") as ray:
-        jobs = Jobs(ray, plain)
+    with cluster.connected(settings["address"], f"{plugins.LAUNCHER}.address") as ray:
+        jobs = Jobs(ray, settings)
         return task.run_with(jobs, jobs, job_overrides, first)
-
-
-def _plain(value: object) -> object:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -21,7 +21,7 @@ from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError, Problem
-from runner.recipe import hydra_setup, paths, resumed_recipe, serialization, sweepers
+from runner.recipe import hydra_setup, paths, plugins, resumed_recipe, serialization
 from runner.recipe.schema import Recipe
 from runner.runs import directory as run_directory
 from runner.runs import lock, sessions
@@ -260,7 +260,7 @@ def require_unchanged(there: Sweep, here: Description) -> None:
     if not old.jobs:
         found = list(resumed_recipe.differences(old.recipe, new.recipe))
         found += [
-            (f"{sweepers.NODE}.{key}", before, after)
+            (f"{plugins.SWEEPER}.{key}", before, after)
             for key, before, after in resumed_recipe.differences(old.search, new.search)
         ]
         changed = {_named(*one): [] for one in found}

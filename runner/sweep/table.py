@@ -20,12 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
-from accel.machine.errors import ConfigError
+from accel.machine.errors import ConfigError, nearest
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
-from runner.recipe import hydra_setup, paths
+from runner.recipe import hydra_setup, paths, plugins
+from runner.recipe.plugins import BEST
 from runner.runs import json_files
+from runner.runs.json_files import PLACE, JsonObject
 from runner.runs.record import PRUNED, RunRecord
-from runner.sweep.objectives import BEST, values_of
 from runner.sweep.plan import alone, is_setting
 from runner.sweep.sweep import Sweep
 from runner.training.console import PipedConsole, clock, number
@@ -108,6 +109,46 @@ class Row:
         if found is None or self.status == PRUNED:
             return bool(self.metrics) and self.status != PRUNED
         return not all(map(math.isfinite, found if isinstance(found, list) else [found]))
+
+
+# -- objectives of a search ----------------------------------------------------------------
+
+
+def values_of(run: RunRecord, metrics: Sequence[str]) -> list[float]:
+    """Return the objectives of a run that is done, as `hydra.sweeper.metrics` names them.
+
+    One of a split is the last measured value: not every evaluation need have it.
+
+    Raises:
+        ConfigError: if the run measures no such metric.
+    """
+    return [_value_of(run, metric) for metric in metrics]
+
+
+def _value_of(run: RunRecord, metric: str) -> float:
+    if metric in plugins.NUMBERS:
+        value = run.summary.get(metric)
+        return math.nan if value is None else float(value)
+    if metric == BEST and run.objective is not None:
+        return run.objective.value
+    measured = _measured(run)
+    if metric not in measured:
+        rule = f"the run measures {', '.join(measured) or 'nothing'}"
+        raise ConfigError.of(f"{plugins.SWEEPER}.metrics={metric}", rule, nearest(metric, measured))
+    return float(measured[metric])
+
+
+def _measured(run: RunRecord) -> JsonObject:
+    """Return by "<split>/<metric>" the last measured value, from metrics.jsonl."""
+    found: JsonObject = {}
+    for record in run.records():
+        for key, value in record.items():
+            if key not in PLACE and value is not None and record.get("split") in plugins.SPLITS:
+                found[f"{record['split']}/{key}"] = value
+    return found
+
+
+# -- results -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial
 from sqlalchemy.exc import SQLAlchemyError
 
-from accel.machine.errors import ConfigError, Problem, nearest
+from accel.machine.errors import ConfigError, nearest
 
 SAMPLER, PRUNER = "sampler", "pruner"
+JOB = "job"  # a trial's user attribute: the number of its job
 FAILURES = (SQLAlchemyError, StorageInternalError)  # of a database
-# Without arguments that YAML could give, or in no need of a search.
-_GRIDS = {"grid", "bruteforce"}
-_LEFT_OUT = {"base", "basega", "partialfixed", "nop", *_GRIDS}
-# A name and its usual abbreviations, without separators.
-_ALIASES = {"asha": "successivehalving", "cma": "cmaes", "sobol": "qmc", "nsga2": "nsgaii"}
-# They optimize one objective.
-SINGLE_OBJECTIVE = ("cmaes",)
+# Base classes, wrappers, and grids: a sweep over lists needs no search.
+LEFT_OUT = ("base", "basega", "partialfixed", "grid", "bruteforce")
 WRAPPED = "wrapped_pruner"
 
 
@@ -55,14 +53,11 @@ class Lock(JournalFileSymlinkLock):
 
 def _remove_cut_line(path: Path) -> None:
     with path.open("rb+") as journal:
-        size = journal.seek(0, os.SEEK_END)
-        if size == 0:
-            return
-        journal.seek(-1, os.SEEK_END)
-        if journal.read(1) == b"\n":
-            return
-        journal.seek(0)
-        journal.truncate(journal.read().rfind(b"\n") + 1)
+        if size := journal.seek(0, os.SEEK_END):
+            journal.seek(size - 1)
+            if journal.read() != b"\n":
+                journal.seek(0)
+                journal.truncate(journal.read().rfind(b"\n") + 1)
 
 
 def failed_database(url: str, error: Exception) -> ConfigError:
@@ -76,103 +71,69 @@ def failed_database(url: str, error: Exception) -> ConfigError:
     return ConfigError.of(f"storage={url}", rule, remedy)  # which shows no password
 
 
+def address_of(storage: str) -> str:
+    """Return `hydra.sweeper.storage` with its interpolations, as of the environment, resolved.
+
+    Raises:
+        ConfigError: if one cannot be resolved.
+    """
+    try:
+        return str(OmegaConf.create({"storage": storage}).storage)
+    except OmegaConfBaseException as error:
+        rule = str(error).splitlines()[0]
+        raise ConfigError.of(f"storage={storage}", rule, "Set or correct it.") from None
+
+
 def storage_of(text: str, folder: Path) -> BaseStorage:
     """Return the storage of a URL, or the journal of a path, which starts from `folder`.
 
     Raises:
         ConfigError: if a database cannot be opened.
     """
-    if "://" in text:
+    address = address_of(text)
+    if "://" in address:
         try:
-            return RDBStorage(text)
+            return RDBStorage(address)
         except (*FAILURES, ImportError, ValueError) as error:
             raise failed_database(text, error) from error
-    path = str(folder / text)
+    path = str(folder / address)
     return JournalStorage(JournalFileBackend(path, lock_obj=Lock(path)))
 
 
-def names(kind: str) -> list[str]:
-    """Return the names of samplers or pruners."""
-    return sorted(_classes(kind))
+def make(kind: str, given: object, **own: object) -> Any:
+    """Return the sampler or the pruner of a name, or of a mapping of its name and arguments.
 
-
-def _classes(kind: str) -> dict[str, type]:
-    module: Any = optuna.samplers if kind == SAMPLER else optuna.pruners
-    found = {name: getattr(module, name) for name in module.__all__}
-    return {
-        _short(name): value
-        for name, value in found.items()
-        if inspect.isclass(value) and _short(name) not in _LEFT_OUT
-    }
-
-
-def _short(name: str) -> str:
-    text = name.lower().replace("_", "").replace("-", "")
-    text = text.removesuffix(SAMPLER).removesuffix(PRUNER)
-    return _ALIASES.get(text, text)
-
-
-def normalized(kind: str, given: object) -> dict[str, object] | None:
-    """Return name and arguments of a sampler or pruner; None where it is null or "none".
+    `own` are further arguments. Without a name nothing is pruned.
 
     Raises:
-        ConfigError: if there is no such name or argument.
+        ConfigError: if there is no such name, or Optuna refuses an argument.
     """
-    where = f"hydra.sweeper.{kind}"
-    spec = dict(given) if isinstance(given, Mapping) else {"name": given}
-    name = spec.pop("name", None)
-    if name is None or _short(str(name)) in ("none", "null", "nop"):
-        if spec:
-            rule = f"arguments belong to a {kind}"
-            raise ConfigError.of(f"{where}={given}", rule, f"Give {where}.name, too.")
-        return None
-    known = _classes(kind)
-    short = _short(str(name))
-    if short in _GRIDS:
-        rule = "a grid needs no sampler"
-        remedy = "Leave out hydra/sweeper=optuna and give lists."
-        raise ConfigError.of(f"{where}={name}", rule, remedy)
-    if short not in known:
-        rule = f"it is one of {', '.join(sorted(known))}"
-        raise ConfigError.of(f"{where}={name}", rule, nearest(short, known))
-    parameters = [p for p in inspect.signature(known[short]).parameters]
-    allowed = [p for p in parameters if p not in ("seed", "args", "kwargs")]
-    problems = [
-        Problem(f"{where}.{key}", f"{short} has no such argument", nearest(key, allowed))
-        for key in spec
-        if key not in allowed
-    ]
-    if "seed" in spec:
-        remedy = f"Write hydra.sweeper.seed={spec['seed']}."
-        problems = [Problem(f"{where}.seed", "the seed is the study's", remedy)]
-    ConfigError.raise_if(problems)
-    return {"name": short, **spec}
-
-
-def make(kind: str, spec: Mapping[str, object] | None, **own: object) -> Any:
-    """Return a sampler or a pruner from what `normalized` returned; `own` are further arguments.
-
-    Raises:
-        ConfigError: if it refuses an argument's value.
-    """
-    if spec is None or not spec:
+    spec: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"name": given}
+    name, known = spec.pop("name", None), _classes(kind)
+    if kind == PRUNER and name is None and not spec:
         return optuna.pruners.NopPruner()
-    arguments = {name: value for name, value in spec.items() if name != "name"}
-    if WRAPPED in arguments:
-        arguments[WRAPPED] = make(kind, normalized(kind, arguments[WRAPPED]))
-    found = _classes(kind)[str(spec["name"])]
+    where = f"hydra.sweeper.{kind}"
+    if name not in known:
+        rule = f"it is one of {', '.join(sorted(known))}"
+        raise ConfigError.of(f"{where}={given}", rule, nearest(str(name).lower(), known))
+    if WRAPPED in spec:
+        spec[WRAPPED] = make(kind, spec[WRAPPED])
     try:
         with warnings.catch_warnings():  # what it says is for people who write Python
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return found(**arguments, **own)
+            return known[name](**spec, **own)
     except (TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        value = f"hydra.sweeper.{kind}={spec['name']}({given})"
         rule = f"Optuna refuses it ({' '.join(str(error).split())})"
-        raise ConfigError.of(value, rule, "Correct the arguments.") from error
+        arguments = [one for one in inspect.signature(known[name]).parameters if one != "seed"]
+        remedy = f"The arguments of {name} are {', '.join(arguments)}."
+        raise ConfigError.of(f"{where}={given}", rule, remedy) from error
 
 
-JOB = "job"  # a trial's user attribute: the number of its job
+def _classes(kind: str) -> dict[str, Any]:
+    module: Any = optuna.samplers if kind == SAMPLER else optuna.pruners
+    listed = [one for one in module.__all__ if one.lower().endswith(kind)]
+    found = {one.lower().removesuffix(kind): getattr(module, one) for one in listed}
+    return {name: value for name, value in found.items() if name not in LEFT_OUT}
 
 
 def trials_of(study: optuna.Study) -> dict[int, FrozenTrial]:

@@ -116,7 +116,7 @@ def _running_trial(search: Fields, run_dir: Path) -> Trial | None:
         storage=storage,
         # It draws nothing: the parameters of the trial are there.
         sampler=optuna.samplers.RandomSampler(),
-        pruner=optuna_study.make(PRUNER, optuna_study.normalized(PRUNER, search["pruner"])),
+        pruner=optuna_study.make(PRUNER, search["pruner"]),
     )
     found = optuna_study.trials_of(study).get(int(run_dir.name))
     if found is None or found.state is not optuna.trial.TrialState.RUNNING:

@@ -18,41 +18,33 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import optuna
 from hydra.plugins.launcher import Launcher
-from omegaconf import OmegaConf
-from optuna.study import StudyDirection
 from optuna.trial import FixedTrial, FrozenTrial, Trial, TrialState
-from rich.console import Console
-from rich.table import Table
 
 from accel.machine.errors import ConfigError
-from runner.recipe import hydra_setup, processes, sweepers
+from runner.recipe import hydra_setup, processes
+from runner.recipe.plugins import SWEEPER, SearchConf
 from runner.runs import lock, numerics, sessions
 from runner.runs.record import RunRecord
-from runner.sweep.objectives import BEST, values_of
-from runner.sweep.optuna.settings import Settings
 from runner.sweep.optuna.space import Space
 from runner.sweep.plan import AUTO, alone
 from runner.sweep.sweep import WAIT_SECONDS, Sweep
+from runner.sweep.table import values_of
 from runner.sweep.task import JobFailed, JobStopped, Task
 from runner.training import optuna_study
-from runner.training.console import PipedConsole
 from runner.training.optuna_study import JOB, PRUNER, SAMPLER
 from runner.training.state import PRUNED
 
 SWEEP = "sweep"  # a study's user attribute: which sweep it is of
-DIRECTIONS = {"min": StudyDirection.MINIMIZE, "max": StudyDirection.MAXIMIZE}
-# Their draws belong to one sequence, so that all trials have the same seed.
-SEQUENCES = ("qmc",)
 
 
 def search(
-    arguments: Sequence[str], settings: Mapping[str, object], task: Task, launcher: Launcher
+    arguments: Sequence[str], settings: Mapping[str, Any], task: Task, launcher: Launcher
 ) -> None:
     """Search, from where an earlier command has left off.
 
@@ -67,16 +59,15 @@ def search(
         JobFailed: if too many jobs fail.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    node = {name: _plain(value) for name, value in settings.items()}
+    found = SearchConf(**settings)
+    found.n_jobs = found.n_jobs or _at_once(task)
     with hydra_setup.session():
-        space = Space.read(arguments, node["params"], node["when"])  # type: ignore[arg-type]
-    found = Settings.read(node)
-    if found.n_jobs is None:
-        found = replace(found, n_jobs=_at_once(task))
+        space = Space.read(arguments, found.params, found.when)
     try:
         Search(found, space, task.sweep, launcher).run()
     except optuna_study.FAILURES as error:  # the database went away
-        raise optuna_study.failed_database(str(found.storage), error) from error
+        place = task.sweep.description.search["storage"]
+        raise optuna_study.failed_database(place, error) from error
 
 
 def _at_once(task: Task) -> int:
@@ -86,10 +77,6 @@ def _at_once(task: Task) -> int:
     if task.local.jobs == AUTO:
         return processes.num_accelerators() or numerics.cores()
     return int(task.local.jobs)
-
-
-def _plain(value: object) -> object:
-    return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
 
 
 @dataclass(frozen=True)
@@ -111,14 +98,16 @@ class Search:
         launcher: Hydra's, ready to launch.
     """
 
-    def __init__(self, settings: Settings, space: Space, sweep: Sweep, launcher: Launcher) -> None:
+    def __init__(
+        self, settings: SearchConf, space: Space, sweep: Sweep, launcher: Launcher
+    ) -> None:
         self.settings, self.space, self.sweep, self.launcher = settings, space, sweep, launcher
         with lock.held(sweep.path, WAIT_SECONDS):  # the first command makes the study
             self.study, self._storage = self._open()
         self._stopped = False
         self._begin = time.monotonic()
         self._failed_before: dict[int, int] = {}
-        self._unmeasured: dict[int, str] = {}  # by jobs that lack an objective
+        self._unmeasured = ""  # which objective a job lacks
 
     def run(self) -> None:
         """Run jobs until the study is complete, and print what was found."""
@@ -137,9 +126,11 @@ class Search:
                 break
             for group in _consecutive(batch):
                 self._launch(group)
-            self._check_failures(ended)
+            states = {trial.state for trial in self.newest().values()}
+            if self._unmeasured and not states & {TrialState.COMPLETE, TrialState.PRUNED}:
+                raise JobFailed(self._unmeasured)  # its name is misspelt
         if not self._stopped:
-            self.show(PipedConsole(highlight=False, soft_wrap=True))
+            self.show()
 
     def newest(self) -> dict[int, FrozenTrial]:
         """Return the newest trial of each job, by the job's number."""
@@ -161,7 +152,7 @@ class Search:
         study = optuna.create_study(
             study_name=name,
             storage=storage,
-            directions=[DIRECTIONS[mode] for mode in there.search["modes"]],
+            directions=[f"{mode}imize" for mode in there.search["modes"]],
             pruner=optuna_study.make(PRUNER, self.settings.pruner),
             load_if_exists=True,
         )
@@ -169,7 +160,7 @@ class Search:
         if not study.user_attrs and not study.get_trials(deepcopy=False):
             study.set_user_attr(SWEEP, own)
         if study.user_attrs.get(SWEEP) != own:
-            value = f"{sweepers.NODE}.study_name={name}"
+            value = f"{SWEEPER}.study_name={name}"
             rule = "a study is of one sweep, and there is one of that name"
             remedy = "Give another name, or go on with its sweep (sweep.dir=DIR)."
             raise ConfigError.of(value, rule, remedy)
@@ -230,14 +221,15 @@ class Search:
         return Job(number, tuple(self.space.sample(trial)), trial)
 
     def _sampler(self, number: int) -> Any:
-        spec, seed = self.settings.sampler, self.settings.seed
+        given, seed = self.settings.sampler, self.settings.seed
         if seed is None:
-            return optuna_study.make(SAMPLER, spec)
+            return optuna_study.make(SAMPLER, given)
         own = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
-        if spec["name"] in SEQUENCES:
+        sampler = optuna_study.make(SAMPLER, given, seed=own)
+        if isinstance(sampler, optuna.samplers.QMCSampler):  # all trials are of one sequence
             rest = optuna.samplers.RandomSampler(seed=own)
-            return optuna_study.make(SAMPLER, spec, seed=seed, independent_sampler=rest)
-        return optuna_study.make(SAMPLER, spec, seed=own)
+            return optuna_study.make(SAMPLER, given, seed=seed, independent_sampler=rest)
+        return sampler
 
     # -- jobs ------------------------------------------------------------------------------
 
@@ -265,7 +257,7 @@ class Search:
         try:
             values = values_of(run, metrics)
         except ConfigError as error:
-            self._unmeasured[job.number] = str(error)
+            self._unmeasured = str(error)
             self._tell(job, TrialState.FAIL, f"failed ({error})")
             return
         named = _named(metrics, values)
@@ -282,47 +274,25 @@ class Search:
         self.study.tell(job.trial.number, values, state=state, skip_if_finished=True)
         print(f"trial {job.number}: {text}", flush=True)
 
-    def _check_failures(self, before: int) -> None:
-        """Raise a JobFailed if too many have failed, or no trial that has ended has the objective.
-
-        The second, as where its name is misspelt, only once this command has tried one more than
-        the `before` that had ended: each command makes some progress.
-        """
-        ended = {n: trial for n, trial in self.newest().items() if trial.state.is_finished()}
-        failed = sum(trial.state is TrialState.FAIL for trial in ended.values())
-        if ended and failed / len(ended) > self.settings.max_failure_rate:
-            raise JobFailed(
-                f"{failed} of {len(ended)} jobs have failed: more than "
-                f"{sweepers.NODE}.max_failure_rate={self.settings.max_failure_rate}"
-            )
-        if len(ended) > before and self._unmeasured.keys() >= ended.keys():
-            raise JobFailed(self._unmeasured[min(ended)])
-
     def _time_is_up(self) -> bool:
         limit = self.settings.timeout
         return limit is not None and time.monotonic() - self._begin >= limit
 
     # -- what was found --------------------------------------------------------------------
 
-    def show(self, console: Console) -> None:
-        """Print the best trial, or the Pareto front of several objectives."""
-        newest, metrics = self.newest(), self.settings.metrics
-        states = Counter(trial.state for trial in newest.values())
-        counts = ", ".join(f"{number} {state.name.lower()}" for state, number in states.items())
-        console.print(f"{len(newest)} trials: {counts or 'none'}")
-        if not states[TrialState.COMPLETE]:
-            return
-        several = len(metrics) > 1
-        best = self.study.best_trials if several else [self.study.best_trial]
-        if several:
-            console.print(_front(best, metrics))
-        for trial in best:
-            kind = "Pareto-optimal" if several else "best"
-            values = _named(metrics, trial.values)
-            console.print(f"{kind} trial {trial.user_attrs[JOB]}: {values}")
-            if metrics != (BEST,):  # else the table of the sweep names it
-                overrides = self.space.sample(FixedTrial(trial.params))
-                console.print(f"  {alone(overrides, self.sweep.description.config_name)}")
+    def show(self) -> None:
+        """Print how the trials have ended and, of several objectives, the Pareto front.
+
+        The table of the sweep names the best job for one objective.
+        """
+        states = Counter(trial.state.name.lower() for trial in self.newest().values())
+        counts = ", ".join(f"{number} {state}" for state, number in states.items())
+        print(f"{states.total()} trials: {counts or 'none'}")
+        metrics = self.settings.metrics
+        for trial in self.study.best_trials if len(metrics) > 1 else ():
+            print(f"Pareto-optimal trial {trial.user_attrs[JOB]}: {_named(metrics, trial.values)}")
+            overrides = self.space.sample(FixedTrial(trial.params))
+            print(f"  {alone(overrides, self.sweep.description.config_name)}", flush=True)
 
 
 def _consecutive(batch: Sequence[Job]) -> Iterator[list[Job]]:
@@ -334,17 +304,3 @@ def _consecutive(batch: Sequence[Job]) -> Iterator[list[Job]]:
 def _named(metrics: Sequence[str], values: Sequence[float]) -> str:
     pairs = zip(metrics, values, strict=True)
     return ", ".join(f"{metric} {value:.6g}" for metric, value in pairs)
-
-
-def _front(best: Sequence[FrozenTrial], metrics: Sequence[str]) -> Table:
-    keys = list(dict.fromkeys(key for trial in best for key in trial.params))
-    table = Table("trial", *metrics, *keys, title="Pareto front")
-    for trial in best:
-        values = [f"{value:.6g}" for value in trial.values]
-        chosen = [_short(trial.params.get(key)) for key in keys]
-        table.add_row(str(trial.user_attrs[JOB]), *values, *chosen)
-    return table
-
-
-def _short(value: object) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

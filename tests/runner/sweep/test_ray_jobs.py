@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from runner.launch.ray import Actor
-from runner.recipe import launchers
+from runner.recipe.plugins import RayConf
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs import lock
 from runner.runs.record import RunRecord
@@ -161,8 +161,8 @@ class Ray:
         return SimpleNamespace(gcs_address="here:1")
 
 
-def made(ray: Any, **settings: object) -> Jobs:
-    return Jobs(ray, {**launchers.DEFAULTS, **settings})
+def made(ray: Any, **settings: Any) -> Jobs:
+    return Jobs(ray, vars(RayConf(**settings)))
 
 
 @pytest.mark.parametrize(

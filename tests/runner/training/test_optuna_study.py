@@ -66,8 +66,10 @@ def test_processes_write_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_samplers_and_pruners_have_short_names() -> None:
-    assert {"tpe", "random", "cmaes", "gp", "nsgaii", "qmc"} <= set(optuna_study.names("sampler"))
-    assert {"median", "hyperband", "successivehalving"} <= set(optuna_study.names("pruner"))
-    spec = optuna_study.normalized("pruner", {"name": "MedianPruner", "n_startup_trials": 1})
+    spec = {"name": "median", "n_startup_trials": 1}
     assert isinstance(optuna_study.make("pruner", spec), optuna.pruners.MedianPruner)
+    wrapped = {"name": "patient", "patience": 2, "wrapped_pruner": "median"}
+    assert isinstance(optuna_study.make("pruner", wrapped), optuna.pruners.PatientPruner)
     assert isinstance(optuna_study.make("pruner", None), optuna.pruners.NopPruner)
+    for name in ("tpe", "random", "cmaes", "gp", "nsgaii", "qmc"):
+        optuna_study.make("sampler", name, seed=1)
