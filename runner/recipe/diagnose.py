@@ -6,7 +6,9 @@ files alone; values are set here, one by one, and each mistake is reported besid
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +19,10 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from accel.machine.errors import ConfigError, Problem, closest, did_you_mean, nearest
+from accel.machine.errors import ConfigError, Problem, did_you_mean, nearest
 from runner.recipe import hydra_setup, keys, paths
 from runner.recipe.schema import PLUGINS, Recipe
 from runner.recipe.serialization import typed
@@ -201,23 +203,12 @@ def _apply(parsed: Override, config: DictConfig) -> Problem | None:
     known = keys.known_keys(content)
     if parsed.is_add() and key in known and not whole:
         return Problem(line, "there is such a key already", f"Leave out the +: {line[1:]}")
-    if not _is_open(key, config) and key not in known:
-        return keys.unknown_key(key, known, f"={line.partition('=')[2]}")
     if parsed.is_delete():
         return _take_out(key, line, known, config)
     node = _factory_node(parsed)
     if node is not None:
         _rename(node, key, value, config)
     return set_value(config, key, value, line)
-
-
-def _is_open(key: str, config: DictConfig) -> bool:
-    """Return whether a node takes any key: arguments of factories, fields of a subclass."""
-    parent, _, leaf = key.rpartition(".")
-    if keys.is_free(key) or (leaf == "_target_" and keys.node_of(parent) is not None):
-        return True
-    node = OmegaConf.select(config, parent) if parent else None
-    return isinstance(node, DictConfig) and "_target_" in node
 
 
 def set_value(config: DictConfig, key: str, value: object, line: str) -> Problem | None:
@@ -243,14 +234,11 @@ def _rename(node: str, key: str, value: Any, config: DictConfig) -> None:
 
 def _take_out(key: str, line: str, known: Sequence[str], config: DictConfig) -> Problem | None:
     """Take an argument of a factory or another free key out, or return why not."""
+    if key not in known:
+        return keys.unknown_key(key, known)
     if not keys.is_free(key):
         return Problem(line, "every key of a recipe has a value", f"Give {key}=… another one.")
     parent, _, leaf = key.rpartition(".")
-    if key not in known:
-        names = [name.rpartition(".")[2] for name in known if name.startswith(f"{parent}.")]
-        close = closest(leaf, names)
-        remedy = f"Did you mean '~{parent}.{close}'?" if close else "Leave it out."
-        return Problem(line, "there is no such key to take out", remedy)
     del OmegaConf.select(config, parent)[leaf]
     return None
 
@@ -283,77 +271,49 @@ def _rule_of(key: str) -> str:
 
 
 def translate(error: Exception, config_name: str, choices: Sequence[str] = ()) -> list[Problem]:
-    """Return what files of `conf/` have wrong, from what composing them raised."""
+    """Return what is wrong with files of `conf/`, from the error that composing them raised."""
     if isinstance(error, MissingConfigException):
         return [_missing_file(str(error.missing_cfg_file), config_name)]
-    broken = [problem for one in hydra_setup.own_files() for problem in _of_file(*one)]
-    if broken:
-        return broken
+    wrong: list[Problem] = []
+    with contextlib.suppress(*MISTAKES):  # the same error, in a file that cannot be read at all
+        for name, node in hydra_setup.own_nodes(choices, config_name):
+            wrong += _wrong_values(name, OmegaConf.to_container(node, resolve=False))
+    return wrong or [_of_file(error)]
+
+
+def _wrong_values(name: str, content: object, prefix: str = "") -> Iterator[Problem]:
+    """Yield the problem of each value of a file that its key of the schema does not take."""
+    for leaf, value in content.items() if isinstance(content, Mapping) else ():
+        key = f"{prefix}{leaf}"
+        if isinstance(value, Mapping) and keys.node_of(key) is not None:
+            yield from _wrong_values(name, value, f"{key}.")
+        elif keys.hint_of(key) is not None:
+            found = set_value(typed().copy(), key, value, f"{name}: {key}: {value}")
+            if found is not None and key in hydra_setup.groups():
+                remedy = f"Write `- override /{key}: …` in the defaults list, or keys below it."
+                found = dataclasses.replace(found, remedy=remedy)
+            yield from () if found is None else (found,)
+
+
+def _of_file(error: Exception) -> Problem:
+    """Return what keeps a file of the user's from being read, or from a defaults list."""
+    text, cause = " ".join(str(error).split()), error.__cause__
+    inside = re.match(r"In '([^']+)': (.*)", text)
+    if inside is not None:
+        return Problem(f"conf/{inside[1]}.yaml", inside[2].rstrip("."), "Correct the file.")
+    if isinstance(error, YAMLError):  # it has the path
+        remedy = "Indent with spaces, not tabs." if "'\\t'" in text else "Correct the file."
+        return Problem("conf", f"it is no YAML: {text}", remedy)
+    has, rule, remedy = b"defaults:", text.rstrip("."), "Correct the defaults list."
     if isinstance(error, RecursionError):
         rule = "a defaults list leads back to its own file"
-        contents = [(name, OmegaConf.load(path)) for path, name in hydra_setup.own_files()]
-        names = [name for name, one in contents if isinstance(one, DictConfig) and _defaults(one)]
-        return [Problem(", ".join(names) or "conf", rule, "Take that entry out of the list.")]
-    wrong: list[Problem] = []
-    try:
-        for name, node in hydra_setup.own_nodes(choices, config_name):
-            config, content = typed().copy(), OmegaConf.to_container(node, resolve=False)
-            for key, value in _leaves(content):
-                found = set_value(config, key, value, f"{name}: {key}: {value}")
-                if found is not None and key in hydra_setup.groups():
-                    remedy = f"Write `- override /{key}: …` in the defaults list, or keys below it."
-                    found = dataclasses.replace(found, remedy=remedy)
-                wrong += [] if found is None else [found]
-    except MISTAKES as failure:  # such as a defaults list that Hydra refuses
-        error = failure
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return wrong or [Problem("conf", " ".join(lines[:2]).rstrip("."), "Correct the file.")]
-
-
-def _leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) of a file, nodes of the schema taken apart."""
-    for name, value in node.items() if isinstance(node, Mapping) else ():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and keys.node_of(key) is not None:
-            yield from _leaves(value, f"{key}.")
-        elif keys.hint_of(key) is not None:
-            yield key, value
-
-
-def _of_file(path: Any, name: str) -> Iterator[Problem]:
-    """Yield what keeps a file of the user's from being read, or from a defaults list."""
-    try:
-        content = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        rule = f"it is no YAML: {' '.join(str(error).split())}"
-        remedy = "Indent with spaces, not tabs." if "'\\t'" in rule else "Correct the file."
-        if isinstance(error, UnicodeDecodeError):
-            rule, remedy = f"it is not UTF-8 text ({error})", "Save it as UTF-8."
-        elif isinstance(error, OmegaConfBaseException):
-            rule, remedy = "an interpolation is not closed", "Write ${key}, both braces."
-        yield Problem(name, rule, remedy)
-        return
-    if not isinstance(content, DictConfig):
-        yield Problem(name, "a file maps keys to values", "Write key: value.")
-        return
-    taken = {default.config_path.partition("/")[0] for default in _usual() if default.config_path}
-    for key, option in _defaults(content):
-        group = key.lstrip("/")
-        if key.startswith("/") and group in taken:
-            rule = f"{key}: {option} is a second file of {group}, which every recipe has"
-            yield Problem(name, rule, f"Write `- override {key}: {option}`.")
-
-
-def _defaults(content: DictConfig) -> list[tuple[str, object]]:
-    """Return the (group, option) pairs of a file's defaults list; of a file alone ("", name)."""
-    found = content.get("defaults")
-    listed = OmegaConf.to_container(found) if OmegaConf.is_list(found) else []
-    entries = [one if isinstance(one, Mapping) else {"": one} for one in listed or ()]
-    return [(str(key), option) for entry in entries for key, option in entry.items()]
-
-
-def _usual() -> list[Any]:
-    return hydra_setup.chosen_files((), hydra_setup.PRIMARY)
+    elif isinstance(error, UnicodeDecodeError):
+        has, rule, remedy = error.object, f"it is not UTF-8 text ({error})", "Save it as UTF-8."
+    elif isinstance(cause, GrammarParseError):
+        has, rule = str(cause.value).encode(), "an interpolation is not closed"
+        remedy = "Write ${key}, both braces."
+    named = [name for path, name in hydra_setup.own_files() if has in path.read_bytes()]
+    return Problem(", ".join(named) or "conf", rule, remedy)
 
 
 def _missing_file(name: str, config_name: str) -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -111,8 +111,7 @@ def _node(
             key = f"{prefix}{name}"
             valid = [k for k in known if k != key and not k.startswith(f"{key}.")]
             valid += [f"{prefix}{field}" for field in inner]
-            key, value = _first_leaf(key, value)
-            problems.append(keys.unknown_key(key, valid, f"={value}"))
+            problems += [keys.unknown_key(k, valid, f"={v}") for k, v in _leaves(key, value)]
         elif nested is not None and isinstance(value, Mapping):
             arguments[name] = _node(nested, value, f"{prefix}{name}.", problems, known)
         else:
@@ -140,11 +139,13 @@ def _class_of(kind: type[Node], target: object, prefix: str, problems: list[Prob
     return found
 
 
-def _first_leaf(key: str, value: object) -> tuple[str, object]:
-    while isinstance(value, Mapping) and value:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    return key, value
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, value) of a value that is no mapping, and of each one in a mapping."""
+    if not (isinstance(value, Mapping) and value):
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
 
 
 def _with_recipe_key(problem: Problem, kind: type, prefix: str) -> Problem:

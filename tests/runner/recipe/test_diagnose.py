@@ -43,7 +43,7 @@ REFUSALS = {
     "+trainer.epochs=2": ("there is such a key already", "trainer.epochs=2"),
     "~trainer.epochs": ("~trainer.epochs", "Give trainer.epochs=…"),
     "deterministic=2": ("deterministic=2", "true or false"),
-    "~model.widht": ("~model.widht: there is no such key", "Did you mean '~model.width'?"),
+    "~model.widht": ("model.widht", "Did you mean 'model.width'?"),
     "model@x=cnn": ("model@x=cnn", "one place"),
     "fsdp.cpu_offload=true": ("fsdp is off", "Switch it on with", "fsdp=full_shard"),
     "precision.fp8_te.margin=1": ("precision.fp8_te is off", "Switch it on with precision=fp8_te."),
