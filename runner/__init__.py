@@ -17,7 +17,7 @@ _HOMES = {
     "MicroBatch": "runner.data.batches",
     "Window": "runner.data.batches",
     "load": "runner.inference.load",
-    "register": "runner.recipe.registry",
+    "register": "runner.recipe.factory",
     "Callback": "runner.training.run",
     "Objective": "runner.training.step",
     "clip_gradients": "runner.training.step",

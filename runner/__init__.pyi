@@ -5,7 +5,7 @@ from runner.data.batches import MicroBatch as MicroBatch
 from runner.data.batches import Window as Window
 from runner.data.datasets import Data as Data
 from runner.inference.load import load as load
-from runner.recipe.registry import register as register
+from runner.recipe.factory import register as register
 from runner.training.run import Callback as Callback
 from runner.training.step import Objective as Objective
 from runner.training.step import Step as Step

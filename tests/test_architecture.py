@@ -406,7 +406,7 @@ print(",".join(name for name in heavy if name in sys.modules))
         ("import accel", ""),
         ("import accel.config.handlers, accel.config.training", ""),
         (
-            "import runner, runner.recipe.schema, runner.recipe.registry"
+            "import runner, runner.recipe.schema, runner.recipe.factory"
             ", runner.recipe.batch_plan, runner.cli",
             "",
         ),

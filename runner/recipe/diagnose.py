@@ -236,7 +236,7 @@ def _take_out(key: str, line: str, known: Sequence[str], config: DictConfig) -> 
     """Take an argument of a factory or another free key out, or return why not."""
     if key not in known:
         return keys.unknown_key(key, known)
-    if not keys.is_free(key):
+    if key in keys.typed_keys():
         return Problem(line, "every key of a recipe has a value", f"Give {key}=… another one.")
     parent, _, leaf = key.rpartition(".")
     del OmegaConf.select(config, parent)[leaf]

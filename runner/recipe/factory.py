@@ -1,10 +1,14 @@
-"""The factories that the nodes of a recipe name: found, checked against their signatures, called.
+"""The factories that the nodes of a recipe name: registered, found, checked, called.
 
-Free of torch until a factory is imported.
+A user registers with ``@register.model("my_model")`` in a package that the project trusts
+(`[tool.runner] imports` in its pyproject.toml), for keys such as `model.name=my_model`. Built-in
+factories are listed here by dotted name and imported when first used, so that names can be listed
+without importing torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -12,12 +16,12 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
-from typing import Any
+from typing import Any, TypeVar
 
 from accel.machine.errors import AccelError, ConfigError, Problem, Problems, nearest, text_of
+from accel.machine.imports import load_attribute
 from runner.recipe import keys, trust, user_frames
 from runner.recipe.keys import FACTORY_NODES
-from runner.recipe.registry import Registry, register
 from runner.recipe.schema import Recipe
 
 # How many arguments the runner gives first: to a factory called by name, and to a `_target_`.
@@ -28,6 +32,130 @@ SCALARS = (bool, int, float, str)
 SEQUENCES = (list, tuple, Sequence)
 # Errors that no argument causes: the machine, or missing code.
 OF_THE_MACHINE = (ImportError, MemoryError, OSError)
+
+F = TypeVar("F", bound=Callable[..., object])
+
+# -- registered factories ------------------------------------------------------------------
+
+
+class Registry:
+    """The factories for the node `kind`; built-in ones are ``"module:attribute"`` by name."""
+
+    def __init__(self, kind: str, builtin: dict[str, str] | None = None) -> None:
+        self.kind = kind
+        self.builtin = dict(builtin or {})
+        self._factories: dict[str, Callable[..., object]] = {}
+
+    def __call__(self, name: str) -> Callable[[F], F]:
+        """Return a decorator that registers a function, class or other callable as `name`.
+
+        Raises:
+            ConfigError: if another factory has that name.
+        """
+
+        def decorate(factory: F) -> F:
+            origin = taken = _origin(factory)
+            if name in self.names():
+                taken = self.builtin.get(name) or _origin(self._factories[name])
+            if taken != origin:
+                raise ConfigError.of(
+                    f"@register.{self.kind}({name!r}) on {origin}",
+                    f"the name belongs to {taken}",
+                    "Choose another name.",
+                )
+            self._factories[name] = factory
+            return factory
+
+        return decorate
+
+    def names(self) -> list[str]:
+        """Return every known name, sorted."""
+        return sorted({*self.builtin, *self._factories})
+
+    def get(self, name: str, key: str = "") -> Callable[..., object]:
+        """Return the factory called `name`, importing it if it is built in.
+
+        Raises:
+            ConfigError: if there is none; the message names the node `key` and the nearest.
+        """
+        self.require(name, key)
+        if name not in self._factories:
+            self._factories[name] = load_attribute(self.builtin[name])
+        return self._factories[name]
+
+    def require(self, name: str, key: str = "") -> None:
+        """Raise if there is no factory called `name`; nothing is imported.
+
+        Raises:
+            ConfigError: naming the nearest.
+        """
+        if name not in self.names():
+            decorator = self.kind.removesuffix("s")
+            raise ConfigError.of(
+                f"{key or self.kind}.name={name!r}",
+                f"no {self.kind} factory has that name",
+                f"{nearest(name, self.names())} Register your own with "
+                f"@register.{decorator}({name!r}) in a package named by [tool.runner] imports.",
+            )
+
+
+def _origin(factory: object) -> str:
+    if not hasattr(factory, "__qualname__"):  # a partial, or an instance with `__call__`
+        return repr(factory)
+    return f"{factory.__module__}:{factory.__qualname__}"
+
+
+class _Register:
+    """The registries, one attribute per kind."""
+
+    model = Registry(
+        "model",
+        {
+            "cnn": "runner.builtin.digits:cnn",
+            "byte_gpt": "runner.builtin.bytes_gpt:byte_gpt",
+        },
+    )
+    data = Registry(
+        "data",
+        {
+            "digits": "runner.builtin.digits:digits",
+            "stdlib_bytes": "runner.builtin.bytes_gpt:stdlib_bytes",
+        },
+    )
+    objective = Registry(
+        "objective",
+        {
+            "classification": "runner.builtin.digits:Classification",
+            "next_byte": "runner.builtin.bytes_gpt:NextByte",
+        },
+    )
+    step = Registry(
+        "step",
+        {
+            "supervised": "runner.training.step:SupervisedStep",
+            "gan": "runner.builtin.gan:GANStep",
+        },
+    )
+    optimizer = Registry("optimizer", {"adamw": "runner.builtin.optimizers:adamw"})
+    scheduler = Registry(
+        "scheduler",
+        {
+            "cosine": "runner.builtin.optimizers:cosine",
+            "linear": "runner.builtin.optimizers:linear",
+            "constant": "runner.builtin.optimizers:constant",
+        },
+    )
+    callback = Registry(
+        "callbacks",
+        {
+            "early_stopping": "runner.callbacks.early_stopping:EarlyStopping",
+            "text_sample": "runner.builtin.bytes_gpt:TextSample",
+        },
+    )
+
+
+register = _Register()
+
 
 # -- nodes ---------------------------------------------------------------------------------
 
@@ -78,12 +206,6 @@ def name_and_arguments(
     return name, None if target is None else str(target), arguments
 
 
-def num_given(key: str, by_name: bool) -> int:
-    """Return how many first arguments the runner gives to the factory of a node."""
-    from_registry, by_target = NUM_GIVEN.get(key, (0, 0))
-    return from_registry if by_name else by_target
-
-
 def unregistered(recipe: Recipe) -> bool:
     """Return whether a recipe names factories that are not registered so far."""
     return any(
@@ -123,25 +245,49 @@ class Factory:
     function: Callable[..., object]
     arguments: Mapping[str, object] = field(default_factory=dict)
 
-    def signature(self, given: Collection[str] = ()) -> Signature:
-        """Return the arguments that a recipe can set, without those `given` by the runner."""
-        return read(self.function, num_given(self.key, self.by_name), given)
+    @functools.cached_property
+    def signature(self) -> Signature:
+        """The arguments that a recipe can set, without those that the runner gives."""
+        num_given = NUM_GIVEN.get(self.key, (0, 0))[not self.by_name]
+        return read(self.function, num_given, STEP_PARTS if self.key == "step" else ())
 
-    def problems(self) -> list[Problem]:
-        """Return the problems of the arguments."""
-        signature = self.signature(STEP_PARTS if self.key == "step" else ())
-        wrong = check(signature, self.arguments, self.key, self.label)
-        return [*wrong, *_distrusted(self.arguments, self.key)]
+    def problems(self) -> Iterator[Problem]:
+        """Yield the problems of the arguments."""
+        parameters = self.signature.parameters
+        for name, value in self.arguments.items():
+            if name in parameters:
+                yield from self._mistyped(name, value, parameters[name])
+            elif not self.signature.open or name.startswith("_"):
+                remedy = nearest(name, parameters) if parameters else "It takes no arguments."
+                if name.startswith("_"):
+                    remedy = keys.remedy(name) or remedy
+                rule = f"{self.label} has no such argument"
+                yield Problem(f"{self.key}.{name}={value!r}", rule, remedy)
+        for name, parameter in parameters.items():
+            if parameter.default is Parameter.empty and name not in self.arguments:
+                place = f"{self.key}.{name}"
+                yield Problem(place, f"{self.label} needs it", f"Give {place}=…")
+        yield from _distrusted(self.arguments, self.key)
+
+    def _mistyped(self, name: str, value: object, parameter: Parameter) -> Iterator[Problem]:
+        """Yield the problem of a value that is neither of the annotated type nor the default."""
+        default, hint, kind = parameter.default, parameter.annotation, type(value)
+        as_default = kind is type(default) and value == default  # such as `size: int = None`
+        if not as_default and not fits(value, hint):
+            rule = f"it is of type {shown_type(hint)}, not {kind.__name__}"
+            remedy = f"Correct {self.key}.{name}."
+            if kind is str:
+                remedy += ' From the environment a number comes by "${oc.decode:${oc.env:NAME}}".'
+            yield Problem(f"{self.key}.{name}={value!r}", rule, remedy)
 
     def defaults(self) -> dict[str, object]:
-        """Return the defaults of arguments that the recipe does not give, as YAML holds them.
+        """Return the defaults of arguments that the recipe does not give, where YAML holds them.
 
         A scheduler's mode has none: it follows the metric of the run.
         """
-        parameters = self.signature(STEP_PARTS if self.key == "step" else ()).parameters
         return {
-            name: _as_yaml(parameter.default)
-            for name, parameter in parameters.items()
+            name: parameter.default
+            for name, parameter in self.signature.parameters.items()
             if name not in self.arguments
             and _is_plain(parameter.default)
             and (self.key, name) != ("scheduler", "mode")
@@ -179,7 +325,7 @@ class Factory:
 
             ConfigError.raise_if(_distrusted(arguments, self.key))
             arguments = dict(instantiate(arguments, _convert_="all"))
-        for name, parameter in self.signature().parameters.items():  # YAML has no tuples
+        for name, parameter in self.signature.parameters.items():  # YAML has no tuples
             if isinstance(parameter.default, tuple) and isinstance(arguments.get(name), list):
                 arguments[name] = tuple(arguments[name])  # type: ignore[arg-type]
         return arguments
@@ -284,10 +430,6 @@ def _distrusted(arguments: Mapping[str, object], key: str) -> list[Problem]:
 # -- signatures ----------------------------------------------------------------------------
 
 
-def _as_yaml(value: object) -> object:
-    return [_as_yaml(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def _is_plain(value: object) -> bool:
     """Return whether YAML holds a value (tuples as lists)."""
     if isinstance(value, (list, tuple)):
@@ -299,14 +441,10 @@ def _is_plain(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a factory that a recipe can set: without those that the runner gives.
-
-    `open`: any other name is taken, too. `hints` are the annotations that can be read.
-    """
+    """The arguments of a factory that a recipe can set; `open`: any other name is taken, too."""
 
     parameters: Mapping[str, Parameter]
     open: bool
-    hints: Mapping[str, object]
 
 
 def read(
@@ -316,76 +454,15 @@ def read(
 
     The runner gives its first `num_given` positional parameters, and those named in `given`.
     """
-    try:
-        parameters = list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions have no signature
-        return Signature({}, True, {})
+    for eval_str in (True, False):  # annotations may be for type checkers only
+        with contextlib.suppress(NameError, TypeError, AttributeError, SyntaxError, ValueError):
+            parameters = list(inspect.signature(factory, eval_str=eval_str).parameters.values())
+            break
+    else:  # some built-in functions have no signature
+        return Signature({}, True)
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     own = {p.name: p for p in parameters[num_given:] if p.kind in named and p.name not in given}
-    is_open = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    return Signature(own, is_open, _hints(factory))
-
-
-def _function(factory: object) -> Any:
-    if isinstance(factory, functools.partial):
-        return _function(factory.func)
-    if isinstance(factory, type):
-        return getattr(factory, "__init__", factory)
-    return factory if hasattr(factory, "__qualname__") else type(factory).__call__
-
-
-def _hints(factory: object) -> Mapping[str, object]:
-    try:
-        return typing.get_type_hints(_function(factory))
-    except (NameError, TypeError, AttributeError, SyntaxError):  # for type checkers only
-        return {}
-
-
-def check(
-    signature: Signature, arguments: Mapping[str, object], key: str, factory: str
-) -> list[Problem]:
-    """Return the problems of `arguments`; they name the node `key` and the factory."""
-    return [
-        *_unknown(signature, arguments, key, factory),
-        *_missing(signature, arguments, key, factory),
-        *_mistyped(signature, arguments, key),
-    ]
-
-
-def _unknown(
-    signature: Signature, arguments: Mapping[str, object], key: str, factory: str
-) -> Iterator[Problem]:
-    for name, value in arguments.items():
-        if name in signature.parameters or (signature.open and not name.startswith("_")):
-            continue
-        remedy = keys.remedy(name) if name.startswith("_") else None
-        remedy = remedy or nearest(name, signature.parameters)
-        if not signature.parameters:
-            remedy = "It takes no arguments."
-        yield Problem(f"{key}.{name}={value!r}", f"{factory} has no such argument", remedy)
-
-
-def _missing(
-    signature: Signature, arguments: Mapping[str, object], key: str, factory: str
-) -> Iterator[Problem]:
-    for name, parameter in signature.parameters.items():
-        if parameter.default is Parameter.empty and name not in arguments:
-            yield Problem(f"{key}.{name}", f"{factory} needs it", f"Give {key}.{name}=…")
-
-
-def _mistyped(signature: Signature, arguments: Mapping[str, object], key: str) -> Iterator[Problem]:
-    for name, value in arguments.items():
-        hint = signature.hints.get(name)
-        if name not in signature.parameters or hint is None:
-            continue
-        default = signature.parameters[name].default
-        as_default = type(value) is type(default) and value == default  # such as `size: int = None`
-        if not as_default and not fits(value, hint):
-            rule = f"it is of type {shown_type(hint)}, not {type(value).__name__}"
-            remedy = f"Correct {key}.{name}."
-            if isinstance(value, str):
-                remedy += ' From the environment a number comes by "${oc.decode:${oc.env:NAME}}".'
-            yield Problem(f"{key}.{name}={value!r}", rule, remedy)
+    return Signature(own, any(p.kind is Parameter.VAR_KEYWORD for p in parameters))
 
 
 def shown_type(hint: object) -> str:

@@ -111,22 +111,6 @@ def _dataclass_in(hint: object) -> type | None:
     return None
 
 
-def is_free(key: str) -> bool:
-    """Return whether a dotted key lies in a mapping that the schema leaves open.
-
-    Such keys (arguments of factories, options passed to torch) may be set without a ``+``.
-    """
-    kind: type | None = Recipe
-    for part in key.split("."):
-        if kind is None:
-            return True
-        known = nodes(kind)
-        if part not in known:
-            return False
-        kind = known[part]
-    return False
-
-
 def names_factory(key: str) -> bool:
     """Return whether the node at a dotted key names a factory: model, …, callbacks.<x>."""
     head, _, name = key.partition(".")
@@ -249,29 +233,21 @@ def key_for(name: str) -> str | None:
 
 @contextmanager
 def of_the_recipe() -> Iterator[None]:
-    """Raise errors of the engine from inside the context with keys of the recipe."""
+    """Write errors of the engine that leave the context with keys of the recipe."""
     try:
         yield
-    except CheckpointError as error:
-        message = in_keys(str(error))
-        if message == str(error):
-            raise
-        raise type(error)(message) from error
-    except ConfigError as error:
-        problems = [
-            Problem(*map(in_keys, (problem.value, problem.rule, problem.remedy)))
-            for problem in error.problems
-        ]
-        if problems == list(error.problems):
-            raise
-        raise type(error)(*problems) from error
+    except (CheckpointError, ConfigError) as error:
+        error.args = tuple(in_keys(str(text)) for text in error.args)
+        if isinstance(error, ConfigError):
+            texts = ((one.value, one.rule, one.remedy) for one in error.problems)
+            error.problems = tuple(Problem(*map(in_keys, three)) for three in texts)
+        raise
 
 
 def in_keys(text: str) -> str:
     """Return a text with ``fsdp.x=1`` for ``FullyShardedDataParallelPlugin(x=1)``, and the like."""
-    kinds = ((node_of(key), key) for key in typed_keys())
-    for kind, key in kinds:
-        if kind is not None:
+    for key in typed_keys():
+        if (kind := node_of(key)) is not None:
             text = re.sub(rf"\b{kind.__name__}\.(?=[a-z])", f"{key}.", text)
             text = re.sub(rf"\b{kind.__name__}\((\w+=[^(),]*)\)", rf"{key}.\1", text)
     return re.sub(r"\bmixed_precision='(\w+)'", r"precision=\1", text)

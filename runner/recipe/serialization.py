@@ -117,9 +117,10 @@ def _node(
         else:
             arguments[name] = value
     try:
-        return made(**arguments)
+        with keys.of_the_recipe():
+            return made(**arguments)
     except ConfigError as error:
-        problems += [_with_recipe_key(problem, made, prefix) for problem in error.problems]
+        problems += error.problems
         fallback = kind()
         for name in [name for name in arguments if inner[name] and name in keys.nodes(kind)]:
             setattr(fallback, name, arguments[name])
@@ -146,10 +147,6 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
         return
     for name, inner in value.items():
         yield from _leaves(f"{key}.{name}", inner)
-
-
-def _with_recipe_key(problem: Problem, kind: type, prefix: str) -> Problem:
-    return dataclasses.replace(problem, value=problem.value.replace(f"{kind.__name__}.", prefix))
 
 
 def to_plain(value: Any) -> Any:

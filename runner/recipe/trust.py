@@ -10,12 +10,13 @@ recipe. Free of torch.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import sys
 import tomllib
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from accel.machine import env
 from accel.machine.errors import ConfigError, Problem, Problems, closest, did_you_mean
@@ -110,18 +111,18 @@ def missing_packages() -> list[Problem]:
             _import(name, value)
         except ConfigError as error:
             problems += error.problems
-        except ModuleNotFoundError as error:
-            own = f"{name}.".startswith(f"{error.name}.")
-            rule = "there is no such package" if own else f"importing it needs {error.name!r}"
-            where = ", or run from the folder that it lies in." if own else "."
-            problems.add(value, rule, f"Install {error.name!r}{where}")
     return problems
 
 
 def _import(module: str, value: str) -> types.ModuleType:
-    """Import a module of the user's; a ConfigError about `value` if it ends the process."""
+    """Import a module of the user's; a ConfigError about `value` if it is missing or exits."""
     try:
         return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        own = f"{module}.".startswith(f"{error.name}.")
+        rule = "there is no such package" if own else f"importing it needs {error.name!r}"
+        where = ", or run from the folder that it lies in." if own else "."
+        raise ConfigError.of(value, rule, f"Install {error.name!r}{where}") from error
     except SystemExit as error:  # with 0 an untrained run would look complete
         rule = f"importing {module} ended in SystemExit({error.code!r})"
         remedy = "Call sys.exit only under `if __name__ == '__main__'`."
@@ -165,8 +166,9 @@ def resolve(name: str, key: str, subclass_of: type | None = None) -> Callable[..
     problem = distrust(name, key)
     if problem is not None:
         raise ConfigError(problem)
-    found = _locate(name, key)
-    value, home = f"{key}={name}", _defining_name(found)
+    value = f"{key}={name}"
+    found = _locate(name, value)
+    home = _defining_name(found)
     if not callable(found):
         rule = f"it is no class or function but {type(found).__name__}"
         raise ConfigError.of(value, rule, "Name a class or function of your own.")
@@ -195,34 +197,20 @@ def _defining_name(found: object) -> str | None:
     return f"{module}.{name}"
 
 
-def _locate(name: str, key: str) -> object:
-    """Import the longest module that `name` starts with, and follow the rest as attributes."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:length])
-        try:
-            found = _import(module, f"{key}={name}")
-        except ModuleNotFoundError as error:
-            if error.name is not None and module.startswith(error.name):
-                continue
-            raise ConfigError.of(
-                f"{key}={name}",
-                f"importing it needs {error.name!r}",
-                f"Install {error.name!r}.",
-            ) from error
-        return _attribute(found, parts[length:], name, key)
-    raise ConfigError.of(
-        f"{key}={name}", f"there is no package {parts[0]!r}", f"Install {parts[0]!r}."
-    )
-
-
-def _attribute(found: object, parts: list[str], name: str, key: str) -> object:
+def _locate(name: str, value: str) -> object:
+    """Return the object of a dotted name: of each part the attribute, else the module."""
+    module, *parts = name.split(".")
+    found: Any = _import(module, value)
     for part in parts:
+        module = f"{module}.{part}"
+        is_package = isinstance(found, types.ModuleType) and hasattr(found, "__path__")
+        if not hasattr(found, part) and is_package and importlib.util.find_spec(module):
+            _import(module, value)
         if not hasattr(found, part):
             close = closest(part, [other for other in dir(found) if not other.startswith("_")])
             rule = f"{getattr(found, '__name__', found)} has no {part!r}"
             remedy = did_you_mean(close) if close else "Name one that is there."
-            raise ConfigError.of(f"{key}={name}", rule, remedy)
+            raise ConfigError.of(value, rule, remedy)
         found = getattr(found, part)
     return found
 

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from accel.machine.errors import ConfigError, Problem, Problems
 from runner.recipe import engine
-from runner.recipe.factory import STEP_PARTS, Factory, check_factories, factory_of, nodes_of, read
-from runner.recipe.registry import register
+from runner.recipe.factory import (
+    STEP_PARTS,
+    Factory,
+    check_factories,
+    factory_of,
+    nodes_of,
+    read,
+    register,
+)
 from runner.recipe.schema import SPLITS, Recipe
 from runner.runs import directory
 

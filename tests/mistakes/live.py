@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from runner.recipe import keys, paths
-from runner.recipe.registry import Registry, register
+from runner.recipe.factory import Registry, register
 from runner.recipe.schema import Recipe
 from tests.mistakes.cases import Mistake
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.recipe import hydra_setup
-from runner.recipe.registry import register
+from runner.recipe.factory import register
 from tests import ray_nodes, slurm
 
 

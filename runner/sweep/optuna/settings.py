@@ -138,8 +138,7 @@ def _mode_of(recipe: Recipe) -> str | None:
 
     None: it is known only once the run has been built.
     """
-    from runner.recipe.factory import factory_of
-    from runner.recipe.registry import register
+    from runner.recipe.factory import factory_of, register
     from runner.training.step import SupervisedStep
 
     if recipe.checkpoint.mode is not None:

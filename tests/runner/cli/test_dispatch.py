@@ -335,7 +335,7 @@ def project(folder: Path, package: str) -> None:
 def test_a_project_of_the_users_own(
     started: list[Started], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from runner.recipe.registry import register
+    from runner.recipe.factory import register
 
     project(tmp_path, "own_project_a")
     try:

@@ -10,7 +10,7 @@ import torch
 
 from accel.machine.errors import ConfigError, Problem
 from runner.recipe import factory, serialization
-from runner.recipe.registry import register
+from runner.recipe.factory import register
 from runner.recipe.schema import Recipe
 from runner.training import build
 from tests.runner.training.test_build import problems, recipe
@@ -34,8 +34,8 @@ def scalars(
     ],
 )
 def test_arguments_against_a_signature(arguments: dict[str, Any], wrong: list[str]) -> None:
-    found = factory.check(factory.read(scalars), arguments, "f", "scalars")
-    assert [problem.value for problem in found] == wrong
+    found = factory.Factory("f", "scalars", True, scalars, arguments)
+    assert [problem.value for problem in found.problems()] == wrong
 
 
 def test_nodes_that_are_null_name_nothing() -> None:

@@ -58,8 +58,8 @@ def test_what_the_product_brings_in_is_trusted(name: str) -> None:
         ("runner.cli.program.answered", "resolves to runner.cli.program.answered"),
         ("runner.launch.launcher.launch", "resolves to runner.launch.launcher.launch"),
         (
-            "runner.recipe.registry.register.model.get",
-            "resolves to runner.recipe.registry.Registry.get",
+            "runner.recipe.factory.register.model.get",
+            "resolves to runner.recipe.factory.Registry.get",
         ),
         ("runner.training.step.SupervisedStep.__init__.__globals__", "private"),
         ("torch.nn.functional", "no class or function but module"),

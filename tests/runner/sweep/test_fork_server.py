@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner.recipe.registry import register
+from runner.recipe.factory import register
 from runner.sweep import fork_server
 from runner.sweep.fork_server import Fork, ForkServer, Order
 from runner.training.stopping import HEARD_SIGNALS
@@ -165,7 +165,7 @@ def test_what_is_preloaded_starts_no_thread(tmp_path: Path) -> None:
 def test_what_is_preloaded_is_there() -> None:
     missing = [name for name in fork_server.PRELOADED if importlib.util.find_spec(name) is None]
     assert missing == []
-    known = {register.data.built_in(name) for name in register.data.names()}
+    known = set(register.data.builtin.values())
     assert fork_server.OF_FACTORIES.keys() <= known
 
 

@@ -17,8 +17,7 @@ from accel.config.training import ProjectConfiguration
 from accel.machine.errors import ConfigError
 from runner.recipe import engine
 from runner.recipe.batch_plan import plan_batches
-from runner.recipe.factory import check_factories
-from runner.recipe.registry import register
+from runner.recipe.factory import check_factories, register
 from runner.recipe.schema import Checkpoint, Distributed, Precision, Recipe, Tracker
 from runner.training import build
 from runner.training.run import Callback
