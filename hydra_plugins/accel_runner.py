@@ -21,7 +21,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
-    from runner.sweep.task import Task
+    from runner.sweep.job import Task
 
 Overrides = Sequence[Sequence[str]]
 

@@ -181,7 +181,11 @@ class RunRecord:
 
     @property
     def is_done(self) -> bool:
-        """Whether it came to the end that it was given."""
+        """Whether it came to the end that it was given: nothing is left of its command.
+
+        This is the one definition of finished. A limit of the session (`trainer.max_time`) is an
+        end.
+        """
         return self.ended.get("code") == exit_codes.DONE
 
     @cached_property

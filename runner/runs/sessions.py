@@ -26,7 +26,6 @@ from itertools import count
 from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
-from runner.exit_codes import DONE
 from runner.recipe import paths
 from runner.runs.json_files import Fields, read_json, write_json
 
@@ -129,14 +128,6 @@ def ended(run_dir: Path) -> Fields:
     """Return how a run ended; empty: it did not."""
     folder = last(run_dir)
     return {} if folder is None else read_json(folder / ENDED)
-
-
-def is_done(run_dir: Path) -> bool:
-    """Return whether a run came to the end that it was given: nothing is left of its command.
-
-    This is the one definition of finished. A limit of the session (`trainer.max_time`) is an end.
-    """
-    return ended(run_dir).get("code") == DONE
 
 
 def summary(run_dir: Path) -> Fields:

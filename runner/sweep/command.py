@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import shutil
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.config_store import ConfigStore
 
 from accel.machine import passwords
-from accel.machine.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError
 from runner.exit_codes import FAILED, INTERRUPTED, REFUSED, STOPPED
 from runner.launch import failures
+from runner.launch.group import stops_heard
 from runner.recipe import hydra_setup, plugins, serialization
 from runner.recipe.composition import Examined
-from runner.recipe.schema import Recipe
-from runner.sweep import plan, table, task
+from runner.sweep import job, plan, table
 from runner.sweep import sweep as sweeps
 from runner.sweep.live import Live
 from runner.sweep.plan import Choice, Settings
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from runner.sweep.fork_server import ForkServer
 
 Require = Callable[[Sequence[Examined]], object]
-Hydra = Callable[[Sequence[str], task.Task], int]
+Hydra = Callable[[Sequence[str], job.Task], int]
+Server = Callable[[], "ForkServer"]  # started when it is known that there are jobs for it
 
 
 @dataclass(frozen=True)
@@ -88,55 +90,40 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         hydra: runs Hydra's main with a command line and a task.
     """
     with contextlib.ExitStack() as stack:
-        server = _Server(stack)
+
+        @functools.cache
+        def server() -> ForkServer:
+            from runner.sweep.fork_server import ForkServer
+
+            return stack.enter_context(contextlib.closing(ForkServer()))
+
         with hydra_setup.session(request.overrides):
             choice = plan.choose(request.overrides, request.config_name, request.settings)
             plan.require_cluster(choice)
-            first, sweep, examined, described = _composed(request, choice, check, server)
-        numbers = () if sweep is None else sweep.pending()
-        if sweep is not None and choice.known and not numbers:
+            sweep, examined, described = _composed(request, choice, check, server)
+        is_equal = described is None
+        if sweep and choice.known and not (examined if is_equal else sweep.pending()):
             return table.nothing_left(sweep, request.config_name)
-        if examined is None and sweep is not None:
-            require(_of_sweep(sweep, numbers))
-        else:
-            require(examined or [])
+        require(examined)
         plan.require_place(choice, request.overrides)
         is_new = sweep is None
         if sweep is None:
             assert described is not None
-            sweep = sweeps.create(request.settings.dir, first.recipe, described)
-            numbers = sweep.pending()
-        code = _run(request, choice, sweep, numbers, examined or [], server, hydra)
+            sweep = sweeps.create(request.settings.dir, examined[0].recipe, described)
+        code = _run(request, choice, sweep, examined, server, hydra)
         if is_new and request.settings.dir is None and code == REFUSED and not sweep.started():
             shutil.rmtree(sweep.path, ignore_errors=True)
         return code
 
 
-class _Server:
-    """The fork server of a command, started when it is known that there are jobs for it."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self._server: ForkServer | None = None
-
-    def get(self) -> ForkServer:
-        """Start it, unless it is running; it ends with the command."""
-        if self._server is None:
-            from runner.sweep.fork_server import ForkServer
-
-            self._server = ForkServer()
-            self._stack.callback(self._server.close)
-        return self._server
-
-
 def _composed(
-    request: Request, choice: Choice, check: Require, server: _Server
-) -> tuple[Examined, Sweep | None, list[Examined] | None, Description | None]:
+    request: Request, choice: Choice, check: Require, server: Server
+) -> tuple[Sweep | None, list[Examined], Description | None]:
     """Compose the jobs, inside a session, unless an earlier command has done so from equal files.
 
     Returns:
-        The first job, the sweep that the command continues, all jobs and what there is to say of
-        them; None: there is no sweep, or nothing was composed.
+        The sweep that the command continues, its jobs, and what there is to say of them; None:
+        there is no sweep, or nothing was composed.
     """
     name = request.config_name
     lists = plan.lists(request.overrides, choice, request.settings)
@@ -146,17 +133,17 @@ def _composed(
     digest, sweep = plan.digest_of(name, request.given), None
     if not first.problems:
         sweep = sweeps.find(request.settings.dir, first.recipe, digest)
-    given = [*request.given, *(one for job in lists for one in job)]
+    given = [*request.given, *(one for overrides in lists for one in overrides)]
     here = sweeps.sources(given) if choice.known else None
     if sweep is not None and here is not None and sweep.description.is_of(here, lists):
         check([first])
-        return first, sweep, None, None
+        return sweep, sweep.examined(), None
     plan.require_one_plan(lists, request.overrides, name)
     if choice.is_local and not first.problems:
-        server.get()  # it imports while the other jobs are composed
+        server()  # it imports while the other jobs are composed
     examined = plan.examine(lists, name)
     check(examined)
-    plain = [serialization.frozen_plain(job.recipe) for job in examined]
+    plain = [serialization.frozen_plain(one.recipe) for one in examined]
     known = [sweeps.known_job(*one, plain[0]) for one in zip(lists, plain, strict=True)]
     described = Description(
         command=passwords.shown(sys.orig_argv),
@@ -171,7 +158,7 @@ def _composed(
     )
     if sweep is not None:
         sweeps.require_unchanged(sweep, described)
-    return first, sweep, examined, described
+    return sweep, examined, described
 
 
 def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> dict[str, Any]:
@@ -189,15 +176,6 @@ def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> d
     return of_search.recorded(plan.settings("sweeper", request.overrides, name), recipe, study)
 
 
-def _of_sweep(sweep: Sweep, numbers: Sequence[int]) -> list[Examined]:
-    """Return jobs of a sweep as they were composed."""
-    there = sweep.description
-    return [
-        Examined(sweep.recipe(number), [], there.jobs[number].overrides, there.config_name)
-        for number in numbers
-    ]
-
-
 # -- running -------------------------------------------------------------------------------
 
 
@@ -205,32 +183,32 @@ def _run(
     request: Request,
     choice: Choice,
     sweep: Sweep,
-    numbers: tuple[int, ...],
     examined: Sequence[Examined],
-    server: _Server,
+    server: Server,
     hydra: Hydra,
 ) -> int:
-    before = _sessions(sweep)
+    before, numbers = _sessions(sweep), sweep.pending()
     total = len(sweep.description.jobs)
     done = total - len(numbers) if total else len(sweep.started())
     counted = f" ({total} jobs{f', {done} are finished' if done else ''})" if total else ""
     print(f"sweep: {sweep.path}{counted}", flush=True)
     with hydra_setup.session():
         levels = hydra_setup.log_levels(request.overrides)
-    with task.control_folder(sweep.path) as control, contextlib.ExitStack() as stack:
+    is_ours = choice.is_watched or choice.launcher == plan.SLURM
+    with (
+        stops_heard() if is_ours else job.stops_sent_on(sweep.path) as stops,
+        contextlib.ExitStack() as stack,
+    ):
         local = None
         if choice.is_watched:
             alone = choice.is_local and request.settings.jobs == 1
-            common = _common(sweep, examined)
+            common = _common(examined) if len(examined) > 1 else ()
             live = Live(sweep.path, total or None, done, alone=alone, common=common)
             stack.callback(live.close)
-            forks = server.get() if choice.is_local else None
-            local = task.Local(forks, live, request.settings.jobs)
-        else:
-            stack.enter_context(task.stops_forwarded(control))
-        called = task.Task(
+            forks = server() if choice.is_local else None
+            local = job.Local(forks, live, request.settings.jobs)
+        called = job.Task(
             folder=str(sweep.path),
-            control=str(control),
             config_name=request.config_name,
             parent=os.getpid(),
             host=platform.node(),
@@ -242,7 +220,7 @@ def _run(
         )
         try:
             code = hydra(_line(request, choice, sweep), called)
-        except task.JobFailed as error:  # the sweeper gave up
+        except job.JobFailed as error:  # the sweeper gave up
             print(error, file=sys.stderr, flush=True)
             code = FAILED
         except KeyboardInterrupt:
@@ -252,7 +230,7 @@ def _run(
         stack.close()
         if code == REFUSED and _sessions(sweep) == before:
             return code
-        stopped = code in (STOPPED, INTERRUPTED) or (control / task.STOP_FILE).exists()
+        stopped = code in (STOPPED, INTERRUPTED) or bool(stops.received)
         ended = table.conclude(sweep, request.config_name, is_stopped=stopped)
         if stopped:
             return code if code in (STOPPED, INTERRUPTED) else STOPPED
@@ -263,13 +241,6 @@ def _run(
 def _sessions(sweep: Sweep) -> set[Path]:
     """Return the sessions of all jobs."""
     return set(sweep.path.glob("[0-9]*/sessions/*"))
-
-
-def _common(sweep: Sweep, examined: Sequence[Examined]) -> set[str]:
-    """Return the overrides that all jobs have: known ones, or those `examined` for a sweeper."""
-    jobs = [job.overrides for job in sweep.description.jobs]
-    own = [set(job) for job in jobs or [one.overrides for one in examined]]
-    return set.intersection(*own) if len(own) > 1 else set()
 
 
 def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
@@ -307,35 +278,28 @@ def _names_plugin(override: str) -> bool:
 # -- listing -------------------------------------------------------------------------------
 
 
-def listing(examined: Sequence[Examined], problems: Sequence[Problem] = ()) -> list[str]:
+def listing(examined: Sequence[Examined]) -> list[str]:
     """Return a line for each job: its number, and the overrides that differ between jobs."""
-    ConfigError.raise_if(list(problems))
-    common = set.intersection(*(set(job.overrides) for job in examined)) if examined else set()
-    lines = [
-        f"{len(examined)} jobs; all have: {' '.join(_in_order(examined, common)) or 'nothing'}"
-    ]
-    for number, job in enumerate(examined):
-        own = [one for one in job.overrides if one not in common]
+    common = _common(examined)
+    shared = [one for one in examined[0].overrides if one in common]
+    lines = [f"{len(examined)} jobs; all have: {' '.join(shared) or 'nothing'}"]
+    for number, found in enumerate(examined):
+        own = [one for one in found.overrides if one not in common]
         lines.append(f"{number:04}  {' '.join(own)}".rstrip())
     return lines
 
 
-def _in_order(examined: Sequence[Examined], common: set[str]) -> list[str]:
-    return [one for one in examined[0].overrides if one in common]
+def _common(examined: Sequence[Examined]) -> set[str]:
+    """Return the overrides that all jobs have."""
+    return set.intersection(*(set(one.overrides) for one in examined))
 
 
 def recipe_lines(examined: Sequence[Examined]) -> Iterator[str]:
     """Yield the first job's recipe, and for each other job the keys whose values differ."""
     from runner.recipe import resumed_recipe
 
-    first = serialization.to_plain(_recipe(examined[0]))
-    for number, job in enumerate(examined):
-        here = serialization.to_plain(_recipe(job))
-        found = resumed_recipe.differences(first, here)
-        yield f"# {number:04}  {' '.join(job.overrides)}".rstrip()
-        yield from (f"{key}: {value}" for key, _, value in found)
-
-
-def _recipe(examined: Examined) -> Recipe:
-    ConfigError.raise_if(examined.problems)
-    return examined.recipe
+    first = serialization.to_plain(examined[0].recipe)
+    for number, found in enumerate(examined):
+        here = serialization.to_plain(found.recipe)
+        yield f"# {number:04}  {' '.join(found.overrides)}".rstrip()
+        yield from (f"{key}: {value}" for key, _, value in resumed_recipe.differences(first, here))

@@ -33,8 +33,6 @@ class Machine:
     least used ones first. Memory is not considered.
     """
 
-    has_queue = False
-
     def __init__(self, jobs: Jobs, gpus: Sequence[str] = (), cores: int | None = None) -> None:
         self.jobs = jobs
         self._cores = cores or numerics.cores()

@@ -44,7 +44,7 @@ PRELOADED = (
     *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.base"),
     *("runner.training.build", "runner.recipe.engine", "runner.training.loop"),
     *("runner.launch.worker", "runner.launch.hangs", "runner.recipe.hydra_setup"),
-    *("runner.builtin.optimizers", "runner.builtin.digits", "runner.sweep.attempt"),
+    *("runner.builtin.optimizers", "runner.builtin.digits", "runner.sweep.job"),
     *("runner.data.batches", "rich.progress"),
     *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
     *(module for modules in OF_FACTORIES.values() for module in modules),

@@ -31,7 +31,7 @@ from runner.sweep.fork_server import Order
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
 
-    from runner.sweep.task import Task
+    from runner.sweep.job import Task
 
 CPUS, GPUS = "CPU", "GPU"
 # Jobs that wait in Ray for room, beyond those that run: what an autoscaler goes by.
@@ -57,7 +57,6 @@ class Jobs:
     """
 
     jobs = 0  # at once: as Ray has room
-    has_queue = True
 
     def __init__(self, ray: ModuleType, settings: Mapping[str, Any]) -> None:
         self._ray, self._settings = ray, settings

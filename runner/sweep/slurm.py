@@ -28,7 +28,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.utils import JobReturn
 from omegaconf import OmegaConf
@@ -37,15 +37,14 @@ from accel.machine import env
 from accel.machine.errors import StateError
 from runner.exit_codes import DONE, FAILED, STOPPED
 from runner.launch import launcher, worker
+from runner.launch.group import Stops, stops_heard
 from runner.recipe import processes
-from runner.runs import lock, sessions, slurm_job
+from runner.runs import lock, slurm_job
+from runner.runs.record import RunRecord
+from runner.sweep.job import Task
 from runner.sweep.sweep import job_dir
-from runner.sweep.task import Task
 
-if TYPE_CHECKING:
-    from submitit import AutoExecutor
-
-FOLDER = "submitit_folder"
+FOLDER, MOST_TIMEOUTS = "submitit_folder", "max_num_timeout"
 # Parameters that submitit has on every kind of cluster; the others are Slurm's.
 SHARED = (
     *("timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node"),
@@ -68,93 +67,75 @@ def launch(
         job_overrides: of each job.
         first: as Hydra counts the first of them.
     """
-    return _Array(task, settings).launch(job_overrides, first)
+    settings = OmegaConf.to_container(OmegaConf.create(dict(settings)))  # type: ignore[assignment]
+    jobs = {task.number(n): list(overrides) for n, overrides in enumerate(job_overrides, first)}
+    run_dirs = {number: job_dir(Path(task.folder), number) for number in jobs}
+    _cancel_earlier(Path(settings[FOLDER]).parent)
+    held = [number for number in jobs if lock.holder(run_dirs[number]) is not None]
+    for number in held:
+        print(f"job {number:04} is being trained: it is waited for", flush=True)
+    ids: list[str] = []
+    if new := [number for number in jobs if number not in held]:
+        ids = _submit(task, settings, new, [jobs[number] for number in new])
+        array = ids[0].partition("_")[0]
+        print(f"Slurm: job {array}, {len(new)} runs (scancel {array} stops them)", flush=True)
+    try:
+        with stops_heard() as stops:
+            _wait(ids, [run_dirs[number] for number in held], stops)
+    except KeyboardInterrupt:
+        slurm_job.cancel(*ids)
+        raise
+    if stops.received:
+        raise SystemExit(STOPPED)
+    codes = {number: RunRecord(path).ended.get("code", FAILED) for number, path in run_dirs.items()}
+    return task.returned(job_overrides, first, codes)
 
 
-class _Array:
-    def __init__(self, task: Task, settings: Mapping[str, Any]) -> None:
-        self._task, self._params = task, settings
+def _cancel_earlier(folder: Path) -> None:
+    """Cancel what waits in the queue of earlier commands on the sweep."""
+    arrays = {path.name.partition("_")[0] for path in folder.glob("[0-9]*")}
+    before = [i for i in slurm_job.queue() if i.partition("_")[0] in arrays]
+    slurm_job.cancel(*before, state=slurm_job.PENDING)
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> Sequence[JobReturn]:
-        task = self._task
-        jobs = {
-            task.number(first + index): list(overrides)
-            for index, overrides in enumerate(job_overrides)
-        }
-        self._cancel_earlier()
-        held = [number for number in jobs if lock.holder(self._run_dir(number)) is not None]
-        for number in held:
-            print(f"job {number:04} is being trained: it is waited for", flush=True)
-        ids: list[str] = []
-        if new := [number for number in jobs if number not in held]:
-            ids = self._submit(new, [jobs[number] for number in new])
-            array = ids[0].partition("_")[0]
-            print(f"Slurm: job {array}, {len(new)} runs (scancel {array} stops them)", flush=True)
+
+def _submit(
+    task: Task, settings: Mapping[str, Any], numbers: list[int], overrides: list[list[str]]
+) -> list[str]:
+    """Submit jobs as an array; return their ids, as squeue shows them."""
+    import submitit
+
+    executor = submitit.AutoExecutor(folder=settings[FOLDER], cluster="slurm")
+    given = {
+        name if name in SHARED else f"slurm_{name}": value
+        for name, value in settings.items()
+        if value is not None and name not in (FOLDER, MOST_TIMEOUTS)
+    }
+    executor.update_parameters(**{**given, "slurm_srun_args": SRUN})
+    called = SlurmTask(task, int(settings.get(MOST_TIMEOUTS) or 0))
+    return [str(job.job_id) for job in executor.map_array(called, numbers, overrides)]
+
+
+def _wait(ids: Collection[str], held: Collection[Path], stops: Stops) -> None:
+    """Wait until the jobs are neither queued nor run; cancel them if the command is stopped.
+
+    The runs of `held` are trained in elements of an earlier command.
+    """
+    seconds, is_cancelled, trouble = LOOK_SECONDS, False, ""
+    while True:
         try:
-            self._wait(ids, held)
-        except KeyboardInterrupt:
-            slurm_job.cancel(*ids)
-            raise
-        if task.is_stopped:
-            raise SystemExit(STOPPED)
-        codes = {number: _code_of(self._run_dir(number)) for number in jobs}
-        return task.returned(job_overrides, first, codes)
-
-    def _run_dir(self, number: int) -> Path:
-        return job_dir(Path(self._task.folder), number)
-
-    def _cancel_earlier(self) -> None:
-        """Cancel what waits in the queue of earlier commands on the sweep."""
-        folder = Path(str(self._params[FOLDER])).parent
-        arrays = {path.name.partition("_")[0] for path in folder.glob("[0-9]*")}
-        before = [i for i in slurm_job.queue() if i.partition("_")[0] in arrays]
-        slurm_job.cancel(*before, state=slurm_job.PENDING)
-
-    def _submit(self, numbers: list[int], overrides: list[list[str]]) -> list[str]:
-        """Submit jobs as an array; return their ids, as squeue shows them."""
-        import submitit
-
-        executor: AutoExecutor = submitit.AutoExecutor(folder=self._params[FOLDER], cluster="slurm")
-        executor.update_parameters(**self._given())
-        task = SlurmTask(self._task, int(self._params.get("max_num_timeout") or 0))
-        return [str(job.job_id) for job in executor.map_array(task, numbers, overrides)]
-
-    def _given(self) -> dict[str, Any]:
-        given = {
-            name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-            for name, value in self._params.items()
-            if value is not None and name not in (FOLDER, "max_num_timeout")
-        }
-        named = {name if name in SHARED else f"slurm_{name}": v for name, v in given.items()}
-        return {**named, "slurm_srun_args": SRUN}
-
-    def _wait(self, ids: Collection[str], held: Collection[int]) -> None:
-        """Wait until the jobs are neither queued nor run; cancel them if the command is stopped.
-
-        Those of `held` run in elements of an earlier command.
-        """
-        seconds, is_cancelled, trouble = LOOK_SECONDS, False, ""
-        while True:
-            try:
-                if self._task.is_stopped and not is_cancelled:
-                    slurm_job.cancel(*ids)
-                    is_cancelled, seconds = True, LOOK_SECONDS
-                is_left = any(lock.holder(self._run_dir(number)) for number in held)
-                if not slurm_job.queue().keys() & set(ids) and (is_cancelled or not is_left):
-                    return
-                trouble = ""
-            except StateError as error:  # the controller restarts
-                if str(error) != trouble:
-                    print(f"{error}; asking again", file=sys.stderr, flush=True)
-                trouble = str(error)
-            time.sleep(seconds)
-            seconds = LOOK_SECONDS if self._task.is_stopped else seconds * 1.2
-            seconds = min(seconds, MOST_SECONDS)
-
-
-def _code_of(run_dir: Path) -> int:
-    code = sessions.ended(run_dir).get("code")
-    return code if isinstance(code, int) else FAILED
+            if stops.received and not is_cancelled:
+                slurm_job.cancel(*ids)
+                is_cancelled, seconds = True, LOOK_SECONDS
+            is_left = not is_cancelled and any(map(lock.holder, held))
+            if not slurm_job.queue().keys() & set(ids) and not is_left:
+                return
+            trouble = ""
+        except StateError as error:  # the controller restarts
+            if str(error) != trouble:
+                print(f"{error}; asking again", file=sys.stderr, flush=True)
+            trouble = str(error)
+        time.sleep(seconds)
+        seconds = LOOK_SECONDS if stops.received else min(seconds * 1.2, MOST_SECONDS)
 
 
 # -- in a job of Slurm's --------------------------------------------------------------------
@@ -177,34 +158,23 @@ class SlurmTask:
         place = processes.adopted()
         with _warning_taken() as warned:
             if place is None:
-                code = self._alone(number, overrides)
+                code = self.task.train_as_child(number, overrides)
             elif place.rank > 0:
                 code = launcher.follow(place)
                 code = DONE if code == STOPPED else code
             else:
-                code = self._leading(number, overrides)
+                code = self.task.train(number, overrides)
+                if code == DONE:  # perhaps it was complete before
+                    launcher.release_followers()
             if code == STOPPED:
                 self._queue_again(warned.is_set())
         if code != DONE:
             worker.end_process(code)
 
-    def _alone(self, number: int, overrides: list[str]) -> int:
-        with self.task.in_launcher_process(number):
-            return self.task.attempt(number, overrides)
-
-    def _leading(self, number: int, overrides: list[str]) -> int:
-        with self.task.noted(number):
-            code = self.task.attempt(number, overrides)
-        if code == DONE:  # perhaps it was complete before
-            launcher.release_followers()
-        return code
-
     def _queue_again(self, is_warned: bool) -> None:
-        """Queue the job again after a stop, unless Slurm does, or the command ends the sweep."""
-        if self.task.is_stopped:
-            return
+        """Queue the job again after a stop, unless Slurm does, or is ending it."""
         try:
-            if slurm_job.field("JobState") != slurm_job.RUNNING:  # Slurm ends it
+            if slurm_job.field("JobState") != slurm_job.RUNNING:
                 return
             is_preempted = slurm_job.field("PreemptTime") not in ("", "None")
             restarts = int(env.read("SLURM_RESTART_COUNT") or 0)

@@ -22,11 +22,13 @@ from typing import Any
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError, Problem
 from runner.recipe import hydra_setup, paths, plugins, resumed_recipe, serialization
+from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
 from runner.runs import directory as run_directory
-from runner.runs import lock, sessions
+from runner.runs import lock
 from runner.runs.directory import SWEEPS
 from runner.runs.json_files import SWEEP
+from runner.runs.record import RunRecord
 
 Plain = Mapping[str, Any]  # a recipe as plain containers
 # How long another command may take to write `sweep.json`, or to choose jobs.
@@ -100,11 +102,19 @@ class Sweep:
     def pending(self) -> tuple[int, ...]:
         """Return the jobs, of those that are known in advance, whose runs are not finished."""
         known = range(len(self.description.jobs))
-        return tuple(number for number in known if not sessions.is_done(self.run_dir(number)))
+        return tuple(number for number in known if not RunRecord(self.run_dir(number)).is_done)
 
     def recipe(self, number: int) -> Recipe:
         """Return the recipe of a job that is known in advance, as composed."""
         return serialization.from_plain(self.description.plain(number))
+
+    def examined(self) -> list[Examined]:
+        """Return the jobs that are known in advance and not finished, as composed."""
+        there = self.description
+        return [
+            Examined(self.recipe(number), [], there.jobs[number].overrides, there.config_name)
+            for number in self.pending()
+        ]
 
 
 def known_job(overrides: Sequence[str], recipe: Plain, base: Plain) -> Job:

@@ -29,13 +29,13 @@ from optuna.trial import FixedTrial, FrozenTrial, Trial, TrialState
 from accel.machine.errors import ConfigError
 from runner.recipe import hydra_setup, processes
 from runner.recipe.plugins import SWEEPER, SearchConf
-from runner.runs import lock, numerics, sessions
+from runner.runs import lock, numerics
 from runner.runs.record import RunRecord
+from runner.sweep.job import JobFailed, JobStopped, Task
 from runner.sweep.optuna.space import Space
 from runner.sweep.plan import AUTO, alone
 from runner.sweep.sweep import WAIT_SECONDS, Sweep
 from runner.sweep.table import values_of
-from runner.sweep.task import JobFailed, JobStopped, Task
 from runner.training import optuna_study
 from runner.training.optuna_study import JOB, PRUNER, SAMPLER
 from runner.training.state import PRUNED
@@ -118,7 +118,7 @@ class Search:
         self._failed_before = {
             number: trial.number
             for number, trial in before.items()
-            if trial.state is TrialState.FAIL and not sessions.is_done(self.sweep.run_dir(number))
+            if trial.state is TrialState.FAIL and not RunRecord(self.sweep.run_dir(number)).is_done
         }
         while not self._stopped and not self._time_is_up():
             batch = self._take(self.settings.n_jobs or 1)

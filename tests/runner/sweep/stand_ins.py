@@ -101,4 +101,4 @@ def run_pool(
     live = Live(folder, len(numbers), alone=False)
     workers = pool.Pool(server, folder, "config", machine or Machine(2), live)
     recipe = Recipe()
-    return workers.run([pool.Task(n, (f"seed={n}",), lambda: recipe) for n in numbers])
+    return workers.run([pool.Job(n, (f"seed={n}",), lambda: recipe) for n in numbers])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 
 from runner.runs import lock
 from runner.runs.record import RunRecord
-from runner.sweep import attempt, pool
-from tests.runner.sweep.stand_ins import StandIn, run_pool
+from runner.sweep.pool import record_death
+from tests.runner.sweep.stand_ins import StandIn, begin_job, end_job, run_pool
 
 
 def test_a_failed_job_stops_no_other(tmp_path: Path) -> None:
@@ -43,22 +44,10 @@ def test_a_process_that_is_killed_is_recorded_as_failed(
 def test_a_job_of_another_command_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pool, "BUSY_SECONDS", 0.01)
-    held = iter([lock.Holder(command="other"), None])
+    held = iter([lock.Holder(command="other")] * 2)
     monkeypatch.setattr(lock, "holder", lambda run_dir: next(held, None))
-    server = StandIn()
-    assert run_pool(server, tmp_path, [0]) == {0: 0}
-    assert "another command trains it" in capsys.readouterr().out
-
-
-def test_a_job_that_another_command_takes_at_the_last_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "BUSY_SECONDS", 0.01)
-    server = StandIn({0: attempt.BUSY})
-    server.on_start = lambda order: server.codes.update({0: 0})
-    assert run_pool(server, tmp_path, [0]) == {0: 0}
-    assert [order.number for order in server.orders] == [0, 0]
+    assert run_pool(StandIn(), tmp_path, [0]) == {0: 0}
+    assert capsys.readouterr().out.count("another command trains it") == 1
 
 
 def test_a_stop_signal_lets_no_further_job_begin(tmp_path: Path) -> None:
@@ -82,3 +71,15 @@ def test_ctrl_c_ends_the_jobs_and_is_raised(
         run_pool(server, tmp_path, range(3))
     assert set(server.sent) == {(0, signal.SIGINT), (1, signal.SIGINT)}
     assert len(server.orders) == 2
+
+
+def test_the_death_of_a_process_is_recorded_by_its_parent(tmp_path: Path) -> None:
+    record_death(tmp_path / "0000", 1, "it was killed")  # before there was anything
+    session = begin_job(tmp_path, 0)
+    record_death(tmp_path / "0000", 1, "it was killed")
+    record_death(tmp_path / "0000", 1, "it exited with 3")  # once is enough
+    assert RunRecord(tmp_path / "0000").reason == "it was killed"
+    session = begin_job(tmp_path, 0)
+    end_job(session, 0.5)
+    assert record_death(tmp_path / "0000", 1, "its process was killed behind it") == 0
+    assert json.loads((session / "ended.json").read_text())["code"] == 0

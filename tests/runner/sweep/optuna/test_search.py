@@ -24,11 +24,11 @@ from runner.recipe.schema import Recipe
 from runner.runs import lock
 from runner.runs.json_files import METRICS, SUMMARY, SWEEP
 from runner.sweep import sweep as sweeps
+from runner.sweep.job import JobFailed, JobStopped
 from runner.sweep.optuna.search import Search
 from runner.sweep.optuna.settings import JOURNAL
 from runner.sweep.optuna.space import Space
 from runner.sweep.sweep import Sweep
-from runner.sweep.task import JobFailed, JobStopped
 from runner.training import optuna_study
 from tests.helpers import python
 from tests.runner.sweep.kills import killed_sweep
