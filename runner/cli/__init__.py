@@ -24,7 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:  # a strategy of another package cannot be loaded
         print(error, file=sys.stderr)
         return REFUSED
-    with program.answered() as answer, program.trusted(arguments) as rest:
-        answer.code = program.requested(rest)()
+    try:
+        with program.trusted(arguments) as rest:
+            code = program.requested(rest)()
         print(end="", flush=True)  # here, where a closed pipe is handled
-    return answer.code
+    except BaseException as error:  # with the user's SystemExit(0) a run would look complete
+        return program.code_of(error)
+    return code

@@ -50,23 +50,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser(
-        prog="runner again",
-        description="Run again what a run directory describes: its frozen recipe, in a new "
-        "directory. Differences of code, versions and data are said.",
-        allow_abbrev=False,
-    )
+    description = "Train once more by the recorded recipe of a run, in a directory of its own."
+    parser = CommandParser("again", description)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run")
-    changes = parser.add_argument(
-        "overrides", metavar="KEY=VALUE", nargs="*", help="changes of the recipe"
-    )
-    changes.required = False  # argparse names it among what is missing
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="changes of the recipe")
     parser.add_argument("--dry-run", action="store_true", help="say what differs, and stop")
-    sweeping = [flag for flag in arguments if flag in ("-m", "--multirun")]
-    if sweeping:
-        rule = "a run is made again once, with one value for each key"
-        remedy = "Give the command of the run with -m (runner show RUN_DIR prints it)."
-        raise ConfigError.of(f"runner again {sweeping[0]}", rule, remedy)
     return parser.parse_intermixed_args(list(arguments))
 
 

@@ -50,7 +50,13 @@ def _parser() -> _Parser:
 
 
 class CommandParser(commands.CommandParser):
-    """Raises `Exit` instead of exiting: a SystemExit can only come from the user's code."""
+    """The parser of a subcommand.
+
+    It raises `Exit` instead of exiting: a SystemExit can only come from the user's code.
+    """
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"runner {command}", description=description, allow_abbrev=False)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         if message:

@@ -186,7 +186,7 @@ def _parse(command: str, arguments: Sequence[str]) -> tuple[Request, list[str]]:
         "eval": "Measure trained runs.",
         "predict": "Write a trained run's predictions as JSON lines.",
     }[command]
-    parser = CommandParser(prog=f"runner {command}", description=description, allow_abbrev=False)
+    parser = CommandParser(command, description)
     add = parser.add_argument
     what = "run directories, a sweep's, or folders of them; and changes to their recipes"
     add("words", metavar="RUN_DIR|KEY=VALUE", nargs="*", help=what)

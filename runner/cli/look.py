@@ -26,21 +26,16 @@ def list_runs(arguments: Sequence[str]) -> int:
     """
     from runner.reporting import filters, run_table
 
-    parser = CommandParser(
-        prog="runner list", description="List runs, newest first.", allow_abbrev=False
-    )
-    parser.add_argument(
-        *("words",),
-        metavar="DIR|FILTER",
-        nargs="*",
-        help="folders (default: runs), and filters: status=failed name=digits tag=x since=2d "
-        "optimizer.lr=0.01 'objective>0.9'; several hold together, a,b is either",
-    )
-    parser.add_argument("--sort", metavar="KEY", help="e.g. objective (the best first), step")
-    parser.add_argument("--reverse", action="store_true", help="the other way round")
-    parser.add_argument("--limit", type=int, metavar="N", help="rows; 0: all (default: 50)")
-    parser.add_argument("--columns", metavar="KEY,KEY", default="", help="keys of the recipe")
-    parser.add_argument("--json", action="store_true", help="as JSON; all runs, unless --limit")
+    parser = CommandParser("list", "List runs, newest first.")
+    add = parser.add_argument
+    words = "folders (default: runs), and filters: status=failed name=digits tag=x since=2d "
+    words += "optimizer.lr=0.01 'objective>0.9'; several hold together, a,b is either"
+    add("words", metavar="DIR|FILTER", nargs="*", help=words)
+    add("--sort", metavar="KEY", help="e.g. objective (the best first), step")
+    add("--reverse", action="store_true", help="the other way round")
+    add("--limit", type=int, metavar="N", help="rows; 0: all (default: 50; all with --json)")
+    add("--columns", metavar="KEY,KEY", default="", help="keys of the recipe")
+    add("--json", action="store_true", help="as JSON")
     found = parser.parse_intermixed_args(list(arguments))
     columns = [name for name in found.columns.split(",") if name]
     folders, conditions = _divided(found.words)
@@ -59,7 +54,9 @@ def list_runs(arguments: Sequence[str]) -> int:
         return DONE
     if shown:
         run_table.show(shown, columns, run_table.console_for_tables())
-    print(_count(len(shown), len(chosen), len(runs), folders or [record.DEFAULT_FOLDER]))
+    more = "; --limit 0 shows all" if len(shown) < len(chosen) else ""
+    where = ", ".join(folders or [record.DEFAULT_FOLDER])
+    print(f"{len(shown)} of {len(runs)} runs in {where}{more}")
     return DONE
 
 
@@ -75,17 +72,6 @@ def _found(folders: Sequence[str]) -> list[RunRecord]:
     return record.find_runs(folders or [record.DEFAULT_FOLDER])
 
 
-def _count(shown: int, chosen: int, present: int, folders: Sequence[str]) -> str:
-    where = ", ".join(folders)
-    if not present:
-        return f"no runs in {where}"
-    total = f"{chosen} of {present} runs" if chosen != present else f"{present} runs"
-    if present == 1 == chosen:
-        total = "1 run"
-    more = f"; {shown} are shown, --limit 0 shows all" if shown < chosen else ""
-    return f"{total} in {where}{more}"
-
-
 def show_run(arguments: Sequence[str]) -> int:
     """Print what runs are: recipe, code, versions, metrics, checkpoints, and why they ended.
 
@@ -94,7 +80,7 @@ def show_run(arguments: Sequence[str]) -> int:
     """
     from runner.reporting import describe_run, run_table
 
-    parser = CommandParser(prog="runner show", description="Describe runs.", allow_abbrev=False)
+    parser = CommandParser("show", "Describe runs.")
     parser.add_argument("folders", metavar="RUN_DIR", nargs="+", help="a run, or a sweep's jobs")
     parser.add_argument("--json", action="store_true", help="as JSON")
     found = parser.parse_args(list(arguments))
@@ -118,9 +104,7 @@ def compare_runs(arguments: Sequence[str]) -> int:
     from runner.reporting import compare_runs as comparing
     from runner.reporting import run_table
 
-    parser = CommandParser(
-        prog="runner compare", description="Show what differs between runs.", allow_abbrev=False
-    )
+    parser = CommandParser("compare", "Show what differs between runs.")
     parser.add_argument("folders", metavar="RUN_DIR", nargs="+", help="runs, or a sweep's jobs")
     parser.add_argument("--json", action="store_true", help="as JSON")
     found = parser.parse_args(list(arguments))
@@ -145,9 +129,7 @@ def report_runs(arguments: Sequence[str]) -> int:
     """
     from runner.reporting import filters, html_page, run_table
 
-    parser = CommandParser(
-        prog="runner report", description="Write a page about runs.", allow_abbrev=False
-    )
+    parser = CommandParser("report", "Write a page about runs.")
     what = "runs, sweeps, folders of runs; and filters, as for runner list"
     parser.add_argument("words", metavar="DIR|FILTER", nargs="+", help=what)
     page = f"the page, in HTML (default: {PAGE} in the only DIR)"

@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,31 +43,6 @@ SUBCOMMANDS = {
 }
 
 
-@dataclass
-class Answer:
-    """The exit code of a command."""
-
-    code: int = DONE
-
-
-@contextlib.contextmanager
-def answered() -> Iterator[Answer]:
-    """Give the answer of a command that runs in the context; errors go to standard error."""
-    answer = Answer()
-    try:
-        yield answer
-    except KeyboardInterrupt:
-        answer.code = INTERRUPTED
-    except BrokenPipeError:  # of `runner list | head`
-        # The interpreter flushes the buffer at its exit, too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        answer.code = FAILED
-    except command_line.Exit as end:
-        answer.code = end.code
-    except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
-        answer.code = failures.report(error)
-
-
 @contextlib.contextmanager
 def trusted(arguments: Sequence[str]) -> Iterator[list[str]]:
     """Trust the packages of ``--import`` here and in workers; yield the other arguments."""
@@ -76,6 +51,17 @@ def trusted(arguments: Sequence[str]) -> Iterator[list[str]]:
     named = ",".join([*given, *imports]) or None
     with env.patched(**{trust.VARIABLE: named}), numerics.sleeping_when_idle():
         yield rest
+
+
+def code_of(error: BaseException) -> int:
+    """Say on standard error what ended a command, and return its exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):  # of `runner list | head`
+        # The interpreter flushes the buffer at its exit, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return error.code if isinstance(error, command_line.Exit) else failures.report(error)
 
 
 def requested(arguments: Sequence[str]) -> Callable[[], int]:
@@ -186,8 +172,15 @@ def _train(overrides: Sequence[str], config_name: str) -> int:
     return start_run.start(examined)
 
 
-def checked(overrides: Sequence[str], config_name: str) -> tuple[Examined, list[Problem]]:
+def checked(
+    overrides: Sequence[str], config_name: str, *, submits: bool = False
+) -> tuple[Examined, list[Problem]]:
     """Compose one job, and raise what is wrong with it that can be found without torch.
+
+    Args:
+        overrides: of its recipe.
+        config_name: the file that it starts from.
+        submits: whether the command is `runner submit`, which alone reads the node `submit`.
 
     Returns:
         The job, and the problems of the user's packages.
@@ -195,7 +188,7 @@ def checked(overrides: Sequence[str], config_name: str) -> tuple[Examined, list[
     from runner.recipe import hydra_setup
     from runner.sweep import plan
 
-    ConfigError.raise_if(plan.misplaced(overrides))
+    ConfigError.raise_if(plan.misplaced(overrides, submits=submits))
     if trust.asked_for():  # packages of the user's import torch
         run_log.announce("runner")
     with hydra_setup.session(overrides):

@@ -9,7 +9,6 @@ from accel.machine.errors import ConfigError
 from runner.cli import arguments as command_line
 from runner.cli import program
 from runner.exit_codes import DONE
-from runner.recipe import trust
 
 USAGE = """\
 usage: runner submit [submit.KEY=VALUE ...] [KEY=VALUE ...] [--dry-run]
@@ -32,8 +31,6 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: if the recipe is refused, there is no Slurm, or it refuses the job.
     """
     from runner.launch import slurm
-    from runner.recipe import hydra_setup
-    from runner.sweep import plan
     from runner.training import build, run_log
 
     flags = command_line.parse(arguments)
@@ -44,29 +41,19 @@ def main(arguments: Sequence[str]) -> int:
     if not flags.dry_run:
         slurm.require_slurm()
     overrides = program.last_of_each(command_line.searched(flags))
-    if trust.asked_for():
-        run_log.announce("runner")
-    missing = [*trust.missing_packages(), *plan.misplaced(overrides, submits=True)]
-    with hydra_setup.session(overrides):
-        examined = program.examine(overrides, flags.config_name)
+    examined, missing = program.checked(overrides, flags.config_name, submits=True)
     run_log.announce(examined.recipe.name)
-    recipe = examined.recipe
-    try:
-        slurm.tasks_per_node(recipe)
-    except ConfigError as error:  # how many processes there are to check for is not known
-        raise ConfigError(*dict.fromkeys([*missing, *examined.problems, *error.problems])) from None
-    with slurm.as_in_the_job(recipe):
+    with slurm.as_in_the_job(examined.recipe):
         build.require([examined], missing)
     if flags.dry_run:
-        print(slurm.text(recipe, Path("RUN_DIR"), str(Path.cwd())), end="")
+        print(slurm.text(examined.recipe, Path("RUN_DIR"), str(Path.cwd())), end="")
         return DONE
     done = slurm.submit(examined)
-    if done is None:
-        return DONE
-    print(f"job:    {done.job_id}")
-    print(f"run:    {done.run_dir}")
-    print(f"follow: tail -F {done.log}")
-    print(f"stop:   scancel {done.job_id}")
+    if done is not None:
+        print(f"job:    {done.job_id}")
+        print(f"run:    {done.run_dir}")
+        print(f"follow: tail -F {done.log}")
+        print(f"stop:   scancel {done.job_id}")
     return DONE
 
 

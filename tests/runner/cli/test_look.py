@@ -39,7 +39,7 @@ def test_runs_of_the_working_directory_are_listed(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = printed("list", capsys=capsys)
-    assert out.rstrip().endswith("3 runs in runs")
+    assert out.rstrip().endswith("3 of 3 runs in runs")
     for status in ("finished", "failed", "broken"):
         assert status in out
     assert "runs/digits/20260101-120000-aaaa" in out
@@ -56,7 +56,9 @@ def test_folders_and_filters_stand_side_by_side(
     assert "0.01" in out
     out = printed("list", "--json", "--sort", "objective", "--limit", "1", capsys=capsys)
     assert "aaaa" in json.loads(out)[0]["directory"]
-    assert "1 are shown, --limit 0 shows all" in printed("list", "--limit", "1", capsys=capsys)
+    assert "1 of 3 runs in runs; --limit 0 shows all" in printed(
+        "list", "--limit", "1", capsys=capsys
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_a_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (sweep / "report.html").read_text().startswith("<!doctype html>")
     # A report lies beside runs, and is none.
     assert cli.main(["list", str(sweep)]) == 0
-    assert "12 runs" in capsys.readouterr().out
+    assert "12 of 12 runs" in capsys.readouterr().out
 
 
 def test_a_page_of_chosen_runs_elsewhere(

@@ -36,7 +36,7 @@ def test_gpus_that_this_machine_lacks_are_no_mistake(capsys: pytest.CaptureFixtu
         (["-m", "seed=1,2", "submit.nodes=2"], "hydra.launcher.*"),
         (["submit", "--dry-run", "submit.nods=2"], "submit.nodes"),
         (["submit", "--dry-run", "submit.nodes=2", "optimzer.lr=1"], "optimizer.lr"),
-        (["submit", "--dry-run", "submit.nodes=2", "optimzer.lr=1"], "one process"),
+        (["submit", "--dry-run", "submit.nodes=2"], "one process"),
     ],
 )
 def test_mistakes_are_refused(

@@ -55,7 +55,7 @@ def test_what_the_product_brings_in_is_trusted(name: str) -> None:
         ("accel.machine.env.set_values", "resolves to accel.machine.env.set_values"),
         ("accel.config.checks.import_callable", "resolves to accel.config.checks"),
         ("accel.checkpoint.directory.prune", "resolves to accel.checkpoint.directory.prune"),
-        ("runner.cli.program.answered", "resolves to runner.cli.program.answered"),
+        ("runner.cli.program.code_of", "resolves to runner.cli.program.code_of"),
         ("runner.launch.launcher.launch", "resolves to runner.launch.launcher.launch"),
         (
             "runner.recipe.factory.register.model.get",
