@@ -119,14 +119,13 @@ def _read_split(folder: Path, validation_bytes: int) -> tuple[Tensor, Tensor]:
             break
         held_out.add(name)
         size += len(texts[name])
-    names = sorted(texts)
-    train = b"".join(texts[name] for name in names if name not in held_out)
-    validation = b"".join(texts[name] for name in names if name in held_out)
-    return _to_tensor(train), _to_tensor(validation)
-
-
-def _to_tensor(text: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+    train, validation = bytearray(), bytearray()
+    for name in sorted(texts):
+        (validation if name in held_out else train).extend(texts[name])
+    first, second = (
+        torch.from_numpy(np.frombuffer(part, np.uint8)) for part in (train, validation)
+    )
+    return first, second
 
 
 # --- Model --------------------------------------------------------------------------------------

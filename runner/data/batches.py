@@ -134,17 +134,16 @@ class TrainBatches:
         self.plan = plan
         self._round_size = plan.round_size
         self.streamed = isinstance(data.train, IterableDataset)
+        ConfigError.raise_if(training_problems(data.train, recipe, plan))
         config = recipe.dataloader
         size = plan.round_size if config.split_batches else plan.micro_batch
         dataset: SeededDataset | SeededStream
         arguments: dict[str, object]
         if self.streamed:
-            ConfigError.raise_if(stream_problems(data.train, recipe, plan))
             dataset = self._stream = SeededStream(data.train, recipe.seed, config.seed_samples)
             arguments = {"batch_size": size}
         else:
             dataset = SeededDataset(data.train, recipe.seed, config.seed_samples)
-            ConfigError.raise_if(ragged_problems(len(dataset), recipe, plan))
             self._sampler = self._make_sampler(dataset, size)
             arguments = {"batch_sampler": self._sampler}
         loader = make_loader(dataset, config, accelerator.device.type, data.collate_fn, **arguments)
@@ -357,36 +356,20 @@ class EvalBatches:
 # -- what the data cannot give -------------------------------------------------------------------
 
 
-def ragged_problems(num_samples: int, recipe: Recipe, plan: BatchPlan) -> list[Problem]:
-    """Return what is wrong with uneven batches of a map-style data set."""
-    if recipe.dataloader.even_batches or plan.dp_size == 1:
-        return []
-    steps = plan_batches(recipe.trainer, plan.dp_size, num_samples).steps_per_epoch or 0
-    left = min(num_samples, steps * plan.global_batch) % plan.round_size
-    if left == 0:
-        return []
-    return [
-        Problem(
-            f"dataloader.even_batches=false with {num_samples} training samples",
-            f"the {plan.dp_size} processes share the last {left} unevenly, and one that has "
-            "none would keep the others waiting",
-            "Set dataloader.even_batches=true (what is added is left out of the loss), or "
-            "trainer.drop_last=true.",
-        )
-    ]
-
-
-def stream_problems(dataset: object, recipe: Recipe, plan: BatchPlan) -> list[Problem]:
-    """Return what is wrong with training on an iterable data set."""
-    config, problems = recipe.dataloader, worker_problems(dataset, recipe, plan.dp_size)
-    if plan.dp_size > 1 and not config.even_batches:
+def training_problems(dataset: object, recipe: Recipe, plan: BatchPlan) -> Problems:
+    """Return what is wrong with training on a data set."""
+    streamed, trainer = isinstance(dataset, IterableDataset), recipe.trainer
+    problems = worker_problems(dataset, recipe, plan.dp_size) if streamed else Problems()
+    even = recipe.dataloader.even_batches or plan.dp_size == 1
+    if not even and (streamed or not trainer.drop_last):
         problems.add(
-            "dataloader.even_batches=false with a stream",
+            f"dataloader.even_batches=false with {'a stream' if streamed else 'several processes'}",
             "processes would run out of samples at different steps",
-            "Set dataloader.even_batches=true (what is added is left out of the loss).",
+            "Set dataloader.even_batches=true (what is added is left out of the loss)"
+            f"{'' if streamed else ', or trainer.drop_last=true'}.",
         )
-    limit = recipe.trainer.limit_train_batches
-    if isinstance(limit, float) and plan.steps_per_epoch is None:
+    limit = trainer.limit_train_batches
+    if streamed and isinstance(limit, float) and plan.steps_per_epoch is None:
         problems.append(fraction_problem("limit_train_batches", limit))
     return problems
 

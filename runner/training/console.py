@@ -11,11 +11,9 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from rich import box
 from rich.console import Console
-from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from runner.training import run_log
@@ -67,10 +65,7 @@ class Display:
         """Show a table: a title and labelled lines."""
         if not self.enabled:
             return
-        if self.live:
-            self.console.print(_panel(title, rows))
-            return
-        self._print(title)
+        self._print(Text(title, style="bold"))
         width = max((len(label) for label, _ in rows), default=0)
         for label, value in rows:
             self._print(f"  {label:<{width}}  {value}")
@@ -147,13 +142,7 @@ class Display:
 
     def text(self, title: str, body: str) -> None:
         """Show a longer text under a title, as it is."""
-        if not self.enabled:
-            return
-        if self.live:
-            self.console.print(
-                Panel(Text(body), title=title, title_align="left", box=box.ROUNDED, expand=False)
-            )
-        else:
+        if self.enabled:
             self._print(f"{title}:\n{body}")
 
     def status(self) -> str:
@@ -213,17 +202,6 @@ class Display:
 
     def _print(self, line: str | Text) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=not self.live)
-
-
-def _panel(title: str, rows: Rows) -> Panel:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in rows:
-        table.add_row(Text(label), Text(value))
-    return Panel(
-        table, title=Text(title, style="bold"), title_align="left", box=box.ROUNDED, expand=False
-    )
 
 
 def _count(done: int, total: int | None) -> str:

@@ -12,7 +12,7 @@ import torch
 from accel.comm.ops import broadcast_object_list
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError, nearest
-from runner.training.state import Stop
+from runner.training.state import Stop, is_better
 from runner.training.step import checked_metrics, checked_tensors
 from runner.training.stopping import TIME_IS_UP
 
@@ -187,7 +187,7 @@ class Evaluations:
             return
         value = monitored_value(metrics, run.monitor)
         state.evaluated_step = state.step
-        improved = state.improves(value, run.mode)
+        improved = is_better(value, state.best, run.mode)
         if improved:
             state.best, state.best_step = value, state.step
             self.improved = run.recipe.checkpoint.save_best

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.profiler import profile
 
-    from accel import Accelerator
     from runner.data.batches import Window
-    from runner.training.step import Step
 
 
 class LateError(AccelError):
@@ -56,7 +54,13 @@ class Loop(Run):
     def _prepare(self) -> None:
         """Hand models, optimizers, loaders and schedules to the engine."""
         recipe, accelerator, step, data = self.recipe, self.accelerator, self.step, self.data
-        prepare_models(accelerator, step)
+        for model in step.models.values():
+            if not model.training:  # as `from_pretrained` of several libraries returns it
+                model.train()
+        prepared = accelerator.prepare(*step.models.values(), *step.optimizers.values())
+        objects = iter(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
+        step.models = {name: next(objects) for name in step.models}
+        step.optimizers = {name: next(objects) for name in step.optimizers}
         self._trainable = {name: Trainable(model) for name, model in step.models.items()}
         self._batches = TrainBatches(accelerator, data, recipe, self.plan)
         sets = {
@@ -330,17 +334,3 @@ class Loop(Run):
             write_json(self.run_dir / SUMMARY, summary)
         self.display.final(self.recipe.name, summaries.final_rows(self, summary))
         return summary
-
-
-# -- models --------------------------------------------------------------------------------
-
-
-def prepare_models(accelerator: Accelerator, step: Step) -> None:
-    """Prepare the models and optimizers of a step, in training mode."""
-    for model in step.models.values():
-        if not model.training:  # as `from_pretrained` of several libraries returns it
-            model.train()
-    prepared = accelerator.prepare(*step.models.values(), *step.optimizers.values())
-    objects = iter(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
-    step.models = {name: next(objects) for name in step.models}
-    step.optimizers = {name: next(objects) for name in step.optimizers}

@@ -74,10 +74,6 @@ class TrainState:
         self.step_in_epoch = 0
         self.samples_in_epoch = 0
 
-    def improves(self, value: float, mode: str) -> bool:
-        """Return whether `value` is better than the best so far. NaN never is."""
-        return is_better(value, self.best, mode)
-
     def move_to(self, global_batch: int) -> None:
         """Express the position in steps of `global_batch` samples, after a resume.
 

@@ -72,7 +72,6 @@ class StopFlag:
         self._requested = ""
         self._decided = ""
         self._interrupted = False
-        self._hears_interrupts = False
         self._clocks: defaultdict[str, _Clock] = defaultdict(_Clock)
         self._store: Store | None = None
 
@@ -80,11 +79,6 @@ class StopFlag:
     def reason(self) -> str:
         """Reason of the stop that all ranks agreed on, e.g. "SIGTERM"; empty: none yet."""
         return self._decided
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C was pressed; also where a handler of someone else's would know."""
-        return self._interrupted or not self._hears_interrupts
 
     def request(self, reason: str) -> None:
         """Ask for a stop at the next boundary. The first reason stays, unless time was up."""
@@ -162,10 +156,7 @@ class StopFlag:
             return
         with handlers_restored(HEARD_SIGNALS) as before:
             self._install(before)
-            try:
-                yield self
-            finally:
-                self._hears_interrupts = False
+            yield self
 
     def _install(self, before: Mapping[signal.Signals, Handler]) -> None:
         owner = os.getpid()
@@ -187,7 +178,6 @@ class StopFlag:
             signal.signal(number, handle)
         if before[signal.SIGINT] is signal.default_int_handler:  # not ignored, no debugger's own
             signal.signal(signal.SIGINT, interrupt)
-            self._hears_interrupts = True
 
 
 def _in_forked_child(number: int) -> None:
