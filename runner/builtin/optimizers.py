@@ -214,16 +214,10 @@ def check_ranges(node: str, **limits: tuple[float, float, float]) -> None:
     Raises:
         ConfigError: naming every such number.
     """
-    ConfigError.raise_if(
-        [
-            Problem(f"{node}.{name}={value}", _rule(least, most), "Correct the value.")
-            for name, (value, least, most) in limits.items()
-            if not least <= value <= most or not math.isfinite(value)
-        ]
-    )
-
-
-def _rule(least: float, most: float) -> str:
-    if math.isinf(most):
-        return f"it must be finite and at least {least:g}"
-    return f"it must be from {least:g} to {most:g}"
+    found = Problems()
+    for name, (value, least, most) in limits.items():
+        if not least <= value <= most or not math.isfinite(value):
+            to = f"from {least:g} to {most:g}"
+            rule = f"finite and at least {least:g}" if math.isinf(most) else to
+            found.add(f"{node}.{name}={value}", f"it must be {rule}", "Correct the value.")
+    found.raise_if()

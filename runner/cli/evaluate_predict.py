@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +19,11 @@ from runner.cli.arguments import CommandParser, Exit
 from runner.exit_codes import DONE, FAILED, OF_SIGNAL
 from runner.inference import predict as together
 from runner.inference.load import WORDS, Placement, parse_limits
-from runner.inference.session import Request, Worker
+from runner.inference.session import Request
 from runner.recipe import processes
 from runner.recipe.schema import SPLITS, Recipe
 from runner.runs.json_files import Fields, JsonObject, read_json
-from runner.training.stopping import StopFlag
+from runner.training.stopping import Progress, StopFlag
 
 WORKER = "runner.cli.evaluate_predict:work"
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -139,13 +139,15 @@ def _by_processes(request: Request) -> JsonObject:
 def work(folder: Path, stop: StopFlag) -> int:
     """Be one of the processes, and do what the folder's request asks for."""
 
-    def watch(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def watch(recipe: Recipe) -> Iterator[Progress]:
         from runner.launch import hangs  # once the number of threads is set
 
         here = Environment.read()
-        return hangs.watching(recipe, folder, stop, here.rank or 0, here.world_size)
+        with hangs.watching(recipe, folder, stop, here.rank or 0, here.world_size):
+            yield stop.progress
 
-    return together.run(folder, Worker(stop, watch))
+    return together.run(folder, watch)
 
 
 def _run_dirs(words: Sequence[str]) -> list[str]:

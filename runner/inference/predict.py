@@ -16,7 +16,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError
 from runner.exit_codes import DONE
-from runner.inference.session import Request, Session, Worker, evaluate, opened
+from runner.inference.session import Request, Session, Watch, alone, evaluate, opened
 from runner.runs import json_files
 from runner.runs.directory import REQUEST
 from runner.runs.json_files import JsonObject
@@ -43,28 +43,28 @@ def read_request(folder: Path) -> Request:
     return Request(**found)
 
 
-def run(folder: Path, worker: Worker) -> int:
+def run(folder: Path, watch: Watch) -> int:
     """Do what the folder's request asks for, as one of its processes; rank 0 writes the result."""
-    result = attempt(read_request(folder), Environment.read().rank or 0, worker)
+    result = attempt(read_request(folder), Environment.read().rank or 0, watch)
     if result is not None:
         json_files.write_json(folder / RESULT, result)
     return DONE
 
 
-def attempt(request: Request, rank: int, worker: Worker | None = None) -> JsonObject | None:
+def attempt(request: Request, rank: int, watch: Watch = alone) -> JsonObject | None:
     """Evaluate or predict as one of several processes; return the result on rank 0, else None."""
     if request.output is None:
-        found = evaluate(request, worker)
+        found = evaluate(request, watch)
         return found if rank == 0 else None
     if rank == 0:
-        return {"count": write_predictions(request, worker)}
-    with opened(request, worker) as session:
+        return {"count": write_predictions(request, watch)}
+    with opened(request, watch) as session:
         for _ in _predictions(session):  # rank 0 writes them
             pass
     return None
 
 
-def write_predictions(request: Request, worker: Worker | None = None) -> int:
+def write_predictions(request: Request, watch: Watch = alone) -> int:
     """Write predictions as .jsonl, in the order of the data set, and return how many.
 
     A line is ``{"index": i, …}`` with the entries of the step's prediction for that sample, or
@@ -77,7 +77,7 @@ def write_predictions(request: Request, worker: Worker | None = None) -> int:
         disk_full.told("the predictions", output.parent),
         checkpoints.replacing(output) as partial,
         _opened(partial, output) as file,
-        opened(request, worker) as session,
+        opened(request, watch) as session,
     ):
         for count, record in enumerate(_predictions(session), start=1):
             line = json_files.finite({"index": count - 1, **record})

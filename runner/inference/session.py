@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from accel import Accelerator
     from runner.data.batches import EvalBatches
     from runner.training.step import Step
-    from runner.training.stopping import StopFlag
 
 MEASURED = ("validation", "test")
 LIMIT = "trainer.limit_eval_batches"
@@ -60,6 +59,15 @@ ONLY_TRAINING = (
     *("trainer.limit_train_batches", "trainer.overfit_batches"),
     *("dataloader.use_seedable_sampler", "dataloader.data_seed"),
 )
+
+
+# Gives the progress of this process, one of several, in a context in which hangs are watched for.
+Watch = Callable[[Recipe], AbstractContextManager[Progress]]
+
+
+def alone(recipe: Recipe) -> AbstractContextManager[Progress]:
+    """Give a progress that nobody watches."""
+    return contextlib.nullcontext(Progress())
 
 
 @dataclass(frozen=True)
@@ -82,18 +90,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Worker:
-    """This process as one of several that a command has started.
-
-    Its stop flag has the progress that is watched in the context that `watch` returns for a recipe
-    (`trainer.hang_timeout`).
-    """
-
-    stop: StopFlag
-    watch: Callable[[Recipe], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
 class Session:
     """A restored run, ready to compute; batches are by split and data set, of this process."""
 
@@ -105,7 +101,7 @@ class Session:
     notes: list[str]
 
 
-def evaluate(request: Request, worker: Worker | None = None) -> JsonObject:
+def evaluate(request: Request, watch: Watch = alone) -> JsonObject:
     """Measure a run; each process of several has to call it.
 
     Returns:
@@ -116,7 +112,7 @@ def evaluate(request: Request, worker: Worker | None = None) -> JsonObject:
     from runner.training import evaluation
 
     began, metrics = time.monotonic(), {}
-    with opened(request, worker) as session:
+    with opened(request, watch) as session:
         for split, sets in session.batches.items():
             with session.progress.in_phase(f"evaluation ({split})", timed=True):
                 metrics[split] = evaluation.evaluate_sets(
@@ -136,7 +132,7 @@ def evaluate(request: Request, worker: Worker | None = None) -> JsonObject:
 
 
 @contextlib.contextmanager
-def opened(request: Request, worker: Worker | None = None) -> Iterator[Session]:
+def opened(request: Request, watch: Watch = alone) -> Iterator[Session]:
     """Have a run's models, data and engine in the context."""
     run_dir = directory.existing(request.run_dir)
     if request.num_processes == 1:
@@ -147,15 +143,13 @@ def opened(request: Request, worker: Worker | None = None) -> Iterator[Session]:
         recipe, levels = _overridden(request)
     recipe = for_inference(recipe, request)
     numerics = Numerics(recipe.distributed.num_threads, recipe.deterministic)
-    progress = Progress() if worker is None else worker.stop.progress
-    watched = contextlib.nullcontext() if worker is None else worker.watch(recipe)
     with (
         run_log.log_levels_applied(levels),
         numerics.exported(),
         tempfile.TemporaryDirectory(prefix="runner-weights-") as folder,
     ):
         numerics.apply()
-        with watched, _engine(recipe, job.run_dir) as accelerator:
+        with watch(recipe) as progress, _engine(recipe, job.run_dir) as accelerator:
             checkpoint = find_checkpoint(job.run_dir, request.checkpoint)
             step = restored_step(checkpoint, recipe, request.placement, Path(folder))
             step.models = {

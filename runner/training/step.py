@@ -355,37 +355,34 @@ def refused(owner: object, method: str, value: str, rule: str, remedy: str) -> C
     return ConfigError(Problem(f"{name} returned {value}", rule, remedy))
 
 
+def _each_sample(objective: object, method: str, value: object, remedy: str) -> torch.Tensor:
+    """Return a value of each sample, [B]; else a ConfigError about the method."""
+    if isinstance(value, torch.Tensor) and value.dim() == 1:
+        return value
+    found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+    rule = "a tensor with one value per sample is required, [B], so that padding can be dropped"
+    raise refused(objective, method, found, rule, remedy)
+
+
 def checked_losses(objective: object, value: object) -> torch.Tensor:
     """Return the losses of an objective, each of one sample: [B].
 
     Raises:
         ConfigError: if they are no tensor [B], or carry no gradient where there is to be one.
     """
-    if not isinstance(value, torch.Tensor):
-        rule = "a tensor with the loss of each sample is required, [B]"
-        raise refused(objective, "losses", shown(value), rule, 'Use reduction="none".')
-    if value.dim() != 1:
-        raise refused(
-            objective,
-            "losses",
-            f"shape {list(value.shape)}",
-            "it returns one value per sample, [B], so that padded samples can be dropped",
-            'Use reduction="none" and sum over everything but the first dim.',
-        )
-    if torch.is_grad_enabled() and not value.requires_grad:
+    remedy = 'Use reduction="none" and sum over everything but the first dim.'
+    losses = _each_sample(objective, "losses", value, remedy)
+    if torch.is_grad_enabled() and not losses.requires_grad:
         rule = "a loss must depend on trainable parameters"
         remedy = "Compute it from the model's output, without detach(), item() and no_grad()."
         raise refused(objective, "losses", "a tensor without gradient", rule, remedy)
-    return value
+    return losses
 
 
 def checked_weights(objective: object, value: object) -> torch.Tensor | None:
     """Return the weights of samples, [B], or None for one each; else a ConfigError."""
-    if value is None or (isinstance(value, torch.Tensor) and value.dim() == 1):
-        return value
-    found = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
-    rule = "a tensor with the weight of each sample is required, [B], or None for one each"
-    raise refused(objective, "weights", found, rule, "Count the items of each sample.")
+    remedy = "Count the items of each sample, or return None for one each."
+    return None if value is None else _each_sample(objective, "weights", value, remedy)
 
 
 def _require_free(owner: object, method: str, names: Mapping[str, object]) -> None:

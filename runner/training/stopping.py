@@ -28,10 +28,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+    from accel import Accelerator
 
 
 TIME_IS_UP = "max_time"  # reason of a stop by trainer.max_time
@@ -48,16 +50,6 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
 )
 HEARD_SIGNALS = (*STOP_SIGNALS, signal.SIGINT)  # all that a run handles
 Handler = Callable[[int, FrameType | None], object] | int | None
-
-
-class Processes(Protocol):
-    """The part of an `Accelerator` that is used here."""
-
-    @property
-    def num_processes(self) -> int: ...
-
-    @property
-    def process_index(self) -> int: ...
 
 
 class StopFlag:
@@ -85,7 +77,7 @@ class StopFlag:
         if self._requested in REPLACEABLE:
             self._requested = reason
 
-    def agreed(self, processes: Processes, phase: str = "train") -> bool:
+    def agreed(self, processes: Accelerator, phase: str = "train") -> bool:
         """Return whether all processes stop here: the same answer on each of them.
 
         Args:
@@ -114,7 +106,7 @@ class StopFlag:
         self._exchange(processes, phase, clock)
         return bool(self._decided)
 
-    def _exchange(self, processes: Processes, phase: str, clock: _Clock) -> None:
+    def _exchange(self, processes: Accelerator, phase: str, clock: _Clock) -> None:
         if self._store is None:
             self._store = _stop_store()
         key = f"{phase}/{clock.tick}"
@@ -130,7 +122,7 @@ class StopFlag:
             self._store.set("requested", self._requested)
         self._decided, clock.next_tick = json.loads(self._store.get(key))
 
-    def all_failed(self, processes: Processes, step: int) -> bool:
+    def all_failed(self, processes: Accelerator, step: int) -> bool:
         """Return whether every process has met an error after optimizer step `step`, as this one.
 
         They can then still do something together. The others are waited for a few seconds: one that

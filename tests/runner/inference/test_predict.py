@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 from accel.machine.errors import ConfigError
 from runner.inference import predict
 from runner.inference.predict import rows_of
-from runner.inference.session import Request, Worker
+from runner.inference.session import Request, alone
 from runner.runs.json_files import read_json
-from runner.training.stopping import StopFlag
 from tests.runner.loops import Fit
 
 
@@ -68,11 +66,11 @@ def test_rank_0_writes_the_result(
     rank: str | None, written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"metrics": {"test": {"loss": float("nan")}}, "step": 3}
-    monkeypatch.setattr(predict, "evaluate", lambda request, worker: found)
+    monkeypatch.setattr(predict, "evaluate", lambda request, watch: found)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
     predict.write_request(tmp_path, Request(tmp_path, num_processes=2))
-    assert predict.run(tmp_path, Worker(StopFlag(), nullcontext)) == 0
+    assert predict.run(tmp_path, alone) == 0
     result = read_json(tmp_path / predict.RESULT)
     assert str(result) == (str(found) if written else "{}")
