@@ -152,17 +152,6 @@ def test_skipping_reads_nothing_of_map_data() -> None:
     assert list(batches.epoch(3, skip_steps=5)) == []
 
 
-def test_a_short_last_window_is_masked_on_every_process() -> None:
-    recipe = recipe_of(2, global_batch_size=8)
-    ranks = [list(batches_of(Numbers(9), recipe, 2, rank).epoch(0)) for rank in range(2)]
-    for windows in ranks:
-        assert [window.num_samples for window in windows] == [8, 1]
-        assert [len(window.micro_batches) for window in windows] == [2, 1]
-        assert all(micro.valid is None for micro in windows[0].micro_batches)
-    masks = [windows[1].micro_batches[0].valid.tolist() for windows in ranks]
-    assert masks == [[True, False], [False, False]]
-
-
 def test_over_fitting_sees_the_same_batches_in_every_epoch() -> None:
     batches = batches_of(Numbers(40), recipe_of(global_batch_size=8, overfit_batches=2))
     epochs = [[real(window) for window in batches.epoch(epoch)] for epoch in range(3)]
@@ -196,16 +185,6 @@ def test_over_fitting_sees_the_same_batches_in_every_epoch() -> None:
 def test_what_the_data_cannot_give_is_refused(dataset, loader, fields, message) -> None:
     with pytest.raises(ConfigError, match=message):
         batches_of(dataset, recipe_of(loader=loader, global_batch_size=8, **fields), 2)
-
-
-def test_a_stream_ends_by_itself_or_by_a_limit() -> None:
-    recipe = recipe_of(global_batch_size=8)
-    assert [w.num_samples for w in batches_of(Stream(20), recipe).epoch(0)] == [8, 8, 4]
-    recipe = recipe_of(2, global_batch_size=8, drop_last=True)
-    assert [w.num_samples for w in batches_of(Stream(20), recipe).epoch(0)] == [8, 8]
-    recipe = recipe_of(global_batch_size=8, limit_train_batches=1)
-    assert [w.num_samples for w in batches_of(Stream(20), recipe).epoch(0)] == [8]
-    assert not GradientState().in_dataloader
 
 
 # -- evaluation ----------------------------------------------------------------------------------

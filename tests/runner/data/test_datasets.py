@@ -83,14 +83,6 @@ def test_reading_leaves_the_training_generators_alone() -> None:
     assert states() == before
 
 
-def test_the_switch_leaves_draws_to_the_data_set() -> None:
-    dataset = SeededDataset(Drawing(), seed=0, seed_samples=False)
-    torch.manual_seed(1)
-    wanted = torch.rand(1).item()
-    torch.manual_seed(1)
-    assert dataset[0, 1][4].item() == wanted
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_draws_are_the_same_with_and_without_workers(persistent: bool) -> None:
     def epochs(**fields) -> list[torch.Tensor]:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from accel.machine.errors import ConfigError
 from accel.utils import has_offloaded_params
 from runner import cli
 from runner.inference import session
-from runner.inference.load import Placement, parse_limits
+from runner.inference.load import Placement
 from tests.runner.trained_runs import make_run
 
 SMALL = {"cpu": "100KB"}  # of a model of 700
@@ -69,12 +68,3 @@ def test_mistakes_are_told(
 ) -> None:
     assert cli.main(["eval", str(run_dir), *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_limits_are_read() -> None:
-    assert parse_limits(["0=20GB", "cpu=4GiB"]) == {0: "20GB", "cpu": "4GiB"}
-    for wrong in ("cpu=much", "cpu=1000"):
-        with pytest.raises(ConfigError, match=f"{wrong}: .* a size has a unit"):
-            parse_limits([wrong])
-    with pytest.raises(ConfigError, match=r"01=2GB: .* one for a device"):
-        parse_limits(["1=1GB", "01=2GB"])

@@ -13,12 +13,11 @@ import torch
 from accel.accelerator import Accelerator
 from accel.comm.rng import set_seed
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.training import ProjectConfiguration
 from accel.machine.errors import ConfigError
 from runner.recipe import engine
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories, register
-from runner.recipe.schema import Checkpoint, Distributed, Precision, Recipe, Tracker
+from runner.recipe.schema import Distributed, Precision, Recipe, Tracker
 from runner.training import build
 from runner.training.run import Callback
 from runner.training.step import Step, SupervisedStep
@@ -69,11 +68,6 @@ def test_a_step_refuses_parts_it_would_not_use() -> None:
     found = problems(step={"name": "gan"})
     assert len(found) == 4
     assert "scheduler=cosine with step=gan: gan builds its own" in found[3]
-
-
-def test_a_callback_is_switched_off_by_null() -> None:
-    assert problems(callbacks={"early_stopping": None}) == []
-    assert build.build_callbacks(recipe(callbacks={"early_stopping": None})) == {}
 
 
 class OwnStep(Step):
@@ -201,16 +195,6 @@ class Plan:
     micro_batch: int = 2
     accumulation: int = 3
     global_batch: int = 6
-
-
-def test_a_project_folder_of_its_own_is_kept(tmp_path: Path) -> None:
-    asked = Recipe(
-        distributed=Distributed(device="cpu"),
-        checkpoint=Checkpoint(project=ProjectConfiguration(project_dir=str(tmp_path / "states"))),
-        tracker=Tracker(log_with=[]),
-    )
-    accelerator = build.make_accelerator(asked, tmp_path, Plan())  # type: ignore[arg-type]
-    assert accelerator.project_dir == str(tmp_path / "states")
 
 
 ALONE = Recipe(distributed=Distributed(device="cpu"), tracker=Tracker(log_with=[]))

@@ -59,14 +59,6 @@ def test_a_run_of_some_epochs_ends_with_them(tmp_path: Path) -> None:
     assert [record["samples"] for record in records(tmp_path)] == list(range(8, 81, 8))
 
 
-def test_training_makes_progress_and_counts_every_sample(tmp_path: Path) -> None:
-    summary = run(tmp_path, recipe_of(trainer__epochs=12))
-    assert losses(tmp_path)[-1] < losses(tmp_path)[0] / 3
-    assert summary["metrics"]["validation"]["count"] == NUM_VALIDATION
-    assert summary["metrics"]["test"]["count"] == 9
-    assert summary["best"]["value"] == min(r["loss"] for r in records(tmp_path, "validation"))
-
-
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_a_short_last_window_weighs_its_own_samples(
     micro_batch: int | None, tmp_path: Path
@@ -160,12 +152,6 @@ def test_checkpoints_come_when_the_recipe_says(tmp_path: Path) -> None:
     metadata = read_manifest(newest(tmp_path)).metadata
     assert metadata["samples"] == 14 * 8
     assert (metadata["num_processes"], metadata["global_batch_size"]) == (1, 8)
-
-
-def test_at_end_may_be_off(tmp_path: Path) -> None:
-    recipe = recipe_of(trainer__max_steps=7, checkpoint__at_end=False, checkpoint__save_best=False)
-    run(tmp_path, recipe)
-    assert steps_saved(tmp_path) == [5]
 
 
 class Worsening(Fit):

@@ -17,7 +17,7 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.machine.errors import ConfigError
-from runner.recipe import engine, processes
+from runner.recipe import engine
 from runner.recipe.schema import Distributed, Precision, Recipe
 from runner.training.console import Display
 from tests.helpers import about, run_distributed
@@ -131,18 +131,6 @@ def test_fp16_under_deepspeed_wants_a_gpu() -> None:
 
 def map_values(problems: list[Any]) -> list[str]:
     return [problem.value for problem in problems]
-
-
-@pytest.mark.parametrize(("num_gpus", "expected"), [(0, 2), (4, 4)])
-def test_auto_takes_the_gpus_that_there_are(
-    num_gpus: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "num_accelerators", lambda: num_gpus)
-    assert processes.count(Distributed(kind="auto")) == expected
-    assert processes.count(Distributed(kind="auto", device="cpu", num_processes=3)) == 3
-    if num_gpus:
-        with pytest.raises(ConfigError, match="this machine has 4"):
-            processes.count(Distributed(kind="auto", num_processes=5))
 
 
 def test_states_hold_names_without_any_wrapper(tmp_path: Path) -> None:
