@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -120,12 +120,11 @@ def _predictions(session: Session) -> Iterator[dict[str, object]]:
 
 
 def _of_one_set(session: Session, batches: EvalBatches) -> Iterator[dict[str, object]]:
-    step, count, names = session.step, 0, None
+    step, count = session.step, 0
     owner = _predicting(step)
     several = session.accelerator.num_processes > 1
     for batch in batches:
-        rows = rows_of(owner, step.predict(batch), batches.size_of(batch), names)
-        names = names or list(rows[0])
+        rows = rows_of(owner, step.predict(batch), batches.size_of(batch))
         if several:
             rows = session.accelerator.gather_for_metrics(rows, use_gather_object=True)
         count += len(rows)
@@ -148,19 +147,15 @@ def _predicting(step: Step) -> object:
 # -- rows ----------------------------------------------------------------------------------
 
 
-def rows_of(
-    owner: object, value: object, num_samples: int | None, names: Sequence[str] | None = None
-) -> list[dict[str, object]]:
+def rows_of(owner: object, value: object, num_samples: int | None) -> list[dict[str, object]]:
     """Return the result of `predict` as one mapping of plain values per sample.
 
     Each tensor [B, ...] of nested mappings and tuples is a column with a dotted name; so is a list
     of B other values, such as texts, or tensors of different lengths. `owner` is the step or
-    objective that was called; `num_samples` is B, None: not known; `names` are the columns of the
-    batches before, None: there is none.
+    objective that was called; `num_samples` is B, None: not known.
 
     Raises:
-        ConfigError: if a column has not one row per sample, holds a type that JSON lacks, or is not
-            that of the batches before.
+        ConfigError: if a column has not one row per sample, or holds a type that JSON lacks.
     """
     from runner.training.step import refused, shown
 
@@ -183,10 +178,6 @@ def rows_of(
         columns[name] = rows
     if not columns:
         raise refused(owner, "predict", f"{shown(value)} without values", rule, remedy)
-    if names is not None and list(names) != list(columns):
-        rule = f"the batches before gave {', '.join(names)}"
-        remedy = "Return the same names for every batch."
-        raise refused(owner, "predict", f"values for {', '.join(columns)}", rule, remedy)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

@@ -46,8 +46,8 @@ class Display:
         console: Console | None = None,
         refresh_seconds: float = 0.2,
     ) -> None:
-        self.enabled = enabled
         self.console = console or PipedConsole(highlight=False, soft_wrap=False)
+        self.console.quiet = not enabled
         self.live = enabled and self.console.is_terminal
         self._every = refresh_seconds
         self._next = 0.0
@@ -63,8 +63,6 @@ class Display:
 
     def header(self, title: str, rows: Rows) -> None:
         """Show a table: a title and labelled lines."""
-        if not self.enabled:
-            return
         self._print(Text(title, style="bold"))
         width = max((len(label) for label, _ in rows), default=0)
         for label, value in rows:
@@ -106,8 +104,6 @@ class Display:
         """Show the values of a log point: loss, lr, samples_per_second."""
         self._values.update(values)
         line = f"{self._steps()}  {self.status()}"
-        if not self.enabled:
-            return
         if not self.live:
             self._print(line)
             return
@@ -125,8 +121,6 @@ class Display:
         self, split: str, step: int, epoch: int, metrics: Mapping[str, float], mark: str = ""
     ) -> None:
         """Show the metrics of an evaluation, with a remark such as "best"."""
-        if not self.enabled:
-            return
         listed = "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
         width = len(str(self._total or ""))
         place = f"step {step:>{width}}  epoch {self._epoch_of(epoch)}"
@@ -137,13 +131,11 @@ class Display:
 
     def note(self, text: str) -> None:
         """Show a line of its own."""
-        if self.enabled:
-            self._print(text)
+        self._print(text)
 
     def text(self, title: str, body: str) -> None:
         """Show a longer text under a title, as it is."""
-        if self.enabled:
-            self._print(f"{title}:\n{body}")
+        self._print(f"{title}:\n{body}")
 
     def status(self) -> str:
         """Return epoch, loss, remaining time, throughput and learning rate as one line.

@@ -102,17 +102,12 @@ def _measuring(step: Step) -> object:
 
 def _check_counts(step: Step, values: Mapping[str, torch.Tensor], num_samples: int | None) -> None:
     counts = {name: len(value) for name, value in values.items()}
-    if not counts:
-        rule, remedy = "nothing was measured", "Give a data set that is not empty."
-    elif len(set(counts.values())) > 1:
-        rule, remedy = "the counts differ", "Return tensors [B, ...] from `evaluate`."
-    elif num_samples is not None and set(counts.values()) != {num_samples}:
-        rule = f"the data set has {num_samples} samples"
+    wanted = max(counts.values(), default=0) if num_samples is None else num_samples
+    if wanted == 0 or set(counts.values()) != {wanted}:
+        rule = f"it measures each of {wanted} samples"
         remedy = "Return one row per sample of the batch, [B, ...], from `evaluate`."
-    else:
-        return
-    name = type(_measuring(step)).__name__
-    raise ConfigError.of(f"{name}.evaluate measured {counts}", rule, remedy)
+        name = type(_measuring(step)).__name__
+        raise ConfigError.of(f"{name}.evaluate measured {counts}", rule, remedy)
 
 
 @contextmanager

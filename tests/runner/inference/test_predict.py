@@ -41,7 +41,6 @@ def test_predictions_of_any_shape_become_rows() -> None:
         ({}, 4, "a dict without values: "),
         ({"p": [object()] * 4}, 4, "a list for 'p': JSON has no type for object. "),
         (torch.ones(4, dtype=torch.complex64), 4, "JSON has no type for complex. "),
-        ({"other": torch.ones(4)}, 4, "values for other: the batches before gave prediction. "),
         ({"prediction": torch.ones(2), "b": torch.ones(3)}, None, "shape [3] for 'b'"),
     ],
 )
@@ -49,7 +48,7 @@ def test_what_has_not_one_row_per_sample_is_refused(
     value: Any, num_samples: int | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")) as refused:
-        rows_of(Fit(), value, num_samples, ["prediction"])
+        rows_of(Fit(), value, num_samples)
     assert "Fit.predict returned " in str(refused.value)
 
 
