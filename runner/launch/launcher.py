@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Protocol
 
 from accel.machine import passwords
-from accel.machine.errors import AccelError, ConfigError
+from accel.machine.errors import AccelError
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL
 from runner.launch import failures, nodes, rank_logs, worker
 from runner.launch.failures import Ended
 from runner.launch.group import Group, Stops, stops_heard
 from runner.launch.worker import TRAIN, Place
-from runner.recipe import paths, processes
+from runner.recipe import processes
 from runner.recipe.nodes import RAY
 from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
 from runner.runs import directory, environment, numerics, outcomes, provenance, sessions
 from runner.runs.job import Job
-from runner.runs.json_files import write_json
+from runner.runs.json_files import writable, write_json
 from runner.runs.outcomes import Outcome
 from runner.runs.sessions import run_dir_of
 from runner.training import run_log
@@ -223,7 +223,8 @@ def staged(requested: Job, recipe: Recipe) -> Job:
     Raises:
         ConfigError: if they cannot be written.
     """
-    try:
+    remedy = "Make room or give it a folder you may write to; nothing of it has changed."
+    with writable(str(requested.run_dir), remedy):
         written = requested.save(recipe)
         try:
             found = environment.describe(recipe.data, written.place / provenance.DIFF)
@@ -231,10 +232,6 @@ def staged(requested: Job, recipe: Recipe) -> Job:
         except BaseException:
             sessions.discard(written.place)
             raise
-    except OSError as error:
-        rule = f"a run is written there, and that failed ({paths.failure(error)})"
-        remedy = "Make room or give it a folder you may write to; nothing of it has changed."
-        raise ConfigError.of(str(requested.run_dir), rule, remedy) from error
     return written
 
 

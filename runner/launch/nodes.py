@@ -178,93 +178,11 @@ class Node:
         return [*self.outcomes, Outcome(first, time.time(), FAILED, message)]
 
 
-class Joining:
-    """Nodes that have joined, and connections that are not admitted yet.
-
-    The latter have not said who they are, or come back before the attempt that they took part in
-    has ended.
-    """
-
-    def __init__(self, listener: socket.socket, job: Job, recipe: Recipe) -> None:
-        self._listener, self._job, self._recipe = listener, job, recipe
-        self._plain = serialization.frozen_plain(recipe)
-        self._timeout = nodes.seconds(recipe.distributed, "node_timeout")
-        self._guests: list[tuple[Connection, dict[str, Any]]] = []
-        self._nodes: list[Node] = []
-
-    def waiting(self, stops: Stops) -> list[Node]:
-        """Return the nodes that wait for an attempt, in their order; new ones are among them."""
-        self.admit(stops)
-        found = [node for node in self._nodes if not node.is_busy]
-        last = float("inf")
-        return sorted(found, key=lambda one: last if one.node_rank is None else one.node_rank)
-
-    def close(self, code: int, text: str) -> None:
-        """Tell all nodes how the run ended, and close the connections."""
-        self.admit(Stops())
-        for connection in [*(n.connection for n in self._nodes), *(g[0] for g in self._guests)]:
-            connection.send("finish", code=code, text=text)
-            connection.close()
-        self._nodes, self._guests = [], []
-
-    def admit(self, stops: Stops) -> None:
-        """Let nodes join that have come, and forget those that wait and have left."""
-        for node in [node for node in self._nodes if not node.is_busy]:
-            node.poll()
-            if node.lost:
-                self._nodes.remove(node)
-                node.connection.close()
-        new = messages.accepted(self._listener, self._timeout)
-        guests, self._guests = [*self._guests, *((connection, {}) for connection in new)], []
-        for connection, known in guests:
-            try:
-                hello = known or next(iter(connection.received()), {})
-            except Lost:
-                connection.close()
-                continue
-            if not hello or any(one.is_busy for one in self._with_rank(hello.get("node_rank"))):
-                self._guests.append((connection, hello))
-            elif hello["kind"] == "hello":
-                self._admit(Node(connection, hello, stops), hello)
-            else:
-                connection.close()
-
-    def _with_rank(self, rank: int | None) -> list[Node]:
-        """Return the nodes to which their command gives a place."""
-        return [node for node in self._nodes if rank is not None and node.node_rank == rank]
-
-    def _admit(self, node: Node, hello: Mapping[str, Any]) -> None:
-        if problems := self._problems(hello):
-            node.connection.send("finish", code=REFUSED, text=str(ConfigError(*problems)))
-            node.connection.close()
-            return
-        self._nodes.append(node)
-        node.connection.send("waiting")
-
-    def _problems(self, hello: Mapping[str, Any]) -> Problems:
-        """Return why a node cannot take part: its command is another one than that of the first."""
-        problems, same = Problems(), "Give the same command on each node."
-        rank, most = hello["node_rank"], nodes.counts(self._recipe.distributed)[1]
-        if rank is not None and not 1 <= rank < most:
-            rule = f"places of the other nodes are 1 to {most - 1}; the first is 0"
-            problems.add(f"distributed.node_rank={rank}", rule, "Leave it out, or correct it.")
-        if self._with_rank(rank):
-            rule = "another node has that place"
-            problems.add(f"distributed.node_rank={rank}", rule, "Give each node its own.")
-        for key, ours, theirs in resumed_recipe.differences(
-            self._plain, hello["recipe"], DIFFERENT
-        ):
-            problems.add(f"{key}={theirs}", f"the first node has {key}={ours}", same)
-        run_dir = str(self._job.run_dir)
-        for name in ("resume", "run_dir"):
-            given = hello[name]
-            if given not in (None, AUTO) and resumed_recipe.absolute(given, ".") != run_dir:
-                problems.add(f"{name}={given}", f"the first node trains in {run_dir}", same)
-        return problems
-
-
 class FirstNode:
     """The machines of a run over several nodes, seen from the first one.
+
+    It keeps nodes that have joined, and connections that are not admitted yet. The latter have not
+    said who they are, or come back before the attempt that they took part in has ended.
 
     Attributes:
         num_processes: workers on all nodes in the last attempt.
@@ -277,10 +195,11 @@ class FirstNode:
             rule = "another command listens there: this would be a second run"
             remedy = "Choose another port on all nodes."
             raise ConfigError.of(f"distributed.rdzv_endpoint={endpoint}", rule, remedy)
-        self._job, self._recipe = job, recipe
+        self._job, self._recipe, self._listener = job, recipe, _LISTENING[endpoint]
         self._local = processes.local_count(recipe.distributed)
         self._least, self._most = nodes.counts(recipe.distributed)
-        self._joining = Joining(_LISTENING[endpoint], job, recipe)
+        self._guests: list[tuple[Connection, dict[str, Any]]] = []
+        self._nodes: list[Node] = []
         self.num_processes = processes.count(recipe.distributed)
 
     def attempt(self, folder: Path, stops: Stops) -> Ended:
@@ -295,7 +214,7 @@ class FirstNode:
         failed = Group(stops).run(
             workers,
             lambda rank: rank in others or outcomes.is_left(folder, rank),
-            meanwhile=partial(self._joining.admit, stops),
+            meanwhile=partial(self.admit, stops),
         )
         here = {rank: failure for rank, failure in failed.items() if rank not in others}
         found = failures.outcomes_of(folder, here)
@@ -303,8 +222,12 @@ class FirstNode:
 
     def finish(self, ended: Ended) -> None:
         """Tell all nodes, those that wait included, how the run ended."""
+        self.admit(Stops())
         text = "" if ended.cause is None else f"the run failed: {ended.cause.message}"
-        self._joining.close(ended.code, text)
+        for connection in [*(n.connection for n in self._nodes), *(g[0] for g in self._guests)]:
+            connection.send("finish", code=ended.code, text=text)
+            connection.close()
+        self._nodes, self._guests = [], []
 
     def _gathered(self, stops: Stops) -> list[Node] | None:
         """Wait for the other nodes of an attempt, and return them; None: a stop was requested.
@@ -314,16 +237,19 @@ class FirstNode:
             ConfigError: if the recipe fits no number of nodes that are there.
         """
         wait = nodes.seconds(self._recipe.distributed, "join_timeout")
+        more = "" if self._least == self._most else f" (up to {self._most})"
         begun, enough_since, announced = time.monotonic(), float("inf"), 0
         while not stops.received:
-            others = self._joining.waiting(stops)
+            others = self.waiting(stops)
             total, now = 1 + len(others), time.monotonic()
             enough_since = min(enough_since, now) if total >= self._least else float("inf")
             if total >= self._most or now - enough_since >= LAST_CALL_SECONDS:
                 return self._fitting(others)
             if total != announced:
                 announced = total
-                print(self._waiting(total), file=sys.stderr, flush=True)
+                where = self._recipe.distributed.rdzv_endpoint
+                told = f"{total} of {counted(self._least, 'node')}{more} at {where}; waiting."
+                print(told, file=sys.stderr, flush=True)
             if total < self._least and now - begun > wait:
                 raise StateError(
                     f"distributed.nnodes={self._recipe.distributed.nnodes}: only "
@@ -332,11 +258,6 @@ class FirstNode:
                 )
             time.sleep(MONITOR_SECONDS)
         return None
-
-    def _waiting(self, total: int) -> str:
-        wanted = counted(self._least, "node")
-        more = "" if self._least == self._most else f" (up to {self._most})"
-        return f"{total} of {wanted}{more} at {self._recipe.distributed.rdzv_endpoint}; waiting."
 
     def _fitting(self, others: Sequence[Node]) -> list[Node]:
         """Return as many nodes as the recipe's batches can be divided over; the rest waits."""
@@ -374,6 +295,68 @@ class FirstNode:
             others[first] = node
             first += node.num_processes
         return makers, others
+
+    def waiting(self, stops: Stops) -> list[Node]:
+        """Return the nodes that wait for an attempt, in their order; new ones are among them."""
+        self.admit(stops)
+        found = [node for node in self._nodes if not node.is_busy]
+        last = float("inf")
+        return sorted(found, key=lambda one: last if one.node_rank is None else one.node_rank)
+
+    def admit(self, stops: Stops) -> None:
+        """Let nodes join that have come, and forget those that wait and have left."""
+        for node in [node for node in self._nodes if not node.is_busy]:
+            node.poll()
+            if node.lost:
+                self._nodes.remove(node)
+                node.connection.close()
+        timeout = nodes.seconds(self._recipe.distributed, "node_timeout")
+        new = messages.accepted(self._listener, timeout)
+        guests, self._guests = [*self._guests, *((connection, {}) for connection in new)], []
+        for connection, known in guests:
+            try:
+                hello = known or next(iter(connection.received()), {})
+            except Lost:
+                connection.close()
+                continue
+            if not hello or any(one.is_busy for one in self._with_rank(hello.get("node_rank"))):
+                self._guests.append((connection, hello))
+            elif hello["kind"] == "hello":
+                self._admit(Node(connection, hello, stops), hello)
+            else:
+                connection.close()
+
+    def _with_rank(self, rank: int | None) -> list[Node]:
+        """Return the nodes to which their command gives a place."""
+        return [node for node in self._nodes if rank is not None and node.node_rank == rank]
+
+    def _admit(self, node: Node, hello: Mapping[str, Any]) -> None:
+        if problems := self._problems(hello):
+            node.connection.send("finish", code=REFUSED, text=str(ConfigError(*problems)))
+            node.connection.close()
+            return
+        self._nodes.append(node)
+        node.connection.send("waiting")
+
+    def _problems(self, hello: Mapping[str, Any]) -> Problems:
+        """Return why a node cannot take part: its command is another one than that of the first."""
+        problems, same = Problems(), "Give the same command on each node."
+        rank, most = hello["node_rank"], self._most
+        if rank is not None and not 1 <= rank < most:
+            rule = f"places of the other nodes are 1 to {most - 1}; the first is 0"
+            problems.add(f"distributed.node_rank={rank}", rule, "Leave it out, or correct it.")
+        if self._with_rank(rank):
+            rule = "another node has that place"
+            problems.add(f"distributed.node_rank={rank}", rule, "Give each node its own.")
+        plain = serialization.frozen_plain(self._recipe)
+        for key, ours, theirs in resumed_recipe.differences(plain, hello["recipe"], DIFFERENT):
+            problems.add(f"{key}={theirs}", f"the first node has {key}={ours}", same)
+        run_dir = str(self._job.run_dir)
+        for name in ("resume", "run_dir"):
+            given = hello[name]
+            if given not in (None, AUTO) and resumed_recipe.absolute(given, ".") != run_dir:
+                problems.add(f"{name}={given}", f"the first node trains in {run_dir}", same)
+        return problems
 
 
 # -- another node --------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import Any
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import AccelError, ConfigError, Problem
 from runner.exit_codes import REFUSED
-from runner.recipe import paths
 from runner.recipe.composition import Frozen
 from runner.recipe.schema import Recipe
 from runner.runs import json_files, lock, sessions
@@ -30,6 +29,7 @@ LOGS, RUN_LOG = "logs", "run.log"
 SWEEPS = "sweep-"
 REQUEST = "request.json"  # what processes of an evaluation are asked for
 WEIGHTS = ("model", "pytorch_model")  # in names of files of a checkpoint
+OTHER = "Name another folder."
 MOST_NAMED = 4  # entries of a directory that is refused
 # What a run writes before its first step.
 BEFORE_TRAINING = (sessions.FOLDER, lock.FILE, LOGS, RUN_LOG, "tensorboard", checkpoints.FOLDER)
@@ -50,17 +50,14 @@ def claim(output_dir: str | os.PathLike[str], name: str) -> Path:
         rule = "it is the name of one folder"
         raise ConfigError.of(f"name={name!r}", rule, "Use letters, digits, '-' and '_'.")
     folder = Path(output_dir).expanduser().absolute() / name
-    try:
+    remedy = "Give output_dir=<a folder you may write to>."
+    with json_files.writable(f"output_dir={str(output_dir)!r}", remedy):
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             path = folder / f"{stamp()}-{secrets.token_hex(2)}"
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 return path
-    except OSError as error:
-        rule = f"runs are written there, and that failed ({paths.failure(error)})"
-        remedy = "Give output_dir=<a folder you may write to>."
-        raise ConfigError.of(f"output_dir={str(output_dir)!r}", rule, remedy) from error
 
 
 def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
@@ -71,15 +68,8 @@ def claim_chosen(run_dir: str | os.PathLike[str]) -> Path:
     """
     path = Path(run_dir).expanduser().absolute()
     require_unused(path)
-    try:
+    with json_files.writable(f"run_dir={str(run_dir)!r}", OTHER):
         path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        what = "a link to what is not there" if path.is_symlink() else "no directory"
-        rule = f"a run has a directory of its own, and that is {what}"
-        raise ConfigError.of(f"run_dir={str(run_dir)!r}", rule, "Name another folder.") from error
-    except OSError as error:
-        rule = f"a run is written there, and that failed ({paths.failure(error)})"
-        raise ConfigError.of(f"run_dir={str(run_dir)!r}", rule, "Name another folder.") from error
     return path
 
 
@@ -93,13 +83,11 @@ def require_unused(path: Path) -> None:
         ConfigError: also if the directory cannot be read.
     """
     value = f"run_dir={str(path)!r}"
-    try:
-        present = sorted(one.name for one in path.iterdir() if not _is_of_a_try(one))
-    except (FileNotFoundError, NotADirectoryError):
-        return  # claiming it says what is wrong
-    except OSError as error:
-        rule = f"a run is written there, and that failed ({paths.failure(error)})"
-        raise ConfigError.of(value, rule, "Name another folder.") from error
+    with json_files.writable(value, OTHER):
+        try:
+            present = sorted(one.name for one in path.iterdir() if not _is_of_a_try(one))
+        except (FileNotFoundError, NotADirectoryError):
+            return  # claiming it says what is wrong
     if sessions.begun(path) or sessions.is_submitted(path):
         remedy = f"Resume it with resume={shlex.quote(str(path))}, or name another directory."
         raise UsedError.of(value, "the directory holds another run", remedy)

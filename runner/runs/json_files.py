@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import directory as checkpoints
+from accel.machine.errors import ConfigError
+from runner.recipe import paths
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,16 @@ WEIGHTS_STEP = "weights_step"
 # Keys of a line of metrics.jsonl that are no values: where and when they were measured.
 PLACE = ("step", "epoch", "samples", "split", WEIGHTS_STEP, "time")
 INFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@contextlib.contextmanager
+def writable(value: str, remedy: str) -> Iterator[None]:
+    """Raise a ConfigError about `value` where a run cannot be written in the context."""
+    try:
+        yield
+    except OSError as error:
+        rule = f"a run is written there, and that failed ({paths.failure(error)})"
+        raise ConfigError.of(value, rule, remedy) from error
 
 
 def digest(content: object) -> str:

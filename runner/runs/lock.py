@@ -31,8 +31,8 @@ from datetime import datetime
 from pathlib import Path
 
 from accel.machine import passwords
-from accel.machine.errors import ConfigError, Problem
-from runner.recipe import paths
+from accel.machine.errors import ConfigError
+from runner.runs.json_files import writable
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +76,8 @@ def held(run_dir: Path, seconds: float = LOOK_SECONDS) -> Iterator[None]:
         HeldError: if another command holds it for so many seconds.
         ConfigError: if the directory cannot be written.
     """
-    try:
+    with writable(str(run_dir), "Make it writable, or start a new run elsewhere."):
         descriptor = _open(run_dir / FILE, os.O_CREAT)
-    except OSError as error:
-        remedy = "Make it writable, or start a new run elsewhere."
-        raise _unwritable(run_dir, error, remedy) from error
     try:
         _acquire(descriptor, run_dir, seconds)
         _write_holder(descriptor, run_dir)
@@ -142,16 +139,9 @@ def _write_holder(descriptor: int, run_dir: Path) -> None:
     command = shlex.join(passwords.shown(sys.orig_argv))  # Hydra is given another line
     since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
     me = Holder(os.getpid(), platform.node(), command, since)
-    try:
+    with writable(str(run_dir), "Make room there, or write elsewhere."):  # a full disk
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{json.dumps(asdict(me))}\n".encode(errors="replace"), 0)
-    except OSError as error:  # a full disk
-        raise _unwritable(run_dir, error, "Make room there, or write elsewhere.") from error
-
-
-def _unwritable(run_dir: Path, error: OSError, remedy: str) -> ConfigError:
-    rule = f"a run is written in its directory, and that failed ({paths.failure(error)})"
-    return ConfigError(Problem(str(run_dir), rule, remedy))
 
 
 def _acquire(descriptor: int, run_dir: Path, seconds: float) -> None:

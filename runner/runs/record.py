@@ -29,7 +29,6 @@ FAILED, CUT_OFF, PRUNED, BROKEN = "failed", "interrupted", "pruned", "broken"
 SUBMITTED = "submitted"  # to Slurm, and not begun
 STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
 ENDED_WITH = {exit_codes.FAILED: FAILED, exit_codes.REFUSED: FAILED, exit_codes.STOPPED: STOPPED}
-NODES = ("name", "model", "data", "trainer")  # of every recipe
 CODE = "code"  # a key beside those of recipes
 FALLING = ("loss", "bits", "error", "perplexity")  # in names of metrics whose best is the least
 TAIL_BYTES = 8192
@@ -94,17 +93,9 @@ class RunRecord:
     def recipe_text(self) -> str:
         """The recipe as YAML; empty where it is lost."""
         text = (self._content(CONFIG) or b"").decode("utf-8", errors="replace")
-        if not text.strip():
-            self._note(f"{CONFIG} is missing or empty")
+        if not _NODE.search(text):
+            self._note(f"{CONFIG} is missing or no recipe")
         return text
-
-    @cached_property
-    def _is_recipe(self) -> bool:
-        """Whether there is a recipe, judged by nodes that each one has."""
-        lacking = [name for name in NODES if name not in self._places]
-        if lacking and self.recipe_text.strip():
-            self._note(f"{CONFIG} is no recipe, or truncated: it has no {', '.join(lacking)}")
-        return not lacking
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
@@ -236,7 +227,7 @@ class RunRecord:
         summary = self.ended.get("summary") or {}
         if summary.get("complete") is not True and self.holder is not None:
             return RUNNING
-        if not self._is_recipe:
+        if not self._places:
             return BROKEN
         if summary.get("stopped") == PRUNED:
             return PRUNED

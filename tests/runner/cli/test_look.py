@@ -126,7 +126,7 @@ def test_no_torch_is_imported(command: str, runs: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "keep", "said"),
     [
-        ("config.yaml", 0.0, "config.yaml is missing or empty"),
+        ("config.yaml", 0.0, "config.yaml is missing or no recipe"),
         ("environment.json", 0.0, "environment.json is damaged"),
         ("environment.json", None, "environment.json is damaged (it is no mapping)"),
         ("ended.json", 0.5, "ended.json is damaged"),

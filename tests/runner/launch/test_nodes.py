@@ -13,9 +13,10 @@ import pytest
 
 from accel.machine.errors import ConfigError, StateError
 from runner.launch import messages, nodes
+from runner.launch.failures import Ended
 from runner.launch.group import Stops
 from runner.launch.messages import Connection
-from runner.launch.nodes import Joining, Node
+from runner.launch.nodes import FirstNode, Node
 from runner.launch.worker import Place
 from runner.recipe.nodes import Endpoint
 from runner.recipe.schema import Distributed, Recipe
@@ -125,14 +126,13 @@ def test_a_first_node_with_nothing_to_do_ends_nodes_that_wait(recipe: Recipe) ->
 
 
 @pytest.fixture
-def first(recipe: Recipe, tmp_path: Path) -> Iterator[Joining]:
-    with messages.listen(endpoint(recipe)) as listener:
-        joining = Joining(listener, Job(tmp_path), recipe)
-        yield joining
-        joining.close(0, "")
+def first(recipe: Recipe, tmp_path: Path) -> Iterator[FirstNode]:
+    found = FirstNode(Job(tmp_path), recipe)
+    yield found
+    found.finish(Ended(0))
 
 
-def waiting(first: Joining, number: int, follower: Follower | None = None) -> list[Node]:
+def waiting(first: FirstNode, number: int, follower: Follower | None = None) -> list[Node]:
     """Return the nodes that wait, once there are so many, or a follower has ended."""
     deadline = time.monotonic() + 60
     found: list[Node] = []
@@ -144,11 +144,11 @@ def waiting(first: Joining, number: int, follower: Follower | None = None) -> li
     return found
 
 
-def test_nodes_wait_in_their_order_and_hear_the_end(first: Joining, recipe: Recipe) -> None:
+def test_nodes_wait_in_their_order_and_hear_the_end(first: FirstNode, recipe: Recipe) -> None:
     followers = [Follower(recipe), Follower(other(recipe, num_processes=3, node_rank=1))]
     found = waiting(first, 2)
     assert [(node.num_processes, node.node_rank) for node in found] == [(3, 1), (2, None)]
-    first.close(75, "")
+    first.finish(Ended(75))
     assert [follower.ended() for follower in followers] == [75, 75]
 
 
@@ -163,7 +163,7 @@ def test_nodes_wait_in_their_order_and_hear_the_end(first: Joining, recipe: Reci
     ],
 )
 def test_another_command_is_refused(
-    first: Joining,
+    first: FirstNode,
     recipe: Recipe,
     change: Callable[[Recipe], Recipe],
     told: str,
@@ -175,7 +175,7 @@ def test_another_command_is_refused(
     assert told in capfd.readouterr().err
 
 
-def test_a_place_is_given_once(first: Joining, recipe: Recipe) -> None:
+def test_a_place_is_given_once(first: FirstNode, recipe: Recipe) -> None:
     Follower(other(recipe, node_rank=1))
     waiting(first, 1)
     second = Follower(other(recipe, node_rank=1))
@@ -183,7 +183,7 @@ def test_a_place_is_given_once(first: Joining, recipe: Recipe) -> None:
     assert second.ended() == 2
 
 
-def test_a_node_that_comes_back_early_waits_for_its_place(first: Joining, recipe: Recipe) -> None:
+def test_a_node_that_comes_back_early_waits_for_its_place(first: FirstNode, recipe: Recipe) -> None:
     mine = other(recipe, node_rank=1)
     Follower(mine)
     (lost,) = waiting(first, 1)

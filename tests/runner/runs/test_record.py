@@ -106,7 +106,7 @@ def test_a_directory_without_a_recipe_is_broken(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     run = RunRecord(tmp_path / "a")
     assert run.status == "broken"
-    assert run.reason == "config.yaml is missing or empty"
+    assert run.reason == "config.yaml is missing or no recipe"
     assert run.value("optimizer.lr") is MISSING
 
 
