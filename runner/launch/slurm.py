@@ -19,13 +19,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accel.machine import env
 from accel.machine.errors import ConfigError, Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, launcher, start_run, worker
 from runner.recipe import processes
+from runner.recipe.composition import Examined
 from runner.recipe.nodes import Submit
 from runner.recipe.processes import DEFAULT_CPU_PROCESSES
 from runner.recipe.schema import Distributed, Recipe
@@ -33,9 +33,6 @@ from runner.runs import directory, lock, numerics, outcomes, sessions, slurm_job
 from runner.runs.job import Job
 from runner.runs.json_files import write_json
 from runner.training.stopping import STOP_SIGNALS
-
-if TYPE_CHECKING:
-    from runner.recipe.composition import Examined
 
 SBATCH = "sbatch"
 # Variables of a job that this command itself runs in; sbatch would take some of them for options.
@@ -311,14 +308,8 @@ def _lead(folder: Path, run_dir: Path) -> int:
     """Train the run as rank 0, once no other command holds its lock."""
     job, recipe = Job.load(folder)
     with lock.held(run_dir, LOCK_SECONDS):
-        return start_run.continue_in(
-            run_dir,
-            recipe,
-            job.overrides,
-            job.config_name,
-            log_levels=job.log_levels,
-            may_change=True,
-        )
+        examined = Examined(recipe, [], job.overrides, job.config_name, log_levels=job.log_levels)
+        return start_run.continue_in(run_dir, examined, may_change=True)
 
 
 def _time_was_up(run_dir: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,14 +77,7 @@ def join(recipe: Recipe) -> int:
 
 
 def continue_in(
-    run_dir: Path,
-    recipe: Recipe,
-    overrides: Sequence[str],
-    config_name: str,
-    *,
-    fresh: bool = False,
-    log_levels: Mapping[str, str] | None = None,
-    may_change: bool = False,
+    run_dir: Path, examined: Examined, *, fresh: bool = False, may_change: bool = False
 ) -> int:
     """Train the run of a directory to its end, whatever an earlier command has left there.
 
@@ -94,9 +87,9 @@ def continue_in(
     Raises:
         ConfigError: if a run of another recipe was trained there, unless it `may_change`.
     """
-    train = partial(launcher.launch, fresh=fresh)
+    train, recipe = partial(launcher.launch, fresh=fresh), examined.recipe
     directory.remove_partials(run_dir)
-    job = _new_job(run_dir, overrides, config_name, log_levels or {})
+    job = _job(run_dir, examined)
     if sessions.begun(run_dir):
         if not may_change:
             resumable.require_same(run_dir, recipe)
@@ -171,17 +164,11 @@ def _frozen(recipe: Recipe) -> Recipe:
 
 
 def _job(run_dir: Path, examined: Examined) -> Job:
-    return _new_job(run_dir, examined.overrides, examined.config_name, examined.log_levels)
-
-
-def _new_job(
-    run_dir: Path, overrides: Sequence[str], config_name: str, levels: Mapping[str, str]
-) -> Job:
     return Job(
         run_dir=run_dir,
-        overrides=tuple(overrides),
+        overrides=tuple(examined.overrides),
         imports=tuple(trust.trusted()),
         cwd=os.getcwd(),
-        config_name=config_name,
-        log_levels=dict(levels),
+        config_name=examined.config_name,
+        log_levels=dict(examined.log_levels),
     )

@@ -135,7 +135,9 @@ def main(order: Mapping[str, Any]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = StopFlag(folder)
     try:
-        with _logged(run_dir, rank), stop.installed():
+        # The output of the others is in logs of their own.
+        logged = run_log.captured(run_dir, "of rank 0") if rank == 0 else contextlib.nullcontext()
+        with logged, stop.installed():
             code = _attempt(order, folder, rank, stop)
             if code != DONE:
                 end_process(code)  # before the handlers change: Ctrl-C may come at any time
@@ -144,11 +146,6 @@ def main(order: Mapping[str, Any]) -> NoReturn:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop
     end_process(code)
-
-
-def _logged(run_dir: Path, rank: int) -> contextlib.AbstractContextManager[None]:
-    """Copy the output of rank 0 into the run's log; that of the others is in logs of their own."""
-    return run_log.captured(run_dir, "of rank 0") if rank == 0 else contextlib.nullcontext()
 
 
 def _attempt(order: Mapping[str, Any], folder: Path, rank: int, stop: StopFlag) -> int:

@@ -46,7 +46,9 @@ class Job:
     def save(self, frozen: Recipe) -> Job:
         """Write the recipe and this job to a new session of the run; return the job there."""
         first = sessions.of_run(self.run_dir)[:1]
-        states = Job.read(first[0])[0].states if first else _own_name(self.run_dir)
+        states = (
+            Job.read(first[0])[0].states if first else f"{self.run_dir.name}-{secrets.token_hex(4)}"
+        )
         staged = replace(self, folder=sessions.create(self.run_dir), states=states)
         try:
             staged._write(frozen)
@@ -104,10 +106,6 @@ class Job:
             return cls(**found), plain
         except (ValueError, TypeError, KeyError) as error:
             raise _no_run(folder, f"{JOB} is damaged ({error})") from error
-
-
-def _own_name(run_dir: Path) -> str:
-    return f"{run_dir.name}-{secrets.token_hex(4)}"
 
 
 def _no_run(folder: Path, wrong: str) -> ConfigError:

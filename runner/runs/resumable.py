@@ -45,8 +45,6 @@ def newest(wanted: Recipe) -> Path | None:
         raise directory.UsedError.of(f"run_dir={wanted.run_dir!r} resume=auto", rule, remedy)
     for line in passed[:MOST_NAMED]:
         logger.warning("resume=auto skips %s.", line)
-    if len(passed) > MOST_NAMED:
-        logger.warning("resume=auto skips %d older runs, too.", len(passed) - MOST_NAMED)
     if passed and found is None:
         logger.warning("resume=auto finds no run to resume: it starts a new one.")
     return found

@@ -298,9 +298,10 @@ def run(
             if RunRecord(run_dir).is_done:
                 resumable.require_same(run_dir, recipe)
                 return DONE
-            return start_run.continue_in(
-                run_dir, recipe, overrides, config_name, fresh=fresh, log_levels=log_levels
+            examined = composition.Examined(
+                recipe, [], tuple(overrides), config_name, log_levels=log_levels
             )
+            return start_run.continue_in(run_dir, examined, fresh=fresh)
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as end:

@@ -325,7 +325,7 @@ def test_a_frozen_job_is_trained_later(tmp_path: Path, monkeypatch: pytest.Monke
     job, recipe = Job.load(run_dir)
     assert (job.overrides, recipe.seed) == (("seed=3",), 3)
     launched(monkeypatch, lambda job: 0)
-    assert start_run.continue_in(run_dir, recipe, job.overrides, "config") == 0
+    assert start_run.continue_in(run_dir, Examined(recipe, [], job.overrides, "config")) == 0
     assert [one.name for one in sessions.of_run(run_dir)] == ["0001", "0002"]
 
 
