@@ -30,7 +30,6 @@ SUBMITTED = "submitted"  # to Slurm, and not begun
 STATUSES = (RUNNING, SUBMITTED, FINISHED, STOPPED, FAILED, CUT_OFF, PRUNED, BROKEN)
 ENDED_WITH = {exit_codes.FAILED: FAILED, exit_codes.REFUSED: FAILED, exit_codes.STOPPED: STOPPED}
 CODE = "code"  # a key beside those of recipes
-FALLING = ("loss", "bits", "error", "perplexity")  # in names of metrics whose best is the least
 TAIL_BYTES = 8192
 DEFAULT_FOLDER = "runs"
 DEPTH = 6  # of runs below a folder
@@ -280,7 +279,7 @@ class RunRecord:
         if best.get("value") is None:
             best = self._best_saved()
         metric = str(best.get("metric") or self.summary.get("monitor") or "")
-        mode = best.get("mode") or self._mode(metric)
+        mode = best.get("mode") or self.summary.get("mode")
         value = best.get("value")
         if value is None:
             measured = (self.summary.get("metrics") or {}).get("validation") or {}
@@ -292,20 +291,14 @@ class RunRecord:
         """Return what the newest readable checkpoint says of the best state; empty: nothing."""
         for path in reversed(checkpoints.checkpoints(self.path / checkpoints.FOLDER)):
             with contextlib.suppress(CheckpointError):
-                return checkpoints.read_manifest(path).metadata.get("best") or {}
+                metadata = checkpoints.read_manifest(path).metadata
+                return {**(metadata.get("best") or {}), "mode": metadata.get("mode")}
         return {}
 
     @property
     def _is_behind(self) -> bool:
         """Whether the summary is of an earlier attempt than the newest."""
         return self.status in (RUNNING, CUT_OFF, FAILED)
-
-    def _mode(self, metric: str) -> str:
-        given = self.value("checkpoint.mode")
-        if given in ("min", "max"):
-            return str(given)
-        recorded = (self.summary.get("best") or {}).get("mode") or self.summary.get("mode")
-        return str(recorded or usual_mode(metric))
 
     # -- files -----------------------------------------------------------------------------
 
@@ -370,11 +363,6 @@ class RunRecord:
     def _note(self, problem: str) -> None:
         if problem not in self._problems:
             self._problems.append(problem)
-
-
-def usual_mode(metric: str) -> str:
-    """Return whether the best of a metric is the "min" or the "max", by its name."""
-    return "min" if any(word in metric for word in FALLING) else "max"
 
 
 # -- runs below folders --------------------------------------------------------------------

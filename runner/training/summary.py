@@ -147,6 +147,7 @@ def metadata_of(loop: Run) -> dict[str, object]:
         "num_processes": loop.accelerator.num_processes,
         "global_batch_size": loop.plan.global_batch,
         "monitor": loop.monitor,
+        "mode": loop.mode,
         "metrics": loop.metrics.get("validation", {}),
     }
 

@@ -45,7 +45,7 @@ def test_the_page_of_a_sweep(tmp_path: Path) -> None:
     assert "<script" not in text
     assert "&lt;script&gt;alert" in text
     assert "runs &amp; &lt;more&gt;" in text
-    assert "13 runs: 12 finished, 1 broken" in text
+    assert "13 runs: 12 finished, 1 failed" in text
     assert text.count("environment.json is damaged") == 10
     assert "(damaged)" in text
     addresses = re.findall(r'(?:src|href)="([^"]{,22})', text)
