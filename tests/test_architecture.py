@@ -310,23 +310,8 @@ def compares_with_a_name(node: ast.AST) -> bool:
     )
 
 
-def asks_for_a_plugin(node: ast.AST) -> bool:
-    """Return whether `node` is ….plugin("fsdp"), or another plugin that is named."""
-    if not isinstance(node, ast.Call) or end(node.func) != "plugin":
-        return False
-    return any(isinstance(one, ast.Constant) for one in node.args)
-
-
-def imports_sharding_by_attribute(node: ast.AST) -> bool:
-    """Return whether `node` is torch.distributed.fsdp, dist.tensor or the like."""
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr in ("fsdp", "tensor", "_composable")
-        and end(node.value) in ("distributed", "dist")
-    )
-
-
-# What tells one backend from the others, and who may ask for it. No other code knows which is on:
+# What tells one backend from the others, and who may ask for it, beside the names that
+# `tests/structure/naming.py` finds. No other code knows which is on:
 # what it needs to know is a field of `StrategySpec` or a method of `Strategy`.
 BACKEND_TESTS: dict[Callable[[ast.AST], bool], tuple[str, ...]] = {
     names_a_type: ("accel/machine/enums.py", "accel/plan/plan.py", STRATEGIES),
@@ -335,11 +320,6 @@ BACKEND_TESTS: dict[Callable[[ast.AST], bool], tuple[str, ...]] = {
         STRATEGIES,
         "accel/config/tensor_parallel.py",  # "tp" is the name of an axis of a device mesh there
     ),
-    asks_for_a_plugin: (
-        STRATEGIES,
-        "accel/state.py",  # `AcceleratorState.deepspeed_plugin` and its like are documented
-    ),
-    imports_sharding_by_attribute: SHARDS,
 }
 
 
@@ -368,8 +348,6 @@ def test_no_code_outside_its_rooms_asks_which_backend_is_on(package: str) -> Non
         ("accelerator.distributed_type == kind", asks_for_its_name),
         ("handlers[self.plan.strategy]", asks_for_its_name),
         ("name in ('ddp', 'single')", compares_with_a_name),
-        ("plugin = plan.plugin('deepspeed')", asks_for_a_plugin),
-        ("isinstance(model, dist.fsdp.FSDPModule)", imports_sharding_by_attribute),
     ],
 )
 def test_a_backend_test_outside_its_rooms_is_found(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import commands
 from tests.helpers import about
+from tests.runner.loops import losses, records
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_with=[]")
@@ -23,15 +23,6 @@ def run(*overrides: str, cwd: Path, code: int = 0) -> Path:
     assert answer.returncode == code, answer.stdout + answer.stderr
     runs = sorted(cwd.glob("runs/*/*/config.yaml"), key=lambda path: path.stat().st_mtime)
     return runs[-1].parent if runs else cwd
-
-
-def records(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [entry for entry in map(json.loads, lines) if entry["split"] == split]
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [entry["loss"] for entry in records(run_dir)]
 
 
 @pytest.fixture(scope="module")

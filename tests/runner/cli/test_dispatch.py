@@ -177,14 +177,6 @@ def test_an_unexpected_error_keeps_its_traceback(
     assert "Traceback" in err
 
 
-def test_an_interrupt_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: Any, **named: Any) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(start_run, "start", interrupt)
-    assert cli.main([]) == 130
-
-
 def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.launch import launcher
 
