@@ -69,7 +69,7 @@ def examine(request: Request, check: Require) -> tuple[list[Examined], str]:
     with hydra_setup.session(request.overrides):
         choice = plan.choose(request.overrides, request.config_name, request.settings)
         lists = plan.lists(request.overrides, choice, request.settings)
-        plan.require_one_plan(lists, request.overrides, request.config_name)
+        plan.require_one_plan(choice, lists, request.overrides, request.config_name)
         found = plan.examine(lists, request.config_name)
         check(found)
         _search(request, choice, found)
@@ -105,7 +105,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
         if sweep and choice.known and not (examined if is_equal else sweep.pending()):
             return table.nothing_left(sweep, request.config_name)
         require(examined)
-        plan.require_place(choice, request.overrides)
+        plan.require_place(choice)
         is_new = sweep is None
         if sweep is None:
             assert described is not None
@@ -138,7 +138,7 @@ def _composed(
     if sweep is not None and here is not None and sweep.description.is_of(here, lists):
         check([first])
         return sweep, sweep.examined(), None
-    plan.require_one_plan(lists, request.overrides, name)
+    plan.require_one_plan(choice, lists, request.overrides, name)
     if choice.is_local and not first.problems:
         server()  # it imports while the other jobs are composed
     examined = plan.examine(lists, name)
@@ -173,7 +173,7 @@ def _search(request: Request, choice: Choice, examined: Sequence[Examined]) -> d
 
     name, recipe = request.config_name, examined[0].recipe
     study = f"{recipe.name}-{plan.digest_of(name, request.given)}"
-    return of_search.recorded(plan.settings("sweeper", request.overrides, name), recipe, study)
+    return of_search.recorded(choice.nodes[plugins.SWEEPER], recipe, study)
 
 
 # -- running -------------------------------------------------------------------------------

@@ -11,15 +11,14 @@ The keys ``sweep.*`` of a command line say how a sweep is run, and are no part o
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
 from accel.machine.errors import ConfigError, Problem, Problems, nearest
@@ -167,11 +166,18 @@ HYDRA_NODES = tuple(f"hydra.{kind}" for kind in KINDS)
 
 @dataclass(frozen=True)
 class Choice:
-    """The launcher and the sweeper of a command; `known`: all jobs are known in advance."""
+    """The launcher and the sweeper of a command.
+
+    Args:
+        launcher: `hydra/launcher`.
+        sweeper: `hydra/sweeper`.
+        nodes: by key, `hydra.launcher` and `hydra.sweeper` as plain containers, with their
+            interpolations.
+    """
 
     launcher: str
     sweeper: str
-    config_name: str = hydra_setup.PRIMARY
+    nodes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def known(self) -> bool:
@@ -194,8 +200,8 @@ class Choice:
         return self.is_local or self.launcher == nodes.RAY
 
 
-def _hydra(overrides: Sequence[str], config_name: str) -> DictConfig:
-    """Return Hydra's own node, as files of groups and Hydra's own overrides set it.
+def _choice(overrides: Sequence[str], config_name: str) -> Choice:
+    """Return the launcher and the sweeper, as files of groups and Hydra's own overrides set them.
 
     Files that cannot be composed are left out: they are reported when the jobs are composed.
 
@@ -205,9 +211,14 @@ def _hydra(overrides: Sequence[str], config_name: str) -> DictConfig:
     groups = set(hydra_setup.groups())
     of_hydra = [one for one in overrides if is_of_hydra(one)]
     chosen = [one for one in hydra_setup.not_swept(overrides) if hydra_setup.key_of(one) in groups]
-    with contextlib.suppress(*diagnose.MISTAKES):
-        return hydra_setup.composed_with_hydra([*chosen, *of_hydra], config_name).hydra
-    return hydra_setup.composed_with_hydra(of_hydra, config_name).hydra
+    try:
+        found = hydra_setup.composed_with_hydra([*chosen, *of_hydra], config_name)
+    except diagnose.MISTAKES:
+        found = hydra_setup.composed_with_hydra(of_hydra, config_name)
+    node: Any = OmegaConf.to_container(found.hydra, resolve=False)
+    names = node["runtime"]["choices"]
+    launcher, sweeper = (names.get(f"hydra/{kind}") or BASIC for kind in KINDS)
+    return Choice(launcher, sweeper, {f"hydra.{kind}": node[kind] for kind in KINDS})
 
 
 def is_of_hydra(override: str) -> bool:
@@ -215,18 +226,17 @@ def is_of_hydra(override: str) -> bool:
     return hydra_setup.key_of(override).startswith(("hydra.", "hydra/"))
 
 
-def choices(overrides: Sequence[str], config_name: str) -> dict[str, str]:
-    """Return the files of `hydra/launcher` and `hydra/sweeper` that a command line chooses.
+def read(overrides: Sequence[str], config_name: str) -> Choice:
+    """Return the launcher and the sweeper of a command line, as they are set.
 
     Raises:
         ConfigError: if one of their keys is wrong.
     """
     try:
-        chosen = _hydra(overrides, config_name).runtime.choices
+        return _choice(overrides, config_name)
     except diagnose.MISTAKES as error:
         wrong = list(_wrong_keys(overrides))
         raise ConfigError(*(wrong or diagnose.translate(error, config_name))) from error
-    return {kind: chosen.get(f"hydra/{kind}") or BASIC for kind in KINDS}
 
 
 def _wrong_keys(overrides: Sequence[str]) -> Iterator[Problem]:
@@ -247,27 +257,6 @@ def _wrong_keys(overrides: Sequence[str]) -> Iterator[Problem]:
         yield from [] if problem is None else [problem]
 
 
-def nodes_of(overrides: Sequence[str], config_name: str) -> dict[str, Any]:
-    """Return the launcher and the sweeper of a command line.
-
-    By key: `hydra/launcher` and `hydra/sweeper` are names, `hydra.launcher` and `hydra.sweeper`
-    plain containers with their interpolations.
-
-    Raises:
-        Exception: Hydra's and OmegaConf's own; `diagnose` translates them.
-    """
-    node = _hydra(overrides, config_name)
-    chosen = {f"hydra/{kind}": node.runtime.choices[f"hydra/{kind}"] for kind in KINDS}
-    plain = {f"hydra.{kind}": OmegaConf.to_container(node[kind], resolve=False) for kind in KINDS}
-    return {**chosen, **plain}
-
-
-def settings(kind: str, overrides: Sequence[str], config_name: str) -> dict[str, Any]:
-    """Return `hydra.<kind>` (launcher, sweeper) as `nodes_of` does."""
-    found: dict[str, Any] = nodes_of(overrides, config_name)[f"hydra.{kind}"]
-    return found
-
-
 def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choice:
     """Return the launcher and the sweeper of a command, inside a Hydra session.
 
@@ -282,11 +271,10 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     of_hydra = [one for one in swept if is_of_hydra(one)]
     ConfigError.raise_if([Problem(one, rule, "Give one value.") for one in of_hydra])
     ConfigError.raise_if(_not_installed(overrides))
-    names = choices(overrides, config_name)
-    found = Choice(names["launcher"], names["sweeper"], config_name)
+    found = read(overrides, config_name)
     if found.launcher == nodes.RAY:
         require("ray", f"{plugins.LAUNCHERS}={nodes.RAY}", extra="ray")
-        plugins.RayConf(**settings("launcher", overrides, config_name))  # checks the values
+        plugins.RayConf(**found.nodes[plugins.LAUNCHER])  # checks the values
     if chosen.jobs != 1 and not found.is_local:
         problems.add(
             f"sweep.jobs={chosen.jobs} with hydra/launcher={found.launcher}",
@@ -303,14 +291,13 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     return found
 
 
-def require_place(choice: Choice, overrides: Sequence[str]) -> None:
+def require_place(choice: Choice) -> None:
     """Raise a ConfigError if the jobs of a sweep are for a cluster that is not there."""
     if choice.launcher != nodes.RAY:
         return
     from runner.launch import ray
 
-    with hydra_setup.session():
-        address = settings("launcher", overrides, choice.config_name)["address"]
+    address = choice.nodes[plugins.LAUNCHER]["address"]
     ray.require_cluster(address, f"{plugins.LAUNCHER}.address")
 
 
@@ -354,8 +341,7 @@ def lists(overrides: Sequence[str], choice: Choice, chosen: Settings) -> list[li
         require("optuna", f"{plugins.SWEEPERS}={choice.sweeper}", extra="optuna")
         from runner.sweep.optuna import settings as of_search
 
-        node = settings("sweeper", overrides, choice.config_name)
-        return of_search.probes(node, overrides, choice.sweeper)
+        return of_search.probes(choice.nodes[plugins.SWEEPER], overrides, choice.sweeper)
     overrides = [override for override in overrides if not is_scheduling(override)]
     if not choice.known:
         return hydra_setup.probes(overrides)
@@ -382,7 +368,7 @@ def examine(jobs: Sequence[Sequence[str]], config_name: str) -> list[Examined]:
 
 
 def require_one_plan(
-    jobs: Sequence[Sequence[str]], overrides: Sequence[str], config_name: str
+    choice: Choice, jobs: Sequence[Sequence[str]], overrides: Sequence[str], config_name: str
 ) -> None:
     """Raise a ConfigError if swept files choose or set the launcher or the sweeper themselves.
 
@@ -396,14 +382,16 @@ def require_one_plan(
         return
     fixed, problems = hydra_setup.not_swept(overrides), Problems()
     try:
-        usual = nodes_of(fixed, config_name)
         for one in swept:
-            there = nodes_of(diagnose.unique([*fixed, one]), config_name)
-            own = {key: value for key, value in there.items() if value != usual[key]}
+            there = _choice(diagnose.unique([*fixed, one]), config_name)
+            names = {kind: getattr(there, kind) for kind in KINDS}
+            own = [f"hydra/{k}={name}" for k, name in names.items() if name != getattr(choice, k)]
+            own += [f"{key}.*" for key, node in there.nodes.items() if node != choice.nodes[key]]
             if own:
-                rule = f"it sets {next(iter(own))}, and a sweep has one for all of its jobs"
-                given = [f"{key}={own[key]}" if "/" in key else f"{key}.*" for key in own]
-                remedy = f"Give {' and '.join(given)} on the command line, or sweep {one} alone."
+                rule = (
+                    "it sets Hydra's launcher or sweeper, and a sweep has one for all of its jobs"
+                )
+                remedy = f"Give {' and '.join(own)} on the command line, or sweep {one} alone."
                 problems.add(one, rule, remedy)
     except diagnose.MISTAKES:  # reported when the jobs are composed
         return

@@ -62,13 +62,9 @@ def _remove_cut_line(path: Path) -> None:
 
 def failed_database(url: str, error: Exception) -> ConfigError:
     """Return what to say of a study's database that could not be opened, or not be used."""
-    cause = error.__cause__ if isinstance(error, (StorageInternalError, ImportError)) else None
-    lines = str(cause or error).splitlines() or [type(error).__name__]
+    lines = str(error.__cause__ or error).splitlines() or [type(error).__name__]
     rule = f"a study is kept in that database, which failed ({lines[0]})"
-    remedy = "Mend it, or begin a new sweep with another."
-    if isinstance(error, ImportError):
-        remedy = "Install the Python package that the URL's driver needs, or name another database."
-    return ConfigError.of(f"storage={url}", rule, remedy)  # which shows no password
+    return ConfigError.of(f"storage={url}", rule, "Mend it, or begin a new sweep with another.")
 
 
 def address_of(storage: str) -> str:

@@ -191,15 +191,18 @@ class Search:
                     self._try_again(newest[number])
                     taken.append(number)
             new = range(len(newest), self.settings.n_trials)[: most - len(taken)]
-            return [*self._jobs(sorted(taken)), *map(self._new, new)]
+            newest = self.newest()
+            return [self._job(number, newest.get(number)) for number in (*sorted(taken), *new)]
 
-    def _jobs(self, numbers: Sequence[int]) -> Iterator[Job]:
-        """Yield the jobs whose trials run already."""
-        newest = self.newest()
-        for number in numbers:
-            self.study.sampler = self._sampler(number)
-            trial = optuna_study.running(self.study, self._storage, newest[number])
-            yield Job(number, tuple(self.space.sample(trial)), trial)
+    def _job(self, number: int, found: FrozenTrial | None) -> Job:
+        """Return a job, whose trial runs already if it was `found`."""
+        self.study.sampler = self._sampler(number)
+        if found is not None:
+            trial = optuna_study.running(self.study, self._storage, found)
+        else:
+            trial = self.study.ask()
+            trial.set_user_attr(JOB, number)
+        return Job(number, tuple(self.space.sample(trial)), trial)
 
     def _try_again(self, failed: FrozenTrial) -> None:
         """Add a trial with the parameters of a failed one, and with what its run has reported."""
@@ -213,12 +216,6 @@ class Search:
                 intermediate_values=failed.intermediate_values,
             )
         self.study.add_trial(again)
-
-    def _new(self, number: int) -> Job:
-        self.study.sampler = self._sampler(number)
-        trial = self.study.ask()
-        trial.set_user_attr(JOB, number)
-        return Job(number, tuple(self.space.sample(trial)), trial)
 
     def _sampler(self, number: int) -> Any:
         given, seed = self.settings.sampler, self.settings.seed

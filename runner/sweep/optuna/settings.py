@@ -71,8 +71,7 @@ def probes(node: Mapping[str, Any], overrides: Sequence[str], chosen: str) -> li
 
 def _try(found: SearchConf, space: Space) -> None:
     """Raise a ConfigError if the sampler refuses the space or the number of objectives."""
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         study = optuna.create_study(directions=["minimize"] * len(found.metrics))
         study.sampler = optuna_study.make(SAMPLER, found.sampler)
@@ -81,8 +80,6 @@ def _try(found: SearchConf, space: Space) -> None:
         value = f"{SWEEPER}.sampler={name_of(found.sampler)}"
         rule = f"Optuna refuses what is searched ({' '.join(str(error).split())})"
         raise ConfigError.of(value, rule, "Choose another sampler or other ranges.") from error
-    finally:
-        optuna.logging.set_verbosity(verbosity)
 
 
 def recorded(node: Mapping[str, Any], recipe: Recipe, name: str) -> dict[str, Any]:

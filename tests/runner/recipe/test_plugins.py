@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("hydra_session")
 def test_the_launcher_and_the_sweeper_are_known_whatever_else_is_wrong(
     overrides: list[str], launcher: str, sweeper: str
 ) -> None:
-    found = plan.choices(overrides, "config")
-    assert found == {"launcher": launcher, "sweeper": sweeper}
+    found = plan.read(overrides, "config")
+    assert (found.launcher, found.sweeper) == (launcher, sweeper)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,15 @@ def test_the_launcher_and_the_sweeper_are_known_whatever_else_is_wrong(
 def test_a_wrong_key_or_type_of_a_plugin_is_named(override: str, remedy: str) -> None:
     """R10: before there is a folder of the sweep."""
     with pytest.raises(ConfigError) as refused:
-        plan.choices(["hydra/launcher=joblib", *override.split(), "seed=1,2"], "config")
+        plan.read(["hydra/launcher=joblib", *override.split(), "seed=1,2"], "config")
     (problem,) = refused.value.problems
     assert (problem.value, problem.remedy) == (override.split()[-1], remedy)
 
 
 def settings(kind: str, *overrides: str) -> dict[str, Any]:
     with hydra_setup.session():
-        return plan.settings(kind, overrides, "config")
+        found: dict[str, Any] = plan.read(overrides, "config").nodes[f"hydra.{kind}"]
+    return found
 
 
 def test_hydra_knows_the_keys_of_the_launcher() -> None:
@@ -127,7 +128,7 @@ def test_a_file_gives_ranges_where_it_chooses_the_search(
     with hydra_setup.session():
         found = composition.new_run(["experiment=mine"], "config")
         if allowed:
-            given = plan.settings("sweeper", ["experiment=mine"], "config")
+            given = plan.read(["experiment=mine"], "config").nodes["hydra.sweeper"]
             assert given["params"] == {"optimizer.lr": "interval(0, 1)"}
     assert (found.problems == []) == allowed
     if not allowed:

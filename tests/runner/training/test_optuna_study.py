@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from accel.machine.errors import ConfigError
 from runner.training import optuna_study
 from tests.helpers import python
-from tests.runner.sweep import databases
 
 
 def opened(folder: Path) -> optuna.Study:
@@ -38,18 +36,6 @@ def test_a_database_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "s.db").write_bytes(b"no database" * 100)
     with pytest.raises(ConfigError, match="file is not a database"):
         optuna_study.storage_of(f"sqlite:///{tmp_path}/s.db", tmp_path)
-
-
-def test_a_database_that_is_away_is_told_without_its_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = databases.url_in(tmp_path)
-    monkeypatch.setattr(databases.StandIn, "is_away", True)
-    with pytest.raises(ConfigError) as caught:
-        optuna_study.storage_of(url, tmp_path)
-    said = r"storage=standin://user:\*\*\*@host/.*failed \(.*Connection refused\)\. Mend it"
-    assert re.match(said, str(caught.value))
-    assert databases.PASSWORD not in str(caught.value)
 
 
 def test_processes_write_one_after_the_other(tmp_path: Path) -> None:

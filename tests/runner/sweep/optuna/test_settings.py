@@ -23,14 +23,18 @@ def _session() -> Iterator[None]:
         yield
 
 
+def node(overrides: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = plan.read(overrides, "config").nodes["hydra.sweeper"]
+    return found
+
+
 def probes(*overrides: str) -> list[list[str]]:
     given = [SEARCH, *overrides]
-    return settings.probes(plan.settings("sweeper", given, "config"), given, "optuna")
+    return settings.probes(node(given), given, "optuna")
 
 
 def recorded(recipe: Recipe, *overrides: str) -> dict[str, Any]:
-    node = plan.settings("sweeper", [SEARCH, LR, *overrides], "config")
-    return settings.recorded(node, recipe, "s")
+    return settings.recorded(node([SEARCH, LR, *overrides]), recipe, "s")
 
 
 def test_jobs_to_check_hold_no_override_of_hydra() -> None:
