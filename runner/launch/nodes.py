@@ -26,7 +26,7 @@ from runner.launch.failures import Ended
 from runner.launch.group import MONITOR_SECONDS, Group, Maker, Stops, stops_heard
 from runner.launch.messages import Connection, Lost
 from runner.launch.worker import Place
-from runner.recipe import nodes, processes, resumed_recipe, serialization
+from runner.recipe import nodes, processes, serialization
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.nodes import Endpoint
 from runner.recipe.schema import Distributed, Recipe
@@ -349,12 +349,12 @@ class FirstNode:
             rule = "another node has that place"
             problems.add(f"distributed.node_rank={rank}", rule, "Give each node its own.")
         plain = serialization.frozen_plain(self._recipe)
-        for key, ours, theirs in resumed_recipe.differences(plain, hello["recipe"], DIFFERENT):
+        for key, ours, theirs in serialization.differences(plain, hello["recipe"], DIFFERENT):
             problems.add(f"{key}={theirs}", f"the first node has {key}={ours}", same)
         run_dir = str(self._job.run_dir)
         for name in ("resume", "run_dir"):
             given = hello[name]
-            if given not in (None, AUTO) and resumed_recipe.absolute(given, ".") != run_dir:
+            if given not in (None, AUTO) and serialization.absolute(given, ".") != run_dir:
                 problems.add(f"{name}={given}", f"the first node trains in {run_dir}", same)
         return problems
 

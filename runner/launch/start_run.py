@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from accel.machine.errors import AccelError, ConfigError
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher, nodes
-from runner.recipe import processes, resumed_recipe, trust
+from runner.recipe import processes, serialization, trust
 from runner.runs import directory, environment, lock, resumable, sessions
 from runner.runs.job import Job
 from runner.runs.json_files import read_json
@@ -157,8 +157,8 @@ def _frozen(recipe: Recipe) -> Recipe:
     """Return a recipe as it is frozen, with absolute folders: it may be resumed from anywhere."""
     cwd = os.getcwd() if recipe.resume in (None, AUTO) else Job.read(recipe.resume)[0].cwd
     project = replace(recipe.checkpoint.project)
-    project.project_dir = resumed_recipe.absolute(project.project_dir, cwd)
-    project.logging_dir = resumed_recipe.absolute(project.logging_dir, cwd)
+    project.project_dir = serialization.absolute(project.project_dir, cwd)
+    project.logging_dir = serialization.absolute(project.logging_dir, cwd)
     checkpoint = replace(recipe.checkpoint, project=project)
     return replace(recipe, checkpoint=checkpoint, resume=None, run_dir=None)
 

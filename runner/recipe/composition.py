@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from accel.machine.errors import ConfigError, Problem
-from runner.recipe import diagnose, hydra_setup, keys, resumed_recipe, serialization
+from runner.recipe import diagnose, hydra_setup, keys, serialization
 from runner.recipe.schema import Recipe
 
 
@@ -83,9 +83,9 @@ def resumed(run: Frozen, overrides: Sequence[str] = (), *, trains: bool = True) 
     are taken from them. Call it inside a session. Overrides come without `resume`; where the run
     `trains` further, some keys must not change.
     """
-    limits = {".".join(path) for path in resumed_recipe.PER_INVOCATION}
+    limits = {".".join(path) for path in serialization.PER_INVOCATION}
     own = tuple(o for o in run.overrides if hydra_setup.key_of(o) not in limits)
-    plain = resumed_recipe.without_limits(run.plain)
+    plain = serialization.without_limits(run.plain)
     return _changed(replace(run, plain=plain), own, overrides, trains)
 
 
@@ -117,10 +117,10 @@ def _changed(run: Frozen, own: Sequence[str], overrides: Sequence[str], trains: 
             problems.append(unresolved(error))
             return Examined(Recipe(), problems, merged, run.config_name, composed=False)
         levels = {} if problems else hydra_setup.log_levels(overrides)
-    found, invalid = serialization.examine(resumed_recipe.same_places(run.plain, run.cwd, changed))
+    found, invalid = serialization.examine(serialization.same_places(run.plain, run.cwd, changed))
     problems += invalid
     if trains and not invalid:
-        problems += resumed_recipe.refusals(run.plain, serialization.to_plain(found))
+        problems += serialization.refusals(run.plain, serialization.to_plain(found))
     return Examined(found, problems, merged, run.config_name, origin=run.origin, log_levels=levels)
 
 

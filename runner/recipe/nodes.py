@@ -10,6 +10,7 @@ import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from accel.config.checks import check_choice, check_minimum
@@ -102,15 +103,11 @@ def problems_of(distributed: Distributed) -> Problems:
                 "these are processes of one machine",
                 "Choose distributed=multi_node.",
             )
-    checks: tuple[Callable[[Distributed], object], ...] = (counts, endpoint)
+    times = (partial(seconds, name=name) for name in ("node_timeout", "join_timeout"))
+    checks: tuple[Callable[[Distributed], object], ...] = (counts, endpoint, *times)
     for check in checks:
         try:
             check(distributed)
-        except ConfigError as error:
-            problems += error.problems
-    for name in ("node_timeout", "join_timeout"):
-        try:
-            parse_duration(getattr(distributed, name), f"distributed.{name}")
         except ConfigError as error:
             problems += error.problems
     if distributed.node_rank and distributed.is_host:

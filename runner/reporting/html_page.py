@@ -21,7 +21,7 @@ from typing import Any
 from rich.table import Table
 
 from accel.machine.errors import MissingPackageError
-from runner.recipe import hydra_setup, resumed_recipe
+from runner.recipe import hydra_setup, serialization
 from runner.reporting import run_table
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import cell
@@ -32,7 +32,7 @@ from runner.training import console
 
 SEED = "seed"
 # Nodes of a recipe that do not change what a run computes, beside those that `resume=` ignores.
-NO_CAUSE = ((SEED,), ("resume",), ("run_dir",), *resumed_recipe.ELSEWHERE)
+NO_CAUSE = ((SEED,), ("resume",), ("run_dir",), *serialization.ELSEWHERE)
 FACTORY = ("name", "_target_")
 NO_CURVE = (*PLACE, "lr", "samples_per_second", "skipped_steps")
 MOST_METRICS, MOST_KEYS = 8, 12

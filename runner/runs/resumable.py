@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError, Problem, Problems
-from runner.recipe import resumed_recipe, serialization
+from runner.recipe import serialization
 from runner.recipe.schema import Recipe
 from runner.runs import directory, lock, sessions
 from runner.runs.job import Job
@@ -64,7 +64,7 @@ def _candidates(wanted: Recipe) -> list[Path]:
 def _reason_to_skip(run_dir: Path, wanted: Recipe) -> str | None:
     if not directory.is_run(run_dir):
         return "it was killed before its recipe was written"
-    different = _differences(run_dir, wanted, resumed_recipe.SAME_RUN)
+    different = _differences(run_dir, wanted, serialization.SAME_RUN)
     if different:
         more = f" and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
         keys = [f"{key} is {there} there, {here} here" for key, there, here in different]
@@ -95,7 +95,7 @@ def is_finished(run_dir: Path, wanted: Recipe) -> str | None:
             past = f" and passed: the run is at {at}, epoch {epoch}"
             return f"{limit} at {at}" if reached == wanted_by else limit + past
     ended_by_itself = summary.get("stopped") in ("callback", "pruned")
-    if ended_by_itself and not _differences(run_dir, wanted, resumed_recipe.NO_CHANGE):
+    if ended_by_itself and not _differences(run_dir, wanted, serialization.NO_CHANGE):
         return f"{summary.get('reason')} (step {step})"
     return None
 
@@ -119,12 +119,12 @@ def require_effect(run_dir: Path, wanted: Recipe, reason: str, auto: bool = Fals
     """Refuse overrides of a finished run that have no effect any more.
 
     `reason` tells why nothing is left to do. Where `auto`, `resume=auto` has found the run: keys of
-    `resumed_recipe.SAME_RUN` may differ.
+    `serialization.SAME_RUN` may differ.
 
     Raises:
         ConfigError: naming every such key except limits, which `is_finished` has checked.
     """
-    idle = resumed_recipe.SAME_RUN if auto else (*resumed_recipe.LIMITS, ("distributed",))
+    idle = serialization.SAME_RUN if auto else (*serialization.LIMITS, ("distributed",))
     ConfigError.raise_if(
         [
             Problem(
@@ -159,5 +159,5 @@ def _differences(
     run_dir: Path, wanted: Recipe, but_for: Sequence[tuple[str, ...]]
 ) -> list[tuple[str, object, object]]:
     job, plain = Job.read(run_dir)
-    here = resumed_recipe.same_places(plain, job.cwd, serialization.frozen_plain(wanted))
-    return resumed_recipe.differences(plain, here, but_for)
+    here = serialization.same_places(plain, job.cwd, serialization.frozen_plain(wanted))
+    return serialization.differences(plain, here, but_for)

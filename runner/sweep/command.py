@@ -296,10 +296,10 @@ def _common(examined: Sequence[Examined]) -> set[str]:
 
 def recipe_lines(examined: Sequence[Examined]) -> Iterator[str]:
     """Yield the first job's recipe, and for each other job the keys whose values differ."""
-    from runner.recipe import resumed_recipe
+    from runner.recipe import serialization
 
     first = serialization.to_plain(examined[0].recipe)
     for number, found in enumerate(examined):
         here = serialization.to_plain(found.recipe)
         yield f"# {number:04}  {' '.join(found.overrides)}".rstrip()
-        yield from (f"{key}: {value}" for key, _, value in resumed_recipe.differences(first, here))
+        yield from (f"{key}: {value}" for key, _, value in serialization.differences(first, here))

@@ -21,7 +21,7 @@ from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError, Problem
-from runner.recipe import hydra_setup, paths, plugins, resumed_recipe, serialization
+from runner.recipe import hydra_setup, paths, plugins, serialization
 from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
 from runner.runs import directory as run_directory
@@ -265,13 +265,13 @@ def require_unchanged(there: Sweep, here: Description) -> None:
     )
     changed: dict[tuple[str, str, str], list[int]] = {}
     for number in numbers:
-        for one in resumed_recipe.differences(old.plain(number), new.plain(number)):
+        for one in serialization.differences(old.plain(number), new.plain(number)):
             changed.setdefault(_named(*one), []).append(number)
     if not old.jobs:
-        found = list(resumed_recipe.differences(old.recipe, new.recipe))
+        found = list(serialization.differences(old.recipe, new.recipe))
         found += [
             (f"{plugins.SWEEPER}.{key}", before, after)
-            for key, before, after in resumed_recipe.differences(old.search, new.search)
+            for key, before, after in serialization.differences(old.search, new.search)
         ]
         changed = {_named(*one): [] for one in found}
     ConfigError.raise_if(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from runner.recipe import composition, hydra_setup, serialization
-from runner.recipe.resumed_recipe import (
+from runner.recipe.schema import Recipe
+from runner.recipe.serialization import (
     REFUSED,
     refusals,
 )
-from runner.recipe.schema import Recipe
 from runner.runs import directory
 from tests.resume_matrix.cells import tree
 from tests.runner.trained_runs import make_run
