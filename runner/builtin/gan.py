@@ -127,21 +127,13 @@ class GANStep(Step):
         """Update the discriminator, then the generator, each on all micro-batches of the window.
 
         Returns:
-            `loss` (the discriminator's) and `generator_loss`, and the norms of the gradients where
-            those are clipped.
+            `discriminator_loss` and `generator_loss`, of which the first is `loss`, too, and the
+            norms of the gradients where those are clipped.
         """
-        discriminator_loss, discriminator_norm = self._update(
-            "discriminator", self._discriminator_losses, accelerator, window, trainer
-        )
-        generator_loss, generator_norm = self._update(
-            "generator", self._generator_losses, accelerator, window, trainer
-        )
-        return {
-            "loss": discriminator_loss,
-            "generator_loss": generator_loss,
-            **discriminator_norm,
-            **generator_norm,
-        }
+        given = accelerator, window, trainer
+        values = self._update("discriminator", self._discriminator_losses, *given)
+        values |= self._update("generator", self._generator_losses, *given)
+        return {**values, "loss": values["discriminator_loss"]}
 
     def evaluate(self, batch: Sequence[Tensor]) -> Mapping[str, Tensor]:
         """Return as many made images as real ones, as vectors: each [B, P]."""
@@ -170,8 +162,8 @@ class GANStep(Step):
         accelerator: Accelerator,
         window: Window,
         trainer: Trainer,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this process's share of the loss, [], and what clipping measured."""
+    ) -> dict[str, Tensor]:
+        """Return this process's shares of the loss and of what clipping measured, each []."""
         model, optimizer = self.models[name], self.optimizers[name]
         optimizer.zero_grad()  # of the other model's update, where an engine keeps its parameters
         values = optimizer_step(
@@ -182,7 +174,7 @@ class GANStep(Step):
             optimizer,
             lambda _, batch: losses(accelerator, batch[0]),
         )
-        return values.pop("loss"), {f"{name}_{key}": value for key, value in values.items()}
+        return {f"{name}_{key}": value for key, value in values.items()}
 
     def _discriminator_losses(self, accelerator: Accelerator, real: Tensor) -> Tensor:
         """Return the discriminator's loss on each real image and a made one beside it: [B]."""

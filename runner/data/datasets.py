@@ -304,7 +304,7 @@ def make_loader(
         pin_memory=pinned,
         prefetch_factor=config.prefetch_factor,
         persistent_workers=config.persistent_workers,
-        collate_fn=Collate(collate_fn) if collate_fn else collate,
+        collate_fn=Collate(collate_fn),
         generator=torch.Generator(),
         **kwargs,
     )
@@ -346,27 +346,24 @@ def _is_picklable(error: BaseException) -> bool:
 
 
 class Collate:
-    """The user's `collate_fn`, whose errors reach the training loop."""
+    """Joins samples by the user's `collate_fn`, or by torch's default where it is None."""
 
-    def __init__(self, function: Callable[[list[Any]], object]) -> None:
+    def __init__(self, function: Callable[[list[Any]], object] | None) -> None:
         self.function = function
 
     def __call__(self, samples: list[object]) -> object:
-        """Return the batch of `samples`."""
-        with UserCode("collate_fn"):
-            return self.function(samples)
+        """Return the batch of `samples`.
 
-
-def collate(samples: list[object]) -> object:
-    """Return the batch of `samples`, as torch joins them by default.
-
-    Raises:
-        DataError: if they differ in shape, keys or length, or are no numbers.
-    """
-    try:
-        return default_collate(samples)
-    except (RuntimeError, TypeError, KeyError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"samples cannot be collated ({one_line(error)}): they must agree in type, "
-            "shape and keys. Pad them in the data set, or give Data(collate_fn=…)."
-        ) from error
+        Raises:
+            DataError: if they differ in shape, keys or length, or are no numbers.
+        """
+        if self.function is not None:
+            with UserCode("collate_fn"):
+                return self.function(samples)
+        try:
+            return default_collate(samples)
+        except (RuntimeError, TypeError, KeyError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"samples cannot be collated ({one_line(error)}): they must agree in type, "
+                "shape and keys. Pad them in the data set, or give Data(collate_fn=…)."
+            ) from error

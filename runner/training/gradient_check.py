@@ -61,7 +61,7 @@ def check(loop: Run) -> None:
     half = len(samples) // 2
     if half == 0:
         return
-    joined = loop.data.collate_fn or datasets.collate
+    joined = datasets.Collate(loop.data.collate_fn)
     halves = [samples[:half], samples[half:]]
     with _restored(loop):
         one, again, two = (

@@ -14,13 +14,13 @@ from torch.utils.data import Dataset, IterableDataset
 from accel.data.samplers import SeedableRandomSampler
 from runner.data import datasets
 from runner.data.datasets import (
+    Collate,
     DataError,
     ReplayedRandomSampler,
     SeededDataset,
     SeededStream,
     UserCode,
     WindowSampler,
-    collate,
     make_loader,
     make_order,
 )
@@ -179,4 +179,4 @@ def test_an_exit_in_a_worker_is_an_error_that_travels(monkeypatch: pytest.Monkey
 )
 def test_samples_that_do_not_agree_are_refused(samples: list[Any]) -> None:
     with pytest.raises(DataError, match="samples cannot be collated"):
-        collate(samples)
+        Collate(None)(samples)
