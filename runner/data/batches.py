@@ -158,14 +158,11 @@ class TrainBatches:
 
     def _make_sampler(self, dataset: Sized, batch_size: int) -> WindowSampler:
         plan = self.plan
-        steps = plan.steps_per_epoch
-        if steps is None:
-            steps = plan_batches(self.recipe.trainer, plan.dp_size, len(dataset)).steps_per_epoch
         return WindowSampler(
             make_order(dataset, self.recipe.seed, self.recipe.dataloader),
             batch_size,
             plan.global_batch,
-            steps or 0,
+            plan.steps_per_epoch or 0,
             multiple=plan.round_size if plan.dp_size > 1 else 1,
         )
 
@@ -194,20 +191,21 @@ class TrainBatches:
         try:
             for start in range(skip_steps * window, total, window):
                 real = min(window, total - start)
-                rounds = -(-real // self._round_size)
-                fetched = itertools.islice(batches, rounds)
-                yield self._window([self._micro(b, real, j) for j, b in enumerate(fetched)], real)
+                fetched = zip(range(real, 0, -self._round_size), batches, strict=False)
+                yield self._window([self._micro(batch, n) for n, batch in fetched], real)
             next(batches, None)  # lets the loader end its pass
         finally:
             batches.close()
 
-    def _micro(self, batch: object, real: int, index: int) -> MicroBatch:
-        """Return micro-batch `index` of a window of `real` samples."""
-        micro, plan = self.plan.micro_batch, self.plan
-        if plan.dp_size == 1:
-            return MicroBatch(batch)
-        start = index * self._round_size + self.dims.dp_rank * micro
-        return MicroBatch(batch, _valid(real - start, micro))
+    def _micro(self, batch: object, real: int, size: int | None = None) -> MicroBatch:
+        """Return this process's micro-batch of `size` samples.
+
+        The micro-batches of all processes begin with `real` samples; others complete them.
+        """
+        size = size or self.plan.micro_batch
+        mine = real - self.dims.dp_rank * size
+        full = mine >= size or self.plan.dp_size == 1
+        return MicroBatch(batch, None if full else torch.arange(size) < mine)
 
     def _window(self, micro_batches: list[MicroBatch], num_samples: int) -> Window:
         if not self.recipe.trainer.device_placement:
@@ -246,23 +244,13 @@ class TrainBatches:
 
     def _stream_micros(self, batches: Iterator[object]) -> Iterator[tuple[MicroBatch, int]]:
         """Yield this process's micro-batches, each with the real samples on all processes."""
-        plan = self.plan
+        micro, whole = self.plan.micro_batch, self._round_size
         for batch in batches:
-            if not self.loader.end_of_dataloader:
-                yield MicroBatch(batch), self._round_size
-                continue
-            size = min(batch_layout.batch_length(batch, plan.micro_batch), plan.micro_batch)
-            if plan.dp_size == 1:
-                yield MicroBatch(batch), size
-                continue
-            real = self.loader.remainder or self._round_size
-            mine = real - self.dims.dp_rank * size
-            yield MicroBatch(batch, _valid(mine, size)), real
-
-
-def _valid(real: int, size: int) -> torch.Tensor | None:
-    """Return a mask [size] of which the first `real` are true; None if all are."""
-    return None if real >= size else torch.arange(size) < real
+            size, real = micro, whole
+            if self.loader.end_of_dataloader:
+                size = min(batch_layout.batch_length(batch, micro), micro)
+                real = size if self.plan.dp_size == 1 else self.loader.remainder or whole
+            yield self._micro(batch, real, size), real
 
 
 def eval_batches(
