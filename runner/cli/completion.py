@@ -21,7 +21,7 @@ from runner.runs import sessions
 from runner.sweep import plan
 
 MOST_RUNS = 50
-SWEEP_KEYS = tuple(f"{plan.PREFIX}.{name}=" for name in plan.KEYS)
+SWEEP_KEYS = tuple(f"{plan.PREFIX}.{name}=" for name in plan.REMEDIES)
 
 
 def candidates(line: str) -> list[str]:

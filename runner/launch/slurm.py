@@ -3,7 +3,7 @@
 Slurm runs the batch script again after a requeue: the run goes on from its newest complete
 checkpoint, in the same directory. Free of torch until the run is trained.
 
-Source: https://slurm.schedmd.com/sbatch.html; https://slurm.schedmd.com/srun.html
+Source: https://slurm.schedmd.com/sbatch.html (likewise srun, squeue, scontrol, scancel)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel.machine import env
-from accel.machine.errors import ConfigError, Problem
+from accel.machine.errors import ConfigError, Problem, StateError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, launcher, start_run, worker
 from runner.recipe import processes
@@ -29,12 +29,13 @@ from runner.recipe.composition import Examined
 from runner.recipe.nodes import Submit
 from runner.recipe.processes import DEFAULT_CPU_PROCESSES
 from runner.recipe.schema import Distributed, Recipe
-from runner.runs import directory, lock, numerics, outcomes, sessions, slurm_job
+from runner.runs import directory, lock, numerics, outcomes, sessions
 from runner.runs.job import Job
 from runner.runs.json_files import write_json
 from runner.training.stopping import STOP_SIGNALS
 
-SBATCH = "sbatch"
+SBATCH, SCRIPT = "sbatch", "submit.sh"
+RUNNING, PENDING = "RUNNING", "PENDING"  # states of jobs
 # Variables of a job that this command itself runs in; sbatch would take some of them for options.
 OF_SLURM, KEPT = "SLURM_", ("SLURM_CONF", "SLURM_CLUSTERS")
 # Kinds of `distributed` that describe one machine: srun starts as many processes on each node.
@@ -243,7 +244,7 @@ def submit(examined: Examined) -> Submitted | None:
 
 def _require_no_job(run_dir: Path) -> None:
     job_id = sessions.submitted_job(run_dir)
-    state = slurm_job.queue().get(job_id) if job_id else None
+    state = queue().get(job_id) if job_id else None
     if state:
         rule = f"Slurm's job {job_id} trains it (state {state})"
         remedy = f"Wait for its end, or end it with `scancel {job_id}`."
@@ -251,7 +252,7 @@ def _require_no_job(run_dir: Path) -> None:
 
 
 def _sbatch(folder: Path, frozen: Recipe) -> Submitted:
-    script, run_dir = folder / slurm_job.SCRIPT, sessions.run_dir_of(folder)
+    script, run_dir = folder / SCRIPT, sessions.run_dir_of(folder)
     outcomes.log_folder(run_dir)  # Slurm makes no folder
     script.write_text(text(frozen, folder, os.getcwd()), encoding="utf-8")
     given = env.copy()
@@ -315,3 +316,45 @@ def _lead(folder: Path, run_dir: Path) -> int:
 def _time_was_up(run_dir: Path) -> bool:
     """Return whether the signal before the time limit has stopped the run."""
     return str(sessions.summary(run_dir).get("reason")).startswith(signal.SIGUSR1.name)
+
+
+# -- the queue -----------------------------------------------------------------------------
+
+
+def queue() -> dict[str, str]:
+    """Return the states of this user's jobs that are queued or run; elements of arrays apart.
+
+    Raises:
+        StateError: if Slurm does not answer.
+    """
+    shown = _ask("squeue", "--me", "--noheader", "--array", "--format=%i %T")
+    return dict((line.split()[0], line.split()[1]) for line in shown.splitlines() if line.strip())
+
+
+def field(name: str) -> str:
+    """Return a field of the job that this process runs in, e.g. JobState; StateError: unknown."""
+    job_id = env.read(JOB_ID) or ""
+    shown = _ask("scontrol", "--oneliner", "show", "job", job_id)
+    found = (word.partition("=") for word in shown.split())
+    return next((value for key, _, value in found if key == name), "")
+
+
+def requeue() -> None:
+    """Queue the job that this process runs in again; it is ended. StateError: it cannot be."""
+    _ask("scontrol", "requeue", env.read(JOB_ID) or "")
+
+
+def cancel(*job_ids: str, state: str = "") -> None:
+    """End jobs, or those of them that are in a state; StateError: Slurm does not answer."""
+    if job_ids:
+        _ask("scancel", "--quiet", *([f"--state={state}"] if state else []), *job_ids)
+
+
+def _ask(*command: str) -> str:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise StateError(f"there is no {command[0]} on this machine") from error
+    if answer.returncode != 0:
+        raise StateError(f"{' '.join(command)}: {' '.join(answer.stderr.split())}")
+    return answer.stdout

@@ -17,7 +17,6 @@ import gc
 import importlib
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -34,26 +33,17 @@ from runner.recipe import paths, trust
 from runner.runs import numerics
 from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS
 
-# What built-in factories import when they are called.
-OF_FACTORIES = {
-    "runner.builtin.digits:digits": ("sklearn.datasets", "sklearn.model_selection"),
-}
 # What a run of the built-in parts imports. None of it starts a thread or asks for devices.
 PRELOADED = (
-    *("torch", "torch._dynamo", "torch.utils.data", "torch.utils.tensorboard"),
-    *("accel.accelerator", "accel.checkpoint.session", "accel.strategies.base"),
-    *("runner.training.build", "runner.recipe.engine", "runner.training.loop"),
-    *("runner.launch.worker", "runner.launch.hangs", "runner.recipe.hydra_setup"),
-    *("runner.builtin.optimizers", "runner.builtin.digits", "runner.sweep.job"),
-    *("runner.data.batches", "rich.progress"),
-    *("accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
-    *(module for modules in OF_FACTORIES.values() for module in modules),
+    *("torch", "torch._dynamo", "torch.utils.tensorboard", "rich.progress"),
+    *("accel.accelerator", "accel.checkpoint.save", "accel.checkpoint.load", "accel.comm.local"),
+    *("runner.training.build", "runner.training.loop", "runner.launch.hangs"),
+    *("runner.data.batches", "runner.builtin.digits", "runner.sweep.job"),
+    *("sklearn.datasets", "sklearn.model_selection"),  # of the built-in data sets
 )
 # With it, looking for GPUs starts no CUDA context, which a fork could not use.
 # Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-# How long the server may take to end once its pipe is closed.
-END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,6 @@ class ForkServer:
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         self._modules = tuple(modules)
         self._forks: dict[int, Fork] = {}
-        self._was_used = False
         self._process, self._pipe = self._started()
 
     def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -149,7 +138,6 @@ class ForkServer:
 
     def start(self, order: Order) -> Fork:
         """Have a job forked."""
-        self._was_used = True
         fork = self._forks[order.number] = Fork(self)
         try:
             self._pipe.send((order.number, pickle.dumps(order)))
@@ -182,15 +170,10 @@ class ForkServer:
         self._process, self._pipe = self._started()
 
     def close(self) -> None:
-        """End the server and every job that still runs."""
+        """End the server and, by its end, every job that still runs."""
         self._pipe.close()
-        if not self._was_used:  # it may still import: a command that is refused does not wait
-            self._process.kill()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 # -- the server ----------------------------------------------------------------------------
@@ -209,20 +192,11 @@ def main(settings: Mapping[str, Any]) -> None:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import modules, those that are installed, and keep the collector away from them."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        for name in modules:
-            if is_available(name.partition(".")[0]):
-                importlib.import_module(name)
-        if "torch" in sys.modules:
-            torch = sys.modules["torch"]
-            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # it imports much more
-    finally:
-        gc.freeze()  # the collector writes to the objects that it looks at, which would be copied
-        if collects:
-            gc.enable()
+    """Import modules, those that are installed."""
+    for name in modules:
+        if is_available(name.partition(".")[0]):
+            importlib.import_module(name)
+    gc.freeze()  # the collector writes to the objects that it looks at, which would be copied
 
 
 def _serve(pipe: Connection) -> bytes | None:
@@ -277,17 +251,7 @@ def be(pickled: bytes, parent: int) -> None:
     rank_logs.close_input()
     os.chdir(order.cwd)
     env.set_values(order.environment)
-    forget_random_state()
     sys.orig_argv[:] = order.command
     paths.move_project_last()
     trust.import_packages()
     worker.end_process(load_attribute(order.target)(**order.arguments))
-
-
-def forget_random_state() -> None:
-    """Draw other random numbers than every other fork, as a fresh process does."""
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].seed()

@@ -27,7 +27,6 @@ from runner.sweep.sweep import job_dir
 from runner.training.console import PipedConsole, clock, number
 
 REFRESH_SECONDS = 1.0
-STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 
 
 @dataclass
@@ -36,11 +35,9 @@ class _Job:
     total: int | None
     began: float
     monitor: str | None = None
-    status: str = "running"
     step: str = ""
     loss: str = ""
     objective: str = ""
-    seconds: float | None = None
 
 
 class Live:
@@ -81,22 +78,22 @@ class Live:
             self.note(f"job {job:04}{of} starts  {text}".rstrip())
         self._draw()
 
-    def ended(self, job: int, code: int, status: int) -> None:
+    def ended(self, job: int, code: int, exited: int) -> None:
         """Show how a job ended."""
-        shown = self._jobs.pop(job, None) or _Job("", None, time.monotonic())
-        died = status < 0 and code != DONE
+        shown = self._jobs.pop(job)
+        died = exited < 0 and code != DONE
         if self._alone and not died:
             return
         run = RunRecord(job_dir(self._folder, job))
-        shown.status = run.status if code == DONE else ENDED_WITH.get(code, CUT_OFF)
-        shown.seconds = time.monotonic() - shown.began
+        status = run.status if code == DONE else ENDED_WITH.get(code, CUT_OFF)
+        seconds = time.monotonic() - shown.began
         self._done += code == DONE
         self._failed += code != DONE
         value = run.objective if code == DONE else None
         objective = "" if value is None else f"  objective {number(value.value)}"
-        how = "" if not died else f" (its process {describe_exit(status)})"
+        how = "" if not died else f" (its process {describe_exit(exited)})"
         log = "" if code == DONE or self._alone else f"  see {run.path / 'logs'}"
-        text = f"job {job:04} {shown.status}{how}  {clock(shown.seconds)}{objective}{log}"
+        text = f"job {job:04} {status}{how}  {clock(seconds)}{objective}{log}"
         self.note(f"{text}  {shown.overrides}".rstrip())
         self._draw()
 
@@ -129,13 +126,12 @@ class Live:
     def table(self) -> Group:
         """Return the jobs that run, and how many there are of each kind."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("job", "status", "step", "loss", "objective", "time"):
+        for name in ("job", "step", "loss", "objective", "time"):
             table.add_column(name, justify="left" if name == "job" else "right", no_wrap=True)
         table.add_column("overrides", no_wrap=True, overflow="ellipsis")
         for job, one in sorted(self._jobs.items()):
-            status = Text(one.status, style=STYLES.get(one.status, ""))
             seconds = clock(time.monotonic() - one.began)
-            cells = (f"{job:04}", status, one.step, one.loss, one.objective, seconds)
+            cells = (f"{job:04}", one.step, one.loss, one.objective, seconds)
             table.add_row(*cells, Text(one.overrides))
         total = "" if self._total is None else f" of {self._total}"
         failed = f", {self._failed} failed" if self._failed else ""

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from runner.recipe.composition import Examined
 
 PREFIX = "sweep"
-KEYS = ("dir", "jobs", "list")
 AUTO: Literal["auto"] = "auto"
 Jobs = int | Literal["auto"]
 REMEDIES = {
@@ -69,66 +68,44 @@ def take(overrides: Sequence[str]) -> tuple[Settings, list[str]]:
     problems = Problems()
     values: dict[str, str] = {}
     for override in filter(is_setting, overrides):
-        key, given, value = override.partition("=")
+        key, _, value = override.partition("=")
         name = key.removeprefix(f"{PREFIX}.")
-        if name not in KEYS or not given:
-            known = [f"{PREFIX}.{name}" for name in KEYS]
-            problems.add(
-                override, f"the keys of a sweep are {', '.join(known)}", nearest(key, known)
-            )
-        elif not value.strip("'\" "):
+        values[name] = value.strip("'\" ")
+        if name not in REMEDIES:
+            known = [f"{PREFIX}.{name}" for name in REMEDIES]
+            rule = f"the keys of a sweep are {', '.join(known)}"
+            problems.add(override, rule, nearest(key, known))
+        elif not values[name]:
             problems.add(override, "it has a value", REMEDIES[name])
-        else:
-            values[name] = value.strip("'\"")
-    jobs = _jobs(values.get("jobs", "1"), problems)
+    problems.raise_if()
+    jobs = values.get("jobs", "1")
+    if jobs != AUTO and not (jobs.isdecimal() and int(jobs) >= 1):
+        problems.add(f"sweep.jobs={jobs}", "it is auto or at least 1", REMEDIES["jobs"])
     listed = _listed(values["list"], problems) if "list" in values else None
     problems.raise_if()
     rest = [override for override in overrides if not is_setting(override)]
-    return Settings(values.get("dir"), jobs, listed), rest
+    return Settings(values.get("dir"), AUTO if jobs == AUTO else int(jobs), listed), rest
 
 
-def _jobs(value: str, problems: Problems) -> Jobs:
-    if value == AUTO:
-        return AUTO
-    if value.isdecimal() and int(value) >= 1:
-        return int(value)
-    problems.add(f"sweep.jobs={value}", "it is auto or at least 1", REMEDIES["jobs"])
-    return 1
-
-
-def _listed(value: str, problems: Problems) -> tuple[tuple[str, ...], ...] | None:
+def _listed(value: str, problems: Problems) -> tuple[tuple[str, ...], ...]:
     """Return the overrides of each job of ``sweep.list``, which is a file or the list itself."""
     shown = f"sweep.list={value}"
-    text = value
-    if not value.startswith("["):
-        try:
-            text = Path(value).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            problems.add(shown, f"the file cannot be read ({reason})", REMEDIES["list"])
-            return None
     try:
-        jobs = _items(safe_load(text) or [])
-    except (YAMLError, ValueError) as error:
-        rule = f"it is a list of jobs: {' '.join(str(error).split())}"
+        is_file = not value.startswith("[")
+        jobs = safe_load(Path(value).expanduser().read_text("utf-8") if is_file else value) or []
+        for job in jobs if isinstance(jobs, list) else [jobs]:
+            if not isinstance(job, list) or not all(isinstance(one, str) for one in job):
+                raise ValueError(f"{job!r} is no list of overrides")
+    except (OSError, ValueError, YAMLError) as error:
+        rule = f"it is a list of jobs, or a file of one: {' '.join(str(error).split())}"
         problems.add(shown, rule, REMEDIES["list"])
-        return None
+        return ()
     if not jobs:
         rule, remedy = "it has no jobs", "Write a line for each, as - [optimizer.lr=0.1, seed=1]."
         problems.add(shown, rule, remedy)
-    strange = [setting for job in jobs for setting in job if is_setting(setting)]
-    for setting in dict.fromkeys(strange):
-        problems.add(f"{setting} in {shown}", "it holds for a sweep", "Give it beside sweep.list.")
-    return jobs
-
-
-def _items(content: object) -> tuple[tuple[str, ...], ...]:
-    if not isinstance(content, list):
-        raise ValueError(f"{content!r} is none")
-    for item in content:
-        if not isinstance(item, list) or not all(isinstance(one, str) for one in item):
-            raise ValueError(f"{item!r} is no list of overrides")
-    return tuple(map(tuple, content))
+    for one in dict.fromkeys(one for job in jobs for one in job if is_setting(one)):
+        problems.add(f"{one} in {shown}", "it holds for a sweep", "Give it beside sweep.list.")
+    return tuple(map(tuple, jobs))
 
 
 # -- the command ---------------------------------------------------------------------------

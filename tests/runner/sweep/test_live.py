@@ -69,6 +69,6 @@ def test_the_table_has_steps_and_losses_from_the_runs(tmp_path: Path) -> None:
     console = Console(width=100, file=StringIO(), record=True)
     console.print(live.table())
     drawn = console.export_text()
-    for expected in ("0000", "running", "10/50", "0.5000", "accuracy 0.7500", "seed=1"):
+    for expected in ("0000", "10/50", "0.5000", "accuracy 0.7500", "seed=1"):
         assert expected in drawn
     assert "1 finished of 3, 1 running" in drawn

@@ -24,7 +24,7 @@ def test_settings_are_taken_out_of_the_overrides() -> None:
         ("sweep=2", "the keys of a sweep are"),
         ("sweep.jobs=0", "auto or at least 1"),
         ("sweep.dir=", "it has a value"),
-        ("sweep.list=nowhere.yaml", "cannot be read (No such file"),
+        ("sweep.list=nowhere.yaml", "No such file"),
         ("sweep.list=[1]", "1 is no list of overrides"),
         ("sweep.list=[[sweep.jobs=2]]", "Give it beside sweep.list."),
     ],

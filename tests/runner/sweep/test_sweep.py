@@ -93,7 +93,7 @@ def test_a_changed_recipe_is_refused_with_the_difference(made: sweeps.Sweep) -> 
     with pytest.raises(ConfigError) as raised:
         sweeps.require_unchanged(made, described(3, 4, deterministic=True))
     text = str(raised.value)
-    assert "deterministic=True in jobs 0, 1: deterministic=False in" in text
+    assert "deterministic=True in jobs 0, 1: " in text
     assert "Undo the change" in text
     sampled = sweeps.Sweep(made.path, replace(made.description, jobs=[]))
     with pytest.raises(ConfigError, match="name=other"):
@@ -125,7 +125,7 @@ def test_changed_settings_of_a_search_are_refused_with_the_difference(
     there = replace(made.description, jobs=[], search={"seed": 0, "params": {"seed": "1,2"}})
     sampled = sweeps.Sweep(made.path, there)
     here = replace(there, search={"seed": 1, "params": {"seed": "1,2"}})
-    with pytest.raises(ConfigError, match=r"hydra.sweeper.seed=1: hydra.sweeper.seed=0 in"):
+    with pytest.raises(ConfigError, match=r"hydra.sweeper.seed=1: .* has hydra.sweeper.seed=0"):
         sweeps.require_unchanged(sampled, here)
     sweeps.require_unchanged(sampled, there)
 

@@ -8,7 +8,7 @@ import pytest
 
 from accel.machine import env
 from accel.machine.errors import StateError
-from runner.runs import slurm_job
+from runner.launch import slurm
 from tests.slurm import Cluster, wait_until
 
 
@@ -19,17 +19,17 @@ def test_jobs_in_the_queue(slurm_cluster: Cluster, tmp_path: Path) -> None:
     one = slurm_cluster.ask(*submit)
     slurm_cluster.wait_for(one, "RUNNING")
     with env.patched(**slurm_cluster.variables, SLURM_JOB_ID=one):
-        found = slurm_job.queue()
+        found = slurm.queue()
         held = {f"{array}_{index}": "PENDING" for index in range(3)}
         assert found == {**held, one: "RUNNING"}
-        assert slurm_job.field("JobState") == "RUNNING"
-        assert slurm_job.field("PreemptTime") == "None"
-        slurm_job.cancel(*found, state=slurm_job.PENDING)
-        wait_until(lambda: slurm_job.queue() == {one: "RUNNING"}, "they are still there")
-        slurm_job.requeue()
-        wait_until(lambda: slurm_job.queue() != {one: "RUNNING"}, "it was not requeued")
-        slurm_job.cancel(one)
-        wait_until(lambda: slurm_job.queue() == {}, "it is still there")
-        slurm_job.cancel()
+        assert slurm.field("JobState") == "RUNNING"
+        assert slurm.field("PreemptTime") == "None"
+        slurm.cancel(*found, state=slurm.PENDING)
+        wait_until(lambda: slurm.queue() == {one: "RUNNING"}, "they are still there")
+        slurm.requeue()
+        wait_until(lambda: slurm.queue() != {one: "RUNNING"}, "it was not requeued")
+        slurm.cancel(one)
+        wait_until(lambda: slurm.queue() == {}, "it is still there")
+        slurm.cancel()
     with env.patched(SLURM_CONF=str(tmp_path)), pytest.raises(StateError, match="squeue"):
-        slurm_job.queue()
+        slurm.queue()
