@@ -91,7 +91,8 @@ class RunRecord:
     @cached_property
     def recipe_text(self) -> str:
         """The recipe as YAML; empty where it is lost."""
-        text = (self._content(CONFIG) or b"").decode("utf-8", errors="replace")
+        content = None if self.session is None else self._content(self.session / CONFIG)
+        text = (content or b"").decode("utf-8", errors="replace")
         if not _NODE.search(text):
             self._note(f"{CONFIG} is missing or no recipe")
         return text
@@ -211,9 +212,8 @@ class RunRecord:
 
     @cached_property
     def started(self) -> float:
-        """When its newest attempt was started, in seconds since the epoch."""
-        found = number(self.environment.get("started"))
-        return self._written() if found is None else found
+        """When its session was started, in seconds since the epoch; 0: it is not known."""
+        return number(self.environment.get("started")) or 0.0
 
     @property
     def failure(self) -> Fields:
@@ -327,38 +327,27 @@ class RunRecord:
                     continue
                 yield {k: v for k, v in record.items() if k != WEIGHTS_STEP}
 
-    def _written(self) -> float:
-        with contextlib.suppress(OSError):
-            return self.path.stat().st_mtime
-        return 0.0
-
-    def _content(self, name: str) -> bytes | None:
-        try:
-            return None if self.session is None else (self.session / name).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._note(f"{name} cannot be read ({error.strerror})")
-            return None
-
     def _json(self, name: str) -> Fields:
-        content = self._content(name)
-        return {} if content is None else self._parsed(name, content)
+        """Return what a JSON file of the run's session holds; empty where there is none."""
+        return {} if self.session is None else self._loaded(self.session / name)
 
     def _loaded(self, path: Path) -> Fields:
         """Return what a JSON file below the run directory holds; empty where there is none."""
+        content = self._content(path)
         try:
-            content = path.read_bytes()
-        except OSError:
-            return {}
-        return self._parsed(str(path.relative_to(self.path)), content)
-
-    def _parsed(self, name: str, content: bytes) -> Fields:
-        try:
-            return json_files.loads(content)
+            return {} if content is None else json_files.loads(content)
         except ValueError as error:
-            self._note(f"{name} is damaged ({error})")
+            self._note(f"{path.name} is damaged ({error})")
             return {}
+
+    def _content(self, path: Path) -> bytes | None:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._note(f"{path.name} cannot be read ({error.strerror})")
+            return None
 
     def _note(self, problem: str) -> None:
         if problem not in self._problems:

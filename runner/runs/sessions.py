@@ -124,12 +124,6 @@ def last(run_dir: Path) -> Path | None:
     return folders[-1] if folders else None
 
 
-def ended(run_dir: Path) -> Fields:
-    """Return how a run ended; empty: it did not."""
-    folder = last(run_dir)
-    return {} if folder is None else read_json(folder / ENDED)
-
-
 def summary(run_dir: Path) -> Fields:
     """Return what a run's current session says at its end; empty: it has come to no end."""
     folder = current(run_dir)
