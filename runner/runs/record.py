@@ -337,7 +337,7 @@ class RunRecord:
         try:
             return {} if content is None else json_files.loads(content)
         except ValueError as error:
-            self._note(f"{path.name} is damaged ({error})")
+            self._note(f"{path.relative_to(self.path)} is damaged ({error})")
             return {}
 
     def _content(self, path: Path) -> bytes | None:
