@@ -184,15 +184,12 @@ def _num_processes(found: argparse.Namespace) -> int:
 
 def _parse(command: str, arguments: Sequence[str]) -> tuple[Request, list[str]]:
     """Return what a command line asks for, and the folders of runs that it names."""
-    description = {
-        "eval": "Measure trained runs.",
-        "predict": "Write a trained run's predictions as JSON lines.",
-    }[command]
-    parser = CommandParser(command, description)
+    measures = command == "eval"
+    parser = CommandParser(command, "Measure runs." if measures else "Write a run's predictions.")
     add = parser.add_argument
     what = "run directories, a sweep's, or folders of them; and changes to their recipes"
     add("words", metavar="RUN_DIR|KEY=VALUE", nargs="*", help=what)
-    if command == "eval":
+    if measures:
         what = "data set to measure, may be repeated (default: validation and test)"
         add("--split", action="append", choices=SPLITS, default=[], help=what)
     else:
@@ -217,7 +214,7 @@ def _parse(command: str, arguments: Sequence[str]) -> tuple[Request, list[str]]:
         overrides=tuple(word for word in found.words if word not in folders),
         splits=tuple(found.split),
         checkpoint=found.checkpoint,
-        output=found.output if command == "predict" else None,
+        output=None if measures else found.output,
         placement=_placement(found),
         num_processes=_num_processes(found),
     )

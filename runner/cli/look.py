@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,10 +81,7 @@ def show_run(arguments: Sequence[str]) -> int:
     """
     from runner.reporting import describe_run, run_table
 
-    parser = CommandParser("show", "Describe runs.")
-    parser.add_argument("folders", metavar="RUN_DIR", nargs="+", help="a run, or a sweep's jobs")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    found = parser.parse_args(list(arguments))
+    found = _parsed("show", "Describe runs.", arguments)
     runs = record.require_runs(found.folders)
     described = [describe_run.describe(run) for run in runs]
     if found.json:
@@ -95,6 +93,13 @@ def show_run(arguments: Sequence[str]) -> int:
     return DONE
 
 
+def _parsed(command: str, description: str, arguments: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(command, description)
+    parser.add_argument("folders", metavar="RUN_DIR", nargs="+", help="runs, or a sweep's jobs")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser.parse_args(list(arguments))
+
+
 def compare_runs(arguments: Sequence[str]) -> int:
     """Print what differs between runs, side by side.
 
@@ -104,10 +109,7 @@ def compare_runs(arguments: Sequence[str]) -> int:
     from runner.reporting import compare_runs as comparing
     from runner.reporting import run_table
 
-    parser = CommandParser("compare", "Show what differs between runs.")
-    parser.add_argument("folders", metavar="RUN_DIR", nargs="+", help="runs, or a sweep's jobs")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    found = parser.parse_args(list(arguments))
+    found = _parsed("compare", "Show what differs between runs.", arguments)
     runs = record.require_runs(found.folders)
     if len(runs) < 2:
         rule, remedy = "two runs or more are compared", "Name another run, too."

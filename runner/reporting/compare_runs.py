@@ -3,77 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from runner.reporting import run_table
+from runner.reporting import describe_run, run_table
 from runner.reporting.filters import leaves
-from runner.runs import environment, provenance
-from runner.runs.json_files import Fields, JsonObject
+from runner.runs.json_files import Fields, JsonObject, finite
 from runner.runs.record import RunRecord
 
 # With more runs than these, a run is a row.
 MOST_SIDE_BY_SIDE = 5
-
-
-def _recipe(run: RunRecord) -> Fields:
-    return {".".join(key): value for key, value in leaves(run.recipe)}
-
-
-def _code(run: RunRecord) -> Fields:
-    found: JsonObject = {}
-    git = run.environment.get("git") or {}
-    if "dirty" in git:
-        found = {"commit": provenance.short_sha(git), "branch": git.get("branch")}
-        found["uncommitted changes"] = str(git.get("diff_sha256") or "none")[:8]
-    for package, digest in (run.environment.get("code") or {}).items():
-        found[f"package {package}"] = str(digest)[:8]
-    if kept := environment.earlier_environments(run.path):
-        found["earlier sessions"] = ", ".join(path.name for path in kept)
-    return found
-
-
-def _data(run: RunRecord) -> Fields:
-    files = (run.environment.get("data") or {}).items()
-    return {f"files of {key}": environment.described_data(one) for key, one in files}
-
-
-def _versions(run: RunRecord) -> Fields:
-    return run.environment.get("packages") or {}
-
-
-def _machine(run: RunRecord) -> Fields:
-    names = ("hostname", "platform", "python", "cpu", "cpu_count", "device")
-    found = {name: run.environment.get(name) for name in names if name in run.environment}
-    if "num_processes" in run.summary:
-        found["processes"] = run.summary["num_processes"]
-    return found
-
-
-def _result(run: RunRecord) -> Fields:
-    found: JsonObject = {"status": run.status + run_table.damage(run)}
-    if run.objective is not None:
-        found[f"best validation {run.objective.metric}"] = run.objective.value
-    for split, metrics in (run.summary.get("metrics") or {}).items():
-        found |= {f"{split} {name}": value for name, value in metrics.items()}
-    for name, value in (("step", run.step), ("seconds", run.seconds)):
-        if value is not None:
-            found[name] = value
-    for name in ("samples_per_second", "num_parameters"):
-        if name in run.summary:
-            found[name] = run.summary[name]
-    return found
-
-
-SECTIONS: dict[str, Callable[[RunRecord], Fields]] = {
-    "recipe": _recipe,
-    "code": _code,
-    "data": _data,
-    "versions": _versions,
-    "machine": _machine,
-    "result": _result,
-}
+SECTIONS = ("recipe", "code", "data", "versions", "machine", "result")
 
 
 def compare(runs: Sequence[RunRecord]) -> JsonObject:
@@ -81,21 +22,32 @@ def compare(runs: Sequence[RunRecord]) -> JsonObject:
 
     Returns:
         The directories of the ``runs``, the ``problems`` of each (what is damaged), and by section
-        the keys that differ, with a value for each run; None: it lacks the key.
+        the dotted keys that differ, with a value for each run; None: it lacks the key.
     """
     found: JsonObject = {
         "runs": [str(run.path) for run in runs],
         "problems": [run.problems for run in runs],
     }
-    for section, read in SECTIONS.items():
-        values = [dict(read(run)) for run in runs]
-        names = dict.fromkeys(name for one in values for name in one)
-        rows = {name: [one.get(name) for one in values] for name in names}
-        # `problems` names the recipe that cannot be read.
-        readable = section != "recipe" or all(run.has_recipe for run in runs)
-        differing = {k: row for k, row in rows.items() if any(one != row[0] for one in row)}
-        found[section] = differing if readable else {}
+    facts = [_facts(run) for run in runs]
+    for section in SECTIONS:
+        names = dict.fromkeys(name for one in facts for name in one[section])
+        rows = {name: [one[section].get(name) for one in facts] for name in names}
+        found[section] = {k: row for k, row in rows.items() if any(one != row[0] for one in row)}
+    if not all(run.has_recipe for run in runs):  # `problems` names what cannot be read
+        found["recipe"] = {}
     return found
+
+
+def _facts(run: RunRecord) -> dict[str, JsonObject]:
+    """Return what is compared of a run, by section and dotted key."""
+    known = describe_run.describe(run)
+    result = {name: known[name] for name in ("objective", "metrics", "step", "seconds")}
+    facts = (run.recipe, known["code"], known["data"], known["packages"], known["machine"])
+    sections = (*facts, {"status": run.status + run_table.damage(run), **result})
+    return {
+        name: {".".join(key): value for key, value in leaves(finite(section)) if key}
+        for name, section in zip(SECTIONS, sections, strict=True)
+    }
 
 
 def show(compared: Fields, console: Console) -> None:

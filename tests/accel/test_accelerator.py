@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel import Accelerator, DataLoaderConfiguration
+from accel import Accelerator
 from accel.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
-from accel.config.handlers import DistributedDataParallelKwargs
-from accel.config.training import ProjectConfiguration, TorchDynamoPlugin
+from accel.config.training import TorchDynamoPlugin
 from accel.machine import imports
 from accel.machine.enums import PrecisionType
 from accel.machine.errors import ConfigError
@@ -143,12 +142,6 @@ def test_one_process_is_every_kind_of_process(capsys: pytest.CaptureFixture[str]
     assert "Num processes: 1" in repr(accelerator)
 
 
-def test_the_spelling_of_the_documentations_example_is_understood() -> None:
-    handler = DistributedDataParallelKwargs(bucket_cap_mb=3)
-    accelerator = Accelerator(cpu=True, kwarg_handler=[handler])
-    assert accelerator.plan.ddp.bucket_cap_mb == 3
-
-
 # -- the constructor ---------------------------------------------------------------------------
 
 
@@ -215,24 +208,6 @@ def test_generators_that_are_not_there_are_refused() -> None:
     for name in ("torch", "generator"):
         assert Accelerator(cpu=True, rng_types=[name]).rng_types == (name,)
     assert Accelerator(cpu=True).rng_types == ("generator",)
-
-
-def test_states_and_logs_go_where_the_run_says() -> None:
-    accelerator = Accelerator(cpu=True, project_dir="here", logging_dir="logs")
-    assert (accelerator.project_dir, accelerator.logging_dir) == ("here", "logs")
-    project = ProjectConfiguration(project_dir="there", total_limit=2)
-    accelerator = Accelerator(cpu=True, project_config=project)
-    assert (accelerator.project_dir, accelerator.logging_dir) == ("there", "there")
-    assert accelerator.project_configuration.total_limit == 2
-
-
-def test_loaders_follow_the_configuration() -> None:
-    config = DataLoaderConfiguration(use_seedable_sampler=True, even_batches=False, data_seed=3)
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    assert accelerator.use_seedable_sampler is True
-    assert accelerator.even_batches is False
-    with pytest.raises(ConfigError, match="even_batches=True with dataloader_config"):
-        Accelerator(cpu=True, dataloader_config=config, even_batches=True)
 
 
 def test_a_refused_run_leaves_no_state_behind() -> None:

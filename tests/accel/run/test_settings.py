@@ -49,6 +49,8 @@ def test_the_settings_of_loaders_are_read_and_set() -> None:
         assert getattr(accelerator, name) is getattr(accelerator.dataloader_config, name)
         assert getattr(accelerator, name) is not value
     assert config == DataLoaderConfiguration(**SETTINGS), "the caller's own stays as it was"
+    with pytest.raises(ConfigError, match="even_batches=True with dataloader_config"):
+        Accelerator(cpu=True, dataloader_config=config, even_batches=True)
 
 
 def test_generators_and_schedulers_are_set_for_what_is_prepared_later() -> None:
