@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from accel.machine import imports
 from accel.machine.errors import ConfigError
+from runner import cli
+from runner.exit_codes import REFUSED
 from runner.recipe import composition, hydra_setup
 from runner.recipe.plugins import OWN, RayConf, SearchConf, is_own
 from runner.sweep import plan
@@ -104,6 +107,20 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         SearchConf(n_trials=0, seed=-1, direction="up")
     assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "extra"), [("hydra/launcher=ray seed=1,2", "ray"), ("hydra/sweeper=random", "optuna")]
+)
+def test_a_missing_package_is_refused_with_the_command_that_installs_it(
+    line: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(imports, "is_available", lambda name: name != extra)
+    assert cli.main(["-m", *line.split()]) == REFUSED
+    assert f"pip install 'accel-runner[{extra}]'" in capsys.readouterr().err
 
 
 RANGES = """\

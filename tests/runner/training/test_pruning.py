@@ -97,11 +97,6 @@ def test_a_finished_trial_is_left_alone(tmp_path: Path) -> None:
     assert found.trials[1].intermediate_values == {}
 
 
-def test_not_a_number_is_pruned(tmp_path: Path) -> None:
-    study_in(tmp_path)
-    assert train(tmp_path, float("nan"))["stopped"] == "pruned"
-
-
 def test_another_metric_may_be_the_one_reported(tmp_path: Path) -> None:
     found = study_in(tmp_path, metrics=("validation/count",), pruner=None)
     train(tmp_path, 9.0, 9.0, 9.0, 9.0, 9.0)

@@ -118,8 +118,11 @@ def test_no_password_of_a_database_is_written(
     """R8, S4: an address with a password is refused, unless it stays in the environment."""
     write(tmp_path, n_trials=2)
     line = [*LINE, "sweep.dir=here"]
-    for given in ("storage=postgresql://user:s3cret@host/db", "storag=sqlite://a?password=s3cret"):
-        assert cli.main([*line, f"hydra.sweeper.{given}"]) == REFUSED
+    for key, url in (
+        ("storage", "postgresql://user:s3cret@host/db"),
+        ("storag", "a://b?pwd=s3cret"),
+    ):
+        assert cli.main([*line, f"hydra.sweeper.{key}='{url}'"]) == REFUSED
     assert not (tmp_path / "here").exists()
     file = tmp_path / "study.db"
     monkeypatch.setenv("STUDY", f"sqlite:///file:{file}?uri=true&password=s3cret")
@@ -131,6 +134,7 @@ def test_no_password_of_a_database_is_written(
     server.on_start = lambda order: file.write_bytes(b"no database" * 999)
     assert cli.main(line) == FAILED
     shown = capsys.readouterr()
+    assert "storage=postgresql://user:***@host/db: no password is written" in shown.err
     assert re.search(r"storage=\$\{oc.env:STUDY\}: .*file is not a database", shown.err)
     written = [path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()]
     assert written

@@ -284,8 +284,6 @@ def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: f
             assert summary["stopped"] == "pruned"
 
 
-# `test_kills.py` kills a sweep; that a study continues, with the trials of jobs that stopped or
-# failed, is tested above.
 @pytest.mark.slow
 def test_a_search_that_is_killed_goes_on(tmp_path: Path) -> None:
     killed_search(tmp_path, count=4, steps=20, kills=1, longest=1.0)

@@ -56,8 +56,6 @@ SEVERAL = ("hydra.sweeper.metrics=[best,seconds]", "hydra.sweeper.direction=[min
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("seed=3",), "searches no key"),
-        ((LR, "hydra.sweeper.when={optimizer.momentun: 'optimizer=sgd'}"), "swept key"),
         ((LR, "hydra.sweeper.sampler=tpee"), "Did you mean 'tpe'"),
         ((LR, "hydra.sweeper.sampler={name: tpe, seed: 3}"), "Optuna refuses it .*seed"),
         ((LR, "hydra.sweeper.sampler.multivariat=true"), "arguments of tpe are .*multivariate"),

@@ -72,11 +72,6 @@ def test_a_group_may_be_switched_off() -> None:
     assert {tuple(job) for job in space.probes()} == {("scheduler=cosine",), ("scheduler=null",)}
 
 
-def test_a_search_without_a_swept_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match="searches no key"):
-        Space.read(["seed=1"], {}, {})
-
-
 # -- ranges ------------------------------------------------------------------------------
 
 
