@@ -189,7 +189,7 @@ def checked(
     from runner.sweep import plan
 
     ConfigError.raise_if(plan.misplaced(overrides, submits=submits))
-    if trust.asked_for():  # packages of the user's import torch
+    if trust.trusted():  # packages of the user's import torch
         run_log.announce("runner")
     with hydra_setup.session(overrides):
         examined = examine(overrides, config_name)
@@ -267,7 +267,7 @@ def _train_all(overrides: Sequence[str], config_name: str) -> int:
         rule = "a sweep starts the processes of each job itself"
         remedy = "Start it without torchrun, mpirun or srun."
         raise ConfigError.of("--multirun on processes of a launcher", rule, remedy)
-    if trust.asked_for():  # packages of the user's import torch
+    if trust.trusted():  # packages of the user's import torch
         run_log.announce("runner")
     missing = trust.missing_packages()
     request = command.Request.of(overrides, config_name)

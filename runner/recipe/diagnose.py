@@ -54,8 +54,10 @@ def sorted_words(overrides: Sequence[str]) -> Words:
         parsed = hydra_setup.parse([override])[0]
         mapping = not parsed.is_delete() and isinstance(parsed.value(), dict)
         group = parsed.key_or_group in groups and not mapping
-        problem = _sweep_problem(parsed, override)
-        problem = problem or next(iter(hydra_setup.hydra_problems([override])), None)
+        problem = next(iter(hydra_setup.hydra_problems([override])), None)
+        if parsed.is_sweep_override():
+            remedy = "Add -m to sweep over them; write a list as key=[a,b]."
+            problem = Problem(override, "several values make several jobs", remedy)
         if group and problem is None:
             problem = _choice_problem(parsed, override)
         if problem is not None:
@@ -157,13 +159,6 @@ def _choice_problem(parsed: Override, override: str) -> Problem | None:
         rule = f"{group} has a place in every recipe"
         return Problem(override, rule, f"Leave out the +: {override.lstrip('+')}")
     return None
-
-
-def _sweep_problem(parsed: Override, override: str) -> Problem | None:
-    if not parsed.is_sweep_override():
-        return None
-    remedy = "Add -m to sweep over them; write a list as key=[a,b]."
-    return Problem(override, "several values make several jobs", remedy)
 
 
 # -- values --------------------------------------------------------------------------------

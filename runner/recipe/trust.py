@@ -57,14 +57,6 @@ def trusted() -> dict[str, str]:
     return named
 
 
-def asked_for() -> bool:
-    """Return whether packages of the user's are imported for each command."""
-    try:
-        return bool(trusted())
-    except ConfigError:  # reported where they are imported
-        return False
-
-
 def _table_imports(path: Path) -> list[str]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("runner", {})

@@ -62,20 +62,11 @@ def test_several_files_of_callbacks_are_joined() -> None:
     assert list(found.callbacks) == ["early_stopping", "text_sample"]
 
 
-def test_arguments_of_factories_need_no_plus() -> None:
-    overrides = ["model.width=8", "distributed.ddp.comm_state_option.matrix_approximation_rank=2"]
-    found = composition.require(composition.new_run(overrides, "config"))
-    assert found.model["width"] == 8
-    assert found.distributed.ddp.comm_state_option == {"matrix_approximation_rank": 2}
-
-
 @pytest.mark.parametrize(
     ("overrides", "model"),
     [
         (["experiment=bytes_gpt", "+model.dropout=0.5"], {"dropout": 0.5}),
-        (["+model.dropout=0.5"], {"dropout": 0.5}),
-        (["++model.dropout=0.5"], {"dropout": 0.5}),
-        (["model.own=3", "+model.dropout=0.5"], {"own": 3, "dropout": 0.5}),
+        (["model.own=3", "++model.dropout=0.5"], {"own": 3, "dropout": 0.5}),
         (["~model.dropout", "model.dropout=0.5"], {"dropout": 0.5}),
     ],
 )
@@ -149,7 +140,6 @@ def test_a_run_is_composed_from_the_folders_it_had(
         (["model.name=byte_gpt"], {"name": "byte_gpt"}),
         (["model.name=byte_gpt", "model.width=7"], {"name": "byte_gpt", "width": 7}),
         (["model._target_=torch.nn.Linear"], {"_target_": "torch.nn.Linear"}),
-        (["model=cnn", "model.name=byte_gpt"], {"name": "byte_gpt"}),
         (["experiment=bytes_gpt", "model.name=cnn"], {"name": "cnn"}),
     ],
 )
@@ -166,7 +156,6 @@ STEPS = "torch.optim.lr_scheduler.StepLR"
     ("overrides", "scheduler"),
     [
         (["scheduler={name: linear, warmup: 3}"], {"name": "linear", "warmup": 3}),
-        (["+scheduler={name: linear}"], {"name": "linear"}),
         (
             ["scheduler={name: linear, warmup: 3}", "scheduler.warmup=5"],
             {"name": "linear", "warmup": 5},
@@ -194,15 +183,6 @@ def test_a_mapping_of_another_factory_replaces_the_node(node: str) -> None:
     for part in node.split("."):
         found = found[part] if isinstance(found, dict) else getattr(found, part)
     assert found == {"name": "other", "depth": 2}
-
-
-def test_a_sweep_over_mappings() -> None:
-    sweep = ["scheduler={name: linear, warmup: 3},{name: constant}"]
-    jobs = [composition.new_run(job, "config").recipe for job in hydra_setup.expand(sweep)]
-    assert [job.scheduler for job in jobs] == [
-        {"name": "linear", "warmup": 3},
-        {"name": "constant"},
-    ]
 
 
 @pytest.mark.parametrize("own", [(), ("scheduler={name: constant}",)])
@@ -268,12 +248,6 @@ def test_hydras_own_interpolations_know_the_overrides(
     with hydra_setup.session():
         found = composition.new_run(["experiment=own", "seed=3"], "config")
     assert composition.require(found).tags == ["experiment=own,seed=3"]
-
-
-def test_the_files_own_factory_keeps_its_arguments() -> None:
-    file = composition.new_run([], "config").recipe.model
-    found = composition.new_run(["model.name=cnn", "model.width=7"], "config").recipe.model
-    assert found == {**file, "width": 7}
 
 
 def test_interpolations_are_resolved() -> None:

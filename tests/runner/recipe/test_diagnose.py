@@ -26,39 +26,17 @@ def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in err.splitlines() if not line.endswith(": loading PyTorch …")]
 
 
+# What `tests.mistakes` does not draw.
 REFUSALS = {
-    "optimzer.lr=1": ("optimzer.lr=1:", "Did you mean 'optimizer.lr'?"),
-    "precision=bf61": (
-        "precision=bf61:",
-        "bf16, bf16_weights, fp16, fp8_te, fp8_torchao, no",
-        "Did you mean 'bf16'?",
-    ),
-    "model.name=cnm": ("model.name='cnm'", "Did you mean 'cnn'?", "@register.model('cnm')"),
-    "trainer.epochs=-1": ("trainer.epochs=-1", "at least 1"),
-    "+precision.foo=1": (
-        "precision.foo=1",
-        "autocast, fp8_te, fp8_torchao, mode, scaler",
-    ),
-    "trainer.clip_grad_norm=x": ("trainer.clip_grad_norm=x", "a number"),
+    "+precision.foo=1": ("precision.foo=1", "autocast, fp8_te, fp8_torchao, mode, scaler"),
     "+trainer.epochs=2": ("there is such a key already", "trainer.epochs=2"),
     "~trainer.epochs": ("~trainer.epochs", "Give trainer.epochs=…"),
-    "deterministic=2": ("deterministic=2", "true or false"),
     "~model.widht": ("model.widht", "Did you mean 'model.width'?"),
     "model@x=cnn": ("model@x=cnn", "one place"),
-    "fsdp.cpu_offload=true": ("fsdp is off", "Switch it on with", "fsdp=full_shard"),
-    "precision.fp8_te.margin=1": ("precision.fp8_te is off", "Switch it on with precision=fp8_te."),
-    "model.widht=3": ("model.widht=3: cnn has no such argument", "Did you mean 'width'?"),
-    "model.width=wide": ("model.width='wide'", "of type int"),
     "callbacks.early_stoping.patience=1": ("callbacks.early_stoping", "'early_stopping'"),
     "step=gan": ("model=cnn with step=gan", "Set model=null."),
-    "distributed.num_processes=3": ("distributed.num_processes=3", "distributed=multi_cpu"),
     "tracker=[csv,tensorbord]": ("tracker=tensorbord", "tracker is one of", "tensorboard"),
     "distributed=multi_node": ("distributed=multi_node", "Give distributed.rdzv_endpoint="),
-    "seed=1,2": ("seed=1,2", "Add -m"),
-    "resume=nowhere": ("resume='nowhere'", "there is no such directory", "runs/<name>"),
-    "trainer.epochs=[1": ("trainer.epochs=[1", "cannot be read"),
-    "evl": ("evl", "Did you mean 'eval'?"),
-    "--mutlirun": ("--mutlirun", "Did you mean '--multirun'?"),
     "--config-name=confg": ("--config-name confg", "Did you mean 'config'?"),
     "--import=not_there_at_all": ("'not_there_at_all'", "no such package", "Install"),
     "hydra.run.dir=x": ("hydra.run.dir=x", "Set output_dir and name"),
@@ -66,14 +44,7 @@ REFUSALS = {
 }
 
 
-# Each composes a recipe: every third by default.
-QUICK = list(REFUSALS)[::3]
-
-
-@pytest.mark.parametrize(
-    "argument",
-    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in REFUSALS],
-)
+@pytest.mark.parametrize("argument", REFUSALS)
 def test_a_mistake_is_one_clear_message(
     argument: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -201,21 +172,14 @@ def test_the_last_override_of_a_key_is_taken(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_a_package_that_is_not_trusted(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = refused("~model", "+model._target_=wine.MLP", capsys=capsys)
-    assert "'wine'" in lines[0]
-    assert lines[1:3] == ["    [tool.runner]", '    imports = ["wine"]']
-
-
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [("optimzer.lr=1", "Did you mean 'optimizer.lr'?"), ("model.name=cnm", "Did you mean 'cnn'?")],
-)
-def test_the_whole_command_refuses_alike(argument: str, expected: str, tmp_path: Path) -> None:
+def test_the_whole_command_refuses_alike(tmp_path: Path) -> None:
     answer = subprocess.run(
-        python("-m", "runner", argument), capture_output=True, text=True, cwd=ROOT, timeout=300
+        python("-m", "runner", "model.name=cnm"),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
     )
-    assert answer.returncode == 2
-    assert answer.stdout == ""
-    assert len(answer.stderr.splitlines()) == 1
-    assert expected in answer.stderr
+    assert (answer.returncode, answer.stdout) == (2, "")
+    (line,) = answer.stderr.splitlines()
+    assert "Did you mean 'cnn'?" in line

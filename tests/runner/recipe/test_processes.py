@@ -94,25 +94,18 @@ def test_a_recipe_is_checked_for_another_machine() -> None:
 # -- in a Ray cluster ----------------------------------------------------------------------
 
 
-def test_ray_runs_as_many_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_in_a_ray_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "is_available", lambda name: True)
-    assert processes.count(Distributed(kind="ray", num_processes=3)) == 3
-    assert processes.count(Distributed(kind="ray", num_processes=1)) == 1
+    three = Distributed(kind="ray", num_processes=3)
+    assert processes.count(three) == 3
     with pytest.raises(ConfigError, match=r"Give distributed\.num_processes=4"):
         processes.count(Distributed(kind="ray"))
-
-
-def test_ray_is_not_for_the_processes_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "is_available", lambda name: True)
-    with env.patched(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"):
+    with env.patched(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0"):
         with pytest.raises(ConfigError, match="distributed=ray on processes of a launcher"):
-            processes.count(Distributed(kind="ray", num_processes=2))
-
-
-def test_ray_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+            processes.count(three)
     monkeypatch.setattr(processes, "is_available", lambda name: False)
     with pytest.raises(MissingPackageError, match=r"accel-runner\[ray\]"):
-        processes.count(Distributed(kind="ray", num_processes=3))
+        processes.count(three)
 
 
 def test_restarts_of_torchrun_would_begin_another_run() -> None:

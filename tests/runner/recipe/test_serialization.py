@@ -89,13 +89,6 @@ def test_yaml_and_back_is_the_same_recipe(arguments: dict[str, Any]) -> None:
         assert serialization.from_plain(serialization.parse_yaml(path.read_text(), path)) == changed
 
 
-def test_a_frozen_recipe_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("trainer: {epochs: many}\n")
-    with pytest.raises(ConfigError, match="not the recipe of a run"):
-        serialization.parse_yaml(path.read_text(), path)
-
-
 def test_what_nobody_gave_a_plugin_is_frozen_as_not_given() -> None:
     recipe = serialization.from_plain({"fsdp": {"reshard_after_forward": False}})
     assert recipe.fsdp is not None
@@ -113,7 +106,7 @@ def test_what_nobody_gave_a_plugin_is_frozen_as_not_given() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["null", "{}", "", "3", "[]"])
-def test_a_file_without_keys_is_no_recipe_of_a_run(text: str) -> None:
+@pytest.mark.parametrize("text", ["null", "", "3", "[]", "trainer: {epochs: many}"])
+def test_another_file_is_no_recipe_of_a_run(text: str) -> None:
     with pytest.raises(ConfigError, match="x: it is not the recipe of a run"):
         serialization.parse_yaml(text, Path("x"))
