@@ -43,7 +43,7 @@ def evaluate_runs(arguments: Sequence[str]) -> int:
 
     request, folders = _parse("eval", arguments)
     code, runs = DONE, record.require_runs(folders)
-    measured = 0
+    measured: list[tuple[Path, JsonObject | None]] = []
     for run in runs:
         one = replace(request, run_dir=run.path)
         try:
@@ -55,10 +55,30 @@ def evaluate_runs(arguments: Sequence[str]) -> int:
                 raise
             code = max(code, end.code)
         else:
-            measured += 1
+            measured.append((run.path, found))
             if found is not None:
                 _record(one, found)
+    _show([(path, found) for path, found in measured if found is not None])  # else another rank
     return FAILED if code and measured else code
+
+
+def _show(rows: Sequence[tuple[Path, JsonObject]]) -> None:
+    """Print the metrics of runs, a run a row."""
+    from runner.reporting import run_table
+    from runner.reporting.filters import leaves
+    from runner.training.console import number
+
+    metrics = [
+        {" ".join(key): number(value) for key, value in leaves(found["metrics"])}
+        for _, found in rows
+    ]
+    names = list(dict.fromkeys(name for one in metrics for name in one))
+    table = run_table.table("run", "step", *names)
+    for (path, found), values in zip(rows, metrics, strict=True):
+        shown = (values.get(name, "") for name in names)
+        table.add_row(run_table.relative(path), run_table.cell(found["step"]), *shown)
+    if rows:
+        run_table.console_for_tables().print(table)
 
 
 def _done(request: Request) -> JsonObject | None:
@@ -70,13 +90,9 @@ def _done(request: Request) -> JsonObject | None:
 
 
 def _record(request: Request, found: Fields) -> None:
-    """Print an evaluation, and add it to the run's eval.json."""
+    """Add an evaluation to the run's eval.json."""
     from runner.runs import environment, json_files
-    from runner.training.console import Display, number
 
-    for split, metrics in found["metrics"].items():
-        rows = [(name, number(value)) for name, value in metrics.items()]
-        Display(enabled=True).final(f"{request.run_dir.name} · {split}", rows)
     checkpoint = os.path.relpath(found["checkpoint"], os.path.realpath(request.run_dir))
     evaluation = {
         **{name: found[name] for name in ("step", "metrics", "num_processes", "notes")},

@@ -206,8 +206,11 @@ def test_a_run_that_fails_leaves_the_others(
     bad = write_run(tmp_path / "bad")  # it has no checkpoint
     assert cli.main(["eval", str(bad), *map(str, runs), "--split", "test"]) == 1
     out, err = capsys.readouterr()
-    assert f"{runs[0].name} · test" in out
-    assert f"{runs[1].name} · test" in out
+    table = [line.split() for line in out.splitlines()]
+    assert ["run", "step", "test", "loss", "test", "accuracy"] in table
+    assert [one[0] for one in table if one[:1] in ([str(runs[0])], [str(runs[1])])] == [
+        *map(str, runs)
+    ]
     assert "the run has no checkpoint in" in err
     assert json_files.read_evaluations(runs[1])[0]["metrics"]["test"]["loss"] > 0
     assert cli.main(["predict", *map(str, runs), "--output", "p.jsonl"]) == 2
