@@ -33,11 +33,17 @@ class Counting(Dataset):
 
 
 class Stream(IterableDataset):
+    """The numbers below `length`."""
+
     def __init__(self, length: int) -> None:
         self.length = length
+        self.epoch = 0
 
     def __iter__(self):
         return iter(range(self.length))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
 
 def values(loader) -> list[list[int]]:

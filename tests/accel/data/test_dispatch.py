@@ -15,7 +15,7 @@ from accel import Accelerator
 from accel.data.prepare import prepare_data_loader
 from accel.machine.errors import ConfigError, StateError
 from accel.state import PartialState
-from tests.accel.data.test_distributed_loaders import Numbers
+from tests.accel.data.parts import Stream
 from tests.helpers import run_distributed
 
 
@@ -123,7 +123,7 @@ def refusal(collate: Callable[[list[int]], Any], length: int, size: int, split: 
     """Return what the main process says to the batches of a collator."""
     state = PartialState(cpu=True)
     loader = prepare_data_loader(
-        DataLoader(Numbers(length), batch_size=size, collate_fn=collate),
+        DataLoader(Stream(length), batch_size=size, collate_fn=collate),
         dispatch_batches=True,
         split_batches=split,
     )

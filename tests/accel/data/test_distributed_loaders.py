@@ -7,21 +7,12 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel.data.prepare import prepare_data_loader
 from accel.state import PartialState
+from tests.accel.data.parts import Stream
 from tests.helpers import run_distributed
-
-
-class Numbers(IterableDataset):
-    """The numbers below `length`."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
 
 
 def shuffled_passes(rng_types: list[str] | None, seedable: bool) -> list[list[int]]:
@@ -73,7 +64,7 @@ def read_plans() -> list[list[list[int]]]:
     found = []
     for plan in plans(PartialState(cpu=True).num_processes):
         length = plan["length"]
-        dataset = Numbers(length) if plan["streamed"] else range(length)
+        dataset = Stream(length) if plan["streamed"] else range(length)
         loader = prepare_data_loader(
             DataLoader(dataset, batch_size=plan["size"], drop_last=plan["drop_last"]),
             dispatch_batches=True,

@@ -13,13 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel import Accelerator
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
 from accel.data.prepare import prepare_data_loader, skip_first_batches
+from tests.accel.data.parts import Stream
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(12))
 
 
 def prepared(dataset=range(12), workers: int = 0, **flags):
@@ -27,7 +23,7 @@ def prepared(dataset=range(12), workers: int = 0, **flags):
     return prepare_data_loader(loader, use_stateful_dataloader=True, **flags)
 
 
-@pytest.mark.parametrize("dataset", [range(12), Stream()])
+@pytest.mark.parametrize("dataset", [range(12), Stream(12)])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_state_goes_on_after_the_batch_in_hand(dataset, workers: int, dispatch: bool) -> None:
@@ -134,7 +130,7 @@ def test_a_resumed_stream_completes_its_last_round_with_the_first_samples(kind, 
         assert read(again) == batches  # and the next pass is whole
 
 
-@pytest.mark.parametrize("dataset", [range(12), Stream()])
+@pytest.mark.parametrize("dataset", [range(12), Stream(12)])
 def test_skipping_takes_the_place_of_a_loaded_position(dataset) -> None:
     loader = prepared(dataset)
     next(iter(loader))

@@ -18,22 +18,8 @@ from accel import Accelerator, DataLoaderConfiguration
 from accel.data.prepare import prepare_data_loader
 from accel.data.stream import IterableDatasetShard
 from accel.machine.imports import is_available
-from tests.accel.data.parts import values
+from tests.accel.data.parts import Stream, values
 from tests.helpers import run_distributed
-
-
-class Stream(IterableDataset[int]):
-    """The numbers below `length`."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.epoch = 0
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
 
 class Sized(Stream):

@@ -17,7 +17,7 @@ from sentence_transformers import (
 from transformers import GPT2Model, set_seed
 
 from tests.libraries.programs import tiny
-from tests.libraries.programs.transformers_trainer import history
+from tests.libraries.programs.transformers_trainer import ARGUMENTS, history
 
 
 def encoder(folder: Path) -> SentenceTransformer:
@@ -33,20 +33,7 @@ def run(options: Mapping[str, Any], folder: Path) -> dict[str, list]:
     """Train on pairs for two epochs and evaluate."""
     set_seed(41)
     model = encoder(folder.parent / f"start{id(folder)}")
-    given = {
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "seed": 17,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        **options,
-    }
+    given = {**ARGUMENTS, "num_train_epochs": 2, "save_strategy": "epoch", **options}
 
     def pairs(count: int, seed: int) -> Dataset:
         return Dataset.from_dict(

@@ -12,6 +12,19 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 
 from tests.libraries.programs import tiny
 
+# What all trainers are given: a log entry a step, an evaluation an epoch.
+ARGUMENTS = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "eval_strategy": "epoch",
+    "seed": 17,
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
 
 def accuracy(answers: EvalPrediction) -> dict[str, float]:
     """Return the share of right answers, and how many there were."""
@@ -20,21 +33,8 @@ def accuracy(answers: EvalPrediction) -> dict[str, float]:
 
 
 def arguments(folder: Path, options: Mapping[str, Any]) -> TrainingArguments:
-    """Return the training's arguments: two epochs, a log entry a step, a checkpoint after six."""
-    given = {
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_steps": 6,
-        "seed": 17,
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        **options,
-    }
+    """Return the training's arguments: two epochs, a checkpoint after six steps."""
+    given = {**ARGUMENTS, "num_train_epochs": 2, "save_steps": 6, **options}
     return TrainingArguments(output_dir=str(folder), **given)
 
 

@@ -12,7 +12,7 @@ from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
 from tests.libraries.programs import tiny
-from tests.libraries.programs.transformers_trainer import history
+from tests.libraries.programs.transformers_trainer import ARGUMENTS, history
 
 
 def run(options: Mapping[str, Any], folder: Path) -> dict[str, list]:
@@ -20,22 +20,8 @@ def run(options: Mapping[str, Any], folder: Path) -> dict[str, list]:
     options = dict(options)
     lora = options.pop("lora", False)
     set_seed(31)
-    given = {
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "max_length": 16,
-        "seed": 17,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        **options,
-    }
+    own = {"num_train_epochs": 1, "save_strategy": "epoch", "max_length": 16, "bf16": False}
+    given = {**ARGUMENTS, **own, **options}
     adapters = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True) if lora else None
     trained = SFTTrainer(
         model=tiny.language_model(),

@@ -16,17 +16,7 @@ from runner.callbacks.early_stopping import EarlyStopping
 from runner.data.datasets import Data
 from runner.recipe.schema import Recipe
 from runner.training.console import Display
-from tests.runner.loops import NUM_TRAIN, Fit, Points, newest, recipe_of, run
-
-
-class Scripted(Fit):
-    """Its validation losses are given."""
-
-    def __init__(self, *values: float) -> None:
-        self.values = list(values)
-
-    def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        return {"loss": self.values.pop(0), "count": float(len(values["loss"]))}
+from tests.runner.loops import NUM_TRAIN, Fit, Points, Scripted, newest, recipe_of, run
 
 
 def data() -> Data:

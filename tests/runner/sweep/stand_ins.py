@@ -67,6 +67,12 @@ class StandIn:
     def close(self) -> None:
         self.closed = True
 
+    def taken(self) -> list[int]:
+        """Return the numbers of the orders since the last call."""
+        found = [order.number for order in self.orders]
+        self.orders.clear()
+        return found
+
     @property
     def recipes(self) -> list[Recipe]:
         return [order.arguments["recipe"] for order in self.orders]  # type: ignore[misc]

@@ -29,12 +29,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_ins.installed(monkeypatch)
 
 
-def numbers(server: StandIn) -> list[int]:
-    found = [order.number for order in server.orders]
-    server.orders.clear()
-    return found
-
-
 def the_sweep(folder: Path) -> Path:
     (found,) = folder.glob("runs/digits/sweep-*")
     return found
@@ -46,16 +40,16 @@ def test_the_same_command_again_trains_what_is_not_finished(
 ) -> None:
     server.codes = {1: 1, 2: 75}
     assert cli.main(LINE) == 1
-    assert numbers(server) == [0, 1, 2]
+    assert server.taken() == [0, 1, 2]
     server.codes = {1: 1}
     assert cli.main([*LINE, "sweep.jobs=2"]) == 1  # the same, with more at once
-    assert numbers(server) == [1, 2]
+    assert server.taken() == [1, 2]
     server.codes = {}
     assert cli.main(LINE) == 0
-    assert numbers(server) == [1]
+    assert server.taken() == [1]
     capsys.readouterr()
     assert cli.main(LINE) == 0
-    assert numbers(server) == []
+    assert server.taken() == []
     assert "Nothing is left to do" in capsys.readouterr().out
     rows = list(csv.DictReader((the_sweep(tmp_path) / "results.csv").open()))
     assert {row["status"] for row in rows} == {"finished"}
@@ -72,18 +66,18 @@ def test_a_changed_file_is_refused_with_the_difference(
     server.codes = {1: 1}
     assert cli.main(line) == 1
     path.write_text("# @package _global_\nmodel:\n  width: 5\n")
-    numbers(server)
+    server.taken()
     assert cli.main(line) == 2
-    assert numbers(server) == []
+    assert server.taken() == []
     error = capsys.readouterr().err
     assert "model.width=5 in jobs 0, 1, 2: " in error
     assert "sweep.dir=" in error
     assert cli.main([*line, "sweep.dir=new"]) == 1
-    assert numbers(server) == [0, 1, 2]
+    assert server.taken() == [0, 1, 2]
     path.write_text("# @package _global_\nmodel:\n  width: 4\n# a remark\n")
     server.codes = {}
     assert cli.main(line) == 0  # the same recipe from another file
-    assert numbers(server) == [1]
+    assert server.taken() == [1]
 
 
 def test_a_changed_file_of_another_folder_is_refused_too(
@@ -99,7 +93,7 @@ def test_a_changed_file_of_another_folder_is_refused_too(
     path.write_text("# @package _global_\nmodel:\n  width: 5\n")
     assert cli.main(line) == 2
     assert "model.width=5 in jobs 0, 1, 2: " in capsys.readouterr().err
-    assert numbers(server) == [0, 1, 2]
+    assert server.taken() == [0, 1, 2]
 
 
 @pytest.mark.slow

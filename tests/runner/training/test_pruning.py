@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
-import torch
 from optuna.trial import TrialState
 
 from accel.machine.errors import ConfigError
@@ -17,19 +15,9 @@ from runner.runs import json_files
 from runner.training import optuna_study, pruning
 from runner.training.optuna_study import JOB
 from tests.helpers import run_distributed
-from tests.runner.loops import NUM_TRAIN, Fit, Points, newest, recipe_of, run
+from tests.runner.loops import NUM_TRAIN, Points, Scripted, newest, recipe_of, run
 
 PRUNER = {"name": "median", "n_startup_trials": 1}
-
-
-class Scripted(Fit):
-    """Its validation losses are given."""
-
-    def __init__(self, *values: float) -> None:
-        self.values = list(values)
-
-    def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        return {"loss": self.values.pop(0), "count": float(len(values["loss"]))}
 
 
 def study_in(

@@ -52,19 +52,13 @@ def sweeps(folder: Path) -> list[Path]:
     return sorted(folder.glob("runs/**/sweep-*"))
 
 
-def numbers(server: StandIn) -> list[int]:
-    found = [order.number for order in server.orders]
-    server.orders.clear()
-    return found
-
-
 @pytest.mark.slow
 def test_changed_settings_of_a_search_are_refused(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path)
     assert cli.main(LINE) == 0
-    assert numbers(server) == [0, 1, 2]
+    assert server.taken() == [0, 1, 2]
     write(tmp_path, end=2, n_trials=4)
     assert cli.main(LINE) == REFUSED
     error = capsys.readouterr().err
@@ -73,7 +67,7 @@ def test_changed_settings_of_a_search_are_refused(
     assert "n_trials" not in error
     write(tmp_path, n_trials=4)
     assert cli.main(LINE) == 0
-    assert numbers(server) == [3]
+    assert server.taken() == [3]
 
 
 @pytest.mark.slow
@@ -87,7 +81,7 @@ def test_failed_jobs_and_objectives_that_are_no_numbers_fail_the_search_each_tim
         error = capsys.readouterr().err
         assert "1 of 3 jobs failed: 0001" in error
         assert "1 of 3 jobs finished, but their objectives" in error
-    assert numbers(server) == [0, 1, 2, 1]
+    assert server.taken() == [0, 1, 2, 1]
 
 
 @pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -106,7 +100,7 @@ def test_a_refused_search_leaves_nothing(
     assert "job" not in shown.out
     told = "the best of the monitored metric" if known else "there is one of that name"
     assert told in shown.err
-    assert len(numbers(server)) == (not known)
+    assert len(server.taken()) == (not known)
 
 
 def test_no_password_of_a_database_is_written(
@@ -129,7 +123,7 @@ def test_no_password_of_a_database_is_written(
     line.append("hydra.sweeper.storage='${oc.env:STUDY}'")
     assert cli.main(line) == 0
     assert cli.main(line) == 0  # the sweep knows it still
-    assert numbers(server) == [0, 1]
+    assert server.taken() == [0, 1]
     write(tmp_path, n_trials=3)
     server.on_start = lambda order: file.write_bytes(b"no database" * 999)
     assert cli.main(line) == FAILED
@@ -151,4 +145,4 @@ def test_a_search_whose_jobs_lack_the_objective_has_failed(
     assert "hydra.sweeper.metrics=validation/los: the run measures nothing" in (
         capsys.readouterr().err
     )
-    assert numbers(server) == [0]
+    assert server.taken() == [0]
