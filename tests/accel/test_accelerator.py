@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel import Accelerator
 from accel.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
-from accel.config.training import TorchDynamoPlugin
+from accel.config.handlers import DistributedDataParallelKwargs
+from accel.config.training import ProjectConfiguration, TorchDynamoPlugin
 from accel.machine import imports
 from accel.machine.enums import PrecisionType
 from accel.machine.errors import ConfigError
@@ -142,6 +143,12 @@ def test_one_process_is_every_kind_of_process(capsys: pytest.CaptureFixture[str]
     assert "Num processes: 1" in repr(accelerator)
 
 
+def test_the_spelling_of_the_documentations_example_is_understood() -> None:
+    handler = DistributedDataParallelKwargs(bucket_cap_mb=3)
+    accelerator = Accelerator(cpu=True, kwarg_handler=[handler])
+    assert accelerator.plan.ddp.bucket_cap_mb == 3
+
+
 # -- the constructor ---------------------------------------------------------------------------
 
 
@@ -208,6 +215,13 @@ def test_generators_that_are_not_there_are_refused() -> None:
     for name in ("torch", "generator"):
         assert Accelerator(cpu=True, rng_types=[name]).rng_types == (name,)
     assert Accelerator(cpu=True).rng_types == ("generator",)
+
+
+def test_states_and_logs_go_where_the_run_says() -> None:
+    accelerator = Accelerator(cpu=True, project_dir="here", logging_dir="logs")
+    assert (accelerator.project_dir, accelerator.logging_dir) == ("here", "logs")
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(project_dir="there"))
+    assert (accelerator.project_dir, accelerator.logging_dir) == ("there", "there")
 
 
 def test_a_refused_run_leaves_no_state_behind() -> None:

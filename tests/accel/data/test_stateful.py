@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,12 +109,7 @@ def of_two(dataset: Any, rank: int, collate: Any = None, **arguments: Any) -> An
     )
 
 
-class Eleven(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(11))
-
-
-@pytest.mark.parametrize("kind", [Eleven, Counted])
+@pytest.mark.parametrize("kind", [partial(Stream, 11), Counted])
 @pytest.mark.parametrize("collate", [None, named])
 def test_a_resumed_stream_completes_its_last_round_with_the_first_samples(kind, collate) -> None:
     loader = of_two(kind(), 1, collate)

@@ -38,7 +38,7 @@ ENTRIES = [
             "mixed_precision": P(None, PRECISIONS),
             "gradient_accumulation_steps": P(1, SETTINGS),
             "cpu": P(False, ALONE),
-            "dataloader_config": P(None, "test_loaders_follow_the_configuration"),
+            "dataloader_config": P(None, "test_the_settings_of_loaders_are_read_and_set"),
             "deepspeed_plugin": P(None, NOT_BUILT),
             "fsdp_plugin": P(None, NOT_BUILT),
             "megatron_lm_plugin": P(None, NOT_BUILT),

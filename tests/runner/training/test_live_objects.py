@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,14 +50,9 @@ DDP: list[Row] = [
     ),
 ]
 INIT: list[Row] = [
-    ("distributed.init.backend", "gloo", lambda live: live["group"]["backend"], "gloo"),
-    ("distributed.init.init_method", "FILE", lambda live: live["group"]["store"], "FileStore"),
-    (
-        "distributed.init.timeout",
-        "77",
-        lambda live: live["group"]["timeout"],
-        timedelta(seconds=77),
-    ),
+    ("distributed.init.backend", "gloo", "group.backend", "gloo"),
+    ("distributed.init.init_method", "FILE", "group.store", "FileStore"),
+    ("distributed.init.timeout", "77", "group.timeout", timedelta(seconds=77)),
 ]
 AUTOCAST: list[Row] = [
     ("precision.autocast.enabled", "false", "autocast._enabled", False),
@@ -83,18 +79,8 @@ LOADER: list[Row] = [
     ("dataloader.non_blocking", "true", "loader._non_blocking", True),
 ]
 DISPATCH: list[Row] = [
-    (
-        "dataloader.dispatch_batches",
-        "true",
-        lambda live: type(live["loader"]).__name__,
-        "DataLoaderDispatcher",
-    ),
-    (
-        "dataloader.use_seedable_sampler",
-        "false",
-        lambda live: type(live["order"]).__name__,
-        "ReplayedRandomSampler",
-    ),
+    ("dataloader.dispatch_batches", "true", "loader.kind", "DataLoaderDispatcher"),
+    ("dataloader.use_seedable_sampler", "false", "order.kind", "ReplayedRandomSampler"),
 ]
 ACCUMULATION: list[Row] = [
     ("trainer.accumulation.num_steps", "2", "gradient.num_steps", 2),
@@ -178,6 +164,7 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     from accel.comm.rng import set_seed
+    from accel.machine.env import Environment
     from runner.data.batches import TrainBatches
     from runner.recipe import composition, hydra_setup
     from runner.recipe.batch_plan import plan_batches
@@ -187,8 +174,7 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
         recipe = composition.require(composition.new_run(overrides, "config"))
     set_seed(0)
     step, data = build_step(recipe), build_data(recipe)
-    number = dist.get_world_size() if dist.is_initialized() else _world_size()
-    plan = plan_batches(recipe.trainer, number, len(data.train))  # type: ignore[arg-type]
+    plan = plan_batches(recipe.trainer, Environment.read().world_size, len(data.train))  # type: ignore[arg-type]
     accelerator = make_accelerator(recipe, Path(folder), plan)
     model = accelerator.prepare(step.models["model"])
     batches = TrainBatches(accelerator, data, recipe, plan)
@@ -212,21 +198,15 @@ def live_objects(overrides: list[str], folder: str) -> dict[str, Any]:
         store = dist.distributed_c10d._get_default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
-        live["group"] = {
-            "backend": dist.get_backend(),
-            "store": type(store).__name__,
-            "timeout": group._get_backend(accelerator.device).options._timeout,
-        }
+        live["group"] = SimpleNamespace(
+            backend=dist.get_backend(),
+            store=type(store).__name__,
+            timeout=group._get_backend(accelerator.device).options._timeout,
+        )
     if profile is not None:
         with accelerator.profile(profile) as profiler:
             live["profiler"] = profiler
     return live
-
-
-def _world_size() -> int:
-    from accel.machine.env import Environment
-
-    return Environment.read().world_size
 
 
 def _first_ids_of_seed_0(dataset: Any, recipe: Any) -> list[int]:
@@ -241,6 +221,8 @@ def seen_at(live: dict[str, Any], look: str | Callable[[dict[str, Any]], Any]) -
     if not isinstance(look, str):
         return look(live)
     name, *attributes = look.split(".")
+    if attributes == ["kind"]:
+        return type(live[name]).__name__
     value = functools.reduce(getattr, attributes, live[name])
     return value() if inspect.ismethod(value) else value
 
