@@ -20,6 +20,8 @@ OVERLAY = "# @package _global_\n"
 COMMAND_LINES = (
     _one("+experiment=bytes_gpt", "experiment=bytes_gpt", "Leave out the +"),
     _one("+experiment=x", "experiment=x", "bytes_gpt, gan"),
+    _one("output_dir=''", "output_dir=''", "output_dir=DIR"),
+    _one("run_dir=''", "run_dir=''", "run_dir=DIR"),
     _one("+model=cnn", "model=cnn", "Leave out the +"),
     _one("++model=cnn", "model=cnn", "Leave out the +"),
     _one("precision=fp32", "precision=fp32", "'no'"),
