@@ -92,6 +92,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         for folder in known.config_dir
         if not Path(folder).is_dir()
     ]
+    if known.cfg is None and (known.resolve or known.package):
+        flag = "--resolve" if known.resolve else "--package"
+        problems += [Problem(flag, "it says how --cfg prints", "Add --cfg job, or leave it out.")]
     ConfigError.raise_if(problems)
     return known
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import shlex
 import sys
 import tomllib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,24 @@ def _table_imports(path: Path) -> list[str]:
         )
     problems.raise_if()
     return list(imports)
+
+
+def flags(needed: Iterable[str] | None = None) -> list[str]:
+    """Return ``--import NAME`` for each package that pyproject.toml does not name.
+
+    Args:
+        needed: packages that a command needs; None: all that are trusted here.
+    """
+    path = paths.project_file()
+    table = [] if path is None else _table_imports(path)
+    names = [name for name in (trusted() if needed is None else needed) if name not in table]
+    return [word for name in names for word in ("--import", name)]
+
+
+def resume_command(run_dir: str, needed: Iterable[str] | None = None, command: str = "") -> str:
+    """Return the command that resumes a run; `flags` tells `needed`."""
+    words = ["runner", *command.split(), f"resume={shlex.quote(run_dir)}", *flags(needed)]
+    return " ".join(words)
 
 
 def import_packages() -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import AccelError
+from runner.recipe import trust
 from runner.recipe.units import size
 from runner.reporting.run_table import STYLES, cell, described, relative
 from runner.runs import directory, environment, provenance, sessions
@@ -68,8 +69,8 @@ def _checkpoints(run_dir: Path) -> Iterator[JsonObject]:
 def _resume(run: RunRecord) -> str:
     if run.status in (records.RUNNING, records.BROKEN):
         return ""
-    command = "runner" if sessions.submitted_job(run.path) is None else "runner submit"
-    line = f"{command} resume={shlex.quote(relative(run.path))}"
+    command = "" if sessions.submitted_job(run.path) is None else "submit"
+    line = trust.resume_command(relative(run.path), run.job.get("imports") or (), command)
     if run.status in (records.FINISHED, records.PRUNED):
         limit = "trainer.epochs" if run.value("trainer.max_steps") is None else "trainer.max_steps"
         return f"{line} {limit}=…"

@@ -170,6 +170,12 @@ class RunRecord:
         folder = sessions.last(self.path)
         return {} if folder is None else self._loaded(folder / sessions.ENDED)
 
+    @cached_property
+    def tried(self) -> Fields | None:
+        """How its newest session ended, if that made no step after others had; else None."""
+        folder = sessions.tried(self.path)
+        return None if folder is None else self._loaded(folder / sessions.ENDED)
+
     @property
     def is_done(self) -> bool:
         """Whether it came to the end that it was given: nothing is left of its command.
@@ -230,6 +236,9 @@ class RunRecord:
             return BROKEN
         if summary.get("stopped") == PRUNED:
             return PRUNED
+        waits = self.tried == {} and sessions.is_submitted(self.path)
+        if waits and summary.get("complete") is not True:
+            return SUBMITTED
         if summary:
             return FINISHED if summary["complete"] is True else STOPPED
         if self.ended:

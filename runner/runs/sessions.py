@@ -114,13 +114,11 @@ def end(folder: Path, code: int, **more: object) -> None:
 
 
 def last(run_dir: Path) -> Path | None:
-    """Return the session whose end is the run's: the newest one. None: there is none.
+    """Return the session whose end is the run's: the newest that made a step, else the newest.
 
-    A try that made no step leaves a complete run complete.
+    None: there is none.
     """
-    folders = of_run(run_dir)
-    if len(folders) > 1 and summary(run_dir).get("complete") is True:
-        return current(run_dir)
+    folders = begun(run_dir) or of_run(run_dir)
     return folders[-1] if folders else None
 
 
@@ -133,6 +131,12 @@ def summary(run_dir: Path) -> Fields:
 def is_submitted(run_dir: Path) -> bool:
     """Return whether a run's newest session is one that waits for Slurm, or waited in vain."""
     return any(_has(one, SUBMITTED) for one in of_run(run_dir)[-1:])
+
+
+def tried(run_dir: Path) -> Path | None:
+    """Return a run's newest session if it has made no step after others had; else None."""
+    newest = of_run(run_dir)[-1:]
+    return newest[0] if newest and begun(run_dir) and not _has(newest[0], BEGUN) else None
 
 
 def submitted_job(run_dir: Path) -> str | None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +111,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
             sweep = sweeps.create(request.settings.dir, examined[0].recipe, described)
         code = _run(request, choice, sweep, examined, server, hydra)
         if is_new and request.settings.dir is None and code == REFUSED and not sweep.started():
-            shutil.rmtree(sweep.path, ignore_errors=True)
+            sweeps.discard(sweep)
         return code
 
 
@@ -248,7 +247,11 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     _store_own()
     overrides = hydra_setup.without_levels(request.overrides)
     given = [one for one in overrides if not _names_plugin(one)]
-    line = ["--config-name", request.config_name, "--multirun"]
+    name = request.config_name
+    line = ["--config-name", name, "--multirun"]
+    # Hydra looks up the primary file before it reads hydra.searchpath.
+    own_folders = [Path(one.removeprefix("file://")) for one in hydra_setup.searched(overrides)]
+    line += [f"--config-dir={one}" for one in own_folders if (one / f"{name}.yaml").is_file()][:1]
     launcher = plan.LOCAL if choice.is_local else choice.launcher
     sweeper = plan.KNOWN if choice.known else choice.sweeper
     chosen = [f"hydra/launcher={launcher}", f"hydra/sweeper={sweeper}"]

@@ -23,7 +23,7 @@ from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
 from accel.machine.errors import ConfigError, Problem, Problems, nearest
 from accel.machine.imports import require
-from runner.recipe import composition, diagnose, hydra_setup, nodes, plugins
+from runner.recipe import composition, diagnose, hydra_setup, keys, nodes, plugins, trust
 from runner.runs import json_files
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def digest_of(config_name: str, overrides: Sequence[str]) -> str:
 def alone(overrides: Sequence[str], config_name: str) -> str:
     """Return the command that trains one job alone."""
     flags = [] if config_name == hydra_setup.PRIMARY else ["--config-name", config_name]
-    return shlex.join(["python", "-m", "runner", *flags, *overrides])
+    return shlex.join(["python", "-m", "runner", *trust.flags(), *flags, *overrides])
 
 
 # -- launcher and sweeper ------------------------------------------------------------------
@@ -397,8 +397,8 @@ def misplaced(overrides: Sequence[str], *, submits: bool = False) -> list[Proble
 
 def _of_submit(overrides: Sequence[str], remedy: str) -> list[Problem]:
     rule = "submit.* is what `runner submit` asks Slurm for"
-    keys = ((override, hydra_setup.key_of(override)) for override in overrides)
-    return [Problem(o, rule, remedy) for o, key in keys if f"{key}.".startswith("submit.")]
+    known = {"submit", *(key for key in keys.typed_keys() if key.startswith("submit."))}
+    return [Problem(o, rule, remedy) for o in overrides if hydra_setup.key_of(o) in known]
 
 
 def _not_installed(overrides: Sequence[str]) -> list[Problem]:

@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -246,6 +247,15 @@ def create(chosen: str | None, recipe: Recipe, description: Description) -> Swee
         rule = f"a sweep is written there, and that failed ({paths.failure(error)})"
         remedy = "Give sweep.dir=<a folder you may write to>."
         raise ConfigError.of(str(path), rule, remedy) from error
+
+
+def discard(sweep: Sweep) -> None:
+    """Remove a sweep that was refused, and its folder if nothing else lies there."""
+    folder = sweep.path.parent
+    shutil.rmtree(sweep.path, ignore_errors=True)
+    if [one.name for one in folder.iterdir()] == [lock.FILE]:
+        (folder / lock.FILE).unlink()
+        folder.rmdir()
 
 
 # -- the same command again ----------------------------------------------------------------

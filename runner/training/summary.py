@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runner.recipe import trust
 from runner.recipe.units import counted
 from runner.runs.json_files import WEIGHTS_STEP
 from runner.training.console import clock, number, short
@@ -184,5 +184,5 @@ def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
         place = os.path.relpath(loop.saver.best, loop.run_dir)
         rows.append(("best state", f"{place} (step {loop.state.best_step})"))
     if not summary["complete"]:
-        rows.append(("resume", f"runner resume={shlex.quote(str(loop.run_dir))}"))
+        rows.append(("resume", trust.resume_command(str(loop.run_dir))))
     return rows

@@ -149,6 +149,8 @@ class Reader:
             arguments = [self._with_runs(argument) for argument in on_this_machine(given)]
             if "short" in block.marks and not set(LOOKS) & set(given):
                 arguments += SHORT
+            if "--processes" in given:  # which counts all batches
+                arguments.append("trainer.limit_eval_batches=null")
             module = ["-m", MODULES[program]] if program in MODULES else []
             cwd = self.folder / block.marks.get("cd", "")
             yield from self._run(*module, *arguments, cwd=cwd, answers=answers)

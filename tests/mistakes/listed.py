@@ -70,6 +70,7 @@ COMMAND_LINES = (
     _one("--cfg job --resolve model.widht=3", "model.widht=3", "'width'"),
     _one("--cfg job -p trainr", "trainr", "'trainer'"),
     _one("--cfg job -p trainer.epoch", "trainer.epoch", "'trainer.epochs'"),
+    _one("--resolve", "--resolve", "--cfg job"),
     _one("--cfg jbo", "--cfg", "job"),
     _one("-m seed=1,", "seed=1,"),
     _one("-m seed=", "seed="),

@@ -151,16 +151,10 @@ def strange(run_dir: Path, known: Known) -> str:
     return ""
 
 
-def measured(output: str) -> dict[str, dict[str, float]]:
-    """Return what ``eval`` has printed, by split."""
-    found: Metrics = {}
-    split = ""
-    for line in output.splitlines():
-        if match := re.fullmatch(r".* · (\w+)", line):
-            split = match[1]
-        elif split and (match := re.fullmatch(r" +(\w+) +(\S+)", line)):
-            found.setdefault(split, {})[match[1]] = float(match[2])
-    return found
+def measured(run_dir: Path) -> dict[str, Any]:
+    """Return what ``eval`` has measured last: `step`, and `metrics` by split."""
+    found: list[dict[str, Any]] = json.loads((run_dir / "eval.json").read_text())["evaluations"]
+    return found[-1]
 
 
 def predicted(path: Path) -> list[Any]:

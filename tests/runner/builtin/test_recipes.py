@@ -66,7 +66,7 @@ def test_the_example_trains_from_its_own_directory(tmp_path: Path) -> None:
     assert last(run_dir, "test")["accuracy"] >= 0.9
     assert last(run_dir, "validation")["worst_recall"] >= 0.8
     printed, rows = used(run_dir, project)
-    assert f"accuracy      {last(run_dir, 'test')['accuracy']:.4f}" in printed
+    assert f"{last(run_dir, 'test')['accuracy']:.4f}" in printed
     assert "loaded wine Sequential" in printed
     assert len(rows) == 36
     assert all(len(row["prediction"]) == 3 for row in rows)  # the logits

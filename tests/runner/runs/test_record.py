@@ -38,14 +38,14 @@ def test_a_finished_run(tmp_path: Path) -> None:
         (False, False, None, False, "interrupted"),
         (True, True, {}, True, "interrupted"),  # resumed further, and killed
         (True, True, failure(), False, "finished"),  # a try changes nothing
-        (False, True, failure(), False, "failed"),
+        (False, True, failure(), False, "stopped"),
         (False, False, failure(), True, "failed"),
-        (False, False, failure(code=2), False, "failed"),
+        (False, False, failure(code=2), False, "interrupted"),
         (False, False, failure(code=130), True, "interrupted"),
-        (False, False, {"code": 75}, False, "stopped"),  # while it waited for its machines
+        (False, False, {"code": 75}, False, "interrupted"),
     ],
 )
-def test_the_status_is_that_of_the_newest_session(
+def test_the_status_is_that_of_the_newest_session_with_a_step(
     complete: bool,
     summary: bool,
     more: dict[str, Any] | None,

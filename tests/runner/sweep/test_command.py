@@ -86,7 +86,8 @@ def test_a_changed_file_of_another_folder_is_refused_too(
     path = tmp_path / "others" / "experiment" / "own.yaml"
     path.parent.mkdir(parents=True)
     path.write_text("# @package _global_\nmodel:\n  width: 4\n")
-    line = ["--config-dir", "others", *LINE, "experiment=own"]
+    (tmp_path / "others" / "named.yaml").write_text("defaults: [config, _self_]\n")
+    line = ["--config-dir", "others", "--config-name", "named", *LINE, "experiment=own"]
     assert cli.main(line) == 0
     assert cli.main(line) == 0
     assert "Nothing is left to do" in capsys.readouterr().out

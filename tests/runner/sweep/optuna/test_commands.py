@@ -63,7 +63,7 @@ def test_changed_settings_of_a_search_are_refused(
     assert cli.main(LINE) == REFUSED
     error = capsys.readouterr().err
     key = "hydra.sweeper.params.optimizer.lr="
-    assert f"{key}interval(0.1, 2): {key}interval(0.1, 1) in" in error
+    assert re.search(rf"{key}interval\(0.1, 2\): .* has {key}interval\(0.1, 1\)\.", error)
     assert "n_trials" not in error
     write(tmp_path, n_trials=4)
     assert cli.main(LINE) == 0
@@ -95,7 +95,7 @@ def test_a_refused_search_leaves_nothing(
         capsys.readouterr()
     write(tmp_path, **shared, metrics="seconds" if not known else "null", direction="maximize")
     assert cli.main(LINE) == REFUSED
-    assert sweeps(tmp_path) == []
+    assert not list(tmp_path.glob("runs/*"))
     shown = capsys.readouterr()
     assert "job" not in shown.out
     told = "the best of the monitored metric" if known else "there is one of that name"
