@@ -188,10 +188,10 @@ def checked(
     from runner.recipe import hydra_setup
     from runner.sweep import plan
 
-    ConfigError.raise_if(plan.misplaced(overrides, submits=submits))
     if trust.trusted():  # packages of the user's import torch
         run_log.announce("runner")
     with hydra_setup.session(overrides):
+        ConfigError.raise_if(plan.misplaced(overrides, submits=submits))
         examined = examine(overrides, config_name)
     missing = trust.missing_packages()
     _require_names([examined], missing)

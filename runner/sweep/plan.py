@@ -397,8 +397,13 @@ def misplaced(overrides: Sequence[str], *, submits: bool = False) -> list[Proble
 
 def _of_submit(overrides: Sequence[str], remedy: str) -> list[Problem]:
     rule = "submit.* is what `runner submit` asks Slurm for"
-    known = {"submit", *(key for key in keys.typed_keys() if key.startswith("submit."))}
-    return [Problem(o, rule, remedy) for o in overrides if hydra_setup.key_of(o) in known]
+    known = {key for key in keys.typed_keys() if key.startswith("submit.")}
+    choices = {f"submit={name}" for name in diagnose.options_of("submit")}
+    return [
+        Problem(one, rule, remedy)
+        for one in overrides
+        if one in choices or hydra_setup.key_of(one) in known
+    ]
 
 
 def _not_installed(overrides: Sequence[str]) -> list[Problem]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from accel.machine.errors import ConfigError
+from runner.recipe import hydra_setup
 from runner.sweep import plan
 
 
@@ -47,5 +48,6 @@ def test_a_list_in_a_file(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_single_run_are_refused() -> None:
-    (problem,) = plan.misplaced(["seed=1", "sweep.jobs=2"])
+    with hydra_setup.session():
+        (problem,) = plan.misplaced(["seed=1", "sweep.jobs=2"])
     assert "Add -m" in problem.remedy
