@@ -25,7 +25,7 @@ from accel.machine.errors import (
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL, REFUSED, STOPPED
 from runner.launch import rank_logs
 from runner.launch.group import Failure
-from runner.recipe import trust, user_frames
+from runner.recipe import user_frames
 from runner.runs import directory, outcomes
 from runner.runs.outcomes import Outcome, describe_exit
 from runner.runs.sessions import run_dir_of
@@ -184,6 +184,6 @@ def print_interrupted(run_dir: Path) -> None:
     elif not directory.own_checkpoints(run_dir):
         line = f"Interrupted before the first checkpoint of {run_dir}."
     else:
-        command = trust.resume_command(str(run_dir))
+        command = directory.resume_command(str(run_dir))
         line = f"Interrupted. Resume from the last checkpoint with: {command}"
     print(line, file=sys.stderr, flush=True)

@@ -64,7 +64,7 @@ def session(overrides: Sequence[str] = ()) -> Iterator[None]:
     overrides (`--config-dir`).
     """
     outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
-    given, paths.given_conf_folders = paths.given_conf_folders, searched(overrides)
+    given, paths.given_conf_folders = paths.given_conf_folders, search_places(overrides)
     GlobalHydra.instance().clear()
     HydraConfig.instance().cfg = None
     try:
@@ -77,7 +77,7 @@ def session(overrides: Sequence[str] = ()) -> Iterator[None]:
         paths.given_conf_folders = given
 
 
-def searched(overrides: Sequence[str]) -> tuple[str, ...]:
+def search_places(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the places of `hydra.searchpath`; what cannot be read is reported by composing."""
     given = [override for override in overrides if key_of(override) == SEARCHED]
     try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import shlex
 import sys
 import tomllib
 import types
@@ -88,12 +87,6 @@ def flags(needed: Iterable[str] | None = None) -> list[str]:
     table = [] if path is None else _table_imports(path)
     names = [name for name in (trusted() if needed is None else needed) if name not in table]
     return [word for name in names for word in ("--import", name)]
-
-
-def resume_command(run_dir: str, needed: Iterable[str] | None = None, command: str = "") -> str:
-    """Return the command that resumes a run; `flags` tells `needed`."""
-    words = ["runner", *command.split(), f"resume={shlex.quote(run_dir)}", *flags(needed)]
-    return " ".join(words)
 
 
 def import_packages() -> None:

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import AccelError
-from runner.recipe import trust
 from runner.recipe.units import size
 from runner.reporting.run_table import STYLES, cell, described, relative
 from runner.runs import directory, environment, provenance, sessions
@@ -48,7 +47,7 @@ def describe(run: RunRecord) -> JsonObject:
         "last": dict(run.last),
         "evaluations": list(run.evaluations),
         "checkpoints": states,
-        "failure": dict(run.failure) if run.status == records.FAILED else None,
+        "failure": dict(run.failure) or None,
         "resume": _resume(run) if any(state["complete"] for state in states) else "",
     }
 
@@ -70,7 +69,7 @@ def _resume(run: RunRecord) -> str:
     if run.status in (records.RUNNING, records.BROKEN):
         return ""
     command = "" if sessions.submitted_job(run.path) is None else "submit"
-    line = trust.resume_command(relative(run.path), run.job.get("imports") or (), command)
+    line = directory.resume_command(relative(run.path), run.job.get("imports") or (), command)
     if run.status in (records.FINISHED, records.PRUNED):
         limit = "trainer.epochs" if run.value("trainer.max_steps") is None else "trainer.max_steps"
         return f"{line} {limit}=…"

@@ -8,7 +8,7 @@ import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import AccelError, ConfigError, Problem
 from runner.exit_codes import REFUSED
+from runner.recipe import trust
 from runner.recipe.composition import Frozen
 from runner.recipe.schema import Recipe
 from runner.runs import json_files, lock, sessions
@@ -234,6 +235,18 @@ def _weights(manifest: checkpoints.Manifest) -> dict[str, str]:
     return {
         name: entry.sha256 for name, entry in manifest.files.items() if name.startswith(WEIGHTS)
     }
+
+
+def resume_command(run_dir: str, needed: Iterable[str] | None = None, command: str = "") -> str:
+    """Return the command that resumes a run.
+
+    Args:
+        run_dir: the run directory, as it is to be written.
+        needed: packages that the run needs; None: all that are trusted here.
+        command: "submit" for a job of Slurm.
+    """
+    words = ["runner", *command.split(), f"resume={shlex.quote(run_dir)}", *trust.flags(needed)]
+    return " ".join(words)
 
 
 def existing(run_dir: str | os.PathLike[str], asked_by: str = "") -> Path:

@@ -166,15 +166,15 @@ class RunRecord:
 
     @cached_property
     def ended(self) -> Fields:
-        """How its newest session ended; empty: it did not."""
+        """How the newest session with a step ended, else the newest; empty: it did not."""
         folder = sessions.last(self.path)
         return {} if folder is None else self._loaded(folder / sessions.ENDED)
 
     @cached_property
-    def tried(self) -> Fields | None:
-        """How its newest session ended, if that made no step after others had; else None."""
-        folder = sessions.tried(self.path)
-        return None if folder is None else self._loaded(folder / sessions.ENDED)
+    def tried(self) -> Fields:
+        """How its newest session ended, one without a step, too; empty: it did not."""
+        newest = sessions.of_run(self.path)[-1:]
+        return self._loaded(newest[0] / sessions.ENDED) if newest else {}
 
     @property
     def is_done(self) -> bool:
@@ -224,7 +224,7 @@ class RunRecord:
     @property
     def failure(self) -> Fields:
         """How the first process that failed in the newest session ended; empty: none did."""
-        return self.ended.get("cause") or {}
+        return self.tried.get("cause") or {}
 
     @cached_property
     def status(self) -> str:
@@ -236,14 +236,14 @@ class RunRecord:
             return BROKEN
         if summary.get("stopped") == PRUNED:
             return PRUNED
-        waits = self.tried == {} and sessions.is_submitted(self.path)
+        waits = not self.tried and sessions.is_submitted(self.path)
         if waits and summary.get("complete") is not True:
             return SUBMITTED
         if summary:
             return FINISHED if summary["complete"] is True else STOPPED
         if self.ended:
             return ENDED_WITH.get(self.ended["code"], CUT_OFF)
-        return SUBMITTED if sessions.is_submitted(self.path) else CUT_OFF
+        return CUT_OFF
 
     @property
     def reason(self) -> str:
@@ -255,7 +255,7 @@ class RunRecord:
         if self.status == SUBMITTED:
             return f"Slurm's job {sessions.submitted_job(self.path)} has not begun"
         if self.status == FAILED:
-            return str(self.failure.get("message") or "")
+            return str((self.ended.get("cause") or {}).get("message") or "")
         if self.status == CUT_OFF:
             return "it was ended without saving: by Ctrl-C, a kill, or a loss of power"
         return str(self.summary.get("reason") or "")

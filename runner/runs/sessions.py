@@ -133,12 +133,6 @@ def is_submitted(run_dir: Path) -> bool:
     return any(_has(one, SUBMITTED) for one in of_run(run_dir)[-1:])
 
 
-def tried(run_dir: Path) -> Path | None:
-    """Return a run's newest session if it has made no step after others had; else None."""
-    newest = of_run(run_dir)[-1:]
-    return newest[0] if newest and begun(run_dir) and not _has(newest[0], BEGUN) else None
-
-
 def submitted_job(run_dir: Path) -> str | None:
     """Return the job of Slurm that a run was handed to last; None: to none."""
     for folder in reversed(of_run(run_dir)):

@@ -250,8 +250,8 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     name = request.config_name
     line = ["--config-name", name, "--multirun"]
     # Hydra looks up the primary file before it reads hydra.searchpath.
-    own_folders = [Path(one.removeprefix("file://")) for one in hydra_setup.searched(overrides)]
-    line += [f"--config-dir={one}" for one in own_folders if (one / f"{name}.yaml").is_file()][:1]
+    places = [one.removeprefix("file://") for one in hydra_setup.search_places(overrides)]
+    line += [f"--config-dir={one}" for one in places if Path(one, f"{name}.yaml").is_file()][:1]
     launcher = plan.LOCAL if choice.is_local else choice.launcher
     sweeper = plan.KNOWN if choice.known else choice.sweeper
     chosen = [f"hydra/launcher={launcher}", f"hydra/sweeper={sweeper}"]
@@ -259,9 +259,8 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
         own = [*hydra_setup.for_hydra(given), *hydra_setup.FIXED]
     where = [f"hydra.sweep.dir='{sweep.path}'", "hydra.sweep.subdir=."]
     if launcher == plan.SLURM:
-        name = str(sweep.description.recipe["name"])
         target = f"hydra.launcher._target_={plugins.MODULE}.SlurmLauncher"
-        where += [target, f"hydra.job.name='{name}'"]
+        where += [target, f"hydra.job.name='{sweep.description.recipe['name']}'"]
     return [*line, *own, *chosen, *where]
 
 
@@ -299,8 +298,6 @@ def _common(examined: Sequence[Examined]) -> set[str]:
 
 def recipe_lines(examined: Sequence[Examined]) -> Iterator[str]:
     """Yield the first job's recipe, and for each other job the keys whose values differ."""
-    from runner.recipe import serialization
-
     first = serialization.to_plain(examined[0].recipe)
     for number, found in enumerate(examined):
         here = serialization.to_plain(found.recipe)

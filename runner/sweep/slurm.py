@@ -87,7 +87,7 @@ def launch(
         raise
     if stops.received:
         raise SystemExit(STOPPED)
-    codes = {number: RunRecord(path).ended.get("code", FAILED) for number, path in run_dirs.items()}
+    codes = {number: RunRecord(path).tried.get("code", FAILED) for number, path in run_dirs.items()}
     return task.returned(job_overrides, first, codes)
 
 

@@ -314,8 +314,7 @@ def conclude(sweep: Sweep, config_name: str, *, is_stopped: bool = False) -> int
     code = _shown(sweep, config_name, found)
     _tell_other_code(found)
     left = sorted((row for row in found.rows if not row.run.is_done), key=lambda row: row.job)
-    ended = {row.job: row.run.tried or row.run.ended for row in left}
-    codes = {number: one.get("code", FAILED) for number, one in ended.items()}
+    codes = {row.job: row.run.tried.get("code", FAILED) for row in left}
     unstarted = [row.job for row in left if row.status == PENDING]
     stopped = [job for job, one in codes.items() if one in (STOPPED, INTERRUPTED)]
     failed = [job for job in codes if job not in (*unstarted, *stopped)]

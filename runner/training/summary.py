@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.recipe import trust
 from runner.recipe.units import counted
+from runner.runs import directory
 from runner.runs.json_files import WEIGHTS_STEP
 from runner.training.console import clock, number, short
 
@@ -184,5 +184,5 @@ def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
         place = os.path.relpath(loop.saver.best, loop.run_dir)
         rows.append(("best state", f"{place} (step {loop.state.best_step})"))
     if not summary["complete"]:
-        rows.append(("resume", trust.resume_command(str(loop.run_dir))))
+        rows.append(("resume", directory.resume_command(str(loop.run_dir))))
     return rows

@@ -169,10 +169,3 @@ def test_an_error_inside_a_package_is_the_users_to_see(
     paths.move_project_last()
     with pytest.raises(ZeroDivisionError):
         trust.import_packages()
-
-
-def test_the_command_that_resumes_a_run_names_the_packages_that_it_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(trust.VARIABLE, "mine")
-    assert trust.resume_command("a b") == "runner resume='a b' --import mine"

@@ -14,6 +14,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError
 from runner.exit_codes import REFUSED
 from runner.launch import launcher, worker
+from runner.recipe import trust
 from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
 from runner.runs import directory, sessions
@@ -141,3 +142,10 @@ def test_what_is_measured_anew_stays_with_its_session_and_logs_stay(tmp_path: Pa
         assert (folder / "metrics.jsonl").read_text() == f"{number}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "sessions"]
     assert (tmp_path / "logs" / "rank_1.log").read_text() == "said"
+
+
+def test_the_command_that_resumes_a_run_names_the_packages_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(trust.VARIABLE, "mine")
+    assert directory.resume_command("a b") == "runner resume='a b' --import mine"

@@ -17,6 +17,7 @@ from runner.sweep import table
 from runner.sweep.sweep import Sweep
 from tests.runner.sweep.stand_ins import begin_job, end_job
 from tests.runner.sweep.test_sweep import described
+from tests.runner.written_runs import write_session
 
 
 @pytest.fixture
@@ -104,3 +105,14 @@ def test_values_of_different_metrics_are_not_compared(sweep: Sweep) -> None:
     assert "best: job" not in text
     assert "judged by different metrics, accuracy (max), loss (min)." in text
     assert "loss 0.01" in text
+
+
+@pytest.mark.parametrize(("ended", "code"), [(None, 1), ({"code": 1}, 1), ({"code": 75}, 75)])
+def test_the_exit_code_is_of_the_newest_try(
+    ended: dict[str, int] | None, code: int, tmp_path: Path
+) -> None:
+    """S2: also of a job that was stopped before, and whose newest try made no step."""
+    made = sweeps.create(str(tmp_path / "sweep"), Recipe(), described(1))
+    sessions.end(begin_job(made.path, 0), 75)
+    write_session(made.path / "0000", ended, begun=False)
+    assert table.conclude(made, "own") == code
