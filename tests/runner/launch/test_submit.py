@@ -177,6 +177,7 @@ def test_a_limit_of_slurms_own_is_met(slurm_cluster: Cluster, tmp_path: Path) ->
     limit = ("submit.time=00:01:02", "submit.signal_delay_s=1", "trainer.max_steps=null")
     endless = [*(one for one in LONG if "max_steps" not in one), "trainer.epochs=100000"]
     job_id, run_dir = submitted(slurm_cluster, tmp_path, *endless, *limit)
+    slurm_cluster.wait_for(job_id, "RUNNING")  # it may be pending while other jobs run
     slurm_cluster.wait_for(job_id, "PENDING", seconds=2 * SECONDS)
     slurm_cluster.wait_for(job_id, "RUNNING")
     assert "SIGUSR1 received" in log(run_dir)
