@@ -15,6 +15,6 @@ MEANINGS = {
     DONE: "done",
     FAILED: "failed; of a sweep: at least one job failed, or was not started",
     REFUSED: "the configuration was refused, nothing was started",
-    STOPPED: "stopped by SIGTERM or SIGUSR1 with the state saved, resume= (-m: the same) continues",
+    STOPPED: "stopped by a signal or trainer.max_time and saved; resume= (-m: the same) goes on",
     INTERRUPTED: "interrupted by Ctrl-C",
 }

@@ -31,7 +31,7 @@ from runner.recipe.processes import DEFAULT_CPU_PROCESSES
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs import directory, lock, numerics, outcomes, sessions
 from runner.runs.job import Job
-from runner.runs.json_files import write_json
+from runner.runs.json_files import TIME_IS_UP, write_json
 from runner.training.stopping import STOP_SIGNALS
 
 SBATCH, SCRIPT = "sbatch", "submit.sh"
@@ -137,7 +137,7 @@ case $code in
   138|143) code={STOPPED} ;;  # SIGUSR1, SIGTERM: stopped before the program could listen
 esac
 # Before the time limit (SIGUSR1) and at a preemption (SIGTERM) Slurm signals the processes alone.
-if [ "$code" = {STOPPED} ] && [ -z "$cancelled" ]; then
+if [ "$code" = {STOPPED} ] && [ -z "$cancelled" ] && [ ! -s {stopped} ]; then
   {again}
 fi
 exit $code
@@ -301,7 +301,9 @@ def _train(folder: Path) -> int:
     if directory.newest_checkpoint(run_dir) == before and _time_was_up(run_dir):
         print(TOO_SHORT, file=sys.stderr, flush=True)
         return FAILED
-    (outcomes.log_folder(run_dir) / f"slurm-{env.read(JOB_ID)}.stopped").touch()
+    is_over = sessions.summary(run_dir).get("stopped") == TIME_IS_UP  # it is not queued again
+    file = outcomes.log_folder(run_dir) / f"slurm-{env.read(JOB_ID)}.stopped"
+    file.write_text(TIME_IS_UP if is_over else "")
     return DONE
 
 

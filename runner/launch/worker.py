@@ -27,6 +27,7 @@ from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Recipe
 from runner.runs import lock, sessions
 from runner.runs.job import Job
+from runner.runs.json_files import TIME_IS_UP
 from runner.runs.numerics import read as read_numerics
 from runner.runs.outcomes import Outcome
 from runner.runs.sessions import run_dir_of
@@ -189,7 +190,7 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
     signals itself.
 
     Returns:
-        0 where the run is complete or has reached a limit of its own, 75 where a signal stopped it.
+        0 where the run has come to its end, 75 where a signal or `trainer.max_time` stopped it.
     """
     numerics = read_numerics(folder)
     with lock.shared(run_dir_of(folder)), numerics.exported():  # before a numeric library is loaded
@@ -236,7 +237,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
             on_begin=lambda: _commit(job, accelerator),
         )
         summary = loop.run()
-        code = STOPPED if summary["stopped"] == "signal" else DONE
+        code = STOPPED if summary["stopped"] in ("signal", TIME_IS_UP) else DONE
         if accelerator.is_main_process:
             sessions.end(job.place, code, summary=summary)
     return code

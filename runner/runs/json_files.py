@@ -30,6 +30,7 @@ EVALUATIONS = "eval.json"  # what `runner eval` has measured
 IDENTITY = ("checkpoint", "step", "overrides", "notes")
 # In the test's line of metrics.jsonl and in summary.json: the step whose weights were tested.
 WEIGHTS_STEP = "weights_step"
+TIME_IS_UP = "max_time"  # in summary.json, and of a stop: it was trainer.max_time
 # Keys of a line of metrics.jsonl that are no values: where and when they were measured.
 PLACE = ("step", "epoch", "samples", "split", WEIGHTS_STEP, "time")
 INFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

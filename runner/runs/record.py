@@ -21,7 +21,15 @@ from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import CheckpointError, ConfigError, Problem
 from runner import exit_codes
 from runner.runs import environment, json_files, lock, provenance, sessions
-from runner.runs.json_files import METRICS, SWEEP, WEIGHTS_STEP, Fields, JsonObject, number
+from runner.runs.json_files import (
+    METRICS,
+    SWEEP,
+    TIME_IS_UP,
+    WEIGHTS_STEP,
+    Fields,
+    JsonObject,
+    number,
+)
 from runner.runs.sessions import CONFIG, JOB
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"
@@ -180,10 +188,11 @@ class RunRecord:
     def is_done(self) -> bool:
         """Whether it came to the end that it was given: nothing is left of its command.
 
-        This is the one definition of finished. A limit of the session (`trainer.max_time`) is an
-        end.
+        This is the one definition of finished. A limit of time (`trainer.max_time`) is an end: a
+        sweep would train such a job with each command, and a search never be complete.
         """
-        return self.ended.get("code") == exit_codes.DONE
+        summary = self.ended.get("summary") or {}
+        return self.ended.get("code") == exit_codes.DONE or summary.get("stopped") == TIME_IS_UP
 
     @cached_property
     def summary(self) -> Fields:

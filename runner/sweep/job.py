@@ -289,7 +289,7 @@ def run(
     name. An error is printed.
 
     Returns:
-        The exit code of the job; 0 also where it was finished already.
+        The exit code of the job; 0 where it is done, perhaps before.
     """
     run_dir = job_dir(folder, number)
     try:
@@ -301,7 +301,8 @@ def run(
             examined = composition.Examined(
                 recipe, [], tuple(overrides), config_name, log_levels=log_levels
             )
-            return start_run.continue_in(run_dir, examined, fresh=fresh)
+            code = start_run.continue_in(run_dir, examined, fresh=fresh)
+            return DONE if RunRecord(run_dir).is_done else code
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as end:

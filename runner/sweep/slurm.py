@@ -87,7 +87,8 @@ def launch(
         raise
     if stops.received:
         raise SystemExit(STOPPED)
-    codes = {number: RunRecord(path).tried.get("code", FAILED) for number, path in run_dirs.items()}
+    ended = {number: RunRecord(path) for number, path in run_dirs.items()}
+    codes = {n: DONE if run.is_done else run.tried.get("code", FAILED) for n, run in ended.items()}
     return task.returned(job_overrides, first, codes)
 
 

@@ -12,9 +12,9 @@ import torch
 from accel.comm.ops import broadcast_object_list
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError, nearest
+from runner.runs.json_files import TIME_IS_UP
 from runner.training.state import Stop, is_better
 from runner.training.step import checked_metrics, checked_tensors
-from runner.training.stopping import TIME_IS_UP
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import ReduceLROnPlateau

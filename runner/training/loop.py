@@ -20,7 +20,7 @@ from accel.machine.errors import AccelError, ConfigError
 from accel.strategies.trainable_changes import Trainable
 from runner.data.batches import TrainBatches, eval_batches, with_last
 from runner.recipe.user_frames import one_line
-from runner.runs.json_files import SUMMARY, write_json
+from runner.runs.json_files import SUMMARY, TIME_IS_UP, write_json
 from runner.training import gradient_check
 from runner.training import summary as summaries
 from runner.training.checkpointing import RunState
@@ -29,7 +29,6 @@ from runner.training.hyperparameters import Hyperparameters, find_plateaus, make
 from runner.training.metrics import NonFiniteError, Recorder
 from runner.training.run import Run
 from runner.training.step import checked_tensors
-from runner.training.stopping import TIME_IS_UP
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -239,7 +238,7 @@ class Loop(Run):
             self.stop_flag.request(TIME_IS_UP)
         if self.stopped is None and self.stop_flag.agreed(self.accelerator):
             if self.stop_flag.reason == TIME_IS_UP:
-                self.stop(f"trainer.max_time={self.recipe.trainer.max_time} is over", "max_time")
+                self.stop(f"trainer.max_time={self.recipe.trainer.max_time} is over", TIME_IS_UP)
             else:
                 self.stop(f"{self.stop_flag.reason} received", "signal")
 

@@ -30,13 +30,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from runner.runs.json_files import TIME_IS_UP
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from accel import Accelerator
 
-
-TIME_IS_UP = "max_time"  # reason of a stop by trainer.max_time
 REPLACEABLE = ("", TIME_IS_UP)  # reasons after which a signal still counts
 INTERVAL_SECONDS = 0.25
 MAX_INTERVAL = 64

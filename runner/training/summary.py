@@ -12,7 +12,7 @@ import torch
 
 from runner.recipe.units import counted
 from runner.runs import directory
-from runner.runs.json_files import WEIGHTS_STEP
+from runner.runs.json_files import TIME_IS_UP, WEIGHTS_STEP
 from runner.training.console import clock, number, short
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def summary_of(loop: Run) -> dict[str, object]:
         "stopped": None if stopped is None else stopped.kind,
         "reason": None if stopped is None else stopped.reason,
         # A run that reached max_time has not finished its schedule: it can be resumed.
-        "complete": stopped is not None and stopped.complete and stopped.kind != "max_time",
+        "complete": stopped is not None and stopped.complete and stopped.kind != TIME_IS_UP,
         "step": state.step,
         "epoch": state.epoch_number,
         "epochs_completed": state.epoch,

@@ -59,16 +59,17 @@ def test_two_processes_see_the_losses_of_one(
 
 
 def test_what_a_run_leaves(straight: Path) -> None:
-    for name in (
-        "config.yaml",
-        "sessions/0001/environment.json",
-        "metrics.jsonl",
-        "summary.json",
-        "checkpoints",
-    ):
-        assert (straight / name).exists(), name
+    left = "config.yaml sessions/0001/environment.json metrics.jsonl summary.json checkpoints"
+    assert [name for name in left.split() if not (straight / name).exists()] == []
     summary = json.loads((straight / "summary.json").read_text())
     assert summary["step"] == 50
     test = records(straight, "test")
     assert len(test) == 1
     assert test[0]["accuracy"] > 0.5
+
+
+@pytest.mark.slow
+def test_a_run_out_of_time_is_to_be_resumed_and_a_job_of_a_sweep_is_done(tmp_path: Path) -> None:
+    out_of_time = run(*SHORT, "trainer.max_time=1e-9", cwd=tmp_path, code=75)
+    run(f"resume={out_of_time}", "trainer.max_steps=3", cwd=tmp_path)
+    run("-m", *SHORT, "seed=1,2", "trainer.max_time=1e-9", cwd=tmp_path)

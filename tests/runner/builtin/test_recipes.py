@@ -74,17 +74,10 @@ def test_the_example_trains_from_its_own_directory(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # it trains a recipe
 def test_the_text_recipe_shows_a_sample(tmp_path: Path) -> None:
-    printed, run_dir = run(
-        tmp_path,
-        "experiment=bytes_gpt",
-        "model.dim=16",
-        "model.num_layers=1",
-        "trainer.max_steps=20",
-        "trainer.global_batch_size=16",
-        "trainer.limit_eval_batches=2",
-        "callbacks.text_sample.num_bytes=20",
-        "tracker.log_with=[]",
-    )
+    small = "model.dim=16 model.num_layers=1 callbacks.text_sample.num_bytes=20 tracker.log_with=[]"
+    short = "trainer.max_steps=20 trainer.global_batch_size=16 trainer.limit_eval_batches=2"
+    line = f"experiment=bytes_gpt {small} {short}"
+    printed, run_dir = run(tmp_path, *line.split())
     assert last(run_dir, "validation")["bits_per_byte"] < 8.0
     assert "text by the model" in printed
     printed, rows = used(run_dir, tmp_path)
@@ -95,13 +88,8 @@ def test_the_text_recipe_shows_a_sample(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # `test_gan.py` trains it in this process
 def test_the_gan_draws_nearer_to_the_digits(tmp_path: Path) -> None:
-    _, run_dir = run(
-        tmp_path,
-        "experiment=gan",
-        "trainer.epochs=6",
-        "trainer.eval_every=20",
-        "tracker.log_with=[]",
-    )
+    line = "experiment=gan trainer.epochs=6 trainer.eval_every=20 tracker.log_with=[]"
+    _, run_dir = run(tmp_path, *line.split())
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     distances = [entry["frechet"] for entry in lines if entry["split"] == "validation"]
     assert distances[-1] < 0.8 * distances[0]

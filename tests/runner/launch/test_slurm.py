@@ -97,6 +97,7 @@ def run_script(folder: Path, srun: str, **submit: Any) -> tuple[int, list[str]]:
         ("touch {stopped}", {}, 75, ["requeue 7"]),
         ("touch {stopped}", {"requeue": False}, 75, []),
         ("touch {stopped}; kill -TERM $PPID", {}, 75, []),  # scancel signals the script, too
+        ("echo max_time > {stopped}", {}, 75, []),  # the run's own limit
         ("kill -TERM $$", {}, 75, ["requeue 7"]),  # before the program could listen
         ("exit 137", {}, 137, []),
     ],

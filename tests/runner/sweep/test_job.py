@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from runner.recipe.schema import Recipe
-from runner.runs import lock
+from runner.runs import lock, sessions
 from runner.sweep import job
 from runner.sweep import sweep as sweeps
 from runner.sweep.job import JobFailed, Local, Task
@@ -173,10 +173,16 @@ def raises(error: BaseException) -> Callable[[Path], int]:
     return end
 
 
+def out_of_time(session: Path) -> int:
+    sessions.end(session, 75, summary={"stopped": "max_time", "complete": False})
+    return 75
+
+
 @pytest.mark.usefixtures("trained")
-def test_a_finished_job_is_not_trained_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [done, out_of_time])
+def test_a_finished_job_is_not_trained_again(end: Callable[[Path], int], tmp_path: Path) -> None:
     errors = [KeyboardInterrupt(), SystemExit(75), SystemExit(0), ValueError("disk on fire")]
-    ENDS.extend([*map(raises, errors), done])
+    ENDS.extend([*map(raises, errors), end])
     codes = [job.run(tmp_path, 0, ["seed=0"], "config", Recipe(), {}) for _ in range(6)]
     assert codes == [130, 75, 1, 1, 0, 0]
     assert len(list(tmp_path.glob("0000/sessions/*"))) == 5
