@@ -69,6 +69,6 @@ def _require_single(multirun: bool, cfg: str | None) -> None:
 def _keys() -> list[str]:
     """Return a line or more for each key of the node `submit`."""
     from runner.cli import help
-    from runner.recipe.nodes import Submit
+    from runner.recipe.machines import Submit
 
     return ["Keys", *help.entries("submit", Submit)]

@@ -26,7 +26,7 @@ from runner.launch.failures import Ended
 from runner.launch.group import Group, Stops, stops_heard
 from runner.launch.worker import TRAIN, Place
 from runner.recipe import processes
-from runner.recipe.nodes import RAY
+from runner.recipe.machines import RAY
 from runner.recipe.processes import Adopted
 from runner.recipe.schema import Recipe
 from runner.runs import directory, environment, numerics, outcomes, provenance, sessions

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from accel.machine import env
-from runner.recipe.nodes import Endpoint
+from runner.recipe.machines import Endpoint
 from runner.recipe.processes import INTERFACE
 
 PROBES_PER_TIMEOUT = 6

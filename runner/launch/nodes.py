@@ -26,9 +26,9 @@ from runner.launch.failures import Ended
 from runner.launch.group import MONITOR_SECONDS, Group, Maker, Stops, stops_heard
 from runner.launch.messages import Connection, Lost
 from runner.launch.worker import Place
-from runner.recipe import nodes, processes, serialization
+from runner.recipe import machines, processes, serialization
 from runner.recipe.batch_plan import plan_batches
-from runner.recipe.nodes import Endpoint
+from runner.recipe.machines import Endpoint
 from runner.recipe.schema import Distributed, Recipe
 from runner.recipe.units import counted
 from runner.runs import outcomes
@@ -48,7 +48,7 @@ SEEN_SECONDS = 15.0
 ANSWER_SECONDS = 60.0
 # Keys that the commands of nodes need not have in common.
 DIFFERENT = (
-    *(("distributed", name) for name in nodes.PER_NODE),
+    *(("distributed", name) for name in machines.PER_NODE),
     *(("resume",), ("run_dir",)),  # compared with the run directory itself
 )
 # The socket of the first node, by address: bound once, so that a second command on the same machine
@@ -61,7 +61,7 @@ _LISTENING: dict[Endpoint, socket.socket] = {}
 
 def is_one_of_several(distributed: Distributed) -> bool:
     """Return whether this command is one of several nodes' that meet each other."""
-    of_nodes = distributed.kind == nodes.KIND and distributed.rdzv_endpoint is not None
+    of_nodes = distributed.kind == machines.KIND and distributed.rdzv_endpoint is not None
     return of_nodes and processes.adopted() is None
 
 
@@ -71,7 +71,7 @@ def is_member(distributed: Distributed) -> bool:
     Raises:
         ConfigError: if it is to be the first, and the address is taken or none of this machine's.
     """
-    endpoint = nodes.endpoint(distributed)
+    endpoint = machines.endpoint(distributed)
     if endpoint is None or not is_one_of_several(distributed) or endpoint in _LISTENING:
         return False
     first = distributed.is_host
@@ -189,7 +189,7 @@ class FirstNode:
     """
 
     def __init__(self, job: Job, recipe: Recipe) -> None:
-        endpoint = nodes.endpoint(recipe.distributed)
+        endpoint = machines.endpoint(recipe.distributed)
         assert endpoint is not None
         if is_member(recipe.distributed):
             rule = "another command listens there: this would be a second run"
@@ -197,7 +197,7 @@ class FirstNode:
             raise ConfigError.of(f"distributed.rdzv_endpoint={endpoint}", rule, remedy)
         self._job, self._recipe, self._listener = job, recipe, _LISTENING[endpoint]
         self._local = processes.local_count(recipe.distributed)
-        self._least, self._most = nodes.counts(recipe.distributed)
+        self._least, self._most = machines.counts(recipe.distributed)
         self._guests: list[tuple[Connection, dict[str, Any]]] = []
         self._nodes: list[Node] = []
         self.num_processes = processes.count(recipe.distributed)
@@ -236,7 +236,7 @@ class FirstNode:
             StateError: if too few join in time.
             ConfigError: if the recipe fits no number of nodes that are there.
         """
-        wait = nodes.seconds(self._recipe.distributed, "join_timeout")
+        wait = machines.seconds(self._recipe.distributed, "join_timeout")
         more = "" if self._least == self._most else f" (up to {self._most})"
         begun, enough_since, announced = time.monotonic(), float("inf"), 0
         while not stops.received:
@@ -310,7 +310,7 @@ class FirstNode:
             if node.lost:
                 self._nodes.remove(node)
                 node.connection.close()
-        timeout = nodes.seconds(self._recipe.distributed, "node_timeout")
+        timeout = machines.seconds(self._recipe.distributed, "node_timeout")
         new = messages.accepted(self._listener, timeout)
         guests, self._guests = [*self._guests, *((connection, {}) for connection in new)], []
         for connection, known in guests:
@@ -374,14 +374,14 @@ def follow(recipe: Recipe, frozen: Recipe) -> int:
         StateError: if the first node does not answer, or is lost.
     """
     distributed = recipe.distributed
-    endpoint = nodes.endpoint(distributed)
+    endpoint = machines.endpoint(distributed)
     assert endpoint is not None
-    wait = nodes.seconds(distributed, "join_timeout")
+    wait = machines.seconds(distributed, "join_timeout")
     try:
         end = messages.connect(endpoint, wait, distributed.local_addr)
     except OSError as error:
         raise StateError(f"No first node answers at {endpoint} ({error}).") from error
-    connection = Connection(end, OF_NODE_TIMEOUT * nodes.seconds(distributed, "node_timeout"))
+    connection = Connection(end, OF_NODE_TIMEOUT * machines.seconds(distributed, "node_timeout"))
     try:
         with stops_heard() as stops:
             connection.send(

@@ -30,7 +30,7 @@ from runner.launch.failures import Ended
 from runner.launch.group import Group, Maker, Stops
 from runner.launch.remote_process import Site
 from runner.launch.worker import Place
-from runner.recipe import nodes, processes, trust
+from runner.recipe import machines, processes, trust
 from runner.recipe.schema import Distributed
 from runner.runs import numerics, outcomes
 from runner.runs.outcomes import Outcome
@@ -141,9 +141,9 @@ def connected(address: str | None, key: str) -> Iterator[ModuleType]:
         MissingPackageError: if Ray is not installed.
         ConfigError: if there is no cluster.
     """
-    ray = imports.require("ray", f"{key.removesuffix('.address')}", extra=nodes.RAY)
+    ray = imports.require("ray", f"{key.removesuffix('.address')}", extra=machines.RAY)
     options: dict[str, object] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address == nodes.LOCAL:
+    if address == machines.LOCAL:
         options["include_dashboard"] = False
     require_cluster(address, key)
     with handlers_restored(HEARD_SIGNALS):

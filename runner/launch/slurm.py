@@ -26,7 +26,7 @@ from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, launcher, start_run, worker
 from runner.recipe import processes
 from runner.recipe.composition import Examined
-from runner.recipe.nodes import Submit
+from runner.recipe.machines import Submit
 from runner.recipe.processes import DEFAULT_CPU_PROCESSES
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs import directory, lock, numerics, outcomes, sessions

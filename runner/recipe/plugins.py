@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from accel.machine.errors import ConfigError, Problems, nearest
-from runner.recipe import nodes
+from runner.recipe import machines
 from runner.recipe.units import parse_duration
 
 MODULE = "hydra_plugins.accel_runner"
@@ -52,7 +52,7 @@ class RayConf:
     runtime_env: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problems = Problems(nodes.client_address(self.address, f"{LAUNCHER}.address"))
+        problems = Problems(machines.client_address(self.address, f"{LAUNCHER}.address"))
         _at_least(self, LAUNCHER, {"num_cpus": 0, "num_gpus": 0}, problems)
         problems.raise_if()
 
@@ -149,7 +149,7 @@ OWN = {"optuna": SearchConf(), "random": SearchConf(sampler={"name": "random"})}
 
 def store() -> None:
     """Make the launcher and the sweepers known to Hydra's configuration."""
-    for group, named in ((LAUNCHERS, {nodes.RAY: RayConf()}), (SWEEPERS, OWN)):
+    for group, named in ((LAUNCHERS, {machines.RAY: RayConf()}), (SWEEPERS, OWN)):
         for name, conf in named.items():
             node = OmegaConf.structured(conf)
             for one in fields(conf):

@@ -12,7 +12,7 @@ from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, MissingPackageError, Problem, Problems
 from accel.machine.imports import is_available
 from accel.plan.arguments import selected
-from runner.recipe import nodes
+from runner.recipe import machines
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Distributed, Recipe
 
@@ -64,7 +64,7 @@ def count(distributed: Distributed) -> int:
     place = adopted()
     if place is not None:
         rule = f"the launcher has started {place.world_size} processes"
-        if distributed.kind == nodes.RAY:
+        if distributed.kind == machines.RAY:
             remedy = "Choose distributed=auto, or start the command without a launcher."
             problems.add("distributed=ray on processes of a launcher", rule, remedy)
         own = {"max_restarts": 0, "rdzv_endpoint": None, "num_processes": place.world_size}
@@ -83,20 +83,20 @@ def local_count(distributed: Distributed) -> int:
     place = adopted()
     if place is not None:
         return place.local_world_size
-    return count(distributed) // nodes.counts(distributed)[1]
+    return count(distributed) // machines.counts(distributed)[1]
 
 
 def _num_nodes(distributed: Distributed, problems: Problems) -> int:
     """Return the greatest number of nodes."""
-    if distributed.kind != nodes.KIND:
+    if distributed.kind != machines.KIND:
         return 1
     if adopted() is None and distributed.rdzv_endpoint is None:
         rule = "the nodes rendezvous at an address of the first one, which is not given"
         remedy = (
-            f"Give distributed.rdzv_endpoint=node0:{nodes.DEFAULT_PORT}, the same on each node."
+            f"Give distributed.rdzv_endpoint=node0:{machines.DEFAULT_PORT}, the same on each node."
         )
         problems.add("distributed=multi_node", rule, remedy)
-    return nodes.counts(distributed)[1]
+    return machines.counts(distributed)[1]
 
 
 def restarts_of_new_runs() -> Problems:
@@ -147,15 +147,15 @@ def device(distributed: Distributed) -> str | None:
 def _wanted(distributed: Distributed, problems: Problems) -> int:
     number = distributed.num_processes
     kind = distributed.kind
-    if kind in ("auto", nodes.KIND):
+    if kind in ("auto", machines.KIND):
         on_cpu = distributed.device == "cpu" or num_accelerators() == 0
         kind = "multi_cpu" if on_cpu else "multi_gpu"
-    if kind == nodes.RAY:
+    if kind == machines.RAY:
         return _in_ray(distributed, problems)
     if kind == "multi_gpu":
         return _on_accelerators(distributed, problems)
     if kind == "multi_cpu":
-        if distributed.device not in ("auto", "cpu") and distributed.kind != nodes.KIND:
+        if distributed.device not in ("auto", "cpu") and distributed.kind != machines.KIND:
             problems.append(
                 _contradiction(distributed, "computes on the CPU", "distributed=multi_gpu")
             )

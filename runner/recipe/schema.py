@@ -30,11 +30,11 @@ from accel.machine.errors import ConfigError, Problem, Problems, nearest
 from accel.plan.arguments import conflicts
 from accel.strategies.spec import PluginSpec
 from accel.strategies.table import plugins
-from runner.recipe import nodes
-from runner.recipe.nodes import RayPlacement, Submit
+from runner.recipe import machines
+from runner.recipe.machines import RayPlacement, Submit
 from runner.recipe.units import parse_duration
 
-DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", nodes.KIND, nodes.RAY)
+DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", machines.KIND, machines.RAY)
 SEEDS = 2**32  # NumPy takes no larger ones
 SPLITS = ("train", "validation", "test")  # the data sets of a run: fields of `runner.Data`
 
@@ -106,8 +106,8 @@ class Distributed:
         check_minimum(self, "num_threads", 1, problems)
         check_minimum(self, "max_restarts", 0, problems)
         check_minimum(self, "node_rank", 0, problems)
-        problems += nodes.problems_of(self)
-        if self.kind != nodes.RAY and self.ray != RayPlacement():
+        problems += machines.problems_of(self)
+        if self.kind != machines.RAY and self.ray != RayPlacement():
             rule = f"they concern processes in a Ray cluster, and distributed={self.kind} has none"
             problems.add("distributed.ray.*", rule, "Choose distributed=ray, or leave them out.")
         problems.raise_if()

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accel.machine import env
-from runner.recipe import nodes
+from runner.recipe import machines
 from runner.recipe.schema import Recipe
 from runner.runs import sessions
 from runner.runs.json_files import write_json
@@ -79,7 +79,7 @@ def choose(recipe: Recipe, local_processes: int) -> int | None:
     """
     if recipe.distributed.num_threads is not None:
         return recipe.distributed.num_threads
-    if recipe.distributed.kind == nodes.RAY:
+    if recipe.distributed.kind == machines.RAY:
         return max(1, int(recipe.distributed.ray.cpus))
     given = env.integer("OMP_NUM_THREADS")
     if given is not None:

@@ -23,7 +23,7 @@ from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
 from accel.machine.errors import ConfigError, Problem, Problems, nearest
 from accel.machine.imports import require
-from runner.recipe import composition, diagnose, hydra_setup, keys, nodes, plugins, trust
+from runner.recipe import composition, diagnose, hydra_setup, keys, machines, plugins, trust
 from runner.runs import json_files
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Choice:
     @property
     def is_watched(self) -> bool:
         """Whether this command itself starts the jobs and sees their ends, wherever they run."""
-        return self.is_local or self.launcher == nodes.RAY
+        return self.is_local or self.launcher == machines.RAY
 
 
 def _choice(overrides: Sequence[str], config_name: str) -> Choice:
@@ -249,8 +249,8 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
     ConfigError.raise_if([Problem(one, rule, "Give one value.") for one in of_hydra])
     ConfigError.raise_if(_not_installed(overrides))
     found = read(overrides, config_name)
-    if found.launcher == nodes.RAY:
-        require("ray", f"{plugins.LAUNCHERS}={nodes.RAY}", extra="ray")
+    if found.launcher == machines.RAY:
+        require("ray", f"{plugins.LAUNCHERS}={machines.RAY}", extra="ray")
         plugins.RayConf(**found.nodes[plugins.LAUNCHER])  # checks the values
     if chosen.jobs != 1 and not found.is_local:
         problems.add(
@@ -270,7 +270,7 @@ def choose(overrides: Sequence[str], config_name: str, chosen: Settings) -> Choi
 
 def require_place(choice: Choice) -> None:
     """Raise a ConfigError if the jobs of a sweep are for a cluster that is not there."""
-    if choice.launcher != nodes.RAY:
+    if choice.launcher != machines.RAY:
         return
     from runner.launch import ray
 

@@ -22,7 +22,7 @@ from accel.machine.errors import Problem
 from runner.exit_codes import REFUSED
 from runner.launch import ray as cluster
 from runner.launch.ray import Actor
-from runner.recipe import nodes, plugins, processes
+from runner.recipe import machines, plugins, processes
 from runner.recipe.schema import Recipe
 from runner.sweep import fork_server
 from runner.sweep.devices import THREADS, Share
@@ -75,7 +75,7 @@ class Jobs:
         wanted: dict[str, float] = {CPUS: number * threads, GPUS: 0}
         if processes.device(recipe.distributed) != "cpu" and cluster.num_gpus(self._ray):
             wanted[GPUS] = number
-        if recipe.distributed.kind == nodes.RAY:  # they have a placement group
+        if recipe.distributed.kind == machines.RAY:  # they have a placement group
             wanted = {CPUS: 0, GPUS: 0}
         for name, given in ((CPUS, "num_cpus"), (GPUS, "num_gpus")):
             if self._settings[given] is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.machine.errors import ConfigError, Problem, Problems
-from runner.recipe import engine
+from runner.recipe import accelerator_arguments
 from runner.recipe.factory import (
     STEP_PARTS,
     Factory,
@@ -43,7 +43,7 @@ def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
         if examined.composed:
             problems.update(dict.fromkeys(check_factories(examined.recipe)))
         if not examined.problems:
-            problems.update(dict.fromkeys(engine.problems(examined.recipe)))
+            problems.update(dict.fromkeys(accelerator_arguments.problems(examined.recipe)))
             problems.update(dict.fromkeys(directory.problems(examined.recipe)))
     ConfigError.raise_if(list(problems))
 
@@ -122,7 +122,7 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
     elif directory.is_run(run_dir):
         project.project_dir = str(directory.checkpoint_folder(run_dir).parent)
     accelerator = Accelerator(
-        **engine.arguments(recipe, batch_plan),
+        **accelerator_arguments.arguments(recipe, batch_plan),
         log_with=list(recipe.tracker.log_with) or None,
         project_config=project,
     )

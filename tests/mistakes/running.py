@@ -31,7 +31,7 @@ IMPORTED = (
     ),
     *(
         "runner.recipe.composition",
-        "runner.recipe.engine",
+        "runner.recipe.accelerator_arguments",
         "runner.builtin.bytes_gpt",
         "runner.builtin.digits",
     ),

@@ -13,7 +13,7 @@ import pytest
 from accel.machine import env
 from runner.launch import messages
 from runner.launch.messages import Connection, Lost
-from runner.recipe.nodes import Endpoint
+from runner.recipe.machines import Endpoint
 from tests.helpers import free_port
 
 

@@ -18,7 +18,7 @@ from runner.launch.group import Stops
 from runner.launch.messages import Connection
 from runner.launch.nodes import FirstNode, Node
 from runner.launch.worker import Place
-from runner.recipe.nodes import Endpoint
+from runner.recipe.machines import Endpoint
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs.job import Job
 from tests.helpers import free_port

@@ -11,7 +11,7 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from runner.launch import slurm
-from runner.recipe.nodes import Submit
+from runner.recipe.machines import Submit
 from runner.recipe.schema import Distributed, Recipe
 
 

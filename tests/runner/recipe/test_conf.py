@@ -13,7 +13,7 @@ import pytest
 
 from accel.config import fp8, handlers, training
 from accel.machine.enums import DDPCommunicationHookType, DynamoBackend
-from runner.recipe import composition, engine, keys, paths, serialization
+from runner.recipe import accelerator_arguments, composition, keys, paths, serialization
 from runner.recipe.factory import check_factories
 from runner.recipe.schema import Recipe
 from tests.helpers import SECONDS, python
@@ -144,7 +144,9 @@ def test_a_node_is_a_trusted_subclass_of_the_documented_class(
         serialization.yaml_text(serialization.to_plain(found)), tmp_path
     )
     assert serialization.from_plain(recorded).precision.scaler == found.precision.scaler
-    assert engine.arguments(found, None)["kwargs_handlers"][3] is found.precision.scaler
+    assert (
+        accelerator_arguments.arguments(found, None)["kwargs_handlers"][3] is found.precision.scaler
+    )
 
     te = ["precision=fp8_te", "precision.fp8_te._target_=accel.FP8RecipeKwargs"]
     older = composition.require(composition.new_run([*te, "precision.fp8_te.backend=TE"], "config"))

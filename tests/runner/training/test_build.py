@@ -14,7 +14,7 @@ from accel.accelerator import Accelerator
 from accel.comm.rng import set_seed
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.machine.errors import ConfigError
-from runner.recipe import engine
+from runner.recipe import accelerator_arguments
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories, register
 from runner.recipe.schema import Distributed, Precision, Recipe, Tracker
@@ -181,7 +181,7 @@ def test_weights_are_drawn_on_the_first_process_alone(tmp_path: Path) -> None:
 
 def test_a_step_that_builds_its_own_models_draws_on_every_process() -> None:
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
-    (problem,) = engine.problems(loops.recipe_of(model=None, fsdp=plugin))
+    (problem,) = accelerator_arguments.problems(loops.recipe_of(model=None, fsdp=plugin))
     assert "cpu_ram_efficient_loading=True with model=null" in str(problem)
 
 

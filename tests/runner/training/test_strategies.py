@@ -17,7 +17,7 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
 from accel.machine.errors import ConfigError
-from runner.recipe import engine
+from runner.recipe import accelerator_arguments
 from runner.recipe.schema import Distributed, Precision, Recipe
 from runner.training.console import Display
 from tests.helpers import about, run_distributed
@@ -126,7 +126,9 @@ def test_fp16_under_deepspeed_wants_a_gpu() -> None:
         precision=Precision(mode="fp16"),
         distributed=Distributed(kind="multi_cpu"),
     )
-    assert "precision=fp16 under DeepSpeed on a CPU" in map_values(engine.problems(recipe))
+    assert "precision=fp16 under DeepSpeed on a CPU" in map_values(
+        accelerator_arguments.problems(recipe)
+    )
 
 
 def map_values(problems: list[Any]) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError
-from runner.recipe import engine
-from runner.recipe.engine import environment_conflicts
+from runner.recipe import accelerator_arguments
+from runner.recipe.accelerator_arguments import environment_conflicts
 from runner.recipe.schema import Precision, Recipe
 from tests.runner.recipe.test_diagnose import refused
 
@@ -47,9 +47,11 @@ def test_variables_that_agree_with_the_recipe_are_no_problem() -> None:
 
 def test_an_engine_with_master_weights_refuses_weights_in_bf16() -> None:
     bf16 = Precision(mode="bf16", weights="bf16")
-    found = engine.problems(Recipe(precision=bf16, deepspeed=DeepSpeedPlugin(zero_stage=2)))
+    found = accelerator_arguments.problems(
+        Recipe(precision=bf16, deepspeed=DeepSpeedPlugin(zero_stage=2))
+    )
     assert "precision.weights=bf16 with deepspeed=" in str(found)
-    assert not engine.problems(Recipe(precision=bf16))
+    assert not accelerator_arguments.problems(Recipe(precision=bf16))
 
 
 @pytest.mark.parametrize(

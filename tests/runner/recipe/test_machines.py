@@ -8,8 +8,8 @@ import pytest
 
 from accel.machine import env
 from accel.machine.errors import ConfigError
-from runner.recipe import nodes, processes
-from runner.recipe.nodes import RayPlacement, Submit
+from runner.recipe import machines, processes
+from runner.recipe.machines import RayPlacement, Submit
 from runner.recipe.schema import Distributed
 
 
@@ -20,7 +20,7 @@ def several(**fields: object) -> Distributed:
 
 @pytest.mark.parametrize(("text", "expected"), [(2, (2, 2)), ("3", (3, 3)), ("1:4", (1, 4))])
 def test_numbers_of_nodes(text: object, expected: tuple[int, int]) -> None:
-    assert nodes.counts(several(nnodes=text)) == expected
+    assert machines.counts(several(nnodes=text)) == expected
 
 
 def test_processes_are_counted_over_nodes() -> None:
@@ -35,14 +35,14 @@ def test_processes_are_counted_over_nodes() -> None:
     [("node0", "node0", 29400), ("10.0.0.1:1234", "10.0.0.1", 1234), ("[::1]:5", "::1", 5)],
 )
 def test_endpoints(text: str, host: str, port: int) -> None:
-    assert nodes.endpoint(several(rdzv_endpoint=text)) == nodes.Endpoint(host, port)
+    assert machines.endpoint(several(rdzv_endpoint=text)) == machines.Endpoint(host, port)
 
 
 def test_an_address_of_this_machine_is_known() -> None:
-    assert nodes.Endpoint("127.0.0.1", 1).is_local()
-    assert not nodes.Endpoint("192.0.2.1", 1).is_local()
+    assert machines.Endpoint("127.0.0.1", 1).is_local()
+    assert not machines.Endpoint("192.0.2.1", 1).is_local()
     with pytest.raises(ConfigError, match=r"is not known here"):
-        nodes.Endpoint("no-such-host.invalid", 1).is_local()
+        machines.Endpoint("no-such-host.invalid", 1).is_local()
 
 
 @pytest.mark.parametrize(
