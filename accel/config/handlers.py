@@ -35,9 +35,11 @@ class KwargsHandler:
         return {name: getattr(self, name) for name in names if name not in ignore_keys}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields whose value differs from the default of this class."""
-        default = type(self)().to_dict()
-        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+        """Return the fields that differ from the defaults of the documented class, or are new."""
+        kinds = [kind for kind in type(self).__mro__ if dataclasses.is_dataclass(kind)]
+        documented: Any = next((k for k in kinds if k.__module__.startswith("accel.")), kinds[0])
+        default = documented().to_dict()
+        return {n: v for n, v in self.to_dict().items() if n not in default or v != default[n]}
 
 
 def check_handler(handler: object, kind: type[KwargsHandler], method: str) -> None:

@@ -392,9 +392,8 @@ class Strategy(ABC):
 
 def make_scaler(plan: Plan) -> StepScaler | None:
     """Return the gradient scaler of fp16; None in other formats."""
-    if plan.mixed_precision != "fp16":
-        return None
-    return StepScaler(plan.device_type, **plan.scaler.to_dict())
+    is_scaled = plan.mixed_precision == "fp16"
+    return StepScaler(plan.device_type, **plan.scaler.to_kwargs()) if is_scaled else None
 
 
 def strategy_class(spec: StrategySpec) -> type[Strategy]:

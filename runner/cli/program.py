@@ -279,6 +279,7 @@ def _train_all(overrides: Sequence[str], config_name: str) -> int:
             raise ConfigError.of("distributed=multi_node with --multirun", rule, remedy)
         run_log.announce(examined[0].recipe.name if examined else "")
         build.require(examined, missing)
+        build.check_steps(examined)
 
     return command.train(request, lambda found: _require_names(found, missing), require, _hydra)
 

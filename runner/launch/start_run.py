@@ -134,7 +134,7 @@ def _go_on(job: Job, frozen: Recipe, train: Train) -> int:
     checkpoint = directory.newest_checkpoint(run_dir)
     if checkpoint is None:
         rule = f"no complete checkpoint lies in {directory.checkpoint_folder(run_dir)}"
-        remedy = "Start a new run, or name another run directory."
+        remedy = f"Begin it anew with resume=auto run_dir={run_dir}, or name another directory."
         raise ConfigError.of(f"resume={str(run_dir)!r}", rule, remedy)
     resumable.require_reach(run_dir, checkpoint, frozen)
     then = environment.recorded(run_dir)

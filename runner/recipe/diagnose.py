@@ -211,7 +211,8 @@ def set_value(config: DictConfig, key: str, value: object, line: str) -> Problem
     if keys.is_switch(key) and type(value) is int and value not in (0, 1):
         return Problem(line, _rule_of(key), "Correct the value.")  # OmegaConf takes it for true
     try:
-        OmegaConf.update(config, key, value, merge=True, force_add=True)
+        # Merged, an empty mapping would change nothing.
+        OmegaConf.update(config, key, value, merge=value != {}, force_add=True)
     except (OmegaConfBaseException, AssertionError, TypeError) as failure:
         reason = str(getattr(failure, "msg", None) or failure).splitlines()[0]
         return Problem(line, _rule_of(key) or reason, "Correct the value.")

@@ -92,12 +92,13 @@ class Job:
             ConfigError: if it is no run directory, or one of its files is damaged.
         """
         folder = Path(run_dir).resolve()
+        here = sessions.current(folder) or folder
         files = {name: sessions.read(folder, name) for name in (CONFIG, JOB)}
         for name, content in files.items():
             if not content:
-                raise _no_run(folder, f"{name} is missing or empty")
+                raise _no_run(folder, f"{here / name} is missing or empty")
         text = (files[CONFIG] or b"").decode("utf-8", errors="replace")
-        plain = serialization.parse_yaml(text, folder / CONFIG)
+        plain = serialization.parse_yaml(text, here / CONFIG)
         place = sessions.run_dir_of(folder)  # it may have been moved
         try:
             found = json.loads(files[JOB] or b"")

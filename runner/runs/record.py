@@ -102,7 +102,8 @@ class RunRecord:
         content = None if self.session is None else self._content(self.session / CONFIG)
         text = (content or b"").decode("utf-8", errors="replace")
         if not _NODE.search(text):
-            self._note(f"{CONFIG} is missing or no recipe")
+            file = (self.session or self.path) / CONFIG
+            self._note(f"{file.relative_to(self.path)} is missing or no recipe")
         return text
 
     @cached_property

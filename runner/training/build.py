@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from runner.training.run import Callback
     from runner.training.step import Step
 
+logger = logging.getLogger(__name__)
+
+BUILT = ("step", "model", "objective", "optimizer", "precision")  # nodes that decide a step's parts
 STOCHASTIC = "Add optimizer.stochastic_rounding=true (optimizer=adamw)"
 
 
@@ -45,6 +50,40 @@ def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
         if not examined.problems:
             problems.update(dict.fromkeys(accelerator_arguments.problems(examined.recipe)))
             problems.update(dict.fromkeys(directory.problems(examined.recipe)))
+    ConfigError.raise_if(list(problems))
+
+
+def check_steps(jobs: Sequence[Examined]) -> None:
+    """Raise what only building shows of the jobs' models, objectives and optimizers.
+
+    A model is built once for all jobs that have it, without its weights. Left to the job are a step
+    of the user's, which decides what it builds, and errors of the user's code.
+    """
+    from accel.weights.tensors import init_empty_weights
+    from runner.training.step import SupervisedStep
+
+    def model_node(recipe: Recipe) -> str:
+        return repr(recipe.model)
+
+    problems: dict[Problem, None] = {}
+    recipes = {repr([getattr(job.recipe, key) for key in BUILT]): job.recipe for job in jobs}
+    for _, alike in itertools.groupby(sorted(recipes.values(), key=model_node), model_node):
+        model = None
+        for recipe in alike:
+            step = _factory(recipe, "step")
+            if step.function is not SupervisedStep:
+                continue
+            try:
+                if model is None:
+                    with init_empty_weights():
+                        model = _step_part(recipe, "model", step)
+                _step_part(recipe, "objective", step)
+                _step_part(recipe, "optimizer", step)(model)
+            except ConfigError as error:
+                if "meta" not in str(error):  # torch's code computes with weights
+                    problems.update(dict.fromkeys(error.problems))
+            except Exception as error:  # the job tells it, with the user's line
+                logger.debug("left to the job: %r", error)
     ConfigError.raise_if(list(problems))
 
 
@@ -143,9 +182,17 @@ def build_callbacks(recipe: Recipe) -> dict[str, Callback]:
 
 
 def build_data(recipe: Recipe) -> Data:
-    """Build the data sets."""
+    """Build the data sets.
+
+    What a factory draws, such as a split, depends on the seed alone: it is the same in an
+    evaluation, which builds other things before.
+    """
+    from accel.comm.rng import preserved, set_seed
+
     factory = _factory(recipe, "data")
-    found: Data = _checked(factory, factory())
+    with preserved():
+        set_seed(recipe.seed)
+        found: Data = _checked(factory, factory())
     return found
 
 
@@ -170,7 +217,7 @@ def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | No
     return made
 
 
-def _step_part(recipe: Recipe, key: str, step: Factory) -> object:
+def _step_part(recipe: Recipe, key: str, step: Factory) -> Any:
     """Return a part of a step: an object, or the function that makes an optimizer or a schedule."""
     from runner.training import factory_results
     from runner.training.step import SupervisedStep

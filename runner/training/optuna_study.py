@@ -80,6 +80,12 @@ def address_of(storage: str) -> str:
         raise ConfigError.of(f"storage={storage}", rule, "Set or correct it.") from None
 
 
+def is_there(text: str, folder: Path) -> bool:
+    """Return whether a storage is a database, or a journal that is there: opening makes one."""
+    address = address_of(text)
+    return "://" in address or (folder / address).exists()
+
+
 def storage_of(text: str, folder: Path) -> BaseStorage:
     """Return the storage of a URL, or the journal of a path, which starts from `folder`.
 

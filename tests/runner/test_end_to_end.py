@@ -14,6 +14,8 @@ from tests.runner.loops import losses, records
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_with=[]")
+PLAIN = (*SHORT, "trainer.max_steps=50", "model.dropout=0", "data.augment=false")
+TWO = ("distributed=multi_cpu", "distributed.num_processes=2")
 
 
 def run(*overrides: str, cwd: Path, code: int = 0) -> Path:
@@ -28,13 +30,7 @@ def run(*overrides: str, cwd: Path, code: int = 0) -> Path:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fifty steps of the digits on one process, without dropout or augmentation."""
-    return run(
-        *SHORT,
-        "trainer.max_steps=50",
-        "model.dropout=0",
-        "data.augment=false",
-        cwd=tmp_path_factory.mktemp("straight"),
-    )
+    return run(*PLAIN, cwd=tmp_path_factory.mktemp("straight"))
 
 
 @pytest.mark.slow  # `test_loop_resume.py` does it with warm workers
@@ -44,16 +40,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_see_the_losses_of_one(
     straight: Path, tmp_path: Path, more: list[str]
 ) -> None:
-    two = run(
-        *SHORT,
-        *more,
-        "trainer.max_steps=50",
-        "model.dropout=0",
-        "data.augment=false",
-        "distributed=multi_cpu",
-        "distributed.num_processes=2",
-        cwd=tmp_path,
-    )
+    two = run(*PLAIN, *more, *TWO, cwd=tmp_path)
     assert len(losses(two)) == 50
     assert losses(two) == about(losses(straight))
 

@@ -67,8 +67,7 @@ class MeshGradients(Gradients):
     ) -> None:
         scaler = None
         if plan.mixed_precision == "fp16":
-            options = plan.scaler.to_dict()
-            scaler = ShardedStepScaler(plan.device_type, comm, models, **options)
+            scaler = ShardedStepScaler(plan.device_type, comm, models, **plan.scaler.to_kwargs())
         super().__init__(scaler)
         self._name = name
         self._comm = comm

@@ -144,11 +144,14 @@ class Search:
         """
         there = self.sweep.description
         place, name = there.search["storage"], there.search["study_name"]
+        rule = "the study of the sweep's jobs is not there"
+        remedy = "Restore it from a copy, or begin a new search with sweep.dir=DIR."
+        lost, is_begun = ConfigError.of(place, rule, remedy), bool(self.sweep.started())
+        if is_begun and not optuna_study.is_there(place, self.sweep.path):
+            raise lost
         storage = optuna_study.storage_of(place, self.sweep.path)
-        if name not in optuna.get_all_study_names(storage) and self.sweep.started():
-            rule = "the study of the sweep's jobs is not there"
-            remedy = "Restore it from a copy, or begin a new search with sweep.dir=DIR."
-            raise ConfigError.of(place, rule, remedy)
+        if is_begun and name not in optuna.get_all_study_names(storage):
+            raise lost
         study = optuna.create_study(
             study_name=name,
             storage=storage,

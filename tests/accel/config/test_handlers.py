@@ -5,6 +5,7 @@ Holds E1, E5.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from accel.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
-    KwargsHandler,
 )
 from tests.helpers import run_distributed
 
@@ -39,12 +39,17 @@ def test_only_what_differs_is_handed_on() -> None:
 
 
 def test_a_handler_of_the_users_own_is_understood() -> None:
+    @dataclass
     class Mine(GradScalerKwargs):
-        pass
+        init_scale: float = 4.0
+        patience: int = 2
 
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[Mine(init_scale=4.0)])
-    assert accelerator.plan.scaler.to_kwargs() == {"init_scale": 4.0}
-    assert isinstance(accelerator.plan.scaler, KwargsHandler)
+        def to_kwargs(self) -> dict[str, Any]:
+            return {k: v for k, v in super().to_kwargs().items() if k != "patience"}
+
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[Mine()])
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 4.0
 
 
 # -- autocast and the gradient scaler ------------------------------------------------------------

@@ -242,6 +242,8 @@ def _descendants(root: int) -> list[int]:
         (["hydra/launcher=joblib", "seed=1"], "Add -m"),
         (["hydra.launcher.n_jobs=2"], "Add -m"),
         (["-m", "resume=auto", "seed=1,2"], "the same command again goes on"),
+        (["-m", "model.width=4,-4"], "model.width=-4: it must be finite and at least 1"),
+        (["-m", "hydra/sweeper=optuna", "optimizer.lr=interval(-1,1)"], "optimizer.lr=-1.0: it"),
     ],
 )
 def test_what_does_not_work_is_refused_by_name(

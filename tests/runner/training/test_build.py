@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from accel.accelerator import Accelerator
 from accel.comm.rng import set_seed
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.machine.errors import ConfigError
+from runner.data.datasets import Data
 from runner.recipe import accelerator_arguments
 from runner.recipe.batch_plan import plan_batches
 from runner.recipe.factory import check_factories, register
@@ -48,6 +50,15 @@ def recipe(**changes: Any) -> Recipe:
 
 def problems(**changes: Any) -> list[str]:
     return [str(problem) for problem in check_factories(recipe(**changes))]
+
+
+def test_what_a_data_factory_draws_is_of_the_seed_alone() -> None:
+    register.data("drawn")(lambda: Data(TensorDataset(torch.rand(3))))
+    drawn = []
+    for before in range(2):  # an evaluation builds other things before
+        torch.manual_seed(before)
+        drawn.append(build.build_data(recipe(data={"name": "drawn"})).train.tensors[0])
+    assert torch.equal(*drawn)
 
 
 def test_the_parts_of_a_recipe() -> None:

@@ -309,3 +309,4 @@ def test_a_study_that_was_lost_is_refused(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).unlink()
     with pytest.raises(ConfigError, match=r"Restore it from a copy, .*sweep\.dir=DIR"):
         search(tmp_path, distance, n_trials=2)
+    assert not (tmp_path / JOURNAL).exists()
