@@ -102,7 +102,7 @@ class Job:
         place = sessions.run_dir_of(folder)  # it may have been moved
         try:
             found = json.loads(files[JOB] or b"")
-            found |= {"run_dir": place, "folder": sessions.current(folder)}
+            found |= {"run_dir": place, "folder": here}
             found |= {name: tuple(found[name]) for name in ("overrides", "imports")}
             return cls(**found), plain
         except (ValueError, TypeError, KeyError) as error:
