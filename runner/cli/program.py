@@ -168,8 +168,9 @@ def _train(overrides: Sequence[str], config_name: str) -> int:
     if nodes.is_member(examined.recipe.distributed):
         return start_run.join(examined.recipe)
     run_log.announce(examined.recipe.name)
-    build.require([examined], missing)
-    return start_run.start(examined)
+    with launcher.warming(examined.recipe) as server:
+        build.require([examined], missing)
+        return start_run.start(examined, train=partial(launcher.launch, server=server))
 
 
 def checked(

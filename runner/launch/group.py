@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -52,21 +51,11 @@ class Handle(Protocol):
 Maker = Callable[[], Handle]
 
 
-class Child:
-    """A child process that leads a process group of its own."""
-
-    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(command, env=environment, process_group=0)
-        self.pid = self._process.pid
-        self.poll, self.send = self._process.poll, self._process.send_signal
-
-    def kill(self) -> None:
-        """Kill the process group: data loaders of a worker that died stay behind in it."""
-        kill_group(self.pid)
-
-
 def kill_group(leader: int) -> None:
-    """Kill the process group that `leader` leads, if a process of it is left."""
+    """Kill the process group that `leader` leads, if a process of it is left.
+
+    Data loaders of a worker that died stay behind in it.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -157,11 +146,7 @@ class Group:
         self.running: dict[int, Handle] = {}
 
     def start(self, makers: Mapping[int, Maker]) -> None:
-        """Start processes.
-
-        A signal that comes before a worker can handle it would kill it. So signals are held back
-        here and, by inheritance, in children, which release them when they are ready.
-        """
+        """Start processes; a signal that comes meanwhile waits until all can be told."""
         with signals_blocked(HEARD_SIGNALS):
             for number, make in makers.items():
                 self.running[number] = make()

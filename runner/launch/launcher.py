@@ -13,16 +13,19 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from accel.machine import passwords
-from accel.machine.errors import AccelError
+from accel.machine.errors import AccelError, ConfigError
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL
 from runner.launch import failures, nodes, rank_logs, worker
 from runner.launch.failures import Ended
+from runner.launch.fork_server import ForkServer, server_of
 from runner.launch.group import Group, Stops, stops_heard
 from runner.launch.worker import TRAIN, Place
 from runner.recipe import processes
@@ -55,17 +58,23 @@ class Machines(Protocol):
 
 
 class ThisMachine:
-    """All workers run on this machine; arguments are those of `worker.order`.
+    """All workers run on this machine; arguments are those of `ForkServer.makers`.
 
     Workers that do not `save` when a stop signal comes are ended by it; the exit code is then 128
-    and its number.
+    and its number. The `server` forks them; None: each attempt has one of its own.
     """
 
     def __init__(
-        self, num_processes: int, cwd: Path, target: str = TRAIN, *, save: bool = True
+        self,
+        num_processes: int,
+        cwd: Path,
+        target: str = TRAIN,
+        *,
+        save: bool = True,
+        server: ForkServer | None = None,
     ) -> None:
         self.num_processes, self._cwd, self._target = num_processes, cwd, target
-        self._save = save
+        self._save, self._server = save, server
 
     def attempt(self, folder: Path, stops: Stops) -> Ended:
         """Run the job of a session once."""
@@ -73,9 +82,10 @@ class ThisMachine:
 
         hosted = store.hosted()
         place = Place(self.num_processes, self.num_processes, hosted.port)
-        workers = worker.makers(folder, place, self._cwd, self._target)
         is_left = partial(outcomes.is_left, folder)
-        failed = Group(stops, save=self._save).run(workers, is_left)
+        with nullcontext(self._server) if self._server else server_of(folder) as server:
+            workers = server.makers(folder, place, self._cwd, self._target)
+            failed = Group(stops, save=self._save).run(workers, is_left)
         if stops.received and not self._save:
             return Ended(OF_SIGNAL + stops.received[0])
         return failures.conclude(failures.outcomes_of(folder, failed))
@@ -84,11 +94,14 @@ class ThisMachine:
         """Do nothing: nobody waits."""
 
 
-def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
+def launch(
+    job: Job, recipe: Recipe, *, fresh: bool = False, server: ForkServer | None = None
+) -> int:
     """Run a job that is staged, print the cause of a failure, and return the exit code.
 
     Where `fresh`, a run of one process gets a process of its own, too (a sweep: no state of one job
-    reaches the next). Else it runs in this process, where a debugger can reach it.
+    reaches the next). Else it runs in this process, where a debugger can reach it. The `server`, if
+    there is one, forks the workers of this machine.
 
     Raises:
         ConfigError: if the number of processes contradicts the machine or the launcher.
@@ -99,7 +112,7 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
     in_ray = recipe.distributed.kind == RAY
     apart = number > 1 or fresh or of_nodes or in_ray or recipe.distributed.max_restarts
     if place is None and apart:
-        return train(_machines(job, recipe, number), job, recipe, local)
+        return train(_machines(job, recipe, number, server), job, recipe, local)
     numerics.record_threads(job.place, recipe, local)
     with run_log.captured(job.run_dir, _heading(number)):
         if place is None:
@@ -112,14 +125,33 @@ def launch(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
         return run_adopted(job.place, place)
 
 
-def _machines(job: Job, recipe: Recipe, number: int) -> Machines:
+def _machines(job: Job, recipe: Recipe, number: int, server: ForkServer | None) -> Machines:
     if nodes.is_one_of_several(recipe.distributed):
         return nodes.FirstNode(job, recipe)
     if recipe.distributed.kind == RAY:
         from runner.launch.ray import RayCluster
 
-        return RayCluster(recipe.distributed, number, Path(job.cwd))
-    return ThisMachine(number, Path(job.cwd))
+        return RayCluster(recipe.distributed, number)
+    return ThisMachine(number, Path(job.cwd), server=server)
+
+
+@contextmanager
+def warming(recipe: Recipe) -> Iterator[ForkServer | None]:
+    """Have a server in the context that forks the workers of a run; None: it has none here.
+
+    It loads what they need while this process checks the recipe.
+    """
+    number = local = 1
+    with suppress(ConfigError):  # the check of the recipe raises it, with all else that is wrong
+        local = processes.local_count(recipe.distributed)
+        number = processes.count(recipe.distributed)
+    elsewhere = nodes.is_one_of_several(recipe.distributed) or recipe.distributed.kind == RAY
+    if number == 1 or elsewhere or processes.adopted() is not None:
+        yield None
+        return
+    run_dir = None if recipe.resume is None else Path(recipe.resume)
+    with closing(ForkServer(numerics.of(recipe, local, run_dir))) as server:
+        yield server
 
 
 def _heading(number: int) -> str:

@@ -21,8 +21,9 @@ from typing import Any
 
 from accel.machine.errors import ConfigError, Problems, StateError
 from runner.exit_codes import CLEAN, DONE, FAILED, INTERRUPTED, OF_SIGNAL, REFUSED
-from runner.launch import failures, messages, worker
+from runner.launch import failures, messages
 from runner.launch.failures import Ended
+from runner.launch.fork_server import ForkServer, server_of
 from runner.launch.group import MONITOR_SECONDS, Group, Maker, Stops, stops_heard
 from runner.launch.messages import Connection, Lost
 from runner.launch.worker import Place
@@ -210,12 +211,13 @@ class FirstNode:
         if chosen is None:
             return failures.stopped_while_waiting(run_dir_of(folder), stops.received[0])
         hosted = store.hosted()
-        workers, others = self._makers(chosen, folder, hosted.port)
-        failed = Group(stops).run(
-            workers,
-            lambda rank: rank in others or outcomes.is_left(folder, rank),
-            meanwhile=partial(self.admit, stops),
-        )
+        with server_of(folder) as server:
+            workers, others = self._makers(server, chosen, folder, hosted.port)
+            failed = Group(stops).run(
+                workers,
+                lambda rank: rank in others or outcomes.is_left(folder, rank),
+                meanwhile=partial(self.admit, stops),
+            )
         here = {rank: failure for rank, failure in failed.items() if rank not in others}
         found = failures.outcomes_of(folder, here)
         return failures.conclude([*found, *(one for node in others.values() for one in node.end())])
@@ -275,7 +277,7 @@ class FirstNode:
         raise refused
 
     def _makers(
-        self, chosen: Sequence[Node], folder: Path, port: int
+        self, server: ForkServer, chosen: Sequence[Node], folder: Path, port: int
     ) -> tuple[dict[int, Maker], dict[int, Node]]:
         """Return what starts the workers of all nodes, and the other nodes by their first ranks."""
         address = self._recipe.distributed.local_addr
@@ -284,7 +286,7 @@ class FirstNode:
         variables = {} if address is None else messages.gloo_variables(address)
         world, number = self.num_processes, 1 + len(chosen)
         here = Place(self._local, world, port, num_nodes=number, variables=variables)
-        makers = worker.makers(folder, here, Path(self._job.cwd))
+        makers = server.makers(folder, here, Path(self._job.cwd))
         others: dict[int, Node] = {}
         first = self._local
         for index, node in enumerate(chosen, start=1):
@@ -450,11 +452,12 @@ class _Member:
         if _is_seen(folder):
             where = f"node {place.node} of {place.num_nodes}"
             print(f"{where}: ranks {first} to {last} of {place.world_size}, {run_dir}", flush=True)
-            failed = Group(self._stops).run(
-                worker.makers(folder, place, Path.cwd()),
-                partial(outcomes.is_left, folder),
-                meanwhile=self._is_over,
-            )
+            with server_of(folder) as server:
+                failed = Group(self._stops).run(
+                    server.makers(folder, place, Path.cwd()),
+                    partial(outcomes.is_left, folder),
+                    meanwhile=self._is_over,
+                )
             found = failures.outcomes_of(folder, failed)
         else:
             rule = f"node {platform.node()} does not see the run's files there"

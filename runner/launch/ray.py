@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
+import platform
 import signal
 import socket
 import sys
@@ -23,10 +25,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from accel.machine import env, imports
-from accel.machine.errors import ConfigError, StateError
-from runner.exit_codes import DONE, FAILED
-from runner.launch import failures, group, remote_process, worker
+from accel.machine.errors import ConfigError, Problem, StateError
+from runner.exit_codes import DONE, FAILED, REFUSED
+from runner.launch import failures, fork_server, group, remote_process
 from runner.launch.failures import Ended
+from runner.launch.fork_server import Order
 from runner.launch.group import Group, Maker, Stops
 from runner.launch.remote_process import Site
 from runner.launch.worker import Place
@@ -56,15 +59,23 @@ SHARE = "Start in a folder, with an output_dir, on a file system that all nodes 
 OF_WORKERS: dict[str, None] = dict.fromkeys(("RAY_JOB_ID", "RAY_RAYLET_PID", "PYTHONBREAKPOINT"))
 
 
+def main(sent: Mapping[str, Any]) -> None:
+    """Be a process under an actor; standard input has its order, as of a fork server."""
+    pickled = sys.stdin.buffer.read()
+    if not os.path.isdir(sent["folder"]):
+        rule = f"the node {platform.node()} has no such folder"
+        print(Problem(sent["folder"], rule, SHARE), file=sys.stderr, flush=True)
+        sys.exit(REFUSED)
+    fork_server.be(pickled, sent["parent"])
+
+
 class Actor:
     """A process under an actor, as a handle; the actor ends with it, and gives its room back.
 
     Args:
         ray: the module, connected.
         actor: from `host`.
-        module: its ``main(order)`` is the process.
-        order: see `group.bootstrap`.
-        content: its standard input.
+        order: what the process does; `folder` is among its arguments.
         on_lost: gets the reason where Ray has lost the process, and returns its status.
         waits: whether it may wait for room: until it has it, a signal ends it.
     """
@@ -73,9 +84,7 @@ class Actor:
         self,
         ray: ModuleType,
         actor: ActorHandle,
-        module: str,
-        order: Mapping[str, Any],
-        content: bytes = b"",
+        order: Order,
         *,
         on_lost: Callable[[str], int],
         waits: bool = False,
@@ -84,7 +93,9 @@ class Actor:
         self._on_lost, self._waits = on_lost, waits
         self.pid = 0
         self.status: int | None = None
-        actor.start.remote(group.bootstrap(module), order, content)
+        path = [str(Path(__file__).resolve().parents[2]), os.getcwd()]
+        sent = {"path": path, "folder": str(order.arguments["folder"])}
+        actor.start.remote(group.bootstrap(__name__), sent, pickle.dumps(order))
         self._events: ObjectRef = actor.events.remote(EVENT_SECONDS)
 
     def poll(self) -> int | None:
@@ -217,8 +228,11 @@ def environment(ray: ModuleType) -> dict[str, str | None]:
 
 
 def cwd(runtime_env: Mapping[str, object]) -> str:
-    """Return the working directory of processes; empty: the one that the environment brings."""
-    return "" if "working_dir" in runtime_env else os.getcwd()
+    """Return the working directory of processes; ".": the one that the environment brings.
+
+    Paths in a recipe are relative to where the command was given.
+    """
+    return "." if "working_dir" in runtime_env else os.getcwd()
 
 
 def num_gpus(ray: ModuleType) -> int:
@@ -247,16 +261,10 @@ def show(value: tuple[int, bytes]) -> None:
 
 
 class RayCluster:
-    """All workers run in a Ray cluster; code in `cwd`, the user's directory, can be imported.
+    """All workers run in a Ray cluster; `distributed` says where, and on which device."""
 
-    Args:
-        distributed: says where, and on which device.
-        num_processes: number of workers.
-        cwd: the user's directory.
-    """
-
-    def __init__(self, distributed: Distributed, num_processes: int, cwd: Path) -> None:
-        self._distributed, self.num_processes, self._cwd = distributed, num_processes, cwd
+    def __init__(self, distributed: Distributed, num_processes: int) -> None:
+        self._distributed, self.num_processes = distributed, num_processes
 
     def attempt(self, folder: Path, stops: Stops) -> Ended:
         """Run the job of a session once.
@@ -269,12 +277,11 @@ class RayCluster:
 
         chosen, key = self._distributed.ray, "distributed.ray.address"
         with connected(chosen.address, key) as ray:
-            # Paths in a recipe are relative to where the command was given.
-            order = {**worker.order(folder, self._cwd), "cwd": cwd(chosen.runtime_env)}
+            here = cwd(chosen.runtime_env)
             # Here rather than at rank 0, it outlives the ranks, and its port is never chosen twice.
             address = ray.util.get_node_ip_address()
             hosted = store.hosted(address)
-            actors = self._actors(ray, stops, [str(folder), *filter(None, [order["cwd"]])])
+            actors = self._actors(ray, stops, [str(folder), here])
             if stops.received:
                 return failures.stopped_while_waiting(run_dir_of(folder), stops.received[0])
 
@@ -284,16 +291,15 @@ class RayCluster:
                 Outcome(rank, time.time(), FAILED, f"Ray has lost it: {why}").write(folder)
                 return FAILED
 
-            def start(rank: int, place: Place) -> Actor:
-                variables = {**environment(ray), **place.of_rank(rank, folder.name)}
-                given = {**order, "environment": variables}
-                module, on_lost = worker.__name__, partial(lost, rank)
-                return Actor(ray, actors[rank][0], module, given, on_lost=on_lost)
+            def start(order: Order) -> Actor:
+                rank = order.number
+                return Actor(ray, actors[rank][0], order, on_lost=partial(lost, rank))
 
+            sites, around = [site for _, site in actors], environment(ray)
             makers: dict[int, Maker] = {
-                rank: partial(start, rank, place)
-                for place in places_of([site for _, site in actors], address, hosted.port)
-                for rank in place.ranks
+                order.number: partial(start, order)
+                for place in places_of(sites, address, hosted.port, around)
+                for order in fork_server.workers(folder, place, here)
             }
             failed = Group(stops).run(makers, partial(outcomes.is_left, folder))
         return failures.conclude(failures.outcomes_of(folder, failed))
@@ -369,7 +375,9 @@ def _wait(
         raise StateError(f"Ray could not start the processes: {reason(error)}") from error
 
 
-def places_of(found: Sequence[Site], address: str, port: int) -> Iterator[Place]:
+def places_of(
+    found: Sequence[Site], address: str, port: int, around: Mapping[str, str | None]
+) -> Iterator[Place]:
     """Yield the workers of each node; `found` are where they are, by rank.
 
     All processes of a node see its GPUs, as NCCL wants it, and each takes that of its local rank.
@@ -378,6 +386,6 @@ def places_of(found: Sequence[Site], address: str, port: int) -> Iterator[Place]
     for index, (_, sites) in enumerate(itertools.groupby(found, lambda site: site["node"])):
         here = list(sites)
         gpus = ",".join(gpu for site in here for gpu in site["gpus"])
-        variables = {VISIBLE: gpus}
+        variables = {**around, VISIBLE: gpus}
         yield Place(len(here), len(found), port, address, first, index, num_nodes, variables)
         first += len(here)

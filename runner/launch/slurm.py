@@ -210,9 +210,9 @@ def require_slurm(value: str = "runner submit") -> None:
 def as_in_the_job(recipe: Recipe) -> Iterator[None]:
     """Give the context the variables that rank 0 of the submitted job will have."""
     local = tasks_per_node(recipe)
-    place = worker.Place(local, local * recipe.submit.nodes, 0).of_rank(0, "")
-    alone = dict.fromkeys(place)
-    with env.patched(**(place if int(place["WORLD_SIZE"]) > 1 else alone)):
+    world_size = local * recipe.submit.nodes
+    place = worker.Place(local, world_size, 0).of_rank(0, "")
+    with env.patched(**(place if world_size > 1 else dict.fromkeys(place))):
         with processes.accelerators_expected(recipe.submit.gpus_per_node or 0):
             yield
 
@@ -238,7 +238,7 @@ def submit(examined: Examined) -> Submitted | None:
             raise
         return DONE
 
-    start_run.start(examined, hand_over=hand_over)
+    start_run.start(examined, train=hand_over)
     return submitted[0] if submitted else None
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from accel.machine.errors import AccelError, ConfigError
 from runner.exit_codes import DONE, REFUSED
 from runner.launch import launcher, nodes
-from runner.recipe import processes, serialization, trust
+from runner.recipe import serialization, trust
 from runner.runs import directory, environment, lock, resumable, sessions
 from runner.runs.job import Job
 from runner.runs.json_files import read_json
@@ -31,7 +31,7 @@ def start(
     examined: Examined,
     *,
     on_claimed: Callable[[Path], object] = lambda run_dir: None,
-    hand_over: Train | None = None,
+    train: Train | None = None,
 ) -> int:
     """Claim a run directory, or lock that of the run to resume; freeze the job there and launch it.
 
@@ -40,15 +40,13 @@ def start(
     Args:
         examined: the recipe as composed; where its `resume` is set, that run is resumed.
         on_claimed: called with the directory of a new run.
-        hand_over: gets the frozen job, under the run's lock, in place of `launcher.launch`.
+        train: gets the frozen job, under the run's lock, in place of `launcher.launch`.
 
     Raises:
-        ConfigError: if the number of processes contradicts the machine, another command trains in
-            the run, nothing is left that an override would change, or there is no checkpoint.
+        ConfigError: if another command trains in the run, nothing is left that an override would
+            change, or there is no checkpoint.
     """
-    recipe, train = examined.recipe, hand_over or launcher.launch
-    if hand_over is None:
-        processes.count(recipe.distributed)  # refused before anything is claimed
+    recipe, train = examined.recipe, train or launcher.launch
     if recipe.resume is not None:
         return _resume(Path(recipe.resume), examined, train)
     is_chosen = recipe.run_dir is not None

@@ -13,16 +13,13 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from accel.machine import env, parent_watch
 from accel.machine.env import Environment
 from accel.machine.imports import load_attribute
 from runner.exit_codes import DONE, INTERRUPTED, STOPPED
-from runner.launch import failures, group, rank_logs
-from runner.launch.group import Child, Maker
+from runner.launch import failures, rank_logs
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Recipe
 from runner.runs import lock, sessions
@@ -54,7 +51,7 @@ class Place:
         first_rank: rank of the first worker.
         node: index of this node.
         num_nodes: number of nodes.
-        variables: further variables of the workers.
+        variables: further variables of the workers; None removes one.
     """
 
     num_local: int
@@ -64,14 +61,14 @@ class Place:
     first_rank: int = 0
     node: int = 0
     num_nodes: int = 1
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def ranks(self) -> range:
         """The ranks of this node."""
         return range(self.first_rank, self.first_rank + self.num_local)
 
-    def of_rank(self, rank: int, attempt: str) -> dict[str, str]:
+    def of_rank(self, rank: int, attempt: str) -> dict[str, str | None]:
         """Return torchrun's variables of one worker, and those of its node.
 
         Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
@@ -92,45 +89,15 @@ class Place:
         return {**self.variables, **{name: str(value) for name, value in own.items()}}
 
 
-def order(folder: Path, cwd: Path, target: str = TRAIN) -> dict[str, Any]:
-    """Return what each worker of an attempt is given; see `main`.
-
-    Args:
-        folder: the session with the frozen job.
-        cwd: the user's directory: code in it can be imported.
-        target: ``module:function``, called with the folder and the worker's stop flag.
-    """
-    return {
-        "folder": str(folder),
-        "target": target,
-        "parent": os.getpid(),
-        "path": [str(Path(__file__).resolve().parents[2]), str(cwd)],
-    }
-
-
-def makers(folder: Path, place: Place, cwd: Path, target: str = TRAIN) -> dict[int, Maker]:
-    """Return what starts the workers of a node, by rank; the arguments are those of `order`."""
-    line, around = group.command(__name__, order(folder, cwd, target)), env.copy()
-    return {
-        rank: partial(Child, line, {**around, **place.of_rank(rank, folder.name)})
-        for rank in place.ranks
-    }
-
-
-def main(order: Mapping[str, Any]) -> NoReturn:
+def serve(folder: Path, target: str) -> NoReturn:
     """Be one of several workers, and exit.
 
     Args:
-        order: folder (the session with the frozen job), target ("module:function"), parent
-            (process id); environment (variables) and cwd, unless they are the parent's.
+        folder: the session with the frozen job.
+        target: "module:function", called with the folder and the worker's stop flag.
     """
-    parent_watch.die_with(order["parent"])
-    env.set_values(order.get("environment", {}))
-    if order.get("cwd"):
-        os.chdir(order["cwd"])
-    folder, rank = Path(order["folder"]), Environment.read().rank or 0
+    rank = Environment.read().rank or 0
     run_dir = run_dir_of(folder)
-    rank_logs.close_input()
     rank_logs.leave_terminal_to_rank_zero(run_dir, rank)
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -139,7 +106,7 @@ def main(order: Mapping[str, Any]) -> NoReturn:
         # The output of the others is in logs of their own.
         logged = run_log.captured(run_dir, "of rank 0") if rank == 0 else contextlib.nullcontext()
         with logged, stop.installed():
-            code = _attempt(order, folder, rank, stop)
+            code = _attempt(target, folder, rank, stop)
             if code != DONE:
                 end_process(code)  # before the handlers change: Ctrl-C may come at any time
     except KeyboardInterrupt:  # the parent says: end now
@@ -149,11 +116,11 @@ def main(order: Mapping[str, Any]) -> NoReturn:
     end_process(code)
 
 
-def _attempt(order: Mapping[str, Any], folder: Path, rank: int, stop: StopFlag) -> int:
+def _attempt(target: str, folder: Path, rank: int, stop: StopFlag) -> int:
     # The parent held them back while it started this process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     try:
-        code = load_attribute(order["target"])(folder, stop)
+        code = load_attribute(target)(folder, stop)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit: the run is not complete

@@ -89,16 +89,23 @@ def choose(recipe: Recipe, local_processes: int) -> int | None:
     return None
 
 
-def record_threads(folder: Path, recipe: Recipe, local_processes: int) -> None:
-    """Choose the number of threads and write it down for all processes of a session.
+def of(recipe: Recipe, local_processes: int, run_dir: Path | None) -> Numerics:
+    """Return how each process of a run computes; without `run_dir` the run is a new one.
 
-    A deterministic run that is resumed keeps the number it started with, on whatever machine.
+    A deterministic run that is resumed keeps the number of threads that it started with, on
+    whatever machine.
     """
     kept = None
-    if recipe.deterministic and recipe.distributed.num_threads is None:
-        kept = read(sessions.run_dir_of(folder)).num_threads
+    if run_dir is not None and recipe.deterministic and recipe.distributed.num_threads is None:
+        kept = read(run_dir).num_threads
     number = choose(recipe, local_processes) if kept is None else kept
-    write_json(folder / FILE, asdict(Numerics(number, recipe.deterministic)))
+    return Numerics(number, recipe.deterministic)
+
+
+def record_threads(folder: Path, recipe: Recipe, local_processes: int) -> None:
+    """Choose the number of threads and write it down for all processes of a session."""
+    found = of(recipe, local_processes, sessions.run_dir_of(folder))
+    write_json(folder / FILE, asdict(found))
 
 
 def read(run_dir: Path) -> Numerics:

@@ -29,7 +29,7 @@ from runner.sweep.plan import Choice, Settings
 from runner.sweep.sweep import Description, Sweep
 
 if TYPE_CHECKING:
-    from runner.sweep.fork_server import ForkServer
+    from runner.launch.fork_server import ForkServer
 
 Require = Callable[[Sequence[Examined]], object]
 Hydra = Callable[[Sequence[str], job.Task], int]
@@ -92,7 +92,7 @@ def train(request: Request, check: Require, require: Require, hydra: Hydra) -> i
 
         @functools.cache
         def server() -> ForkServer:
-            from runner.sweep.fork_server import ForkServer
+            from runner.launch.fork_server import ForkServer
 
             return stack.enter_context(contextlib.closing(ForkServer()))
 

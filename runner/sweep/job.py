@@ -27,7 +27,7 @@ from accel.machine.errors import Problem
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from runner.launch import failures, start_run
 from runner.launch.group import MONITOR_SECONDS, Stops, stops_heard
-from runner.recipe import composition, hydra_setup
+from runner.recipe import composition, hydra_setup, trust
 from runner.runs import lock, resumable
 from runner.runs.record import RunRecord
 from runner.sweep import pool
@@ -35,13 +35,14 @@ from runner.sweep import sweep as sweeps
 from runner.sweep.devices import Machine
 from runner.sweep.plan import Jobs
 from runner.sweep.sweep import job_dir
+from runner.training.stopping import HEARD_SIGNALS
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
     from omegaconf import DictConfig
 
+    from runner.launch.fork_server import ForkServer
     from runner.recipe.schema import Recipe
-    from runner.sweep.fork_server import ForkServer
     from runner.sweep.live import Live
 
 
@@ -224,7 +225,6 @@ class Task:
 
     def _recipe(self, number: int, overrides: Sequence[str]) -> Recipe:
         """Return the recipe of a job; raises what is wrong with one that a sweeper has chosen."""
-        from runner.recipe import trust
         from runner.training import build
 
         if self.numbers is not None:
@@ -293,6 +293,9 @@ def run(
     """
     run_dir = job_dir(folder, number)
     try:
+        # The server that has forked this process held them back.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
+        trust.import_packages()
         run_dir.mkdir(exist_ok=True)
         with lock.held(run_dir, math.inf):
             if RunRecord(run_dir).is_done:

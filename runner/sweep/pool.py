@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Protocol
 
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
+from runner.launch.fork_server import Order
 from runner.launch.group import Group, Handle, Stops, stops_heard
 from runner.recipe.schema import Recipe
 from runner.runs import lock, sessions
 from runner.runs.outcomes import Outcome, describe_exit
 from runner.runs.record import RunRecord
 from runner.sweep.devices import Share
-from runner.sweep.fork_server import Order
 from runner.sweep.live import Live
 from runner.sweep.sweep import job_dir
 from runner.training.stopping import STOP_SIGNALS

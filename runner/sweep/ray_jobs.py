@@ -5,28 +5,21 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import platform
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from accel.machine.errors import Problem
-from runner.exit_codes import REFUSED
 from runner.launch import ray as cluster
+from runner.launch.fork_server import Order
 from runner.launch.ray import Actor
 from runner.recipe import machines, plugins, processes
 from runner.recipe.schema import Recipe
-from runner.sweep import fork_server
 from runner.sweep.devices import THREADS, Share
-from runner.sweep.fork_server import Order
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -36,16 +29,6 @@ if TYPE_CHECKING:
 CPUS, GPUS = "CPU", "GPU"
 # Jobs that wait in Ray for room, beyond those that run: what an autoscaler goes by.
 MOST_WAITING = 8
-
-
-def main(order: Mapping[str, Any]) -> None:
-    """Be the process of a job; standard input has its order for a fork server."""
-    pickled = sys.stdin.buffer.read()
-    if not os.path.isdir(order["folder"]):
-        rule = f"the node {platform.node()} has no such folder"
-        print(Problem(order["folder"], rule, cluster.SHARE), file=sys.stderr, flush=True)
-        sys.exit(REFUSED)
-    fork_server.be(pickled, order["parent"])
 
 
 class Jobs:
@@ -111,12 +94,8 @@ class Jobs:
             resources=resources,
             runtime_env=self._settings["runtime_env"],
         )
-        path = [str(Path(__file__).resolve().parents[2]), os.getcwd()]
-        cwd = cluster.cwd(self._settings["runtime_env"]) or "."
-        pickled = pickle.dumps(replace(order, resources={}, cwd=cwd))
-        sent = {"path": path, "folder": str(order.arguments["folder"])}
-        on_lost = partial(_lost, order.number)
-        job = Actor(self._ray, actor, __name__, sent, pickled, on_lost=on_lost, waits=True)
+        order = replace(order, cwd=cluster.cwd(self._settings["runtime_env"]))
+        job = Actor(self._ray, actor, order, on_lost=partial(_lost, order.number), waits=True)
         self._jobs.append(job)
         return job
 

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +29,13 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
-@dataclass
-class Started:
-    """A job that would have been launched."""
-
-    recipe: Recipe
-    overrides: tuple[str, ...]
-    config_name: str
-
-
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Examined]:
     """Record jobs in place of starting them."""
-    jobs: list[Started] = []
+    jobs: list[Examined] = []
 
-    def record(examined: Examined) -> int:
-        given = examined.recipe, tuple(examined.overrides), examined.config_name
-        jobs.append(Started(*given))
+    def record(examined: Examined, **_: object) -> int:
+        jobs.append(examined)
         return CODES.get(len(jobs), 0)
 
     CODES.clear()
@@ -100,7 +89,7 @@ def test_flags_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
 # -- jobs ----------------------------------------------------------------------------------
 
 
-def test_one_job(started: list[Started], tmp_path: Path) -> None:
+def test_one_job(started: list[Examined], tmp_path: Path) -> None:
     assert cli.main(["model.width=4", "seed=3", "scheduler=null"]) == 0
     (job,) = started
     assert (job.recipe.model["width"], job.recipe.seed, job.recipe.scheduler) == (4, 3, None)
@@ -109,7 +98,7 @@ def test_one_job(started: list[Started], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1, 75, 130])
-def test_the_code_of_a_job_is_that_of_the_command(started: list[Started], code: int) -> None:
+def test_the_code_of_a_job_is_that_of_the_command(started: list[Examined], code: int) -> None:
     CODES[1] = code
     assert cli.main([]) == code
 
@@ -165,7 +154,7 @@ def test_a_dry_run_of_one_job_checks_it(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_an_unexpected_error_keeps_its_traceback(
-    started: list[Started], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: list[Examined], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: Any, **named: Any) -> int:
         raise ValueError("disk on fire")
@@ -182,7 +171,7 @@ def test_what_a_started_job_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     launched: list[Any] = []
 
-    def record(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
+    def record(job: Job, recipe: Recipe, **_: object) -> int:
         launched.append((job, recipe))
         return 0
 
@@ -242,7 +231,7 @@ def stopped(tmp_path: Path, *overrides: str, name: str = "digits") -> Path:
 
 
 def test_a_run_goes_on_with_its_own_recipe(
-    started: list[Started], resumable: None, tmp_path: Path
+    started: list[Examined], resumable: None, tmp_path: Path
 ) -> None:
     run_dir = stopped(tmp_path, "model.width=4", "trainer.max_steps=60", "trainer.stop_after=30")
     assert cli.main([f"resume={run_dir}"]) == 0
@@ -253,7 +242,7 @@ def test_a_run_goes_on_with_its_own_recipe(
 
 
 def test_new_overrides_change_the_frozen_recipe(
-    started: list[Started], resumable: None, tmp_path: Path
+    started: list[Examined], resumable: None, tmp_path: Path
 ) -> None:
     cpu = ("distributed=multi_cpu", "distributed.num_processes=2")
     run_dir = stopped(tmp_path, "model.width=4", *cpu, "trainer.stop_after=5")
@@ -272,7 +261,7 @@ def test_new_overrides_change_the_frozen_recipe(
 
 
 def test_auto_takes_the_newest_run_of_that_name(
-    started: list[Started], resumable: None, tmp_path: Path
+    started: list[Examined], resumable: None, tmp_path: Path
 ) -> None:
     run_dir = stopped(tmp_path, "model.width=4", name="mine")
     assert cli.main(["resume=auto", "name=mine", "model.width=4", "trainer.epochs=30"]) == 0
@@ -285,7 +274,7 @@ def test_auto_takes_the_newest_run_of_that_name(
 
 
 def test_auto_finds_a_run_of_factories_of_the_users(
-    started: list[Started], resumable: None, registered: None, tmp_path: Path
+    started: list[Examined], resumable: None, registered: None, tmp_path: Path
 ) -> None:
     """R2: the arguments at a factory's default are recorded, and the factory is not loaded yet."""
     text = "from runner import register\n\n@register.model('own_r')\ndef own(width=3): ...\n"
@@ -325,7 +314,7 @@ def project(folder: Path, package: str) -> None:
 
 
 def test_a_project_of_the_users_own(
-    started: list[Started], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    started: list[Examined], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from runner.recipe.factory import register
 
@@ -384,17 +373,10 @@ def test_folders_of_the_users_capture_nothing(tmp_path: Path) -> None:
     assert (answer.returncode, answer.stdout) == (0, "digits\n"), answer.stderr
 
 
-def test_levels_of_loggers_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels: list[Any] = []
-
-    def record(examined: Examined) -> int:
-        levels.append(examined.log_levels)
-        return 0
-
-    monkeypatch.setattr(start_run, "start", record)
+def test_levels_of_loggers_reach_the_job(started: list[Examined]) -> None:
     assert cli.main(["hydra.verbose=[accel]"]) == 0
     assert cli.main([]) == 0
-    assert levels == [{"accel": "DEBUG"}, {}]
+    assert [job.log_levels for job in started] == [{"accel": "DEBUG"}, {}]
 
 
 BROKEN = """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.launch import group
-from runner.launch.group import Child, Group, Maker, Stops, stops_heard
+from runner.launch.group import Group, Maker, Stops, stops_heard
 from runner.training.stopping import handlers_restored
 from tests.helpers import ROOT, alive
 
@@ -34,9 +34,13 @@ time.sleep(300)
 EXITS = [sys.executable, "-c", "raise SystemExit(0)"]
 
 
+class Child(subprocess.Popen[bytes]):
+    send = subprocess.Popen.send_signal
+
+
 def waiting(folder: Path) -> dict[int, Maker]:
     line = [sys.executable, "-c", WAITS, str(folder)]
-    return {rank: partial(Child, line, {**os.environ, "RANK": str(rank)}) for rank in (2, 3)}
+    return {rank: partial(Child, line, env={**os.environ, "RANK": str(rank)}) for rank in (2, 3)}
 
 
 def ready(folder: Path) -> list[int]:
@@ -94,7 +98,7 @@ def test_those_that_save_nothing_are_ended_by_a_stop(tmp_path: Path, stops: Stop
 
 
 def test_an_exit_with_0_of_a_rank_that_is_not_finished_is_a_failure(stops: Stops) -> None:
-    makers: dict[int, Maker] = {rank: partial(Child, EXITS, {}) for rank in (2, 3)}
+    makers: dict[int, Maker] = {rank: partial(Child, EXITS) for rank in (2, 3)}
     failed = Group(stops).run(makers, lambda rank: rank == 2)
     assert failed.keys() <= {3}
     assert {failure.status for failure in failed.values()} == {0}

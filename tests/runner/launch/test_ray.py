@@ -198,7 +198,7 @@ def test_local_ranks_choose_among_the_gpus_of_their_node() -> None:
     ]
     found = [
         place.of_rank(rank, "0001")
-        for place in ray.places_of(sites, "here", 1)
+        for place in ray.places_of(sites, "here", 1, {})
         for rank in place.ranks
     ]
     assert [one["RANK"] for one in found] == ["0", "1", "2"]

@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch, train: Callable[[Job], int]) -> None:
     """Let a function stand for the processes of a run."""
 
-    def stand_in(job: Job, recipe: Recipe, *, fresh: bool = False) -> int:
+    def stand_in(job: Job, recipe: Recipe, **_: object) -> int:
         return train(job)
 
     monkeypatch.setattr(launcher, "launch", stand_in)
@@ -307,7 +307,7 @@ def test_a_chosen_directory_goes_if_nothing_was_started_and_its_parent_stays(
 
 
 def frozen(recipe: Recipe, hand_over: Callable[[Job, Recipe], int]) -> None:
-    start_run.start(Examined(recipe, [], ("seed=3",), "config"), hand_over=hand_over)
+    start_run.start(Examined(recipe, [], ("seed=3",), "config"), train=hand_over)
 
 
 def test_a_frozen_job_is_trained_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from runner.launch import fork_server
+from runner.launch.fork_server import Order
 from runner.recipe.schema import Recipe
 from runner.runs import sessions
-from runner.sweep import fork_server, pool
+from runner.sweep import pool
 from runner.sweep.devices import Machine
-from runner.sweep.fork_server import Order
 from runner.sweep.live import Live
 from tests.runner.written_runs import session_of, write_run, write_session
 

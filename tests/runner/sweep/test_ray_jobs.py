@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from runner.launch.fork_server import Order
 from runner.launch.ray import Actor
 from runner.recipe.plugins import RayConf
 from runner.recipe.schema import Distributed, Recipe
@@ -194,7 +195,8 @@ class Method:
 
 def test_a_stop_ends_a_job_that_waits_for_room() -> None:
     ray, actor = Ray(), SimpleNamespace(start=Method(), events=Method(), send=Method())
-    job = Actor(ray, actor, "module", {}, on_lost=lambda reason: 1, waits=True)  # type: ignore[arg-type]
+    order = Order(1, "", {"folder": "here"})
+    job = Actor(ray, actor, order, on_lost=lambda reason: 1, waits=True)  # type: ignore[arg-type]
     assert job.poll() is None
     job.send(signal.SIGTERM)
     assert (job.poll(), ray.killed) == (-signal.SIGTERM, [actor])

@@ -1,10 +1,13 @@
-"""Warm workers: a server that has imported torch, and forks a process for each job of a sweep.
+"""Warm processes: a server that has imported torch forks the workers of a run, or jobs of a sweep.
 
 The server is a fresh interpreter that imports and does nothing else: it computes nothing, starts no
 thread and touches no device, so that a fork is like a fresh process that has its imports behind it.
 Each job is a process of its own, which leaves no state to the next. When the server's parent ends,
 however it ends, the pipe closes, and the server ends; when the server ends, each job notices and
 ends its process group.
+
+Stop signals are held back in the server. A fork inherits that, and its target releases them when it
+is ready: none is lost before.
 
 The standard library's fork server is no substitute: it imports with the working directory in front,
 starts the main module again in each fork, and ends with the signals of a whole session.
@@ -22,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -29,9 +33,12 @@ from typing import Any
 from accel.machine import env, parent_watch
 from accel.machine.imports import is_available, load_attribute
 from runner.launch import group, rank_logs, worker
-from runner.recipe import paths, trust
+from runner.launch.group import Maker
+from runner.launch.worker import TRAIN, Place
+from runner.recipe import paths
 from runner.runs import numerics
-from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS
+from runner.runs.numerics import Numerics
+from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, signals_blocked
 
 # What a run of the built-in parts imports. None of it starts a thread or asks for devices.
 PRELOADED = (
@@ -41,6 +48,7 @@ PRELOADED = (
     *("runner.data.batches", "runner.builtin.digits", "runner.sweep.job"),
     *("sklearn.datasets", "sklearn.model_selection"),  # of the built-in data sets
 )
+WORKER = "runner.launch.worker:serve"
 # With it, looking for GPUs starts no CUDA context, which a fork could not use.
 # Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -69,6 +77,22 @@ class Order:
     cwd: str = "."
     command: Sequence[str] = ()
     resources: Mapping[str, float] = field(default_factory=dict)
+
+
+def workers(folder: Path, place: Place, cwd: str, target: str = TRAIN) -> list[Order]:
+    """Return the orders of the workers of a node.
+
+    Args:
+        folder: the session with the frozen job.
+        place: of the workers.
+        cwd: the user's directory: code in it can be imported.
+        target: see `worker.serve`.
+    """
+    arguments, line = {"folder": folder, "target": target}, tuple(sys.orig_argv)
+    return [
+        Order(rank, WORKER, arguments, None, place.of_rank(rank, folder.name), cwd, line)
+        for rank in place.ranks
+    ]
 
 
 class Fork:
@@ -106,10 +130,13 @@ class Fork:
 
 
 class ForkServer:
-    """The parent's side of a server; starts it at once, and does not wait for its imports."""
+    """The parent's side of a server; starts it at once, and does not wait for its imports.
 
-    def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
-        self._modules = tuple(modules)
+    Numeric libraries are loaded there as `how` says; each process chooses for torch once more.
+    """
+
+    def __init__(self, how: Numerics | None = None, modules: Sequence[str] = PRELOADED) -> None:
+        self._numerics, self._modules = how or Numerics(), tuple(modules)
         self._forks: dict[int, Fork] = {}
         self._process, self._pipe = self._started()
 
@@ -121,7 +148,11 @@ class ForkServer:
             "preload": self._modules,
             "environment": {NVML_CHECK: env.read(NVML_CHECK)},
         }
-        with numerics.sleeping_when_idle(), env.patched(**{NVML_CHECK: "1"}):
+        with (
+            self._numerics.exported(),
+            numerics.sleeping_when_idle(),
+            env.patched(**{NVML_CHECK: "1"}),
+        ):
             process = subprocess.Popen(
                 group.command(__name__, order),
                 pass_fds=(theirs.fileno(),),
@@ -136,6 +167,13 @@ class ForkServer:
         """The server's process id."""
         return self._process.pid
 
+    def makers(
+        self, folder: Path, place: Place, cwd: Path, target: str = TRAIN
+    ) -> dict[int, Maker]:
+        """Return what starts the workers of a node, by rank; arguments are those of `workers`."""
+        found = workers(folder, place, str(cwd), target)
+        return {order.number: partial(self.start, order) for order in found}
+
     def start(self, order: Order) -> Fork:
         """Have a job forked."""
         fork = self._forks[order.number] = Fork(self)
@@ -147,16 +185,17 @@ class ForkServer:
 
     def read(self, seconds: float = 0.0) -> None:
         """Take what the server says, after at most so many seconds."""
-        try:
-            while self._pipe.poll(seconds):
-                number, pid, status = self._pipe.recv()
-                if status is None:
-                    self._forks[number].forked(pid)
-                else:
-                    self._forks.pop(number).status = status
-                seconds = 0.0
-        except (EOFError, OSError):
-            self._restart()
+        wait([self._pipe], seconds)
+        with signals_blocked(HEARD_SIGNALS):  # Ctrl-C must leave no half of a message
+            try:
+                while self._pipe.poll():
+                    number, pid, status = self._pipe.recv()
+                    if status is None:
+                        self._forks[number].forked(pid)
+                    else:
+                        self._forks.pop(number).status = status
+            except (EOFError, OSError):
+                self._restart()
 
     wait = read
 
@@ -176,13 +215,17 @@ class ForkServer:
         self._process.wait()
 
 
+def server_of(session: Path) -> contextlib.closing[ForkServer]:
+    """Return a server for the workers of a session, to be entered."""
+    return contextlib.closing(ForkServer(numerics.read(session)))
+
+
 # -- the server ----------------------------------------------------------------------------
 
 
 def main(settings: Mapping[str, Any]) -> None:
     """Serve until the parent closes the pipe; in a fork, be the job and exit with its code."""
-    for number in HEARD_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD_SIGNALS)
     pipe = Connection(settings["pipe"])
     preload(settings["preload"])
     server, order = os.getpid(), _serve(pipe)
@@ -193,10 +236,12 @@ def main(settings: Mapping[str, Any]) -> None:
 
 def preload(modules: Sequence[str]) -> None:
     """Import modules, those that are installed."""
+    gc.disable()  # it would go through all modules again and again while they are imported
     for name in modules:
         if is_available(name.partition(".")[0]):
             importlib.import_module(name)
     gc.freeze()  # the collector writes to the objects that it looks at, which would be copied
+    gc.enable()
 
 
 def _serve(pipe: Connection) -> bytes | None:
@@ -242,8 +287,6 @@ def be(pickled: bytes, parent: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # An actor of Ray's holds them back until here.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     if order.log is not None:
         log = Path(order.log)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -253,5 +296,4 @@ def be(pickled: bytes, parent: int) -> None:
     env.set_values(order.environment)
     sys.orig_argv[:] = order.command
     paths.move_project_last()
-    trust.import_packages()
     worker.end_process(load_attribute(order.target)(**order.arguments))

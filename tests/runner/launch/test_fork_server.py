@@ -1,4 +1,4 @@
-"""The server that forks warm processes: separate, told apart, never orphaned (S2)."""
+"""The server that forks warm processes: separate, told apart, never orphaned (R9, S2)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.sweep import fork_server
-from runner.sweep.fork_server import Fork, ForkServer, Order
+from runner.launch import fork_server
+from runner.launch.fork_server import Fork, ForkServer, Order
 from runner.training.stopping import HEARD_SIGNALS
 from tests.helpers import SECONDS, alive
 
-HERE = "tests.runner.sweep.test_fork_server"
+HERE = "tests.runner.launch.test_fork_server"
 
 
 def report(path: str, text: str, code: int = 0) -> int:
@@ -30,7 +30,9 @@ def report(path: str, text: str, code: int = 0) -> int:
 
 
 def wait(path: str) -> int:
-    """Run in a fork: wait to be killed."""
+    """Run in a fork: wait to be stopped."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     Path(path).write_text(str(os.getpid()))
     time.sleep(SECONDS)
     return 0
@@ -105,8 +107,8 @@ def test_each_job_is_a_process_of_its_own(server: ForkServer, tmp_path: Path) ->
 
 def test_a_signal_from_before_the_fork_reaches_it(server: ForkServer, tmp_path: Path) -> None:
     fork = server.start(order(1, "wait", tmp_path))
-    fork.send(signal.SIGKILL)
-    assert ended(fork) == -signal.SIGKILL
+    fork.send(signal.SIGTERM)
+    assert ended(fork) == 7
 
 
 def test_the_end_of_the_server_ends_its_jobs(server: ForkServer, tmp_path: Path) -> None:
