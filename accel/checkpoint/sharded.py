@@ -183,6 +183,8 @@ class _Descriptions(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in DESCRIPTIONS.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles members of enums so
+            return lambda kind, member: kind[member]
         raise pickle.UnpicklingError(f"{module}.{name} describes no tensor")
 
 
@@ -191,18 +193,16 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / METADATA
+        remedy = "Name a directory that torch.distributed.checkpoint wrote."
         try:
             with path.open("rb") as file:
                 metadata = _Descriptions(file).load()
         except FileNotFoundError:
             rule = f"it has no {METADATA} of sharded weights"
-            remedy = "Name the directory that holds its .distcp files."
             raise broken(Path(self.path), rule, remedy) from None
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
-            remedy = "Name a directory that torch.distributed.checkpoint wrote."
             raise broken(path, f"it is no description of tensors ({error})", remedy) from error
         if not isinstance(metadata, Metadata):
-            remedy = "Name a directory that torch.distributed.checkpoint wrote."
             raise broken(path, "it is no description of tensors", remedy)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,12 @@ def test_a_broken_file_is_refused_by_name(name: str, cut: bool, tmp_path: Path) 
     for words in damaged(tmp_path, f"{name}/__1_0.distcp", cut):
         assert "__1_0.distcp" in words
         assert "bytes, not" in words if cut else "missing" in words
+
+
+def test_a_member_of_an_enum_is_read_as_python_3_11_2_writes_it() -> None:
+    kind = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    pickled = b"cbuiltins\ngetattr\n(" + kind + b"VTORCH_CHANNELS_LAST\ntR."
+    assert sharded._Descriptions(io.BytesIO(pickled)).load().name == "TORCH_CHANNELS_LAST"
 
 
 # -- several models, tensor parallelism ----------------------------------------------------
