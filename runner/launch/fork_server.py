@@ -2,9 +2,9 @@
 
 The server is a fresh interpreter that imports and does nothing else: it computes nothing, starts no
 thread and touches no device, so that a fork is like a fresh process that has its imports behind it.
-Each job is a process of its own, which leaves no state to the next. When the server's parent ends,
-however it ends, the pipe closes, and the server ends; when the server ends, each job notices and
-ends its process group.
+Each worker or job is a process of its own, which leaves no state to the next. When the server's
+parent ends, however it ends, the pipe closes, and the server ends; when the server ends, each of
+these processes notices and ends its process group.
 
 Stop signals are held back in the server. A fork inherits that, and its target releases them when it
 is ready: none is lost before.
@@ -56,14 +56,14 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 @dataclass(frozen=True)
 class Order:
-    """A job to be forked.
+    """What a process is to do that will be forked: a worker, or a job of a sweep.
 
     Args:
-        number: of the job.
+        number: rank of the worker, or number of the job.
         target: "module:function", called with `arguments`; returns the exit code.
         arguments: by name.
-        log: file that gets the job's output; None: the server's own.
-        environment: variables of the job; None removes one.
+        log: file that gets the process's output; None: the server's own.
+        environment: variables of the process; None removes one.
         cwd: its working directory.
         command: the command line that it belongs to.
         resources: of a cluster, by name.
@@ -281,7 +281,7 @@ def _serve(pipe: Connection) -> bytes | None:
 
 
 def be(pickled: bytes, parent: int) -> None:
-    """Be the process of a job, and exit with its code."""
+    """Be the process of an order, and exit with its code."""
     parent_watch.die_with(parent)
     order: Order = pickle.loads(pickled)
     for number in STOP_SIGNALS:

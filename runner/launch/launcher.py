@@ -1,4 +1,4 @@
-"""From a frozen job to processes: this one, fresh workers, or those that torchrun has started.
+"""From a frozen job to processes: this one, workers, or those that torchrun has started.
 
 Every process reads the same frozen recipe from the run directory; none of them sees overrides.
 Workers that failed are started again, within the budget of the run; a refused configuration, Ctrl-C
@@ -232,7 +232,7 @@ def _tell(job: Job, line: str) -> None:
 
 
 def run_group(folder: Path, num_processes: int, cwd: Path, target: str) -> Ended:
-    """Let fresh processes do what a request asks for, print a failure, and return how they ended.
+    """Let workers do what a request asks for, print a failure, and return how they ended.
 
     A stop signal ends them: they have nothing to save.
     """

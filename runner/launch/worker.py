@@ -1,6 +1,6 @@
-"""One process of a run: how it is started, reads the frozen job, trains and writes its outcome.
+"""One process of a run: it knows its place, reads the frozen job, trains and writes its outcome.
 
-Free of torch at import: the number of threads is set before torch is loaded.
+Free of torch at import: where torch is not loaded yet, the number of threads is set before.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def serve(folder: Path, target: str) -> NoReturn:
 
 
 def _attempt(target: str, folder: Path, rank: int, stop: StopFlag) -> int:
-    # The parent held them back while it started this process.
+    # The fork server, or an actor of Ray's, held them back while it started this process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_SIGNALS)
     try:
         code = load_attribute(target)(folder, stop)
@@ -160,7 +160,7 @@ def run(folder: Path, stop: StopFlag | None = None) -> int:
         0 where the run has come to its end, 75 where a signal or `trainer.max_time` stopped it.
     """
     numerics = read_numerics(folder)
-    with lock.shared(run_dir_of(folder)), numerics.exported():  # before a numeric library is loaded
+    with lock.shared(run_dir_of(folder)), numerics.exported():  # for libraries loaded from here on
         job, recipe = Job.load(folder)
         numerics.apply()
         with run_log.log_levels_applied(job.log_levels):
