@@ -17,8 +17,8 @@ PARTS = {
     "examples": ("examples",),
 }
 # Code lines that a part may have, and files of `accel` and `runner` together.
-BUDGETS = {"accel": 24_000, "runner": 14_500, "tests": 46_000}
-MAX_FILES = 275
+BUDGETS = {"accel": 24_000, "runner": 16_500, "tests": 47_000}
+MAX_FILES = 295
 # Helpers are what no test runner collects.
 HELPERS = "    of it helpers"
 
