@@ -213,7 +213,11 @@ class Evaluations:
 
         try:
             with run.watch.paused(), stop_flag.progress.in_phase(f"evaluation ({split})"):
-                return evaluate_sets(run.accelerator, run.step, self._sets[split], on_batch)
+                run.notify("on_evaluation_start", split)
+                try:
+                    return evaluate_sets(run.accelerator, run.step, self._sets[split], on_batch)
+                finally:
+                    run.notify("on_evaluation_end", split)
         except Interrupted:
             run.stopped = Stop("signal", f"{stop_flag.reason} received in evaluation")
             return None

@@ -56,6 +56,10 @@ class Loop(Run):
         for model in step.models.values():
             if not model.training:  # as `from_pretrained` of several libraries returns it
                 model.train()
+        self.notify("on_setup")
+        if self.answering("on_before_optimizer_step"):
+            for optimizer in step.optimizers.values():
+                optimizer.register_step_pre_hook(lambda *_: self.notify("on_before_optimizer_step"))
         prepared = accelerator.prepare(*step.models.values(), *step.optimizers.values())
         objects = iter(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
         step.models = {name: next(objects) for name in step.models}
@@ -114,8 +118,9 @@ class Loop(Run):
             self._train()
             with self.stop_flag.progress.in_phase("the end of the run"):
                 return self._finish()
-        except ConfigError as error:
-            if self._begun:
+        except Exception as error:
+            self.notify("on_exception", error)
+            if isinstance(error, ConfigError) and self._begun:
                 raise LateError(str(error)) from error
             raise
         finally:
@@ -134,6 +139,8 @@ class Loop(Run):
         """Train to the end of the epoch under way, or to a stop within it."""
         state = self.state
         before, skipped = state.step, state.step_in_epoch
+        if skipped == 0:
+            self.notify("on_epoch_start")
         windows = self._batches.epoch(state.epoch, skip_steps=skipped)
         with contextlib.closing(windows):
             for window, last in with_last(windows, skipped, self.plan.steps_per_epoch):
@@ -183,6 +190,8 @@ class Loop(Run):
         with self._saved_on_error():
             for callback in self.callbacks.values():
                 callback.on_step(self)
+            if state.step_in_epoch == 0:
+                self.notify("on_epoch_end")
             self.display.step(state.step, state.epoch_number)
             self.check_limits()
             self.check_requests()

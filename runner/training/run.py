@@ -136,10 +136,14 @@ class Run:
 
     def notify(self, event: str, *values: object) -> None:
         """Call `event` of the callbacks that define it, with the random generators preserved."""
-        for callback in self.callbacks.values():
-            if getattr(type(callback), event) is not getattr(Callback, event):
-                with preserved():
-                    getattr(callback, event)(self, *values)
+        for callback in self.answering(event):
+            with preserved():
+                getattr(callback, event)(self, *values)
+
+    def answering(self, event: str) -> list[Callback]:
+        """Return the callbacks that define `event`."""
+        ours = getattr(Callback, event)
+        return [c for c in self.callbacks.values() if getattr(type(c), event) is not ours]
 
 
 def count_parameters(
@@ -169,20 +173,41 @@ class Callback:
         Raise here what would fail after an evaluation, such as a metric that is not measured.
         """
 
+    def on_setup(self, loop: Run) -> None:
+        """With models and optimizers built, before the engine prepares them."""
+
     def on_start(self, loop: Run) -> None:
         """Before the first step, after a resume."""
+
+    def on_epoch_start(self, loop: Run) -> None:
+        """Before the first step of an epoch; not where a resume continues within one."""
+
+    def on_before_optimizer_step(self, loop: Run) -> None:
+        """Before each optimizer step, after clipping. Must not wait for the device."""
 
     def on_step(self, loop: Run) -> None:
         """After each optimizer step. Must not wait for the device."""
 
+    def on_epoch_end(self, loop: Run) -> None:
+        """After the last step of an epoch, before its evaluation and checkpoint."""
+
     def on_log(self, loop: Run, values: Mapping[str, float]) -> None:
         """At a log point, with the values that were read."""
+
+    def on_evaluation_start(self, loop: Run, split: str) -> None:
+        """Before an evaluation of `split`; weights may be exchanged until `on_evaluation_end`."""
+
+    def on_evaluation_end(self, loop: Run, split: str) -> None:
+        """After an evaluation of `split`, also one that failed or was interrupted."""
 
     def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
         """After an evaluation of `split` ("validation", "test")."""
 
     def on_checkpoint(self, loop: Run, path: str) -> None:
         """After a checkpoint was committed."""
+
+    def on_exception(self, loop: Run, error: Exception) -> None:
+        """After an error that ends the run, on the ranks that met it. Must not wait for others."""
 
     def on_end(self, loop: Run) -> None:
         """After the last evaluation; on rank 0 before the final table is shown."""
