@@ -6,7 +6,6 @@ Holds E1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import pytest
 import torch
@@ -257,29 +256,3 @@ def test_end_training_can_be_called_twice() -> None:
     accelerator.end_training()
     accelerator.end_training()
     assert accelerator.is_main_process
-
-
-# -- subclasses ----------------------------------------------------------------------------
-
-OVERRIDDEN = (
-    *("get_state_dict", "unscale_gradients", "accumulate", "backward", "lomo_backward"),
-    *("check_trigger", "free_memory"),
-)
-
-
-class Watched(Accelerator):
-    """Notes the calls of the methods that others of them call."""
-
-    called: ClassVar[list[str]] = []
-
-
-def _watched(name: str) -> Callable[..., object]:
-    def call(self: Watched, *args: object, **kwargs: object) -> object:
-        self.called.append(name)
-        return getattr(super(Watched, self), name)(*args, **kwargs)
-
-    return call
-
-
-for _name in OVERRIDDEN:
-    setattr(Watched, _name, _watched(_name))

@@ -32,7 +32,6 @@ ARGUMENTS = (
     *("model.name=net", "data.name=table", "objective.name=square", "tracker.log_with=[]"),
     *("checkpoint=none", "trainer.epochs=1", "trainer.global_batch_size=8", "trainer.log_every=1"),
 )
-NODES = ("model", "data", "objective", "optimizer", "scheduler", "step")
 
 
 def _mistake(

@@ -166,6 +166,3 @@ def test_other_parameters_or_groups_are_refused(tmp_path: Path) -> None:
         load_by_name(two, saved, names)
     with pytest.raises(CheckpointError, match="format None"):
         load_by_name(two, {"state": {}}, names)
-
-
-# -- state in 8 bits and less ------------------------------------------------------------------

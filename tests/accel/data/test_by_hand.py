@@ -200,6 +200,3 @@ def test_ranks_of_one_tensor_parallel_group_read_alike(size: int) -> None:
     assert run_distributed(read_on_a_mesh, size, (1, size)) == [[everything] * 2] * size
     apart = run_distributed(read_on_a_mesh, size, (size, 1))
     assert len({str(found) for found in apart}) == size
-
-
-# -- the end of a pass, for data of every kind ---------------------------------------------------

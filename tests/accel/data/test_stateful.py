@@ -87,9 +87,6 @@ def plain(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
-# -- skipping ------------------------------------------------------------------------------------
-
-
 # -- ranks at different batches ------------------------------------------------------------------
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -132,13 +130,6 @@ def test_an_uneven_pass_gives_each_sample_once(lengths: list[int]) -> None:
     assert sorted(flat(found)) == list(range(sum(lengths)))
 
 
-class Around:
-    """Collates in the worker or here, with a random draw."""
-
-    def __call__(self, samples: list[int]) -> tuple[list[int], float]:
-        return samples, random.random()
-
-
 # -- processes -----------------------------------------------------------------------------------
 
 
@@ -164,38 +155,6 @@ def test_a_gathered_evaluation_has_each_sample_once(workers: int) -> None:
     sizes = [[11, 12], [20, 21], [3, 30], [1, 0]]
     wanted = [(list(range(sum(one))), -(-sum(one) // (2 * SIZE))) for one in sizes]
     assert run_distributed(gathered, 2, sizes, workers) == [wanted, wanted]
-
-
-def resumed(folder: str, lengths: list[int], stateful: bool) -> list[str]:
-    """Return what is wrong in passes that are resumed after each of their batches."""
-    config = DataLoaderConfiguration(dispatch_batches=False, use_stateful_dataloader=stateful)
-    torch.manual_seed(3)
-
-    def made() -> tuple[Accelerator, Any]:
-        accelerator = Accelerator(cpu=True, dataloader_config=config)
-        stream = DataLoader(Parts(lengths), SIZE, num_workers=2, collate_fn=Around())
-        return accelerator, accelerator.prepare(stream)
-
-    accelerator, loader = made()
-    straight = []
-    for number, batch in enumerate(loader, 1):
-        straight.append(batch)
-        accelerator.save_state(f"{folder}/{number}")
-    steps = len(straight)
-    accelerator.free_memory()
-    wrong = []
-    for number in range(1, steps):
-        accelerator, loader = made()
-        accelerator.load_state(f"{folder}/{number}")
-        rest = list(loader if stateful else accelerator.skip_first_batches(loader, number))
-        if rest != straight[number:]:  # with the draws of the collate function
-            wrong.append(f"after {number}: {rest}, not {straight[number:]}")
-        again = list(loader)
-        if [batch for batch, _ in again] != [batch for batch, _ in straight]:
-            wrong.append(f"the pass after {number}: {again}, not {straight}")
-        accelerator.free_memory()
-    accelerator.end_training()
-    return wrong
 
 
 # -- Hugging Face data sets with shards of their own ---------------------------------------------

@@ -190,6 +190,3 @@ def test_a_saved_model_is_one_of_torch(tmp_path: Any) -> None:
     network().load_state_dict(saved)
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
     assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
-
-
-# -- what is refused ---------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, GradientAccumulationPlugin
 from accel.comm.ops import gather_object
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.training import DataLoaderConfiguration
 from accel.machine.errors import ConfigError
 from accel.state import AcceleratorState, GradientState
 from tests.helpers import run_distributed
@@ -335,34 +334,6 @@ def test_exchanges_can_be_put_off_and_triggered(world_size: int) -> None:
             "triggered for first": [2 * mean, 2 * own],
             "in the end": [mean, mean],
         }
-
-
-# -- the step counted, whatever the number of processes ------------------------------------------
-
-
-def trained(num_steps: int, split_batches: bool) -> torch.Tensor:
-    """Return the weight after two passes over twelve samples, clipped, with momentum."""
-    config = DataLoaderConfiguration(split_batches=split_batches)
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=num_steps, dataloader_config=config
-    )
-    inputs = torch.linspace(-1.0, 2.0, 12).view(12, 1)
-    model = scalar_model()
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        DataLoader(TensorDataset(inputs, 3 * inputs), batch_size=6),
-    )
-    for _ in range(2):
-        for batch, targets in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(torch.nn.functional.mse_loss(model(batch), targets))
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 2.0)
-                    accelerator.clip_grad_value_(model.parameters(), 1.5)
-                optimizer.step()
-                optimizer.zero_grad()
-    return weight_of(model).detach().clone()
 
 
 # -- processes with different numbers of batches -------------------------------------------------

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
 
 from accel import (
     Accelerator,
@@ -18,53 +16,14 @@ from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import ConfigError, StateError
 from tests.helpers import gloo_threads, gloo_threads_left, run_distributed
 
-SAMPLES = 12
-
 
 def make_model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
 
 
-def make_loader(batch_size: int, samples: int = SAMPLES, shuffle: bool = False) -> DataLoader:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(samples, 3, generator=generator)
-    data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
-    return DataLoader(data, batch_size, shuffle=shuffle)
-
-
 def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def train(
-    batch_size: int, steps: int = 1, epochs: int = 3, **ddp: Any
-) -> tuple[torch.Tensor, float, str]:
-    """Train with momentum and clipping; return the weights, the last rate and the type of model."""
-    handler = DistributedDataParallelKwargs(**ddp)
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=steps, kwargs_handlers=[handler], split_batches=True
-    )
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    model, optimizer, loader, scheduler = accelerator.prepare(
-        model, optimizer, make_loader(batch_size), scheduler
-    )
-    for _ in range(epochs):
-        for inputs, targets in loader:
-            with accelerator.accumulate(model):
-                loss = torch.nn.functional.mse_loss(model(inputs), targets)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-    result = weights(accelerator.unwrap_model(model))
-    kind = type(model).__name__
-    accelerator.end_training()
-    return result, scheduler.get_last_lr()[0], kind
 
 
 def only_evaluated() -> tuple[str, ...]:
@@ -133,9 +92,6 @@ def strange_parameter() -> str:
 
 def test_a_parameter_that_nobody_keeps_equal_is_refused() -> None:
     assert "kept equal on all processes" in run_distributed(strange_parameter, 2)[0]
-
-
-# -- data and metrics ----------------------------------------------------------------------------
 
 
 # -- the end ---------------------------------------------------------------------------------------

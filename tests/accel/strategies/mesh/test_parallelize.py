@@ -16,8 +16,6 @@ from tests.accel.strategies.training import (
 )
 from tests.helpers import run_distributed
 
-BLOCK, MODEL = 5, 15  # calls in the graph of a block, and of the model around two of them
-
 
 def calls(accelerator: Any, model: Any, sync: bool) -> tuple[int, int]:
     """Return how often one pass gathers parameters and reduces gradients."""

@@ -147,6 +147,3 @@ def check_flows(engines: dict[str, Any]) -> None:
 @pytest.mark.parametrize("engines", ENGINES, ids=str)
 def test_training_goes_on_from_the_shards(engines: dict[str, Any]) -> None:
     run_distributed(check_flows, 2, engines)
-
-
-# -- modules inside that are called by themselves -----------------------------------------
