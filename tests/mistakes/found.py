@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.mistakes import users
+from tests.mistakes import listed, users
 from tests.mistakes.cases import FAILED, REFUSED, Mistake
 
 KIND = "found"
 PROJECT = "pyproject.toml"
-
-
-def _code(code: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
-    return replace(users._mistake(code, *names, **more), kind=KIND)  # type: ignore[arg-type]
-
-
-def _data(body: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
-    return _code(f'@register.data("bad")\ndef bad():\n    {body}\n', *names, **more)
-
-
-def _objective(body: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
-    return _code(f'@register.objective("bad")\nclass Bad(Square):\n    {body}\n', *names, **more)
 
 
 def _line(line: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
@@ -28,41 +16,44 @@ def _line(line: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
 
 
 _JOINED = ("samples cannot be collated", "collate_fn")
-_FAILS = {"ends": FAILED, "late": True}
-_SIZED = "class Rows(Dataset):\n        def __getitem__(self, i): return ROWS[i]\n        "
+_SIZED = (
+    "class Rows(Dataset):\n        def __getitem__(self, i): return ROWS[i]\n"
+    "        def __len__(self): "
+)
 
 DATA = (
-    _data("return Data([torch.zeros(n + 1) for n in range(9)])", *_JOINED, **_FAILS),
-    _data("return Data([{'x': X[0]}, {'y': X[0]}] * 8)", *_JOINED, **_FAILS),
-    _data("return Data([(X[0], None)] * 8)", *_JOINED, **_FAILS),
-    _data(
+    users.data("return Data([torch.zeros(n + 1) for n in range(9)])", *_JOINED, **users.LATE),
+    users.data("return Data([{'x': X[0]}, {'y': X[0]}] * 8)", *_JOINED, **users.LATE),
+    users.data("return Data([(X[0], None)] * 8)", *_JOINED, **users.LATE),
+    users.data(
         "return Data([torch.zeros(n + 1) for n in range(9)])",
         *_JOINED,
         arguments=("dataloader.num_workers=1",),
-        **_FAILS,
+        **users.LATE,
     ),
-    _data("return Data(train=(row for row in ROWS))", "train", "IterableDataset"),
-    _data("return Data(ROWS, iter(ROWS))", "validation", "IterableDataset"),
-    _data(f"{_SIZED}def __len__(self): return -5\n    return Data(Rows())", "train", "__len__"),
-    _data(f"{_SIZED}def __len__(self): return 2.0\n    return Data(Rows())", "train", "__len__"),
+    users.data("return Data(train=(row for row in ROWS))", "train", "IterableDataset"),
+    users.data("return Data(ROWS, iter(ROWS))", "validation", "IterableDataset"),
+    *(
+        users.data(f"{_SIZED}return {size}\n    return Data(Rows())", "train", "__len__")
+        for size in ("-5", "2.0")
+    ),
 )
-METHODS = (
-    _objective('mode = "maximize"', "Bad.mode='maximize'", "min, max"),
-    _objective("mode = max", "Bad.mode", "min, max"),
-    _objective("monitor = None", "Bad.monitor"),
-    _objective("def losses(self, batch): return batch", "Bad.losses", "losses(self, model, batch)"),
-    _objective("def summarize(self): return {}", "Bad.summarize", "summarize(self, values)"),
-)
-FILES = tuple(
-    Mistake(KIND, ("experiment=own",), names, {"conf/experiment/own.yaml": f"{head}{text}"})
-    for head in ("# @package _global_\n",)
-    for text, names in (
-        ("resume: runs/digits/x\n", ("resume='runs/digits/x'", "resume: auto")),
-        ("precision: bf16\n", ("precision: bf16", "override /precision")),
-        ("tracker: tensorboard\n", ("tracker: tensorboard", "override /tracker")),
-        ("fsdp: full_shard\n", ("fsdp", "override /fsdp")),
-        ("trainer: 3\n", ("trainer: 3", "keys below it")),
+METHODS = tuple(
+    users.one_class("objective Square", body, *names)
+    for body, *names in (
+        ('mode = "maximize"', "Bad.mode='maximize'", "min, max"),
+        ("mode = max", "Bad.mode", "min, max"),
+        ("monitor = None", "Bad.monitor"),
+        ("def losses(self, batch): return batch", "Bad.losses", "losses(self, model, batch)"),
+        ("def summarize(self): return {}", "Bad.summarize", "summarize(self, values)"),
     )
+)
+FILES = (
+    listed.own("resume: runs/digits/x\n", "resume='runs/digits/x'", "resume: auto"),
+    listed.own("precision: bf16\n", "precision: bf16", "override /precision"),
+    listed.own("tracker: tensorboard\n", "tracker: tensorboard", "override /tracker"),
+    listed.own("fsdp: full_shard\n", "fsdp", "override /fsdp"),
+    listed.own("trainer: 3\n", "trainer: 3", "keys below it"),
 )
 PROJECTS = (
     Mistake(KIND, (), ("./mine", "package"), {PROJECT: '[tool.runner]\nimports = ["./mine"]\n'}),
@@ -81,14 +72,14 @@ LINES = (
         "/dev/null/x",
     ),
     # A model of torch's alone that does not fit the data: no frame of the user's, and few of ours.
-    _code(
+    users.mistake(
         '@register.model("bad")\ndef bad():\n    return nn.Linear(3, 1)\n',
         "mat1 and mat2",
         "RUNNER_FULL_TRACEBACK=1",
         arguments=("objective.name=classification",),
-        **_FAILS,
+        **users.LATE,
     ),
 )
 
-ALL = (*DATA, *METHODS, *FILES, *PROJECTS, *LINES)
+ALL = tuple(replace(one, kind=KIND) for one in (*DATA, *METHODS, *FILES, *PROJECTS, *LINES))
 assert all(mistake.code in (REFUSED, FAILED) for mistake in ALL)

@@ -9,13 +9,18 @@ def _one(line: str, *names: str | tuple[str, ...], **more: object) -> Mistake:
     return Mistake("listed", tuple(line.split()), names, **more)  # type: ignore[arg-type]
 
 
-def _files(arguments: str, *names: str | tuple[str, ...], **files: str | bytes) -> Mistake:
-    """A mistake in files; their names have __ for / and no ending."""
-    here = {f"{name.replace('__', '/')}.yaml": text for name, text in files.items()}
-    return Mistake("file", tuple(arguments.split()), names, here)
+def _files(arguments: str, files: dict[str, str | bytes], *names: str | tuple[str, ...]) -> Mistake:
+    return Mistake("file", tuple(arguments.split()), names, files)
 
 
 OVERLAY = "# @package _global_\n"
+OWN = "conf/experiment/own.yaml"
+
+
+def own(text: str, *names: str) -> Mistake:
+    """A mistake in the file of an experiment."""
+    return _files("experiment=own", {OWN: OVERLAY + text}, *names)
+
 
 COMMAND_LINES = (
     _one("+experiment=bytes_gpt", "experiment=bytes_gpt", "Leave out the +"),
@@ -120,108 +125,42 @@ COMMAND_LINES = (
 )
 
 FILES = (
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        "own",
-        conf__experiment__own=f"{OVERLAY}defaults:\n  - own\n",
-    ),
+    own("defaults:\n  - own\n", OWN, "own"),
     _files(
         "experiment=one",
+        {
+            "conf/experiment/one.yaml": f"{OVERLAY}defaults:\n  - two\n",
+            "conf/experiment/two.yaml": f"{OVERLAY}defaults:\n  - one\n",
+        },
         ("one", "two"),
-        conf__experiment__one=f"{OVERLAY}defaults:\n  - two\n",
-        conf__experiment__two=f"{OVERLAY}defaults:\n  - one\n",
+    ),
+    _files("experiment=own", {OWN: "name: own\ntrainer:\n  epochs: 3\n"}, OWN, OVERLAY.strip()),
+    own("sead: 1\ntrainer:\n  epoch: 3\noptimizer:\n  lrr: 1\n", OWN, "trainer.epoch", "sead"),
+    own("trainer:\n  epochs: many\n", OWN, "trainer.epochs"),
+    _files("experiment=own", {OWN: f"{OVERLAY}name: caf\xe9\n".encode("latin-1")}, OWN, "UTF-8"),
+    own("name: ${nme}\n", OWN, "nme"),
+    own("name: ${name\n", OWN),
+    own("trainer:\n  epochs: 3\n epochs: 4\n", OWN),
+    own("trainer:\n\tepochs: 3\n", OWN, "tab"),
+    own("- a\n- b\n", OWN),
+    own("trainer:\n  epochs: 3\n  epochs: 4\n", OWN, "epochs"),
+    own("defaults:\n  - override /model: cnm\n", "cnm", "'cnn'"),
+    own("defaults:\n  - override /modl: cnn\n", "modl"),
+    own("defaults:\n  - /model: byte_gpt\n", OWN, "override"),
+    _files("model=own", {"conf/model/own.yaml": "name: cnn\nwidht: 3\n"}, "widht", "'width'"),
+    _files("model=own", {"conf/model/own.yaml": "name: cnm\n"}, "cnm", "'cnn'"),
+    _files(
+        "optimizer=own", {"conf/optimizer/own.yaml": "name: adamw\nlr: 1e-3x\n"}, "optimizer.lr"
     ),
     _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        "# @package _global_",
-        conf__experiment__own="name: own\ntrainer:\n  epochs: 3\n",
+        "precision=nope", {"conf/precision/fast.yaml": "mode: bf16\n"}, "precision=nope", "fast"
     ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        "trainer.epoch",
-        "sead",
-        conf__experiment__own=f"{OVERLAY}sead: 1\ntrainer:\n  epoch: 3\noptimizer:\n  lrr: 1\n",
-    ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        "trainer.epochs",
-        conf__experiment__own=f"{OVERLAY}trainer:\n  epochs: many\n",
-    ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        "UTF-8",
-        conf__experiment__own="# @package _global_\nname: caf\xe9\n".encode("latin-1"),
-    ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        "nme",
-        conf__experiment__own=f"{OVERLAY}name: ${{nme}}\n",
-    ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        conf__experiment__own=f"{OVERLAY}name: ${{name\n",
-    ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        conf__experiment__own=f"{OVERLAY}trainer:\n  epochs: 3\n epochs: 4\n",
-    ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        "tab",
-        conf__experiment__own=f"{OVERLAY}trainer:\n\tepochs: 3\n",
-    ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        conf__experiment__own=f"{OVERLAY}- a\n- b\n",
-    ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        "epochs",
-        conf__experiment__own=f"{OVERLAY}trainer:\n  epochs: 3\n  epochs: 4\n",
-    ),
-    _files(
-        "experiment=own",
-        "cnm",
-        "'cnn'",
-        conf__experiment__own=f"{OVERLAY}defaults:\n  - override /model: cnm\n",
-    ),
-    _files(
-        "experiment=own",
-        "modl",
-        conf__experiment__own=f"{OVERLAY}defaults:\n  - override /modl: cnn\n",
-    ),
-    _files(
-        "experiment=own",
-        "conf/experiment/own.yaml",
-        "override",
-        conf__experiment__own=f"{OVERLAY}defaults:\n  - /model: byte_gpt\n",
-    ),
-    _files("model=own", "widht", "'width'", conf__model__own="name: cnn\nwidht: 3\n"),
-    _files("model=own", "cnm", "'cnn'", conf__model__own="name: cnm\n"),
-    _files("optimizer=own", "optimizer.lr", conf__optimizer__own="name: adamw\nlr: 1e-3x\n"),
-    _files("precision=nope", "precision=nope", "fast", conf__precision__fast="mode: bf16\n"),
-    Mistake("file", (), ("pyproject.toml",), {"pyproject.toml": "[tool.runner\nimports = 3\n"}),
-    Mistake("file", (), ("imports",), {"pyproject.toml": "[tool.runner]\nimports = 3\n"}),
-    Mistake("file", (), ("import",), {"pyproject.toml": '[tool.runner]\nimport = ["x"]\n'}),
-    Mistake("file", (), ("nowhere_x",), {"pyproject.toml": '[tool.runner]\nimports=["nowhere_x"]'}),
-    Mistake("file", (), ("pyproject.toml",), {"pyproject.toml": "[tool.runner]\nimports = [\n"}),
-    Mistake(
-        "file",
-        ("--config-name", "own"),
-        ("own",),
-        {"conf/own.yaml": "defaults:\n  - own\n  - _self_\n"},
-    ),
+    _files("", {"pyproject.toml": "[tool.runner\nimports = 3\n"}, "pyproject.toml"),
+    _files("", {"pyproject.toml": "[tool.runner]\nimports = 3\n"}, "imports"),
+    _files("", {"pyproject.toml": '[tool.runner]\nimport = ["x"]\n'}, "import"),
+    _files("", {"pyproject.toml": '[tool.runner]\nimports=["nowhere_x"]'}, "nowhere_x"),
+    _files("", {"pyproject.toml": "[tool.runner]\nimports = [\n"}, "pyproject.toml"),
+    _files("--config-name own", {"conf/own.yaml": "defaults:\n  - own\n  - _self_\n"}, "own"),
 )
 
 # Mistakes that show in training: the user's recipe asks for a loss that is not finite.

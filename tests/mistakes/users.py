@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.mistakes.cases import FAILED, REFUSED, Mistake
 
 PROJECT = '[tool.runner]\nimports = ["mine"]\n'
@@ -34,7 +36,7 @@ ARGUMENTS = (
 )
 
 
-def _mistake(
+def mistake(
     code: str,
     *names: str | tuple[str, ...],
     ends: int = REFUSED,
@@ -47,11 +49,7 @@ def _mistake(
         "": (),
         "callback": ("callbacks.bad.name=bad",),
         "step": (
-            "step.name=bad",
-            "model=null",
-            "objective=null",
-            "optimizer=null",
-            "scheduler=null",
+            *("step.name=bad", "model=null", "objective=null", "optimizer=null", "scheduler=null"),
         ),
     }.get(node, (f"{node}.name=bad",))
     own = [key for key in ("model", "objective") if node == "step"] + [node]
@@ -60,10 +58,22 @@ def _mistake(
     return Mistake("user's code", (*base, *chosen, *arguments), names, files, {}, ends, late)
 
 
+def data(body: str, *names: str | tuple[str, ...], **more: Any) -> Mistake:
+    """A factory of data with this body, whose lines after the first are indented."""
+    return mistake(f'@register.data("bad")\ndef bad():\n    {body}\n', *names, **more)
+
+
+def one_class(head: str, body: str, *names: str | tuple[str, ...], **more: Any) -> Mistake:
+    """A registered class ``Bad``; `head` is its node and its base: "step Step"."""
+    node, _, base = head.partition(" ")
+    code = f'@register.{node}("bad")\nclass Bad{f"({base})" if base else ""}:\n    {body}\n'
+    return mistake(code, *names, **more)
+
+
 def _returned(node: str, value: str, *names: str) -> Mistake:
     """A factory that returns `value`."""
     code = f'\n@register.{node}("bad")\ndef bad(*given):\n    return {value}\n'
-    return _mistake(code, "bad", "returned", *names)
+    return mistake(code, "bad", "returned", *names)
 
 
 RETURNED = (
@@ -103,183 +113,148 @@ RETURNED = (
     _returned("step", "net()", "step", "Linear", "runner.Step"),
 )
 
+_ROWS = "class Rows(Dataset):\n        def "
+_TRAIN = "    return Data(train=Rows())"
+
 CLASSES = (
-    _mistake(
-        '@register.data("bad")\ndef bad():\n    class Rows(Dataset):\n'
-        "        def __getitem__(self, index):\n            return ROWS[index]\n"
-        "    return Data(train=Rows())\n",
-        "data.name=bad",
-        "train",
-        "__len__",
+    data(
+        f"{_ROWS}__getitem__(self, index):\n            return ROWS[index]\n{_TRAIN}",
+        *("data.name=bad", "train", "__len__"),
     ),
-    _mistake(
-        '@register.data("bad")\ndef bad():\n    class Rows(Dataset):\n'
-        "        def __len__(self):\n            return 8\n"
-        "    return Data(train=Rows())\n",
-        "data.name=bad",
-        "train",
-        "__getitem__",
+    data(
+        f"{_ROWS}__len__(self):\n            return 8\n{_TRAIN}",
+        *("data.name=bad", "train", "__getitem__"),
     ),
-    _mistake(
-        '@register.data("bad")\ndef bad():\n    class Rows(IterableDataset):\n        pass\n'
-        "    return Data(train=Rows())\n",
-        "abstract method",
-        "__iter__",
+    data(
+        f"class Rows(IterableDataset):\n        pass\n{_TRAIN}",
+        *("abstract method", "__iter__"),
         ends=FAILED,
     ),
-    _mistake(
-        '@register.callback("bad")\nclass Bad(Callback):\n'
-        "    def on_epoch_end(self, loop):\n        pass\n",
-        "callbacks.bad",
-        "on_epoch_end",
-        "on_evaluate",
+    one_class(
+        "callback Callback",
+        "def on_epoch_end(self, loop):\n        pass",
+        *("callbacks.bad", "on_epoch_end", "on_evaluate"),
     ),
-    _mistake(
-        '@register.callback("bad")\nclass Bad(Callback):\n'
-        "    def on_steps(self, loop):\n        pass\n",
-        "callbacks.bad",
-        "on_steps",
-        "'on_step'",
+    one_class(
+        "callback Callback",
+        "def on_steps(self, loop):\n        pass",
+        *("callbacks.bad", "on_steps", "'on_step'"),
     ),
-    _mistake(
-        '@register.callback("bad")\nclass Bad:\n    def on_step(self, loop):\n        pass\n',
-        "callbacks.bad",
-        "runner.Callback",
+    one_class(
+        "callback", "def on_step(self, loop):\n        pass", "callbacks.bad", "runner.Callback"
     ),
-    _mistake(
-        '@register.callback("bad")\nclass Bad(Callback):\n    def on_step(self):\n        pass\n',
-        "callbacks.bad",
-        "on_step",
-        "loop",
+    one_class(
+        "callback Callback",
+        "def on_step(self):\n        pass",
+        *("callbacks.bad", "on_step", "loop"),
     ),
-    _mistake(
-        '@register.objective("bad")\nclass Bad(Square):\n'
-        "    def summarise(self, values):\n        return {'loss': 0.0}\n",
-        "objective.name=bad",
-        "summarise",
-        "'summarize'",
+    one_class(
+        "objective Square",
+        "def summarise(self, values):\n        return {'loss': 0.0}",
+        *("objective.name=bad", "summarise", "'summarize'"),
     ),
-    _mistake(
-        '@register.objective("bad")\nclass Bad(Objective):\n'
-        "    def loss(self, model, batch):\n        return model(batch[0])\n",
-        "objective.name=bad",
-        "losses",
+    one_class(
+        "objective Objective",
+        "def loss(self, model, batch):\n        return model(batch[0])",
+        *("objective.name=bad", "losses"),
     ),
-    _mistake(
-        '@register.step("bad")\nclass Bad(Step):\n    def train(self, a, w, t):\n        pass\n',
-        "step.name=bad",
-        "evaluate",
-        "summarize",
+    one_class(
+        "step Step",
+        "def train(self, a, w, t):\n        pass",
+        *("step.name=bad", "evaluate", "summarize"),
     ),
-    _mistake(
-        '@register.step("bad")\nclass Bad(Step):\n    def train(self, a, w, t):\n        pass\n'
+    one_class(
+        "step Step",
+        "def train(self, a, w, t):\n        pass\n"
         "    def evaluate(self, batch):\n        pass\n"
-        "    def summarize(self, values):\n        pass\n",
-        "step.name=bad",
-        "models",
+        "    def summarize(self, values):\n        pass",
+        *("step.name=bad", "models"),
     ),
-    _mistake(
+    mistake(
         '@register.model("bad")\ndef bad(width):\n    return nn.Linear(4, width)\n',
-        "model.width",
-        "bad",
+        *("model.width", "bad"),
     ),
-    _mistake(
+    mistake(
         '@register.model("net")\ndef other():\n    return nn.Linear(4, 1)\n', "net", "another name"
     ),
-    _mistake("import not_there_at_all\n", "not_there_at_all", "Install"),
+    mistake("import not_there_at_all\n", "not_there_at_all", "Install"),
 )
 
-METHODS = (
-    *(
-        _mistake(
-            f'@register.objective("bad")\nclass Bad(Square):\n    def {method}:\n'
-            f"        return {value}\n",
-            "Bad",
-            name,
-            "returned",
-            late=True,
-        )
-        for method, value, name in (
-            ("summarize(self, values)", "None", "summarize"),
-            ("summarize(self, values)", "'good'", "summarize"),
-            ("summarize(self, values)", "0.5", "summarize"),
-            ("summarize(self, values)", "{'loss': 'small'}", "summarize"),
-            ("summarize(self, values)", "{'loss': values['loss']}", "summarize"),
-            ("evaluate(self, model, batch)", "None", "evaluate"),
-            ("evaluate(self, model, batch)", "0.5", "evaluate"),
-            ("evaluate(self, model, batch)", "{'loss': 0.5}", "evaluate"),
-            ("losses(self, model, batch)", "None", "losses"),
-            ("losses(self, model, batch)", "0.5", "losses"),
-            ("losses(self, model, batch)", "model(batch[0]).mean()", "losses"),
-            ("losses(self, model, batch)", "model(batch[0]).detach()[:, 0]", "losses"),
-            ("weights(self, batch)", "3", "weights"),
-        )
-    ),
+METHODS = tuple(
+    one_class(
+        "objective Square",
+        f"def {method}:\n        return {value}",
+        *("Bad", method.partition("(")[0], "returned"),
+        late=True,
+    )
+    for method, values in (
+        (
+            "summarize(self, values)",
+            ("None", "'good'", "0.5", "{'loss': 'small'}", "{'loss': values['loss']}"),
+        ),
+        ("evaluate(self, model, batch)", ("None", "0.5", "{'loss': 0.5}")),
+        (
+            "losses(self, model, batch)",
+            ("None", "0.5", "model(batch[0]).mean()", "model(batch[0]).detach()[:, 0]"),
+        ),
+        ("weights(self, batch)", ("3",)),
+    )
+    for value in values
 )
+
+_NO_GOOD = 'raise ValueError("no good")'
+LATE: dict[str, Any] = {"ends": FAILED, "late": True}
 
 RAISED = (
     *(
-        _mistake(
-            f'\n@register.{node}("bad")\ndef bad(*given):\n    raise ValueError("no good")\n',
-            "ValueError: no good",
-            "mine.py",
-            "bad",
+        mistake(
+            f'\n@register.{node}("bad")\ndef bad(*given):\n    {_NO_GOOD}\n',
+            *("ValueError: no good", "mine.py", "bad"),
             ends=FAILED,
         )
         for node in ("model", "data", "objective", "optimizer", "scheduler", "callback", "step")
     ),
-    _mistake("\n1 / 0\n", "ZeroDivisionError", "mine.py", ends=FAILED),
-    _mistake("\ndef broken(:\n", "SyntaxError", "mine.py", ends=FAILED),
-    _mistake("\nfrom torch import nothing_there\n", "ImportError", "mine.py", ends=FAILED),
-    _mistake(
-        '@register.model("bad")\nclass Bad(nn.Module):\n'
-        "    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 1)\n"
-        "    def forward(self, x):\n        return self.a(x[:, :3])\n",
-        "RuntimeError: mat1 and mat2",
-        "mine.py",
-        ends=FAILED,
-        late=True,
+    mistake("\n1 / 0\n", "ZeroDivisionError", "mine.py", ends=FAILED),
+    mistake("\ndef broken(:\n", "SyntaxError", "mine.py", ends=FAILED),
+    mistake("\nfrom torch import nothing_there\n", "ImportError", "mine.py", ends=FAILED),
+    one_class(
+        "model nn.Module",
+        "def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(4, 1)\n"
+        "    def forward(self, x):\n        return self.a(x[:, :3])",
+        *("RuntimeError: mat1 and mat2", "mine.py"),
+        **LATE,
     ),
     *(
-        _mistake(
-            '@register.data("bad")\ndef bad():\n    class Rows(Dataset):\n'
-            "        def __len__(self):\n            return 8\n"
-            "        def __getitem__(self, index):\n            raise KeyError(index)\n"
-            "    return Data(train=Rows())\n",
-            "KeyError",
-            "mine.py",
-            ends=FAILED,
-            late=True,
+        data(
+            f"{_ROWS}__len__(self):\n            return 8\n"
+            f"        def __getitem__(self, index):\n            raise KeyError(index)\n{_TRAIN}",
+            *("KeyError", "mine.py"),
             arguments=arguments,
+            **LATE,
         )
         for arguments in ((), ("dataloader.num_workers=1",))
     ),
     *(
-        _mistake(
-            f'@register.callback("bad")\nclass Bad(Callback):\n    def {hook}:\n'
-            '        raise ValueError("no good")\n',
-            "ValueError: no good",
-            "mine.py",
-            ends=FAILED,
-            late=True,
+        one_class(
+            "callback Callback",
+            f"def {hook}:\n        {_NO_GOOD}",
+            *("ValueError: no good", "mine.py"),
+            **LATE,
         )
         for hook in ("on_start(self, loop)", "on_step(self, loop)", "on_log(self, loop, values)")
     ),
-    _mistake(
-        '@register.objective("bad")\nclass Bad(Square):\n    def summarize(self, values):\n'
-        '        return {"x": values["nothing"]}\n',
-        "KeyError: 'nothing'",
-        "mine.py",
-        ends=FAILED,
-        late=True,
+    one_class(
+        "objective Square",
+        'def summarize(self, values):\n        return {"x": values["nothing"]}',
+        *("KeyError: 'nothing'", "mine.py"),
+        **LATE,
     ),
-    _mistake(
-        '@register.objective("bad")\nclass Bad(Square):\n    def losses(self, model, batch):\n'
-        "        return super().losses(model, batch) * float('nan')\n",
-        "loss=nan at step 1",
-        "trainer.stop_on_nan",
-        ends=FAILED,
-        late=True,
+    one_class(
+        "objective Square",
+        "def losses(self, model, batch):\n"
+        "        return super().losses(model, batch) * float('nan')",
+        *("loss=nan at step 1", "trainer.stop_on_nan"),
+        **LATE,
     ),
 )
 

@@ -28,7 +28,6 @@ from accel.utils import TorchTensorParallelPlugin, set_seed
 from tests.accel.data.parts import Counting, flat
 from tests.helpers import run_distributed
 
-
 # -- the caller's sampler ------------------------------------------------------------------------
 
 
