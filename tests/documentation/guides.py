@@ -9,6 +9,8 @@ content of that file. Marks may follow a block's language:
 - ``cluster``: the commands need a cluster; their recipes are checked, and nothing is started.
 - ``skip="REASON"``: not played.
 
+Commands in the tables of a document are played once each, as a ``short`` block at its end.
+
 The run directories of the texts, ``runs/NAME/20260101-120000-1a2b``, stand for the newest run of
 that name. Machines without a GPU start the processes of ``multi_gpu`` on the CPU.
 """
@@ -34,9 +36,11 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = re.compile(r"runs/(\w+)/20260101-120000-1a2b")
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"(?:# @package _global_\n)?# ([\w./]+\.\w+)\n")
+ROW = re.compile(r"^\|.*\|$", re.M)
+COMMAND = re.compile(r"`((?:runner|torchrun) [^`]+)`")
 SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
 SECONDS = 300.0
-MODULES = {"runner": "runner", "accel": "accel.commands"}
+MODULES = {"runner": "runner", "accel": "accel.commands", "torchrun": "torch.distributed.run"}
 # Commands of `runner` that take no recipe, and so no `--cfg job`.
 LOOKING = [[name] for name in ("list", "show", "compare", "report", "eval", "predict", "again")]
 LOOKS = ("--cfg", "--help", "--dry-run")  # flags that start nothing
@@ -86,7 +90,9 @@ class Block:
 def blocks(document: Path) -> list[Block]:
     """Return the code blocks of a document, in order."""
     text = document.read_text(encoding="utf-8")
-    return [
+    rows = "\n".join(ROW.findall(BLOCK.sub("", text)))
+    table = "\n".join(dict.fromkeys(COMMAND.findall(rows)))
+    listed = [
         Block(
             found[1],
             {name: value for name, _, value in (m.partition("=") for m in shlex.split(found[2]))},
@@ -95,6 +101,7 @@ def blocks(document: Path) -> list[Block]:
         )
         for found in BLOCK.finditer(text)
     ]
+    return [*listed, Block("bash", {"table": "", "short": ""}, table, 0)]
 
 
 class Reader:
@@ -133,7 +140,7 @@ class Reader:
                 yield f"a block of {block.language} that names no file"
         elif self.real and "cluster" not in block.marks:
             yield from self._commands(block)
-        else:
+        elif "table" not in block.marks:  # to compose each takes a second
             yield from self._checks(block)
 
     def _python(self, block: Block) -> Iterator[str]:
@@ -147,7 +154,8 @@ class Reader:
             if program in ("pip", "make") or "examples/" in "".join(given[:1]):
                 continue  # `_checks` looks at the one, `tests/examples` runs the other
             arguments = [self._with_runs(argument) for argument in on_this_machine(given)]
-            if "short" in block.marks and not set(LOOKS) & set(given):
+            looks = given[:1] in LOOKING or set(LOOKS) & set(given)
+            if "short" in block.marks and not looks:
                 arguments += SHORT
             if "--processes" in given:  # which counts all batches
                 arguments.append("trainer.limit_eval_batches=null")
