@@ -1,7 +1,8 @@
 """Shell completion: commands, flags, runs, and what Hydra completes: groups, files and keys.
 
 ``runner -sc query=bash`` (or fish) reads the line from COMP_LINE and prints the candidates for its
-last word. It never prints an error, and never imports torch unless a user's package does.
+last word. It never prints an error, and imports torch only for a name behind ``runner factories
+KIND`` or where a user's package does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
+from runner.cli import factories
 from runner.cli.arguments import long_flags
 from runner.recipe import hydra_setup
 from runner.recipe.keys import COMMANDS
@@ -46,6 +48,8 @@ def _candidates(words: Sequence[str], word: str) -> Iterator[str]:
     command = next(iter(words), "")
     if word.startswith("-"):
         yield from () if command in COMMANDS else long_flags()
+    elif command == "factories":
+        yield from factories.listed(words[1]) if words[1:] else factories.KINDS
     elif command in COMMANDS and command != "submit" and "=" not in word:
         yield from _runs(word)
     elif word.startswith("resume="):

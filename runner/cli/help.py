@@ -29,6 +29,7 @@ runner trains a PyTorch model that a recipe describes.
                                                       the same command again goes on with the sweep
   runner -m hydra/sweeper=optuna 'key=interval(a,b)'  search with Optuna (hydra.sweeper.n_trials=20)
   runner list [DIR ...] [status=failed since=2d ...]  runs, newest first; their status and objective
+  runner factories [optimizers [adamw]]               what a recipe can name, and its arguments
   runner show RUN_DIR | compare RUN_DIR RUN_DIR ...   one run in full | what differs between runs
   runner report DIR ...                               curves, swept keys: an HTML page
   runner again RUN_DIR [key=value ...]                a new run of what a directory describes
@@ -98,7 +99,7 @@ def _groups() -> str:
     for group in sorted(options):
         names = sorted(options[group])
         shown = [f"{name}*" if chosen.get(group) == name else name for name in names]
-        lines += _entry(group, " | ".join(shown))
+        lines += entry(group, " | ".join(shown))
     return "\n".join(lines) + "\n"
 
 
@@ -106,21 +107,22 @@ def _main_keys() -> str:
     lines = ["Main keys (all of them, with their values: runner --cfg job)"]
     for key in MAIN_KEYS:
         node, _, name = key.rpartition(".")
-        lines += _entry(key, _meanings(keys.node_of(node) or Recipe)[name], 36)
+        lines += entry(key, _meanings(keys.node_of(node) or Recipe)[name], 36)
     nodes = ", ".join((*keys.FACTORY_NODES, "callbacks.<x>"))
     how = f"a registered factory for {nodes}; its arguments are set beside it"
-    lines += _entry("<node>.name", how, 36)
-    lines += _entry("<node>._target_", "the same by dotted name, of a trusted package", 36)
+    lines += entry("<node>.name", how, 36)
+    lines += entry("<node>._target_", "the same by dotted name, of a trusted package", 36)
     return "\n".join(lines) + "\n"
 
 
 def entries(node: str, kind: type) -> list[str]:
     """Return lines with the meaning of the fields of a node."""
     meanings = _meanings(kind).items()
-    return [line for name, text in meanings for line in _entry(f"{node}.{name}", text, 36)]
+    return [line for name, text in meanings for line in entry(f"{node}.{name}", text, 36)]
 
 
-def _entry(head: str, meaning: str, indent: int = 16) -> Iterator[str]:
+def entry(head: str, meaning: str, indent: int = 16) -> Iterator[str]:
+    """Yield the lines of a word and its meaning, which begins at the column `indent`."""
     lines = textwrap.wrap(meaning, WIDTH - indent) or [""]
     yield f"  {head:<{indent - 3}} {lines[0]}"
     for line in lines[1:]:

@@ -29,7 +29,7 @@ UNKNOWN = "a recipe has no such key"
 # Nodes that name a factory: their other keys are its arguments, checked against its signature.
 FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
 
-COMMANDS = ("eval", "predict", "list", "show", "compare", "report", "again", "submit")
+COMMANDS = ("eval", "predict", "list", "show", "compare", "report", "again", "submit", "factories")
 # -- what people type from habit ------------------------------------------------------------
 
 _STRATEGIES = " or ".join(f"{found.name}=…" for found in plugins() if found.kind is not None)

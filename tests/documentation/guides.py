@@ -42,7 +42,9 @@ SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
 SECONDS = 300.0
 MODULES = {"runner": "runner", "accel": "accel.commands", "torchrun": "torch.distributed.run"}
 # Commands of `runner` that take no recipe, and so no `--cfg job`.
-LOOKING = [[name] for name in ("list", "show", "compare", "report", "eval", "predict", "again")]
+LOOKING = [
+    [n] for n in ("factories", "list", "show", "compare", "report", "eval", "predict", "again")
+]
 LOOKS = ("--cfg", "--help", "--dry-run")  # flags that start nothing
 CHECK = """
 import json, sys

@@ -30,6 +30,8 @@ LINES = {
     "runner seed=1 trainer.log": ["trainer.log_every="],
     "runner -m precision=b": ["precision=bf16", "precision=bf16_weights"],
     "runner -m hydra/sweeper=o": ["hydra/sweeper=optuna"],
+    "runner factories s": ["schedulers", "steps"],
+    "runner factories schedulers co": ["constant", "cosine"],
     "runner sub": ["submit", "submit.", "submit="],
     "runner model=byte_gpt model.num": ["model.num_heads=", "model.num_layers="],
     "python -m runner trainer.drop_last=": ["trainer.drop_last=false"],
