@@ -148,6 +148,7 @@ class _Register:
     callback = Registry(
         "callbacks",
         {
+            "ema": "runner.callbacks.averaging:EMA",
             "early_stopping": "runner.callbacks.early_stopping:EarlyStopping",
             "text_sample": "runner.builtin.bytes_gpt:TextSample",
         },

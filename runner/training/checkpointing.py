@@ -84,6 +84,7 @@ class Saver:
         self.saved_step = -1
         self.last: Path | None = None
         self.best: Path | None = None
+        self.best_is_loaded = False  # the models have the weights of an earlier step
 
     def save(self, metadata: Mapping[str, object], monitor: str) -> str:
         """Write a checkpoint, which says the best value of `monitor` so far; return its path."""
@@ -138,6 +139,7 @@ class Saver:
         for index, model in enumerate(self._accelerator._models):
             weights = read_model(self.best, index, strategy.state.allocate_weights(model))
             strategy.state.load_model_state(model, weights)
+        self.best_is_loaded = True
         return state.best_step
 
     def _is_intact(self, path: Path) -> bool:

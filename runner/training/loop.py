@@ -297,7 +297,11 @@ class Loop(Run):
         self.state.seconds = self.seconds
         self._saving = True
         with self.watch.paused(), self.stop_flag.progress.in_phase("saving"):
-            path = self.saver.save(summaries.metadata_of(self), self.monitor)
+            try:
+                self.notify("on_save_start")
+                path = self.saver.save(summaries.metadata_of(self), self.monitor)
+            finally:
+                self.notify("on_save_end")
         self._saving = self._evaluations.improved = False
         with self.stop_flag.progress.in_phase("on_checkpoint"):
             self.notify("on_checkpoint", path)

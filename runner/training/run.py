@@ -203,6 +203,12 @@ class Callback:
     def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
         """After an evaluation of `split` ("validation", "test")."""
 
+    def on_save_start(self, loop: Run) -> None:
+        """Before a checkpoint is written; weights may be exchanged until `on_save_end`."""
+
+    def on_save_end(self, loop: Run) -> None:
+        """After a checkpoint was written, also where that failed."""
+
     def on_checkpoint(self, loop: Run, path: str) -> None:
         """After a checkpoint was committed."""
 

@@ -42,7 +42,7 @@ def test_events_come_in_their_order(tmp_path: Path) -> None:
     assert teller.events == [
         *("setup", "sanity_check", "start", "epoch_start", "before_optimizer_step", "step"),
         *("epoch_end", "log", "evaluation_start validation", "evaluation_end validation"),
-        *("evaluate validation", "checkpoint"),
+        *("evaluate validation", "save_start", "save_end", "checkpoint"),
         *("evaluation_start test", "evaluation_end test", "evaluate test", "end"),
     ]
 

@@ -1,0 +1,188 @@
+"""R1, R2: averaged weights are those of a plain loop, under each strategy, and resume exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel.checkpoint.directory import checkpoints
+from accel.checkpoint.load import read_model
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
+from accel.machine.errors import ConfigError
+from runner.callbacks.averaging import EMA, Averaging
+from runner.training.loop import Loop
+from runner.training.run import Callback
+from tests.helpers import run_distributed
+from tests.runner.loops import (
+    NUM_VALIDATION,
+    Points,
+    Scripted,
+    build,
+    forget,
+    newest,
+    recipe_of,
+    records,
+    run,
+)
+
+STEPS, KILLED_AT = 10, 8
+SHARDS = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
+TP = TorchTensorParallelPlugin(tp_size=2, tp_plan={"0": "colwise", "3": "rowwise"})
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"fsdp": FullyShardedDataParallelPlugin()},
+    "shards": {"fsdp": SHARDS},
+    "tp": {"tensor_parallel": TP},
+    "zero2": {"deepspeed": DeepSpeedPlugin(zero_stage=2)},
+    "zero3": {"deepspeed": DeepSpeedPlugin(zero_stage=3)},
+}
+AVERAGES: dict[str, Callable[[], Averaging]] = {
+    "ema": lambda: EMA(decay=0.7),
+    "late ema": lambda: EMA(decay=0.7, every=2, start=1),
+}
+Weights = Mapping[str, torch.Tensor]
+
+
+class Killed(BaseException):
+    """Ends a run as SIGKILL does: nothing is saved."""
+
+
+class Recorder(Callback):
+    """Keeps the full training weights after each step, and may kill the run after one."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        self.killed_at = killed_at
+        self.seen: list[Weights] = []
+
+    def on_start(self, loop: Loop) -> None:
+        self._keep(loop)
+
+    def on_step(self, loop: Loop) -> None:
+        if loop.state.step == self.killed_at:
+            raise Killed
+        self._keep(loop)
+
+    def on_evaluation_end(self, loop: Loop, split: str) -> None:
+        self._keep(loop)
+
+    def _keep(self, loop: Loop) -> None:
+        state = loop.accelerator.strategy.state.model_state(loop.step.models["model"])
+        self.seen.append({name: value.clone() for name, value in state.items()})
+
+
+def train(folder: str, average: str, engine: str, killed: bool = False) -> list[Weights]:
+    """Train, with a kill and a resume if `killed`; return the training weights at each event."""
+    run_dir = Path(folder)
+    recipe = recipe_of(
+        trainer__max_steps=STEPS,
+        trainer__epochs=None,
+        trainer__eval_every=5,
+        checkpoint__every_epochs=None,
+        checkpoint__every_steps=5,
+        **ENGINES[engine],
+    )
+    recorder = Recorder(KILLED_AT if killed else None)
+    callbacks = {"average": AVERAGES[average](), "recorder": recorder}
+    try:
+        build(run_dir, recipe, callbacks=callbacks).run()
+    except Killed:
+        recorder.killed_at = None
+        callbacks["average"] = AVERAGES[average]()
+        build(run_dir, recipe, callbacks=callbacks, resume_from=str(newest(run_dir))).run()
+    forget()
+    return recorder.seen
+
+
+def plain_ema(seen: list[Weights], start: int = 0, every: int = 1) -> Weights:
+    """Average the weights after steps `start`, `start + every`, …"""
+    average = {name: value.double() for name, value in seen[start].items()}
+    for t, weights in enumerate(seen[start + every :: every]):
+        decay = min(0.7, (1 + t) / (10 + t))
+        for name, value in average.items():
+            value.mul_(decay).add_(weights[name].double(), alpha=1 - decay)
+    return average
+
+
+PLAIN: dict[str, Callable[[list[Weights]], Weights]] = {
+    "ema": plain_ema,
+    "late ema": lambda seen: plain_ema(seen, start=1, every=2),
+}
+
+
+def check(whole: Path, average: str, seen: list[Weights]) -> None:
+    """Compare checkpoint and evaluations of a run with those of a plain loop."""
+    after = seen.pop(6), seen.pop(11), seen.pop(11)  # evaluations
+    assert len(seen) == STEPS + 1
+    for one, step in zip(after, (5, STEPS, STEPS), strict=True):
+        equal(one, seen[step])
+    expected = PLAIN[average](seen)
+    saved = read_model(newest(whole))
+    for name, value in expected.items():
+        torch.testing.assert_close(saved[name].double(), value, rtol=0, atol=1e-6)
+    x, y = Points(NUM_VALIDATION).x, Points(NUM_VALIDATION).y
+    hidden = torch.tanh(x @ saved["0.weight"].T + saved["0.bias"])
+    loss = ((hidden @ saved["3.weight"].T + saved["3.bias"])[:, 0] - y).square().mean()
+    assert records(whole, "validation")[-1]["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def equal(one: Weights, other: Weights) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+def test_averages_are_those_of_a_plain_loop_and_resume_exactly(
+    average: str, tmp_path: Path
+) -> None:
+    whole, killed = (train(str(tmp_path / n), average, "ddp", n == "cut") for n in ("one", "cut"))
+    equal(whole[-1], killed[-1])
+    equal(read_model(newest(tmp_path / "one")), read_model(newest(tmp_path / "cut")))
+    check(tmp_path / "one", average, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("average", ["ema"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_averages_under_each_strategy(engine: str, average: str, tmp_path: Path) -> None:
+    whole, killed = (
+        run_distributed(train, 2, str(tmp_path / n), average, engine, n == "cut")[0]
+        for n in ("one", "cut")
+    )
+    equal(whole[-1], killed[-1])
+    equal(read_model(newest(tmp_path / "one")), read_model(newest(tmp_path / "cut")))
+    check(tmp_path / "one", average, whole)
+
+
+class Looker(Callback):
+    """Keeps the weights of the model during a test, and after it."""
+
+    def on_evaluation_start(self, loop: Loop, split: str) -> None:
+        self.on_end(loop)
+
+    def on_end(self, loop: Loop) -> None:
+        state = loop.step.models["model"].state_dict()
+        self.seen = [*getattr(self, "seen", []), {n: v.clone() for n, v in state.items()}]
+
+
+def test_the_test_is_of_the_best_averages(tmp_path: Path) -> None:
+    looker = Looker()
+    recipe = recipe_of(trainer__epochs=2)
+    callbacks = {"ema": EMA(decay=0.7), "looker": looker}
+    run(tmp_path, recipe, callbacks=callbacks, objective=Scripted(1.0, 2.0, 3.0))
+    first, *_ = checkpoints(tmp_path / "checkpoints")
+    equal(looker.seen[0], read_model(first))
+    equal(looker.seen[2], read_model(first))
+    equal(looker.seen[3], read_model(first))
+
+
+@pytest.mark.parametrize("wrong", [{"decay": 1.0}, {"every": 0}, {"start": -1}])
+def test_arguments_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"ema.{next(iter(wrong))}="):
+        EMA(**wrong)
