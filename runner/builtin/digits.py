@@ -209,6 +209,10 @@ class Classification(Objective):
         probabilities = torch.softmax(model(batch[0]).float(), dim=1)
         return {"prediction": probabilities.argmax(dim=1), "probabilities": probabilities}
 
+    def metric_inputs(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the probability of each class [B, C], and the labels [B]."""
+        return torch.softmax(output.float(), dim=1), batch[1]
+
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(
             logits.float(), labels, reduction="none", label_smoothing=self.label_smoothing

@@ -25,6 +25,7 @@ FACTORY_KEYS = ("name", "_target_")
 KINDS = {
     **{"models": "model", "data": "data", "objectives": "objective", "steps": "step"},
     **{"optimizers": "optimizer", "schedulers": "scheduler", "callbacks": "callbacks"},
+    "metrics": "metrics",
     RECIPES: "experiment",
 }
 

@@ -108,7 +108,7 @@ def _main_keys() -> str:
     for key in MAIN_KEYS:
         node, _, name = key.rpartition(".")
         lines += entry(key, _meanings(keys.node_of(node) or Recipe)[name], 36)
-    nodes = ", ".join((*keys.FACTORY_NODES, "callbacks.<x>"))
+    nodes = ", ".join((*keys.FACTORY_NODES, *(f"{name}.<x>" for name in keys.NAMED_NODES)))
     how = f"a registered factory for {nodes}; its arguments are set beside it"
     lines += entry("<node>.name", how, 36)
     lines += entry("<node>._target_", "the same by dotted name, of a trusted package", 36)

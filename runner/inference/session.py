@@ -99,6 +99,7 @@ class Session:
     checkpoint: Path
     progress: Progress
     notes: list[str]
+    recipe: Recipe
 
 
 def evaluate(request: Request, watch: Watch = alone) -> JsonObject:
@@ -116,7 +117,11 @@ def evaluate(request: Request, watch: Watch = alone) -> JsonObject:
         for split, sets in session.batches.items():
             with session.progress.in_phase(f"evaluation ({split})", timed=True):
                 metrics[split] = evaluation.evaluate_sets(
-                    session.accelerator, session.step, sets, session.progress.batch
+                    session.accelerator,
+                    session.step,
+                    sets,
+                    session.progress.batch,
+                    metrics=build.build_metrics(session.recipe),
                 )
         return {
             "metrics": metrics,
@@ -162,7 +167,7 @@ def opened(request: Request, watch: Watch = alone) -> Iterator[Session]:
                 notes += _notes(request, recipe, checkpoint)
                 for line in (f"weights: {described(checkpoint, job.run_dir)}", *notes):
                     print(line)
-            yield Session(accelerator, step, batches, checkpoint, progress, notes)
+            yield Session(accelerator, step, batches, checkpoint, progress, notes, recipe)
 
 
 def _notes(request: Request, recipe: Recipe, checkpoint: Path) -> Iterator[str]:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from accel.machine.errors import AccelError, ConfigError, Problem, Problems, nearest, text_of
 from accel.machine.imports import load_attribute
 from runner.recipe import keys, trust, user_frames
-from runner.recipe.keys import FACTORY_NODES
+from runner.recipe.keys import FACTORY_NODES, NAMED_NODES
 from runner.recipe.schema import Recipe
 
 # How many arguments the runner gives first: to a factory called by name, and to a `_target_`.
@@ -153,6 +153,7 @@ class _Register:
             "text_sample": "runner.builtin.bytes_gpt:TextSample",
         },
     )
+    metric = Registry("metrics")
 
 
 register = _Register()
@@ -166,21 +167,19 @@ def nodes_of(recipe: Recipe, problems: list[Problem]) -> Iterator[tuple[str, obj
     for key in FACTORY_NODES:
         if getattr(recipe, key) is not None:
             yield key, getattr(recipe, key), getattr(register, key)
-    callbacks = recipe.callbacks or {}
-    if not isinstance(callbacks, Mapping):
-        problems.append(
-            Problem(
-                f"callbacks={callbacks!r}", "it maps names to factories", "Write callbacks.x.name=…"
-            )
-        )
-        return
-    for name, node in callbacks.items():
-        if node is not None:
-            yield f"callbacks.{name}", _named(node, str(name)), register.callback
+    for head, kind in NAMED_NODES.items():
+        nodes = getattr(recipe, head) or {}
+        if not isinstance(nodes, Mapping):
+            value, remedy = f"{head}={nodes!r}", f"Write {head}.x.name=…"
+            problems.append(Problem(value, "it maps names to factories", remedy))
+            continue
+        for name, node in nodes.items():
+            if node is not None:
+                yield f"{head}.{name}", _named(node, str(name)), getattr(register, kind)
 
 
 def _named(node: object, name: str) -> object:
-    """Return a callback's node; where it names no factory, it is the one called as the node is."""
+    """Return a named node; where it names no factory, it is the one called as the node is."""
     if isinstance(node, Mapping) and not {"name", "_target_"} & set(node):
         return {"name": name, **node}
     return node
@@ -374,10 +373,12 @@ def completed(recipe: Recipe) -> Recipe:
             continue
         assert isinstance(node, Mapping)
         nodes[key] = {**node, **factory.defaults()}
-    callbacks = recipe.callbacks
-    if isinstance(callbacks, Mapping):
-        callbacks = {name: nodes.pop(f"callbacks.{name}", node) for name, node in callbacks.items()}
-    return replace(recipe, **nodes, callbacks=callbacks)
+    for head in NAMED_NODES:
+        named = getattr(recipe, head)
+        if isinstance(named, Mapping):
+            named = {name: nodes.pop(f"{head}.{name}", node) for name, node in named.items()}
+        nodes[head] = named
+    return replace(recipe, **nodes)
 
 
 def _step_problems(recipe: Recipe, label: str, signature: Signature) -> Iterator[Problem]:

@@ -28,6 +28,8 @@ _NODES: dict[type, dict[str, type | None]] = {}  # cache of `nodes`
 UNKNOWN = "a recipe has no such key"
 # Nodes that name a factory: their other keys are its arguments, checked against its signature.
 FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
+# Nodes that map names to such nodes, and the attribute of `register` that has their factories.
+NAMED_NODES = {"callbacks": "callback", "metrics": "metric"}
 
 COMMANDS = ("eval", "predict", "list", "show", "compare", "report", "again", "submit", "factories")
 # -- what people type from habit ------------------------------------------------------------
@@ -112,9 +114,9 @@ def _dataclass_in(hint: object) -> type | None:
 
 
 def names_factory(key: str) -> bool:
-    """Return whether the node at a dotted key names a factory: model, …, callbacks.<x>."""
+    """Return whether the node at a dotted key names a factory: model, …, callbacks.<x>, …"""
     head, _, name = key.partition(".")
-    return key in FACTORY_NODES or (head == "callbacks" and bool(name) and "." not in name)
+    return key in FACTORY_NODES or (head in NAMED_NODES and bool(name) and "." not in name)
 
 
 def node_of(key: str) -> type | None:
@@ -219,7 +221,7 @@ def key_for(name: str) -> str | None:
     name = name.lstrip("-").replace("-", "_").rstrip(":=")
     typed = list(typed_keys())
     head = name.partition(".")[0]
-    if name in typed or ("." in name and head in (*FACTORY_NODES, "callbacks")):
+    if name in typed or ("." in name and head in (*FACTORY_NODES, *NAMED_NODES)):
         return name
     habit = HABITS.get(name, " ")
     if " " not in habit:

@@ -414,6 +414,7 @@ class Recipe:
         checkpoint: when states are written.
         tracker: experiment trackers.
         callbacks: by name, factories of callbacks.
+        metrics: by name, torchmetrics objects that evaluations update with each sample once.
         compile: `torch.compile`, null for off.
         profile: the profiler, null for off.
         submit: what `runner submit` asks Slurm for.
@@ -439,6 +440,7 @@ class Recipe:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     tracker: Tracker = field(default_factory=Tracker)
     callbacks: Any = field(default_factory=dict)
+    metrics: Any = field(default_factory=dict)
     compile: TorchDynamoPlugin | None = None
     profile: ProfileKwargs | None = None
     submit: Submit = field(default_factory=Submit)

@@ -39,7 +39,7 @@ def typed() -> DictConfig:
     from omegaconf import OmegaConf
 
     node: DictConfig = OmegaConf.structured(Recipe)
-    for name in (*keys.FACTORY_NODES, "callbacks"):
+    for name in (*keys.FACTORY_NODES, *keys.NAMED_NODES):
         node[name] = {}
     _open(node)
     return node
@@ -75,8 +75,8 @@ def examine(plain: Mapping[str, object]) -> tuple[Recipe, list[Problem]]:
     dropped = {key.partition(".")[0] for key in distrusted}
     plain = {key: value for key, value in plain.items() if key not in dropped}
     recipe = _node(Recipe, plain, "", problems, keys.known_keys(plain))
-    for name in {*keys.FACTORY_NODES, "callbacks"} & set(plain):
-        empty: Any = {} if name == "callbacks" else None  # of a factory, {} is no node
+    for name in {*keys.FACTORY_NODES, *keys.NAMED_NODES} & set(plain):
+        empty: Any = {} if name in keys.NAMED_NODES else None  # of a factory, {} is no node
         setattr(recipe, name, plain[name] or empty)
     return recipe, problems
 

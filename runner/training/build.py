@@ -15,6 +15,7 @@ from runner.recipe import accelerator_arguments
 from runner.recipe.factory import (
     STEP_PARTS,
     Factory,
+    Registry,
     check_factories,
     factory_of,
     nodes_of,
@@ -32,11 +33,13 @@ if TYPE_CHECKING:
     from runner.recipe.batch_plan import BatchPlan
     from runner.recipe.composition import Examined
     from runner.training.run import Callback
+    from runner.training.sample_metrics import Metric
     from runner.training.step import Step
 
 logger = logging.getLogger(__name__)
 
-BUILT = ("step", "model", "objective", "optimizer", "precision")  # nodes that decide a step's parts
+# Nodes that decide what is built of a step and its evaluation.
+BUILT = ("step", "model", "objective", "optimizer", "precision", "metrics")
 STOCHASTIC = "Add optimizer.stochastic_rounding=true (optimizer=adamw)"
 
 
@@ -54,7 +57,7 @@ def require(jobs: Sequence[Examined], missing: Sequence[Problem]) -> None:
 
 
 def check_steps(jobs: Sequence[Examined]) -> None:
-    """Raise what only building shows of the jobs' models, objectives and optimizers.
+    """Raise what only building shows of the jobs' models, objectives, optimizers and metrics.
 
     A model is built once for all jobs that have it, without its weights. Left to the job are a step
     of the user's, which decides what it builds, and errors of the user's code.
@@ -71,9 +74,10 @@ def check_steps(jobs: Sequence[Examined]) -> None:
         model = None
         for recipe in alike:
             step = _factory(recipe, "step")
-            if step.function is not SupervisedStep:
-                continue
             try:
+                build_metrics(recipe)
+                if step.function is not SupervisedStep:
+                    continue
                 if model is None:
                     with init_empty_weights():
                         model = _step_part(recipe, "model", step)
@@ -172,12 +176,19 @@ def make_accelerator(recipe: Recipe, run_dir: Path, batch_plan: BatchPlan) -> Ac
 
 def build_callbacks(recipe: Recipe) -> dict[str, Callback]:
     """Build the callbacks by name, in the recipe's order."""
+    return _by_name(recipe, register.callback)
+
+
+def build_metrics(recipe: Recipe) -> dict[str, Metric]:
+    """Build the metrics of evaluations by name."""
+    return _by_name(recipe, register.metric)
+
+
+def _by_name(recipe: Recipe, wanted: Registry) -> dict[str, Any]:
     return {
-        key.removeprefix("callbacks."): _checked(
-            factory := factory_of(key, node, registry), factory()
-        )
+        key.partition(".")[2]: _checked(factory := factory_of(key, node, registry), factory())
         for key, node, registry in nodes_of(recipe, [])
-        if registry is register.callback
+        if registry is wanted
     }
 
 

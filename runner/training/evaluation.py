@@ -13,6 +13,8 @@ from accel.comm.ops import broadcast_object_list
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError, nearest
 from runner.runs.json_files import TIME_IS_UP
+from runner.training.build import build_metrics
+from runner.training.sample_metrics import SampleMetrics
 from runner.training.state import Stop, is_better
 from runner.training.step import checked_metrics, checked_tensors
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from runner.data.batches import EvalBatches
     from runner.training.metrics import Recorder
     from runner.training.run import Run
+    from runner.training.sample_metrics import Metric
     from runner.training.step import Step
 
 
@@ -46,6 +49,7 @@ def evaluate_sets(
     sets: Mapping[str, EvalBatches],
     on_batch: Callable[[EvalBatches, int], None],
     limit: int | None = None,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> dict[str, float]:
     """Return the metrics of the data sets of a split, the same on every process.
 
@@ -59,18 +63,20 @@ def evaluate_sets(
         on_batch: called after each batch with its data set's batches and their count so far; what
             it raises, on every process alike, leaves the evaluation.
         limit: how many batches of each are measured; None: all.
+        metrics: of the recipe, by name; one named as a metric of the step replaces it.
 
     Raises:
         ConfigError: if the values are not per sample.
     """
-    metrics: dict[str, float] = {}
+    all_found: dict[str, float] = {}
+    samples = SampleMetrics(metrics or {}, accelerator, step)
     with preserved(), evaluation_mode(step), torch.no_grad():
         for name, batches in sets.items():
-            values = _measure(accelerator, step, batches, on_batch, limit)
-            found = checked_metrics(_measuring(step), step.summarize(values))
-            metrics |= {f"{name}/{key}" if name else key: value for key, value in found.items()}
+            values = _measure(accelerator, step, batches, on_batch, limit, samples)
+            found = checked_metrics(_measuring(step), step.summarize(values)) | samples.computed()
+            all_found |= {f"{name}/{key}" if name else key: value for key, value in found.items()}
     # Sums of floats on several devices may differ in the last bit; decisions must not.
-    shared = [metrics]
+    shared = [all_found]
     if accelerator.num_processes > 1:
         broadcast_object_list(shared)
     return shared[0]
@@ -82,11 +88,13 @@ def _measure(
     batches: EvalBatches,
     on_batch: Callable[[EvalBatches, int], None],
     limit: int | None,
+    samples: SampleMetrics,
 ) -> dict[str, torch.Tensor]:
     """Return each value of all samples: [N, ...]."""
     parts: dict[str, list[torch.Tensor]] = {}
     for index, batch in enumerate(itertools.islice(batches, limit), start=1):
-        values = checked_tensors(_measuring(step), "evaluate", step.evaluate(batch))
+        with samples.seeing(batch):
+            values = checked_tensors(_measuring(step), "evaluate", step.evaluate(batch))
         for name, value in accelerator.gather_for_metrics(values).items():
             parts.setdefault(name, []).append(value)
         on_batch(batches, index)
@@ -144,6 +152,7 @@ class Evaluations:
         recorder: Recorder,
     ) -> None:
         self._run, self._sets, self._plateaus, self._recorder = run, sets, plateaus, recorder
+        self._metrics = build_metrics(run.recipe)
         self.improved = False
 
     def check(self, num_batches: int) -> None:
@@ -160,7 +169,7 @@ class Evaluations:
             with progress.in_phase("the check of the evaluation"), buffers_kept(run.step):
                 sets = self._sets[split]
                 metrics = evaluate_sets(
-                    run.accelerator, run.step, sets, progress.batch, num_batches
+                    run.accelerator, run.step, sets, progress.batch, num_batches, self._metrics
                 )
         except Exception as error:
             error.add_note(
@@ -213,9 +222,12 @@ class Evaluations:
 
         try:
             with run.watch.paused(), stop_flag.progress.in_phase(f"evaluation ({split})"):
+                sets = self._sets[split]
                 run.notify("on_evaluation_start", split)
                 try:
-                    return evaluate_sets(run.accelerator, run.step, self._sets[split], on_batch)
+                    return evaluate_sets(
+                        run.accelerator, run.step, sets, on_batch, metrics=self._metrics
+                    )
                 finally:
                     run.notify("on_evaluation_end", split)
         except Interrupted:

@@ -15,6 +15,7 @@ from accel.machine.errors import ConfigError, Problem, closest
 from runner.data.datasets import Data
 from runner.recipe.schema import SPLITS
 from runner.training.run import Callback
+from runner.training.sample_metrics import Metric
 from runner.training.step import Objective, Step, shown
 
 SIMILAR = 0.85  # from which a method's name is taken for a misspelt one
@@ -27,6 +28,7 @@ KINDS: dict[str, tuple[type, str]] = {
     "scheduler": (torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler.LRScheduler"),
     "step": (Step, "runner.Step"),
     "callbacks": (Callback, "runner.Callback"),
+    "metrics": (Metric, "torchmetrics.Metric"),
 }
 
 

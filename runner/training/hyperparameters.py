@@ -47,11 +47,12 @@ class Hyperparameters:
         self._run = run
         self._built = {name: _options(o.param_groups) for name, o in run.step.optimizers.items()}
         self._start: dict[str, Groups] = {}
+        measured = [recipe.data, recipe.objective, limit, run.monitor, run.mode]
         self._now: dict[str, Any] = {
             "options": self._built,
             "schedule": to_plain([recipe.scheduler, recipe.step, run.plan.total_steps]),
             "sizes": run.data.sizes(),
-            "measured": to_plain([recipe.data, recipe.objective, limit, run.monitor, run.mode]),
+            "measured": to_plain(measured + ([recipe.metrics] if recipe.metrics else [])),
         }
         self.saved: dict[str, Any] = {}
 

@@ -83,6 +83,10 @@ class Step(ABC):
     def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Return the metrics of a data set from the values of all its samples: each [N, ...]."""
 
+    def metric_inputs(self, output: Any, batch: Any) -> tuple[Any, Any]:
+        """Return predictions and targets for the recipe's `metrics`, as `Objective` does."""
+        return output, _target_of(batch)
+
     def predict(self, batch: Any) -> object:
         """Return predictions as nested tensors, each [B, ...]."""
         name = type(self).__name__
@@ -149,6 +153,10 @@ class SupervisedStep(Step):
         """Return the objective's metrics of a data set, from values [N, ...]."""
         return self.objective.summarize(values)
 
+    def metric_inputs(self, output: Any, batch: Any) -> tuple[Any, Any]:
+        """Return the objective's predictions and targets, each [B, ...]."""
+        return self.objective.metric_inputs(output, batch)
+
     def predict(self, batch: Any) -> object:
         """Return the objective's predictions, each [B, ...]."""
         return self.objective.predict(self.models["model"], batch)
@@ -192,6 +200,17 @@ class Objective:
         losses, weights = (values[name].detach().cpu().double() for name in ("loss", "weight"))
         return {"loss": float(losses.sum() / weights.sum())}
 
+    def metric_inputs(self, output: Any, batch: Any) -> tuple[Any, Any]:
+        """Return predictions and targets for the recipe's `metrics`: tensors [B, ...].
+
+        By default the model's output, and the second part of a batch ``(input, target)``.
+
+        Args:
+            output: what the model returned in `evaluate`; a list where that calls it several times.
+            batch: as evaluated.
+        """
+        return output, _target_of(batch)
+
     def predict(self, model: torch.nn.Module, batch: Any) -> object:
         """Return predictions as nested tensors, each [B, ...].
 
@@ -215,6 +234,10 @@ class Objective:
                 f"Define {type(self).__name__}.predict(model, batch).",
             )
         return _per_sample(outputs[0])
+
+
+def _target_of(batch: Any) -> object:
+    return batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
 
 
 def _per_sample(output: object) -> object:
@@ -407,21 +430,21 @@ def checked_tensors(owner: object, method: str, value: object) -> dict[str, torc
     return dict(value)
 
 
-def checked_metrics(owner: object, value: object) -> dict[str, float]:
+def checked_metrics(owner: object, value: object, method: str = "summarize") -> dict[str, float]:
     """Return the result of `summarize` as numbers by name; else raise a ConfigError."""
     rule = "it returns the metrics of the data set, numbers by name"
     remedy = 'Return {"loss": 0.5, …}.'
     if not isinstance(value, Mapping):
-        raise refused(owner, "summarize", shown(value), rule, remedy)
+        raise refused(owner, method, shown(value), rule, remedy)
     found: dict[str, float] = {}
     for name, metric in value.items():
         if isinstance(metric, torch.Tensor) and metric.numel() != 1:
             shown_value = f"a tensor of shape {list(metric.shape)} for {name!r}"
-            raise refused(owner, "summarize", shown_value, rule, "Return its mean, or the like.")
+            raise refused(owner, method, shown_value, rule, "Return its mean, or the like.")
         try:
             found[str(name)] = float(metric)
         except (TypeError, ValueError):
             shown_value = f"{shown(metric)} for {name!r}"
-            raise refused(owner, "summarize", shown_value, rule, remedy) from None
-    _require_free(owner, "summarize", found)
+            raise refused(owner, method, shown_value, rule, remedy) from None
+    _require_free(owner, method, found)
     return found

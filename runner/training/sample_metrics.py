@@ -1,0 +1,123 @@
+"""Metrics of a recipe's `metrics` node: objects of torchmetrics that see each sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+from accel.machine.errors import ConfigError
+from runner.training.step import checked_metrics, refused, shown
+
+if TYPE_CHECKING:
+    from accel import Accelerator
+    from runner.training.step import Step
+
+CHUNK = 64  # samples of an update: sums have the same bits however batches are divided
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """What the runner calls of a `torchmetrics.Metric` or `MetricCollection`."""
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        """Add samples: each [B, ...]."""
+
+    def compute(self) -> object:
+        """Return the value over all samples, or values by name."""
+
+    def reset(self) -> None:
+        """Forget all samples."""
+
+    def to(self, device: torch.device) -> object:
+        """Move the state to a device."""
+
+    def modules(self) -> Iterable[object]:
+        """Return this metric and those that it holds."""
+
+
+class SampleMetrics:
+    """The recipe's metrics over one data set at a time, the same bits on every rank.
+
+    Predictions and targets of all ranks are gathered in the order of the data set, and each rank
+    updates its metrics with all of them, in chunks of a fixed size. So no metric synchronizes
+    itself, and a value does not depend on the number of processes.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], accelerator: Accelerator, step: Step) -> None:
+        self._metrics, self._accelerator, self._step = metrics, accelerator, step
+        self._waiting: list[torch.Tensor] = []
+        for metric in metrics.values():
+            metric.reset()
+            metric.to(accelerator.device)
+            for one in metric.modules():  # each rank has all samples: nothing is to be reduced
+                one.distributed_available_fn = _never  # type: ignore[attr-defined]
+
+    @contextmanager
+    def seeing(self, batch: Any) -> Iterator[None]:
+        """Add a batch by what the step's models return in the context."""
+        if not self._metrics:
+            yield
+            return
+        outputs: list[object] = []
+        hooks = [
+            model.register_forward_hook(lambda module, given, output: outputs.append(output))
+            for model in self._step.models.values()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found = self._step.metric_inputs(outputs[0] if len(outputs) == 1 else outputs, batch)
+        if not _are_inputs(found):
+            kinds = [shown(one) for one in found] if isinstance(found, tuple) else [shown(found)]
+            rule = "metrics take tensors (predictions, targets), each [B, ...]"
+            remedy = "Define metric_inputs(output, batch), or leave `metrics` out."
+            owner = getattr(self._step, "objective", self._step)
+            raise refused(owner, "metric_inputs", ", ".join(kinds), rule, remedy)
+        self._update(self._accelerator.gather_for_metrics(list(found)))
+
+    def _update(self, rows: list[torch.Tensor]) -> None:
+        if self._waiting:
+            rows = [torch.cat(pair) for pair in zip(self._waiting, rows, strict=True)]
+        *whole, self._waiting = map(list, zip(*(one.split(CHUNK) for one in rows), strict=True))
+        for preds, target in whole:
+            self._each(preds, target)
+
+    def _each(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        for name, metric in self._metrics.items():
+            try:
+                metric.update(preds, target)
+            except (RuntimeError, TypeError, ValueError) as error:
+                shapes = f"preds {list(preds.shape)} and target {list(target.shape)}"
+                raise ConfigError.of(
+                    f"metrics.{name}: {type(metric).__name__}",
+                    f"it cannot take {shapes}: {str(error).rstrip('.')}",
+                    "Correct its arguments, or define metric_inputs(output, batch).",
+                ) from error
+
+    def computed(self) -> dict[str, float]:
+        """Return the values of the data set that was seen, and forget it."""
+        values: dict[str, object] = {}
+        if self._waiting:
+            self._each(*self._waiting)
+        for name, metric in self._metrics.items():
+            value = metric.compute()
+            parts = value if isinstance(value, Mapping) else {"": value}
+            values |= {f"{name}_{part}" if part else name: one for part, one in parts.items()}
+            metric.reset()
+        self._waiting = []
+        return checked_metrics(self._step, values, "metrics")
+
+
+def _never() -> bool:
+    return False
+
+
+def _are_inputs(found: object) -> bool:
+    if not isinstance(found, tuple) or len(found) != 2:
+        return False
+    return all(isinstance(one, torch.Tensor) for one in found)
