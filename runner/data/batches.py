@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from accel.comm.ops import send_to_device
 from accel.comm.rng import mix_seeds
@@ -19,8 +25,11 @@ from accel.machine.device import copies_in_order
 from accel.machine.errors import ConfigError, Problem, Problems
 from runner.data.datasets import (
     Data,
+    LengthGroupedOrder,
+    Order,
     SeededDataset,
     SeededStream,
+    TokenSampler,
     WindowSampler,
     make_loader,
     make_order,
@@ -134,7 +143,7 @@ class TrainBatches:
         self.plan = plan
         self._round_size = plan.round_size
         self.streamed = isinstance(data.train, IterableDataset)
-        ConfigError.raise_if(training_problems(data.train, recipe, plan))
+        ConfigError.raise_if(training_problems(data, recipe, plan))
         config = recipe.dataloader
         size = plan.round_size if config.split_batches else plan.micro_batch
         dataset: SeededDataset | SeededStream
@@ -144,7 +153,7 @@ class TrainBatches:
             arguments = {"batch_size": size}
         else:
             dataset = SeededDataset(data.train, recipe.seed, config.seed_samples)
-            self._sampler = self._make_sampler(dataset, size)
+            self._sampler = self._make_sampler(dataset, data, size)
             arguments = {"batch_sampler": self._sampler}
         loader = make_loader(dataset, config, accelerator.device.type, data.collate_fn, **arguments)
         # Micro-batches move to the device one at a time, unless they came over the process group.
@@ -156,10 +165,16 @@ class TrainBatches:
             put_on_device=sent and recipe.trainer.device_placement,
         )
 
-    def _make_sampler(self, dataset: Sized, batch_size: int) -> WindowSampler:
-        plan = self.plan
+    def _make_sampler(self, dataset: Sized, data: Data, batch_size: int) -> WindowSampler:
+        plan, seed, config = self.plan, self.recipe.seed, self.recipe.dataloader
+        order: Order = make_order(dataset, seed, config, data.sampler)
+        lengths = [] if data.lengths is None else torch.as_tensor(data.lengths).tolist()
+        if config.group_by_length:
+            order = LengthGroupedOrder(order, lengths, plan.global_batch, seed)
+        if self.recipe.trainer.micro_batch_tokens is not None:
+            return TokenSampler(order, lengths, self.recipe.trainer.micro_batch_tokens, plan)
         return WindowSampler(
-            make_order(dataset, self.recipe.seed, self.recipe.dataloader),
+            order,
             batch_size,
             plan.global_batch,
             plan.steps_per_epoch or 0,
@@ -189,20 +204,19 @@ class TrainBatches:
         self._sampler.start = skip_steps
         batches = iter(self.loader)
         try:
-            for start in range(skip_steps * window, total, window):
-                real = min(window, total - start)
-                fetched = zip(range(real, 0, -self._round_size), batches, strict=False)
-                yield self._window([self._micro(batch, n) for n, batch in fetched], real)
+            for step in range(skip_steps, -(-total // window)):
+                fetched = zip(self._sampler.sizes(step, self.plan), batches, strict=False)
+                micro_batches = [self._micro(batch, real, size) for (size, real), batch in fetched]
+                yield self._window(micro_batches, min(window, total - step * window))
             next(batches, None)  # lets the loader end its pass
         finally:
             batches.close()
 
-    def _micro(self, batch: object, real: int, size: int | None = None) -> MicroBatch:
+    def _micro(self, batch: object, real: int, size: int) -> MicroBatch:
         """Return this process's micro-batch of `size` samples.
 
         The micro-batches of all processes begin with `real` samples; others complete them.
         """
-        size = size or self.plan.micro_batch
         mine = real - self.dims.dp_rank * size
         full = mine >= size or self.plan.dp_size == 1
         return MicroBatch(batch, None if full else torch.arange(size) < mine)
@@ -344,10 +358,11 @@ class EvalBatches:
 # -- what the data cannot give -------------------------------------------------------------------
 
 
-def training_problems(dataset: object, recipe: Recipe, plan: BatchPlan) -> Problems:
-    """Return what is wrong with training on a data set."""
-    streamed, trainer = isinstance(dataset, IterableDataset), recipe.trainer
-    problems = worker_problems(dataset, recipe, plan.dp_size) if streamed else Problems()
+def training_problems(data: Data, recipe: Recipe, plan: BatchPlan) -> Problems:
+    """Return what is wrong with training on the training data."""
+    streamed, trainer = isinstance(data.train, IterableDataset), recipe.trainer
+    problems = worker_problems(data.train, recipe, plan.dp_size) if streamed else Problems()
+    problems += order_problems(data, recipe)
     even = recipe.dataloader.even_batches or plan.dp_size == 1
     if not even and (streamed or not trainer.drop_last):
         problems.add(
@@ -359,6 +374,37 @@ def training_problems(dataset: object, recipe: Recipe, plan: BatchPlan) -> Probl
     limit = trainer.limit_train_batches
     if streamed and isinstance(limit, float) and plan.steps_per_epoch is None:
         problems.append(fraction_problem("limit_train_batches", limit))
+    return problems
+
+
+def order_problems(data: Data, recipe: Recipe) -> Problems:
+    """Return what is wrong with the sampler and the lengths of the training data."""
+    problems, config, tokens = Problems(), recipe.dataloader, recipe.trainer.micro_batch_tokens
+    size, lengths = num_samples(data.train), data.lengths
+    asked = []
+    if config.group_by_length:
+        asked.append("dataloader.group_by_length=true")
+    if tokens is not None:
+        asked.append(f"trainer.micro_batch_tokens={tokens}")
+    if isinstance(data.train, IterableDataset):
+        for name in asked + ["Data(sampler=…)"] * (data.sampler is not None):
+            rule, remedy = (
+                "a stream has an order of its own",
+                "Leave it out, or give map-style data.",
+            )
+            problems.add(f"{name} with a stream", rule, remedy)
+        return problems
+    if isinstance(data.sampler, (BatchSampler, DistributedSampler)):
+        value = f"Data(sampler={type(data.sampler).__name__}(…))"
+        rule = "it yields single indices, of all processes"
+        problems.add(value, rule, "Give a sampler of indices; the runner divides them.")
+    if asked and (lengths is None or len(lengths) != size):
+        value = f"{' and '.join(asked)} with {0 if lengths is None else len(lengths)} lengths"
+        rule = f"the data factory tells the length of each of {size} samples"
+        problems.add(value, rule, "Return Data(train=…, lengths=[…]).")
+    if tokens is not None and config.split_batches:
+        rule = "batches that vary in size are not split"
+        problems.add(f"{asked[-1]} with dataloader.split_batches=true", rule, "Leave one out.")
     return problems
 
 

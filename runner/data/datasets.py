@@ -30,6 +30,7 @@ from accel.comm.rng import mix_seeds, preserved
 from accel.data.samplers import SeedableRandomSampler, cycle_to
 from accel.machine.errors import AccelError
 from runner.recipe import schema
+from runner.recipe.batch_plan import BatchPlan
 from runner.recipe.user_frames import one_line
 
 # NumPy's global generator takes seeds of 32 bits.
@@ -46,12 +47,28 @@ class Data:
             by name: `{"clean": …, "noisy": …}` measures `clean/loss` and `noisy/loss`.
         test: evaluated once at the end, with the best weights; likewise.
         collate_fn: joins samples into a batch; None: torch's default.
+        sampler: yields the indices of a training epoch in their order: one of torch's samplers, or
+            one like them. Its draws depend on (seed, epoch) alone. None: each sample, shuffled.
+        lengths: length of each training sample, e.g. in tokens: [N]. `dataloader.group_by_length`
+            and `trainer.micro_batch_tokens` need it.
+
+    Example:
+        >>> counts = torch.bincount(labels)
+        >>> sampler = WeightedRandomSampler(1 / counts[labels], num_samples=len(labels))
+        >>> Data(train=TensorDataset(images, labels), sampler=sampler)
     """
 
     train: Dataset[object]
     validation: Dataset[object] | Mapping[str, Dataset[object]] | None = None
     test: Dataset[object] | Mapping[str, Dataset[object]] | None = None
     collate_fn: Callable[[list[Any]], object] | None = None
+    sampler: Sampler[int] | None = None
+    lengths: Sequence[int] | torch.Tensor | None = None
+
+    @property
+    def num_train_samples(self) -> int | None:
+        """The samples of a training epoch; None: not known."""
+        return num_samples(self.train if self.sampler is None else self.sampler)
 
     def sets(self, split: str) -> dict[str, Dataset[object]]:
         """Return the data sets of a split by name; the name of a single one is empty."""
@@ -61,12 +78,16 @@ class Data:
         return {} if found is None else {"": found}
 
     def sizes(self) -> dict[str, int | None]:
-        """Return the number of samples of each data set, e.g. by "train" and "validation/clean"."""
-        return {
+        """Return the number of samples of each data set, e.g. by "train" and "validation/clean".
+
+        That of "train" is the number of an epoch.
+        """
+        found = {
             f"{split}/{name}" if name else split: num_samples(dataset)
             for split in schema.SPLITS
             for name, dataset in self.sets(split).items()
         }
+        return found | {"train": self.num_train_samples}
 
 
 def num_samples(dataset: object) -> int | None:
@@ -210,11 +231,87 @@ class ReplayedRandomSampler(RandomSampler):
         return super().__iter__()
 
 
+class SeededOrder(Sampler[int]):
+    """The order of a sampler of the user's, whose draws are a function of (seed, epoch)."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next pass has."""
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = getattr(self.sampler, "generator", None)
+        with UserCode(f"the sampler {type(self.sampler).__name__}"), preserved(device=False):
+            seed_draws(self.seed, self.epoch, 0)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(mix_seeds(self.seed, self.epoch))
+            return iter([int(index) for index in self.sampler])
+
+
+WINDOWS_PER_CHUNK = 50
+
+
+class LengthGroupedOrder(Sampler[int]):
+    """Another order, in which the samples of an optimizer step are of like lengths.
+
+    Chunks of 50 windows are sorted by length; then the windows are shuffled. The samples of a short
+    last window stay there.
+
+    Args:
+        order: yields the indices of an epoch.
+        lengths: of each sample: [N].
+        window: samples of an optimizer step.
+        seed: of the shuffling, with the epoch.
+    """
+
+    def __init__(self, order: Any, lengths: Sequence[int], window: int, seed: int) -> None:
+        self.order = order
+        self.lengths = lengths
+        self.window = window
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next pass has."""
+        self.epoch = epoch
+        self.order.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        indices, size = list(self.order), self.window
+        num_windows = len(indices) // size
+        whole, rest = indices[: num_windows * size], indices[num_windows * size :]
+        chunk = size * WINDOWS_PER_CHUNK
+        by_length: list[int] = []
+        for start in range(0, len(whole), chunk):
+            by_length += sorted(whole[start : start + chunk], key=self.lengths.__getitem__)
+        generator = torch.Generator().manual_seed(mix_seeds(self.seed, self.epoch))
+        for window in torch.randperm(num_windows, generator=generator).tolist():
+            yield from by_length[window * size : (window + 1) * size]
+        yield from rest
+
+
+Order = SeedableRandomSampler | ReplayedRandomSampler | SeededOrder | LengthGroupedOrder
+
+
 def make_order(
-    dataset: Sized, seed: int, config: schema.DataLoader
-) -> SeedableRandomSampler | ReplayedRandomSampler:
+    dataset: Sized, seed: int, config: schema.DataLoader, sampler: Sampler[int] | None = None
+) -> SeedableRandomSampler | ReplayedRandomSampler | SeededOrder:
     """Return the sampler of the training data: one order per epoch, the same on every process."""
     seed = seed if config.data_seed is None else config.data_seed
+    if sampler is not None:
+        return SeededOrder(sampler, seed)
     if config.use_seedable_sampler:
         return SeedableRandomSampler(dataset, data_seed=seed, is_mixed=True)  # a sweep over seeds
     return ReplayedRandomSampler(dataset, seed)
@@ -244,7 +341,7 @@ class WindowSampler(Sampler[list[tuple[int, int]]]):
 
     def __init__(
         self,
-        order: SeedableRandomSampler | ReplayedRandomSampler,
+        order: Order,
         batch_size: int,
         window: int,
         num_windows: int,
@@ -279,6 +376,67 @@ class WindowSampler(Sampler[list[tuple[int, int]]]):
         indices += cycle_to(order, end - self.num_samples)
         for start in range(first, end, size):
             yield [(epoch, index) for index in indices[start : min(start + size, end)]]
+
+    def sizes(self, step: int, plan: BatchPlan) -> list[tuple[int, int]]:
+        """Return (samples of each rank, real samples of all) of the micro-batches of a step.
+
+        A number of real samples beyond the micro-batch means that all of it are.
+        """
+        real = min(self.window, self.num_samples - step * self.window)
+        return [(plan.micro_batch, left) for left in range(real, 0, -plan.round_size)]
+
+
+class TokenSampler(WindowSampler):
+    """The batches of an epoch, cut so that none exceeds a number of tokens once it is padded.
+
+    A step has the samples that it has in `WindowSampler`, sorted by length, the longest first. All
+    ranks have micro-batches of one size at a time; what completes the last ones repeats samples.
+
+    Args:
+        order: yields the indices of an epoch.
+        lengths: of each sample, in tokens: [N].
+        most_tokens: of a micro-batch: its samples times the longest of them. One sample may exceed
+            it.
+        plan: sizes of steps, and the most samples of a micro-batch.
+    """
+
+    def __init__(
+        self, order: Order, lengths: Sequence[int], most_tokens: int, plan: BatchPlan
+    ) -> None:
+        super().__init__(order, plan.micro_batch, plan.global_batch, plan.steps_per_epoch or 0)
+        self.batch_size = None  # type: ignore[assignment]  # the engine deals batches that vary
+        self.lengths = lengths
+        self.most_tokens = most_tokens
+        self.plan = plan
+        self._drawn: tuple[int, list[int]] = (-1, [])
+
+    def __len__(self) -> int:
+        steps = range(self.start, -(-self.num_samples // self.window))
+        return sum(len(self.sizes(step, self.plan)) for step in steps) * self.plan.dp_size
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch = self.epoch
+        for step in range(self.start, -(-self.num_samples // self.window)):
+            for size, samples in self._rounds(step):
+                completed = cycle_to(samples, size * self.plan.dp_size)
+                for first in range(0, len(completed), size):
+                    yield [(epoch, index) for index in completed[first : first + size]]
+
+    def sizes(self, step: int, plan: BatchPlan) -> list[tuple[int, int]]:
+        """Return (samples of each rank, real samples of all) of the micro-batches of a step."""
+        return [(size, len(samples)) for size, samples in self._rounds(step)]
+
+    def _rounds(self, step: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield (samples of each rank, indices of all ranks) of each round of micro-batches."""
+        if self._drawn[0] != self.epoch:
+            self._drawn = self.epoch, list(self.sampler)[: self.num_samples]
+        window = self._drawn[1][step * self.window : (step + 1) * self.window]
+        left = sorted(window, key=self.lengths.__getitem__, reverse=True)
+        while left:
+            fitting = max(1, self.most_tokens // max(1, self.lengths[left[0]]))
+            size = min(fitting, self.plan.micro_batch, -(-len(left) // self.plan.dp_size))
+            yield size, left[: size * self.plan.dp_size]
+            left = left[size * self.plan.dp_size :]
 
 
 # -- loaders -------------------------------------------------------------------------------------

@@ -174,6 +174,8 @@ class DataLoader(DataLoaderConfiguration):
         persistent_workers: whether readers live across epochs.
         seed_samples: whether Python, NumPy and torch are reseeded per sample, so that each random
             draw in a data set is a function of (seed, epoch, index).
+        group_by_length: whether a step's training samples are of like lengths (less padding); the
+            data factory tells them.
     """
 
     use_seedable_sampler: bool = True
@@ -182,6 +184,7 @@ class DataLoader(DataLoaderConfiguration):
     prefetch_factor: int | None = None
     persistent_workers: bool = False
     seed_samples: bool = True
+    group_by_length: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -214,6 +217,8 @@ class Trainer:
             rank that hangs is named. None: never.
         global_batch_size: samples per optimizer step.
         micro_batch_size: samples per process and forward pass; None: as large as possible.
+        micro_batch_tokens: tokens per process and forward pass, padding included; None: no limit.
+            Micro-batches are cut further to keep it; the data factory tells the lengths.
         eval_batch_size: samples per process in evaluation; None: twice the micro-batch.
         accumulation: the engine's plugin; num_steps=None is derived from the batch sizes.
         eval_every: optimizer steps between evaluations; None: at the end of each epoch.
@@ -241,6 +246,7 @@ class Trainer:
     hang_timeout: Any = "00:20:00"
     global_batch_size: int = 64
     micro_batch_size: int | None = None
+    micro_batch_tokens: int | None = None
     eval_batch_size: int | None = None
     accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
     eval_every: int | None = None
@@ -266,6 +272,7 @@ class Trainer:
             "stop_after",
             "global_batch_size",
             "micro_batch_size",
+            "micro_batch_tokens",
             "eval_batch_size",
             "eval_every",
             "log_every",

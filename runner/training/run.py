@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from accel.checkpoint import directory
 from accel.comm.rng import preserved
-from runner.data.datasets import num_samples
 from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
 from runner.recipe.units import parse_duration
 from runner.training.checkpointing import Saver
@@ -101,7 +100,7 @@ class Run:
             recorded = directory.read_manifest(self.resume_from).metadata
             names = ("step", "epoch", "samples_in_epoch")
             position = Position(*(recorded.get(name, 0) for name in names))
-        size, dp_size = num_samples(self.data.train), self.accelerator.parallel_dims.dp_size
+        size, dp_size = self.data.num_train_samples, self.accelerator.parallel_dims.dp_size
         return plan_batches(self.recipe.trainer, dp_size, size, position)
 
     @property

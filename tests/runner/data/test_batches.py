@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 from accel.comm.ops import gather
 from accel.config.training import GradientAccumulationPlugin
@@ -75,9 +75,9 @@ def recipe_of(steps: int | None = None, loader: dict | None = None, **fields) ->
 
 
 def batches_of(dataset, recipe: Recipe, count: int = 1, rank: int = 0) -> TrainBatches:
-    size = len(dataset) if hasattr(dataset, "__len__") else None
-    plan = plan_batches(recipe.trainer, count, size)
-    return TrainBatches(Pretended(recipe, count, rank), Data(dataset), recipe, plan)
+    data = dataset if isinstance(dataset, Data) else Data(dataset)
+    plan = plan_batches(recipe.trainer, count, data.num_train_samples)
+    return TrainBatches(Pretended(recipe, count, rank), data, recipe, plan)
 
 
 def real(window) -> list[list[float]]:
@@ -133,6 +133,61 @@ def test_a_step_sees_the_same_samples_on_any_number_of_processes(data) -> None:
         assert len(set(seen)) == whole
 
 
+def numbers(steps: list[list[list[float]]]) -> list[int]:
+    return [int(sample[0]) for step in steps for sample in step]
+
+
+def weighted(length: int, num_samples: int) -> Data:
+    """Return numbers, of which a sampler chooses odd ones three times as often, and lengths."""
+    sampler = WeightedRandomSampler([1.0, 3.0] * length, num_samples)
+    lengths = [1 + index * 7 % 13 for index in range(2 * length)]
+    return Data(Numbers(2 * length), sampler=sampler, lengths=lengths)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_samplers_lengths_and_tokens_give_the_same_steps_everywhere(data) -> None:
+    draw = data.draw
+    chosen = weighted(20, draw(st.integers(8, 90)))
+    groups, tokens = draw(st.booleans()), draw(st.sampled_from([None, 6, 20, 50]))
+    fields = {"global_batch_size": 8, "drop_last": draw(st.booleans())}
+    epoch, count = draw(st.integers(0, 2)), draw(st.sampled_from([1, 2, 4]))
+    loader = {"group_by_length": groups}
+    wanted = steps_of(chosen, recipe_of(loader=loader, **fields), 1, epoch)
+    loader["dispatch_batches"] = draw(st.booleans())
+    recipe = recipe_of(loader=loader, micro_batch_tokens=tokens, micro_batch_size=2, **fields)
+    skip = draw(st.integers(0, len(wanted)))
+    assert steps_of(chosen, recipe, count, epoch, skip) == wanted[skip:]
+    plain = steps_of(Data(chosen.train, sampler=chosen.sampler), recipe_of(**fields), 1, epoch)
+    if not (groups and fields["drop_last"]):
+        assert sorted(numbers(wanted)) == sorted(numbers(plain))
+    for window in batches_of(chosen, recipe, count).epoch(epoch) if tokens else ():
+        for micro in window.micro_batches:
+            longest = max(chosen.lengths[int(index)] for index in micro.batch[:, 0])
+            assert len(micro.batch) == 1 or longest * len(micro.batch) <= tokens
+
+
+def test_a_step_has_samples_of_like_lengths() -> None:
+    lengths = torch.randint(1, 500, (640,), generator=torch.Generator().manual_seed(0))
+    data = Data(Numbers(640), lengths=lengths)
+    orders = []
+    for groups in (False, True):
+        recipe = recipe_of(loader={"group_by_length": groups}, global_batch_size=16)
+        steps = [numbers([step]) for step in steps_of(data, recipe, 1)]
+        orders.append(steps)
+        longest = sum(16 * max(lengths[step]).item() for step in steps)
+        assert (longest < 1.05 * lengths.sum()) == groups
+    firsts = [min(step) for step in orders[1]]
+    assert firsts != sorted(firsts)
+
+
+def test_odd_numbers_are_drawn_three_times_as_often() -> None:
+    steps = steps_of(weighted(20, 4000), recipe_of(global_batch_size=8), 1)
+    odd = sum(number % 2 for number in numbers(steps))
+    assert 2850 < odd < 3150
+    assert len(steps) == 500
+
+
 def test_a_stream_is_read_alike_by_a_worker() -> None:
     def steps(**loader) -> list:
         batches = batches_of(Stream(20), recipe_of(loader=loader, global_batch_size=8))
@@ -180,6 +235,20 @@ def test_over_fitting_sees_the_same_batches_in_every_epoch() -> None:
             r"does not learn the epoch",
         ),
         (Stream(16), {"num_workers": 1, "dispatch_batches": False}, {}, r"known in the worker"),
+        (Stream(16), {"group_by_length": True}, {}, r"group_by_length=true with a stream"),
+        (Data(Numbers(16)), {}, {"micro_batch_tokens": 9}, r"=9 with 0 lengths.*each of 16"),
+        (
+            weighted(8, 8),
+            {"split_batches": True},
+            {"micro_batch_tokens": 9},
+            r"with dataloader.split_batches=true",
+        ),
+        (
+            Data(Numbers(16), sampler=DistributedSampler(range(16), 2, 0)),
+            {},
+            {},
+            r"sampler=DistributedSampler.*the runner divides",
+        ),
     ],
 )
 def test_what_the_data_cannot_give_is_refused(dataset, loader, fields, message) -> None:
@@ -250,12 +319,12 @@ def real_steps(kind: str, loader: dict, steps: int, skip: int) -> list:
 
     if not multiprocessing.current_process().name.startswith("MainProcess"):
         multiprocessing.set_start_method("fork", force=True)  # a worker of the pool would spawn
-    recipe = recipe_of(steps, loader, global_batch_size=8)
+    tokens = 20 if kind == "weighted" else None
+    recipe = recipe_of(steps, loader, global_batch_size=8, micro_batch_tokens=tokens)
     accelerator = Accelerator(cpu=True, dataloader_config=recipe.dataloader)
-    dataset = Numbers(37) if kind == "map" else Stream(37)
-    size = 37 if kind == "map" else None
-    plan = plan_batches(recipe.trainer, accelerator.num_processes, size)
-    batches = TrainBatches(accelerator, Data(dataset), recipe, plan)
+    data = {"map": Data(Numbers(37)), "weighted": weighted(20, 37)}.get(kind) or Data(Stream(37))
+    plan = plan_batches(recipe.trainer, accelerator.num_processes, data.num_train_samples)
+    batches = TrainBatches(accelerator, data, recipe, plan)
     return [
         [(window.num_samples, len(window.micro_batches), real(window)) for window in windows]
         for windows in (batches.epoch(0), batches.epoch(1, skip))
@@ -268,6 +337,8 @@ CASES = [
     ("map", {"split_batches": True}, 4, 1),
     ("map", {"dispatch_batches": True}, 1, 3),
     ("map", {"use_seedable_sampler": False}, 1, 1),
+    ("weighted", {"num_workers": 3, "group_by_length": True}, 2, 2),
+    ("weighted", {"dispatch_batches": True}, 1, 1),
     ("stream", {}, 2, 2),
     ("stream", {"dispatch_batches": False, "split_batches": True}, 1, 1),
 ]
@@ -275,7 +346,8 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "loader", "steps", "skip"), CASES)
 def test_two_processes_make_the_steps_of_one(kind, loader, steps: int, skip: int) -> None:
-    alone = real_steps(kind, {k: v for k, v in loader.items() if "sampler" in k}, 1, skip)
+    ordering = ("use_seedable_sampler", "group_by_length")
+    alone = real_steps(kind, {key: loader[key] for key in ordering if key in loader}, 1, skip)
     ranks = run_distributed(real_steps, 2, kind, loader, steps, skip)
     for epoch, wanted in enumerate(alone):
         one, other = ranks[0][epoch], ranks[1][epoch]
