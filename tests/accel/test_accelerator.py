@@ -5,8 +5,6 @@ Holds E1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -115,33 +113,6 @@ def test_a_trigger_is_found_once() -> None:
 # -- processes ---------------------------------------------------------------------------------
 
 
-def test_one_process_is_every_kind_of_process(capsys: pytest.CaptureFixture[str]) -> None:
-    accelerator = Accelerator(cpu=True)
-    assert (accelerator.num_processes, accelerator.process_index) == (1, 0)
-    assert accelerator.local_process_index == 0
-    assert accelerator.is_main_process
-    assert accelerator.is_local_main_process
-    assert accelerator.is_last_process
-    assert accelerator.use_distributed is False
-    assert accelerator.distributed_type == "NO"
-    assert accelerator.device == torch.device("cpu")
-    decorators: list[Callable[..., Callable[[], int]]] = [
-        accelerator.on_main_process,
-        accelerator.on_local_main_process,
-        accelerator.on_last_process,
-        accelerator.on_process(process_index=0),
-        accelerator.on_local_process(local_process_index=0),
-    ]
-    assert [decorate(lambda: 7)() for decorate in decorators] == [7] * 5
-    with accelerator.main_process_first(), accelerator.local_main_process_first():
-        accelerator.wait_for_everyone()
-    with accelerator.split_between_processes(["a", "b"]) as part:
-        assert part == ["a", "b"]
-    accelerator.print("once", end="!")
-    assert capsys.readouterr().out == "once!"
-    assert "Num processes: 1" in repr(accelerator)
-
-
 def test_the_spelling_of_the_documentations_example_is_understood() -> None:
     handler = DistributedDataParallelKwargs(bucket_cap_mb=3)
     accelerator = Accelerator(cpu=True, kwarg_handler=[handler])
@@ -197,10 +168,10 @@ def test_models_are_compiled_with_the_backend_of_the_run() -> None:
         assert isinstance(accelerator.prepare(inner), torch._dynamo.OptimizedModule)
 
 
-def test_the_machines_accelerator_is_left_alone_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_where_it_says_or_on_the_accelerator_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("accel.machine.device.default_device_type", lambda: "xpu")
-    assert Accelerator(cpu=True).device == torch.device("cpu")
-    AcceleratorState._reset_state(reset_partial_state=True)
     assert Accelerator(device="cpu").device == torch.device("cpu")
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ConfigError, match="'xpu': this machine has no such device"):

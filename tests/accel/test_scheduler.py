@@ -179,35 +179,6 @@ def test_a_step_of_the_optimizer_is_one_of_the_schedule_for_each_process(world_s
                 assert rates[name] == pytest.approx(expected), (name, num_steps, split)
 
 
-def rate_after_a_step(split_batches: bool, step_with_optimizer: bool = True) -> list[float]:
-    """Return two rates: after a step of the optimizer, and after a call within a window."""
-    accelerator = Accelerator(
-        cpu=True,
-        split_batches=split_batches,
-        step_scheduler_with_optimizer=step_with_optimizer,
-    )
-    inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    optimizer = accelerator.prepare_optimizer(inner)
-    scheduler = accelerator.prepare_scheduler(ExponentialLR(inner, 0.5))
-    found = []
-    for sync_gradients in (True, False):
-        with accelerator.accumulate(sync_gradients=sync_gradients):
-            optimizer.step()
-            scheduler.step()
-            found.append(scheduler.get_last_lr()[0])
-    return found
-
-
-def test_the_run_says_how_its_schedulers_step() -> None:
-    assert run_distributed(rate_after_a_step, 2, False) == [[0.25, 0.25]] * 2
-    assert run_distributed(rate_after_a_step, 2, True) == [[0.5, 0.5]] * 2
-    assert rate_after_a_step(split_batches=False) == [0.5, 0.5]
-
-
-def test_the_run_may_leave_the_stepping_to_the_caller() -> None:
-    assert rate_after_a_step(split_batches=False, step_with_optimizer=False) == [0.5, 0.25]
-
-
 def plateau_rates(by_name: bool) -> list[float]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = torch.nn.Linear(1, 1)
@@ -233,13 +204,13 @@ def test_a_plateau_counts_measurements_not_processes(world_size: int) -> None:
             assert rates == [1.0] * 5 + [0.5] * 3
 
 
-def overrun(split_batches: bool, num_calls: int) -> int:
-    """Return the last step of a schedule of five after many calls."""
-    accelerator = Accelerator(cpu=True, split_batches=split_batches)
+def overrun() -> int:
+    """Return the last step of a schedule of five after six calls."""
+    accelerator = Accelerator(cpu=True)
     inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
     optimizer = accelerator.prepare_optimizer(inner)
     schedule = accelerator.prepare_scheduler(OneCycleLR(inner, max_lr=1.0, total_steps=5))
-    for _ in range(num_calls):
+    for _ in range(6):
         optimizer.step()
         schedule.step()
     return int(schedule.last_epoch)
@@ -247,7 +218,7 @@ def overrun(split_batches: bool, num_calls: int) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_processes_together_stop_at_the_end_of_a_schedule(world_size: int) -> None:
-    assert run_distributed(overrun, world_size, False, 6) == [5] * world_size
+    assert run_distributed(overrun, world_size) == [5] * world_size
 
 
 # -- around it -------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 from types import ModuleType
 
@@ -13,6 +12,7 @@ import accel.utils
 from accel import Accelerator
 from tests.conformance.rows import REQUIRED, TESTS, Entry, Row, find, function_of, id_of
 from tests.conformance.table import PARTS, entries
+from tests.conformance.upstream import has
 
 ENTRIES = entries()
 ROWS = [row for entry in ENTRIES for row in entry.rows()]
@@ -106,9 +106,4 @@ def test_signatures_are_the_documented_ones(entry: Entry) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_attributes_and_values_exist(entry: Entry) -> None:
-    found = entry.object()
-    for name in entry.attributes:
-        if inspect.isclass(found) and issubclass(found, enum.Enum):
-            assert name in found.__members__
-        else:
-            assert name.isidentifier()
+    assert [name for name in entry.attributes if not has(entry.object(), name)] == []

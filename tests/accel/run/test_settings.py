@@ -116,6 +116,7 @@ def test_what_a_run_of_one_process_shows(tmp_path: Any) -> None:
     assert accelerator.step_scheduler_with_optimizer is False
     assert accelerator.rng_types == ("torch",)
     assert accelerator.parallel_dims == ParallelDims()
+    assert "Num processes: 1" in repr(accelerator)
 
 
 def test_autocast_is_switched_off() -> None:

@@ -32,15 +32,27 @@ def call(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
+def assert_is_of(tracker: Any, run: str, name: str, resumed: dict[str, Any]) -> None:
+    """Check which run a tracker has, where its id comes from, and how "a" would be resumed."""
+    assert tracker.tracker == Fake(run, [], {})
+    assert tracker.run_id == f"{run}.{name}"
+    assert tracker.resume_arguments("a") == resumed
+
+
+def finished(tracker: Any, fake: Fake, path: str) -> list[Any]:
+    """Return the calls of `path` after the tracker was told twice to finish."""
+    tracker.finish()
+    tracker.finish()
+    return fake.got(path)
+
+
 def test_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = library(monkeypatch, "wandb")
     tracker = WandBTracker("proj", mode="offline")
     tracker.start()
     assert fake.got("wandb.init") == [call(project="proj", mode="offline")]
     run = "wandb.init()"
-    assert tracker.tracker == Fake(run, [], {})
-    assert tracker.run_id == f"{run}.id"
-    assert tracker.resume_arguments("a") == {"id": "a", "resume": "allow"}
+    assert_is_of(tracker, run, "id", {"id": "a", "resume": "allow"})
     tracker.store_init_configuration(CONFIG)
     assert fake.got(f"{run}.config.update") == [call(CONFIG, allow_val_change=True)]
     tracker.log(VALUES, step=3, commit=True)
@@ -60,9 +72,7 @@ def test_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
         call({"t": table}, step=5, commit=False),
         call({"u": table}, step=None),
     ]
-    tracker.finish()
-    tracker.finish()
-    assert fake.got(f"{run}.finish") == [call(exit_code=None)]
+    assert finished(tracker, fake, f"{run}.finish") == [call(exit_code=None)]
 
 
 def test_comet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +81,7 @@ def test_comet(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker.start()
     assert fake.got("comet_ml.start") == [call(project_name="proj", online=False)]
     run = "comet_ml.start()"
-    assert tracker.tracker == Fake(run, [], {})
-    assert tracker.run_id == f"{run}.get_key()"
-    assert tracker.resume_arguments("a") == {"experiment_key": "a", "mode": "get_or_create"}
+    assert_is_of(tracker, run, "get_key()", {"experiment_key": "a", "mode": "get_or_create"})
     tracker.store_init_configuration(CONFIG)
     assert fake.got(f"{run}.log_parameters") == [call(CONFIG)]
     tracker.log(VALUES, step=3, epoch=1)
@@ -88,9 +96,7 @@ def test_comet(monkeypatch: pytest.MonkeyPatch) -> None:
         "overwrite": True,
         "image_minmax": (0, 255),
     }
-    tracker.finish()
-    tracker.finish()
-    assert fake.got(f"{run}.end") == [call()]
+    assert finished(tracker, fake, f"{run}.end") == [call()]
 
 
 def test_aim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -102,9 +108,7 @@ def test_aim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         call(experiment="mine", system_tracking_interval=None, repo=repo)
     ]
     run = "aim.Run()"
-    assert tracker.tracker == Fake(run, [], {})
-    assert tracker.run_id == f"{run}.hash"
-    assert tracker.resume_arguments("a") == {"run_hash": "a"}
+    assert_is_of(tracker, run, "hash", {"run_hash": "a"})
     tracker.store_init_configuration({**CONFIG, "kind": int})
     assert fake.got(f"{run}[hparams] =") == [call({**CONFIG, "kind": str(int)})]
     tracker.log(VALUES, step=3, context={"subset": "train"})
@@ -118,9 +122,7 @@ def test_aim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         call(text, name="note", step=3, context={"subset": "train"}),
         call(image, name="digits", step=4, context={"subset": "test"}),
     ]
-    tracker.finish()
-    tracker.finish()
-    assert fake.got(f"{run}.close") == [call()]
+    assert finished(tracker, fake, f"{run}.close") == [call()]
 
 
 def test_clearml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +133,7 @@ def test_clearml(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"project_name": "mine", "task_name": "of-env", "tags": ["a"]}
     assert fake.got("clearml.Task.init") == [call(**names)]
     run = "clearml.Task.init()"
-    assert tracker.tracker == Fake(run, [], {})
-    assert tracker.run_id == f"{run}.id"
-    resumed = {"reuse_last_task_id": "a", "continue_last_task": 0}
-    assert tracker.resume_arguments("a") == resumed
+    assert_is_of(tracker, run, "id", {"reuse_last_task_id": "a", "continue_last_task": 0})
     tracker.store_init_configuration(CONFIG)
     assert fake.got(f"{run}.connect") == [call(CONFIG)]
     report = f"{run}.get_logger()"
@@ -164,9 +163,7 @@ def test_clearml(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     with pytest.raises(ValueError, match="dataframe"):
         tracker.log_table("t")
-    tracker.finish()
-    tracker.finish()
-    assert fake.got(f"{run}.close") == [call()]
+    assert finished(tracker, fake, f"{run}.close") == [call()]
     assert fake.got(f"{run}.mark_failed") == []
 
 
@@ -187,9 +184,7 @@ def test_dvclive(monkeypatch: pytest.MonkeyPatch) -> None:
     run = "dvclive.Live()"
     tracker.flush()
     assert fake.got("dvclive.Live") == [call(dir="here")]
-    assert tracker.tracker == Fake(run, [], {})
-    assert tracker.run_id == f"{run}.dir"
-    assert tracker.resume_arguments("a") == {"dir": "a", "resume": True}
+    assert_is_of(tracker, run, "dir", {"dir": "a", "resume": True})
     tracker.store_init_configuration({**CONFIG, "shape": (1, 2), "kind": None})
     expected = {**CONFIG, "shape": [1, 2], "kind": None}
     assert fake.got(f"{run}.log_params") == [call(expected)]
@@ -203,9 +198,7 @@ def test_dvclive(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker.log_images({"digits": ["a.png"]}, step=4)
     assert fake.got(f"{run}.step =") == [call(3), call(4)]
     assert fake.got(f"{run}.log_image") == [call("digits.png", "a.png")]
-    tracker.finish()
-    tracker.finish()
-    assert fake.got(f"{run}.end") == [call()]
+    assert finished(tracker, fake, f"{run}.end") == [call()]
     own = Fake("own", [], {})
     given = DVCLiveTracker(live=own)
     given.store_init_configuration(CONFIG)
@@ -234,11 +227,9 @@ def test_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert fake.got("mlflow.start_run") == [
         call(experiment_id=experiment, run_id="7", nested=True, **arguments)
     ]
-    assert tracker.tracker == Fake(run, [], {})
+    assert_is_of(tracker, run, "info.run_id", {"run_id": "a"})
     assert tracker.active_run is tracker.tracker
     run_id = Fake(f"{run}.info.run_id", [], {})
-    assert tracker.run_id == f"{run}.info.run_id"
-    assert tracker.resume_arguments("a") == {"run_id": "a"}
     tracker.store_init_configuration(CONFIG)
     assert fake.got("mlflow.entities.Param") == [
         call("optimizer/lr", "0.1"),
@@ -260,9 +251,7 @@ def test_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tracker.log_artifacts("folder", "texts")
     assert fake.got(f"{client}.log_artifacts") == [call(run_id, "folder", "texts")]
     tracker.failed = True
-    tracker.finish()
-    tracker.finish()
-    assert fake.got(f"{client}.set_terminated") == [call(run_id, "FAILED")]
+    assert finished(tracker, fake, f"{client}.set_terminated") == [call(run_id, "FAILED")]
 
 
 def test_a_store_that_was_chosen_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -279,9 +268,7 @@ def test_swanlab(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker.start()
     assert fake.got("swanlab.init") == [call(project="proj", mode="offline")]
     run = "swanlab.init()"
-    assert tracker.tracker == Fake(run, [], {})
-    assert tracker.run_id == f"{run}.id"
-    assert tracker.resume_arguments("a") == {"id": "a", "resume": "allow"}
+    assert_is_of(tracker, run, "id", {"id": "a", "resume": "allow"})
     tracker.store_init_configuration(CONFIG)
     assert fake.got(f"{run}.config.update") == [call(CONFIG)]
     tracker.log(VALUES, step=3, more=1)
@@ -293,9 +280,7 @@ def test_swanlab(monkeypatch: pytest.MonkeyPatch) -> None:
         call({"digits": [image]}, step=4),
     ]
     tracker.failed = True
-    tracker.finish()
-    tracker.finish()
-    assert fake.got(f"{run}.finish") == [call(state="crashed")]
+    assert finished(tracker, fake, f"{run}.finish") == [call(state="crashed")]
 
 
 def test_trackio(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,9 +289,7 @@ def test_trackio(monkeypatch: pytest.MonkeyPatch) -> None:
     tracker.start()
     assert fake.got("trackio.init") == [call(project="proj", name="mine")]
     run = "trackio.init()"
-    assert tracker.tracker == Fake(run, [], {})
-    assert tracker.run_id == f"{run}.name"
-    assert tracker.resume_arguments("a") == {"name": "a", "resume": "allow"}
+    assert_is_of(tracker, run, "name", {"name": "a", "resume": "allow"})
     tracker.store_init_configuration(CONFIG)
     assert fake.got(f"{run}.config.update") == [call(CONFIG)]
     tracker.log(VALUES, step=3, more=1)
@@ -318,6 +301,4 @@ def test_trackio(monkeypatch: pytest.MonkeyPatch) -> None:
         call({"one": image}, step=4),
         call({"two/0": image, "two/1": image}, step=4),
     ]
-    tracker.finish()
-    tracker.finish()
-    assert fake.got(f"{run}.finish") == [call()]
+    assert finished(tracker, fake, f"{run}.finish") == [call()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from accel.hooks import (
     attach_execution_device_hook,
 )
 from tests.accel.weights.models import Direct, hook_of, inputs, net, on_meta
+
+OFFLOADING = [attach_align_device_hook, attach_align_device_hook_on_blocks]
 
 
 def hooked(model: nn.Module) -> list[str]:
@@ -45,10 +48,11 @@ def test_every_module_runs_on_the_device() -> None:
     assert hook_of(model[0]).execution_device == "meta"
 
 
-def test_some_arguments_stay_where_they_are() -> None:
+@pytest.mark.parametrize("attach", [attach_execution_device_hook, *OFFLOADING])
+def test_skipped_keys_stay(attach: Callable[..., None]) -> None:
     model = Keyword()
-    attach_execution_device_hook(model, "meta", skip_keys="y")
-    assert not model(inputs(), y=inputs())["y"].is_meta
+    attach(model, "cpu", skip_keys="y")
+    assert model(inputs(), y=inputs().to("meta"))["y"].is_meta
 
 
 def test_nothing_is_attached_within_some_classes() -> None:
@@ -85,29 +89,24 @@ def test_modules_run_on_the_execution_device() -> None:
     assert model(inputs()).is_meta
 
 
-def test_weights_come_from_the_mapping() -> None:
+@pytest.mark.parametrize("attach", OFFLOADING)
+def test_buffers_are_offloaded_on_request(attach: Callable[..., None]) -> None:
     model = net()
-    attach_align_device_hook(model, "cpu", offload=True, weights_map=weights())
-    assert torch.equal(model(inputs()), model[1].shift.expand(2, 4) * 1)
-
-
-def test_buffers_are_offloaded_on_request() -> None:
-    model = net()
-    attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
+    attach(model, "cpu", offload=True, offload_buffers=True)
     assert "0.norm.running_mean" in on_meta(model)
     assert torch.equal(model(inputs()), net()(inputs()))
 
 
-def test_a_part_has_a_name_in_the_mapping() -> None:
+@pytest.mark.parametrize(
+    ("attach", "device", "offload"),
+    [(OFFLOADING[0], "cpu", True), (OFFLOADING[1], {"1": "cpu"}, {"1": True})],
+)
+def test_a_part_has_a_name_in_the_mappings(
+    attach: Callable[..., None], device: Any, offload: Any
+) -> None:
     model = net()
-    attach_align_device_hook(model[1], "cpu", offload=True, weights_map=weights(), module_name="1")
+    attach(model[1], device, offload, weights_map=weights(), module_name="1")
     assert torch.equal(model[1](inputs()), model[1].shift.expand(2, 4))
-
-
-def test_skipped_keys_stay() -> None:
-    model = Keyword()
-    attach_align_device_hook(model, "meta", skip_keys=["y"])
-    assert not model(inputs(), y=inputs())["y"].is_meta
 
 
 def test_attention_of_torch_loads_all_weights_within() -> None:
@@ -124,14 +123,12 @@ def test_attention_of_torch_loads_all_weights_within() -> None:
             assert on_meta(model) == {name for name, _ in plain.named_parameters()}
 
 
-def test_a_class_loads_all_weights_within() -> None:
-    model, plain = Direct(), Direct()
-    plain.load_state_dict(model.state_dict())
-    state = dict(model.state_dict())
-    attach_align_device_hook(
-        model, "cpu", offload=True, weights_map=state, preload_module_classes=["Direct"]
-    )
-    assert hooked(model) == [""]
+@pytest.mark.parametrize("attach", OFFLOADING)
+def test_a_class_loads_all_weights_within(attach: Callable[..., None]) -> None:
+    model = nn.Sequential(Direct())
+    plain, state = copy.deepcopy(model), dict(model.state_dict())
+    attach(model, "cpu", offload=True, weights_map=state, preload_module_classes=["Direct"])
+    assert "0.inner" not in hooked(model)
     assert torch.equal(model(inputs()), plain(inputs()))
 
 
@@ -159,34 +156,3 @@ def test_some_blocks_are_offloaded() -> None:
     attach_align_device_hook_on_blocks(everything, "cpu", offload=True, weights_map=weights())
     assert on_meta(everything) == {name for name, _ in everything.named_parameters()}
     assert torch.equal(everything(inputs()), everything[1].shift.expand(2, 4))
-
-
-def test_buffers_of_blocks_are_offloaded_on_request() -> None:
-    model = net()
-    attach_align_device_hook_on_blocks(model, "cpu", offload=True, offload_buffers=True)
-    assert "0.norm.running_mean" in on_meta(model)
-
-
-def test_a_part_has_a_name_in_the_mappings() -> None:
-    model = net()
-    attach_align_device_hook_on_blocks(
-        model[1], {"1": "cpu"}, {"1": True}, weights_map=weights(), module_name="1"
-    )
-    assert torch.equal(model[1](inputs()), model[1].shift.expand(2, 4))
-
-
-def test_skipped_keys_of_blocks_stay() -> None:
-    model = Keyword()
-    attach_align_device_hook_on_blocks(model, "cpu", skip_keys="y")
-    meta = inputs().to("meta")
-    assert model(inputs(), y=meta)["y"].is_meta
-
-
-def test_a_class_of_blocks_loads_all_weights_within() -> None:
-    model = nn.Sequential(Direct())
-    state = dict(model.state_dict())
-    attach_align_device_hook_on_blocks(
-        model, "cpu", offload=True, weights_map=state, preload_module_classes=["Direct"]
-    )
-    assert "0.inner" not in hooked(model)
-    assert model(inputs()).shape == (2, 4)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, P, documented
 
-WHO = "test_one_process_is_every_kind_of_process"
+WHO = "test_who_a_process_is[1]"
 MOVED = "test_a_model_is_moved_unless_told_otherwise"
 PRECISIONS = "test_each_precision_by_its_name"
 FP8 = "test_fp8_takes_the_library_that_is_installed"
 SETTINGS = "test_the_plugins_settings_arrive"
-ALONE = "test_the_machines_accelerator_is_left_alone_on_request"
+ALONE = "test_cpu_ignores_the_accelerator_of_the_machine[Accelerator]"
 NOT_BUILT = "test_a_plugin_of_another_kind_is_refused"
 GENERATORS = "test_generators_that_are_not_there_are_refused"
 FOLDERS = "test_states_and_logs_go_where_the_run_says"
@@ -26,6 +26,7 @@ FORGOTTEN = "test_free_memory_lets_go_of_everything"
 OWN_TRACKER = "test_a_tracker_of_the_users_own_as_a_class_and_as_an_object"
 BOARD = "test_tensorboard_gets_scalars_text_images_and_hyper_parameters"
 MAPS = "test_device_maps_are_found"
+SCHEDULED = "test_a_step_of_the_optimizer_is_one_of_the_schedule_for_each_process[1]"
 RUNS_OWN = "test_the_runs_own_handler_holds_unless_another_is_given"
 
 ENTRIES = [
@@ -47,10 +48,7 @@ ENTRIES = [
             "project_dir": P(None, FOLDERS),
             "project_config": P(None, FOLDERS),
             "gradient_accumulation_plugin": P(None, SETTINGS),
-            "step_scheduler_with_optimizer": P(
-                True,
-                "test_the_run_may_leave_the_stepping_to_the_caller",
-            ),
+            "step_scheduler_with_optimizer": P(True, SCHEDULED),
             "kwargs_handlers": P(None, "test_autocast_is_off_where_it_is_not_enabled"),
             "dynamo_backend": P(None, COMPILED),
             "deepspeed_plugins": P(None, NOT_BUILT),

@@ -27,7 +27,6 @@ CUT = "test_the_callers_slice_function_cuts[2]"
 PREPARED = "test_one_loader_is_prepared"
 SEED = "test_one_seed_seeds_all"
 STATES = "test_ranks_get_the_states_of_the_main_process[2]"
-DEVICES = "test_devices_get_the_states_of_the_main_process[2]"
 
 SAMPLER_ENTRIES = [
     Entry(
@@ -192,11 +191,6 @@ RANDOM_ENTRIES = [
     ),
     documented("accel.utils:synchronize_rng_state", STATES, rng_type=None, generator=None),
     documented("accel.utils:synchronize_rng_states", STATES, rng_types=REQUIRED, generator=None),
-    Entry(
-        "accel.utils:RNGType",
-        call=False,
-        attributes={"TORCH": STATES, "CUDA": DEVICES, "XLA": DEVICES, "GENERATOR": STATES},
-    ),
 ]
 
 

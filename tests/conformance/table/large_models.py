@@ -15,6 +15,9 @@ CHANGES = "test_a_hook_changes_inputs_and_outputs"
 ORDER = "test_several_hooks_run_in_their_order"
 NOTHING = "test_a_hook_that_does_nothing"
 REMOVED = "test_hooks_of_submodules_are_removed"
+ATTACHED = "test_attach_hooks.py::test_buffers_are_offloaded_on_request"
+PART = "test_a_part_has_a_name_in_the_mappings"
+WITHIN = "test_a_class_loads_all_weights_within"
 OWN = "test_every_module_offloads_its_own_weights"
 BLOCKS = "test_some_blocks_are_offloaded"
 TIED = "test_tied_copies_are_handed_on"
@@ -188,11 +191,11 @@ HOOK_FUNCTIONS = [
         module=REQUIRED,
         execution_device=P(None, "test_modules_run_on_the_execution_device"),
         offload=False,
-        weights_map=P(None, "test_weights_come_from_the_mapping"),
-        offload_buffers=P(False, "test_attach_hooks.py::test_buffers_are_offloaded_on_request"),
-        module_name=P("", "test_a_part_has_a_name_in_the_mapping"),
-        skip_keys=P(None, "test_skipped_keys_stay"),
-        preload_module_classes=P(None, "test_a_class_loads_all_weights_within"),
+        weights_map=P(None, f"{PART}[attach_align_device_hook-cpu-True]"),
+        offload_buffers=P(False, f"{ATTACHED}[attach_align_device_hook]"),
+        module_name=P("", f"{PART}[attach_align_device_hook-cpu-True]"),
+        skip_keys=P(None, "test_skipped_keys_stay[attach_align_device_hook]"),
+        preload_module_classes=P(None, f"{WITHIN}[attach_align_device_hook]"),
         tied_params_map=P(None, TIED),
     ),
     documented(
@@ -202,10 +205,10 @@ HOOK_FUNCTIONS = [
         execution_device=P(None, "test_blocks_run_where_the_mapping_says"),
         offload=False,
         weights_map=None,
-        offload_buffers=P(False, "test_buffers_of_blocks_are_offloaded_on_request"),
-        module_name=P("", "test_a_part_has_a_name_in_the_mappings"),
-        skip_keys=P(None, "test_skipped_keys_of_blocks_stay"),
-        preload_module_classes=P(None, "test_a_class_of_blocks_loads_all_weights_within"),
+        offload_buffers=P(False, f"{ATTACHED}[attach_align_device_hook_on_blocks]"),
+        module_name=P("", f"{PART}[attach_align_device_hook_on_blocks-device1-offload1]"),
+        skip_keys=P(None, "test_skipped_keys_stay[attach_align_device_hook_on_blocks]"),
+        preload_module_classes=P(None, f"{WITHIN}[attach_align_device_hook_on_blocks]"),
         tied_params_map=P(None, TIED),
     ),
     documented(
@@ -213,7 +216,7 @@ HOOK_FUNCTIONS = [
         "test_every_module_runs_on_the_device",
         module=REQUIRED,
         execution_device=REQUIRED,
-        skip_keys=P(None, "test_some_arguments_stay_where_they_are"),
+        skip_keys=P(None, "test_skipped_keys_stay[attach_execution_device_hook]"),
         preload_module_classes=P(None, "test_nothing_is_attached_within_some_classes"),
         tied_params_map=P(None, TIED),
     ),

@@ -18,6 +18,7 @@ LOAD_HOOK = "test_a_hook_before_loading_takes_models_over"
 FIELDS = "test_the_fields_of_a_project"
 NEXT = "test_the_number_of_the_next_one"
 NODES = "test_each_node_has_a_state_of_its_own"
+LAYOUT = "test_every_layout_loads_strictly[cpu-folder]"
 DISK = "test_load.py::test_buffers_are_offloaded_on_request_in_memory"
 REFUSED = "test_other_options_are_refused"
 
@@ -73,9 +74,9 @@ ENTRIES = [
     ),
     documented(
         "accel:load_checkpoint_in_model",
-        "test_weights_are_loaded",
+        LAYOUT,
         model=REQUIRED,
-        checkpoint=P(REQUIRED, "test_a_checkpoint_is_looked_for_where_it_is_said_to_be"),
+        checkpoint=REQUIRED,
         device_map=P(None, "test_a_device_map_places_submodules"),
         offload_folder=P(None, DISK),
         dtype=P(None, "test_weights_become_the_dtype"),

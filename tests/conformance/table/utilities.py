@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from tests.conformance.rows import REQUIRED, Entry, NoOp, documented
 
-ENUMS = "test_values"
 VERSIONS = "test_compare_versions"
 XLA = "test_torch_xla_and_the_device_it_computes_on"
 BF16 = "test_bf16_is_a_matter_of_the_device"
@@ -16,40 +15,48 @@ EXTRACTED = "test_a_model_is_taken_out_of_its_containers"
 COMPILED = "test_a_compiled_module_is_recognized"
 
 
-def values(name: str, *members: str) -> Entry:
-    """Return the rows of an enumeration."""
-    kind = name.rpartition(":")[2]
-    return Entry(name, attributes={m: f"{ENUMS}[{kind}]" for m in members}, call=False)
+def same(*names: str) -> dict[str, str]:
+    """Return members whose values are their names."""
+    return {name: name for name in names}
 
+
+def lower(*values: str) -> dict[str, str]:
+    """Return members whose names are their values in capitals."""
+    return {value.upper(): value for value in values}
+
+
+# Documented members and their values.
+ENUMERATIONS: dict[str, dict[str, str]] = {
+    "accel:DistributedType": {
+        **same("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"),
+        **same("MULTI_HPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_NEURON", "MULTI_NPU", "MULTI_SDAA"),
+        **{"MULTI_XPU": "MULTI_XPU", "TPU": "XLA"},  # an older name
+    },
+    "accel.utils:LoggerType": {
+        **lower("all", "tensorboard", "wandb", "aim", "clearml", "dvclive", "mlflow", "swanlab"),
+        **{"TRACKIO": "trackio", "COMETML": "comet_ml"},
+    },
+    "accel.utils:RNGType": lower(
+        *("torch", "cuda", "generator", "xla", "hpu", "mlu", "musa", "neuron", "npu", "sdaa", "xpu")
+    ),
+    "accel.utils:DynamoBackend": lower(
+        *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser"),
+        *("cudagraphs", "ofi", "fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once"),
+        *("torchxla_trace_once", "tvm", "hpu_backend", "neuron"),
+    ),
+    "accel.utils.dataclasses:FP8BackendType": same("NO", "TE", "MSAMP", "AO"),
+    "accel.utils:PrecisionType": lower("no", "fp8", "fp16", "bf16"),
+    "accel.utils:CustomDtype": lower("fp8", "int4", "int2"),
+    "accel.utils:ComputeEnvironment": same("LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
+    "accel.utils:SageMakerDistributedType": same("NO", "DATA_PARALLEL", "MODEL_PARALLEL"),
+}
 
 ENTRIES = [
-    values(
-        "accel:DistributedType",
-        *("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU", "FSDP", "MEGATRON_LM", "XLA"),
-        *("MULTI_HPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_NEURON", "MULTI_NPU", "MULTI_SDAA"),
-        "MULTI_XPU",
+    *(
+        Entry(name, attributes=dict.fromkeys(members, f"test_values[{name}]"), call=False)
+        for name, members in ENUMERATIONS.items()
     ),
-    values(
-        "accel.utils:LoggerType",
-        *("ALL", "TENSORBOARD", "WANDB", "COMETML", "AIM", "CLEARML", "DVCLIVE", "MLFLOW"),
-        *("SWANLAB", "TRACKIO"),
-    ),
-    values(
-        "accel.utils:RNGType",
-        *("HPU", "MLU", "MUSA", "NEURON", "NPU", "SDAA", "XPU"),
-    ),
-    values(
-        "accel.utils:DynamoBackend",
-        *("NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER"),
-        *("CUDAGRAPHS", "OFI", "FX2TRT", "ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE"),
-        *("TORCHXLA_TRACE_ONCE", "TVM", "HPU_BACKEND", "NEURON"),
-    ),
-    values("accel.utils.dataclasses:FP8BackendType", "NO", "TE", "MSAMP", "AO"),
-    values("accel.utils:PrecisionType", "NO", "FP8", "FP16", "BF16"),
-    values("accel.utils:CustomDtype", "FP8", "INT4", "INT2"),
-    values("accel.utils:ComputeEnvironment", "LOCAL_MACHINE", "AMAZON_SAGEMAKER"),
-    values("accel.utils:SageMakerDistributedType", "NO", "DATA_PARALLEL", "MODEL_PARALLEL"),
-    Entry("accel.utils:BaseEnum.list", "test_values[PrecisionType]"),
+    Entry("accel.utils:BaseEnum.list", "test_values[accel.utils:PrecisionType]"),
     documented(
         "accel.utils:compare_versions",
         VERSIONS,
