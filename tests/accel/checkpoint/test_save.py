@@ -215,21 +215,10 @@ def test_the_fields_of_a_project(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 2
 
 
-def test_the_folder_of_a_project(tmp_path: Path) -> None:
-    project = ProjectConfiguration(project_dir=str(tmp_path))
-    assert (project.project_dir, project.logging_dir) == (str(tmp_path), str(tmp_path))
-    assert accelerator(project_config=project).project_dir == str(tmp_path)
-
-
-def test_the_folder_of_logs() -> None:
-    project = ProjectConfiguration(logging_dir="logs")
-    assert accelerator(project_config=project).logging_dir == "logs"
-
-
 def test_the_folders_of_a_project_may_be_set_later() -> None:
     project = ProjectConfiguration()
     assert (project.project_dir, project.logging_dir) == (None, None)
-    project.set_directories("one")
+    project.set_directories(Path("one"))
     assert (project.project_dir, project.logging_dir) == ("one", "one")
     project.set_directories(project_dir="two")
     assert (project.project_dir, project.logging_dir) == ("two", "one")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-import types
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import torch
 from accel.config.deepspeed import (
     DeepSpeedPlugin,
     active,
+    get_active_deepspeed_plugin,
 )
 from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.config.training import GradientAccumulationPlugin
@@ -241,10 +242,10 @@ def test_transformers_reads_a_configuration_without_open_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[HfDeepSpeedConfig] = []
-    module = types.ModuleType("transformers.integrations.deepspeed")
+    module = ModuleType("transformers.integrations.deepspeed")
     module.set_hf_deepspeed_config = told.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
-    monkeypatch.setitem(sys.modules, "transformers.integrations", types.ModuleType("integrations"))
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    monkeypatch.setitem(sys.modules, "transformers.integrations", ModuleType("integrations"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     plugin = DeepSpeedPlugin(zero_stage=3)
     plugin.set_deepspeed_weakref()
@@ -256,7 +257,7 @@ def test_transformers_reads_a_configuration_without_open_values(
 
 def test_leaf_modules_are_named_to_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     marked: list[object] = []
-    utils = types.ModuleType("deepspeed.utils")
+    utils = ModuleType("deepspeed.utils")
     utils.set_z3_leaf_modules = lambda model, kinds: marked.append(kinds)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
@@ -266,3 +267,26 @@ def test_leaf_modules_are_named_to_deepspeed(monkeypatch: pytest.MonkeyPatch) ->
     assert marked == [[torch.nn.Linear]]
     with pytest.raises(ConfigError, match="Linaer"):
         DeepSpeedPlugin(transformer_moe_cls_names="Linaer").set_moe_leaf_modules(model)
+
+
+def test_the_active_one_of_a_state() -> None:
+    plugin = DeepSpeedPlugin()
+    assert get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugin=plugin)) is plugin
+    with pytest.raises(ConfigError, match="DeepSpeed is off"):
+        get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugin=None))
+
+
+def test_a_plugin_built_by_hand_takes_the_variables_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "steps_per_print": 7}))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    plugin = DeepSpeedPlugin(gradient_clipping=2.0)
+    assert plugin.gradient_clipping == 2.0
+    assert plugin.zero_stage == 3
+    assert plugin.deepspeed_config["steps_per_print"] == 7
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "high")
+    with pytest.raises(ConfigError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE='high'"):
+        DeepSpeedPlugin()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from accel.machine.errors import ConfigError
 from accel.utils import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -70,38 +69,3 @@ def test_the_formats_and_histories_of_a_recipe(kind: Any) -> None:
 def test_the_levels_of_a_recipe(kind: Any) -> None:
     for name in ("O1", "O2"):
         assert kind(opt_level=name).opt_level == name
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        (FP8RecipeKwargs, {"backend": "TEE"}, "Did you mean 'TE'?"),
-        (FP8RecipeKwargs, {"opt_level": "O3"}, "it is one of O1, O2"),
-        (TERecipeKwargs, {"fp8_format": "E4M4"}, "Did you mean 'E4M3'?"),
-        (TERecipeKwargs, {"amax_history_len": 0}, "at least 1"),
-        (TERecipeKwargs, {"override_linear_precision": (True, False)}, "three booleans"),
-        (AORecipeKwargs, {"module_filter_func": "torch.no_such"}, "dotted name"),
-        (
-            AORecipeKwargs,
-            {"module_filter_func": lambda name: True},
-            "it is called with a module and its name",
-        ),
-        (AORecipeKwargs, {"config": "rowise"}, "Did you mean 'rowwise'?"),
-        (
-            AORecipeKwargs,
-            {"config": "rowwise", "enable_fsdp_float8_all_gather": True},
-            "a weight that is gathered in fp8 has one scale",
-        ),
-        (
-            AORecipeKwargs,
-            {"config": object(), "pad_inner_dim": True},
-            "given in two places",
-        ),
-    ],
-)
-def test_what_a_recipe_does_not_know_is_refused(
-    kind: Any, arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        kind(**arguments)
-    assert message in str(caught.value)

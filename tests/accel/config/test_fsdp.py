@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pickle
 import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accel.config.fsdp import get_module_class_from_name
 from accel.machine.env import Environment, patched
 from accel.machine.errors import ConfigError, NotBuiltError, Problems
 from accel.plan.arguments import Arguments, choose
 from accel.plan.plan import resolve
 from accel.strategies.mesh.parallelize import build_formats
+from accel.strategies.mesh.units import find_units
 
 
 @pytest.mark.parametrize(
@@ -240,3 +250,151 @@ def test_objects_of_torch_are_taken() -> None:
         mixed_precision_policy=MixedPrecision(),
     )
     assert plugin.cpu_offload.offload_params
+
+
+# -- fields that read as torch's own objects ----------------------------------------------------
+
+
+def test_the_kind_of_state_dict_is_set() -> None:
+    plugin = Plugin()
+    plugin.set_state_dict_type()
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+    assert plugin.state_dict_config == FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    full = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    assert plugin.optim_state_dict_config == full
+    plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    assert plugin.saves_shards
+    assert plugin.state_dict_config == ShardedStateDictConfig(offload_to_cpu=True)
+    assert plugin.optim_state_dict_config == ShardedOptimStateDictConfig(offload_to_cpu=True)
+    with pytest.raises(ConfigError, match="state_dict_type"):
+        plugin.set_state_dict_type("SOME_STATE_DICT")
+    assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+    copied = pickle.loads(pickle.dumps(plugin))
+    assert copied == plugin
+    assert copied.saves_shards
+
+
+@pytest.mark.parametrize("kind", list(StateDictType)[:1] + list(StateDictType)[2:])
+def test_a_kind_reads_as_the_member_that_was_given(kind: StateDictType) -> None:
+    for given in (kind, kind.name, kind.name.lower()):
+        assert Plugin(state_dict_type=given).state_dict_type is kind
+
+
+def test_a_config_of_state_dicts_warns_if_it_asks_for_something_else() -> None:
+    Plugin(state_dict_config=FullStateDictConfig(offload_to_cpu=True, rank0_only=True))
+    with pytest.warns(FutureWarning, match="state_dict_config needs no argument"):
+        plugin = Plugin(state_dict_config=FullStateDictConfig(offload_to_cpu=False))
+    assert plugin.state_dict_config == FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+
+
+def test_a_plugin_built_by_hand_takes_the_variables_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    plugin = Plugin(reshard_after_forward=True)
+    assert plugin.reshard_after_forward is True
+    assert plugin.activation_checkpointing is True
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "perhaps")
+    with pytest.raises(ConfigError, match="FSDP_ACTIVATION_CHECKPOINTING='perhaps'"):
+        Plugin()
+
+
+# -- setters, for libraries that shard models by themselves ----------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(4, 4)
+
+
+class Model(torch.nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.head = torch.nn.Linear(4, 1)
+
+
+def units(plugin: Plugin, model: torch.nn.Module) -> list[str]:
+    """Return the names of the units that the plugin makes of a model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return sorted(names[id(module)] for module in find_units(model, plugin, set()))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": "Linear"},
+        {"auto_wrap_policy": "transformer_based_wrap"},
+        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 20},
+        {"auto_wrap_policy": "no_wrap"},
+        {},
+    ],
+)
+def test_a_policy_becomes_a_function_with_the_same_units(fields: dict[str, object]) -> None:
+    plugin, model = Plugin(**fields), Model()
+    before = units(plugin, model)
+    plugin.set_auto_wrap_policy(model)
+    assert units(plugin, model) == before
+    named = "based" in str(fields.get("auto_wrap_policy"))
+    assert isinstance(plugin.auto_wrap_policy, functools.partial) is named
+
+
+def test_classes_that_a_model_lacks_are_named() -> None:
+    names = {"transformer_cls_names_to_wrap": ["Blok", "Block"]}
+    plugin = Plugin(auto_wrap_policy="transformer_based_wrap", **names)
+    with pytest.raises(ConfigError, match="Blok"):
+        plugin.set_auto_wrap_policy(Model())
+
+
+def test_a_class_is_found_by_its_name() -> None:
+    assert get_module_class_from_name(Model(), "Block") is Block
+    assert get_module_class_from_name(Model(), "Model") is Model
+    assert get_module_class_from_name(Model(), "Blok") is None
+
+
+def test_a_precision_becomes_a_policy() -> None:
+    plugin = Plugin()
+    plugin.set_mixed_precision("bf16")
+    policy = plugin.mixed_precision_policy
+    assert isinstance(policy, MixedPrecisionPolicy)
+    assert build_formats(policy, "no") == build_formats("bf16", "no")
+    plugin.set_mixed_precision("fp16")
+    assert plugin.mixed_precision_policy is policy
+    plugin.set_mixed_precision("fp16", override=True)
+    assert plugin.mixed_precision_policy.param_dtype == torch.float16
+    plugin.set_mixed_precision("bf16", buffer_autocast=True, override=True)
+    assert build_formats(plugin.mixed_precision_policy, "no").buffers == torch.bfloat16
+    with pytest.raises(ConfigError, match="mixed_precision"):
+        plugin.set_mixed_precision("fp8")
+
+
+def test_offloading_becomes_a_policy() -> None:
+    plugin = Plugin(cpu_offload=True)
+    plugin.set_cpu_offload()
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    plugin.validate_cpu_offload()
+    plugin = Plugin(cpu_offload=False)
+    plugin.set_cpu_offload()
+    assert type(plugin.cpu_offload) is OffloadPolicy
+    plugin.cpu_offload = "sometimes"
+    with pytest.raises(ConfigError, match="cpu_offload='sometimes'"):
+        plugin.validate_cpu_offload()
+
+
+def test_an_assigned_policy_is_checked() -> None:
+    plugin = Plugin()
+    plugin.validate_mixed_precision_policy()
+    plugin.mixed_precision_policy = {"param_dtype": "bf17"}
+    with pytest.raises(ConfigError, match="bf17"):
+        plugin.validate_mixed_precision_policy()

@@ -59,21 +59,6 @@ def test_sizes_and_what_follows_from_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"tp_size": 0}, "tp_size=0: it is at least 1"),
-        ({"dp_shard_size": -1}, "dp_shard_size=-1"),
-        ({"dp_replicate_size": 0}, "dp_replicate_size=0"),
-        ({"cp_backend": "ring"}, "cp_backend"),
-        ({"sp_backend": "torch"}, "sp_backend"),
-    ],
-)
-def test_values_that_are_none(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ParallelismConfig(**wrong)
-
-
-@pytest.mark.parametrize(
     "option",
     [
         {"cp_size": 2},

@@ -20,17 +20,17 @@ SHOWN = "test_fields_that_nobody_gave_show_what_holds"
 OUTLINE = "test_the_outline_of_a_configuration_reaches_no_engine"
 DYNAMO = {
     "backend": P(None, "test_a_backend_is_named_in_any_case"),
-    "mode": P(None, "test_training.py::test_wrong_values_are_named"),
+    "mode": P(None, "test_wrong_values_are_named"),
     "fullgraph": P(None, "test_graph_breaks_are_errors_on_request"),
     "dynamic": P(None, "test_shapes_are_symbolic_on_request"),
-    "options": P(None, "test_training.py::test_wrong_values_are_named"),
+    "options": P(None, "test_wrong_values_are_named"),
     "disable": P(False, "test_what_is_off_or_compiled_is_left_as_it_is"),
     "use_regional_compilation": P(None, "test_a_model_without_repeated_layers_is_compiled_whole"),
 }
 TENSOR_PARALLEL = {
-    "tp_size": P(1, "test_tensor_parallel.py::test_wrong_values_are_named"),
+    "tp_size": P(1, "test_wrong_values_are_named"),
     "torch_device_mesh": P(None, "test_the_size_is_that_of_the_mesh"),
-    "tp_plan": P(None, "test_tensor_parallel.py::test_wrong_values_are_named"),
+    "tp_plan": P(None, "test_wrong_values_are_named"),
 }
 FSDP = "accel:FullyShardedDataParallelPlugin."
 DEEPSPEED = "accel:DeepSpeedPlugin."

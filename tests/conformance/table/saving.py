@@ -92,8 +92,8 @@ ENTRIES = [
         "accel.utils:ProjectConfiguration",
         FIELDS,
         parameters={
-            "project_dir": P(None, "test_the_folder_of_a_project"),
-            "logging_dir": P(None, "test_the_folder_of_logs"),
+            "project_dir": P(None, FIELDS),
+            "logging_dir": P(None, FIELDS),
             "automatic_checkpoint_naming": P(False, "test_automatic_names"),
             "total_limit": P(None, "test_only_so_many_are_kept"),
             "iteration": P(0, NEXT),
