@@ -48,8 +48,7 @@ def check_average(strategy: str) -> None:
         with pytest.raises(StateError, match="To average weights, copy the model before prepare"):
             torch.optim.swa_utils.AveragedModel(refused)
     for step in range(2):
-        rows = [data()[step * BATCH + index] for index in range(BATCH)]
-        tokens, targets = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
+        tokens, targets = data()[step * BATCH : (step + 1) * BATCH]
         accelerator.backward(loss_of(model, tokens, targets))
         loss_of(plain, tokens, targets).backward()
         for stepped in (optimizer, reference):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -44,6 +45,17 @@ class Stream(IterableDataset):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+
+class Moving:
+    """A batch that notes how it is moved."""
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[Any, bool]] = []
+
+    def to(self, device: Any, non_blocking: bool = False) -> Moving:
+        self.moves.append((torch.device(device), non_blocking))
+        return self
 
 
 def values(loader) -> list[list[int]]:

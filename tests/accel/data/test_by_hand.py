@@ -19,21 +19,10 @@ from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import BatchSamplerShard, SeedableRandomSampler
 from accel.machine.errors import MissingPackageError
 from accel.state import GradientState, PartialState
-from tests.accel.data.parts import Counting, prepared, values
+from tests.accel.data.parts import Counting, Moving, prepared, values
 from tests.helpers import run_distributed
 
 META = torch.device("meta")
-
-
-class Moving:
-    """A batch that notes how it is moved."""
-
-    def __init__(self) -> None:
-        self.moves: list[tuple[Any, bool]] = []
-
-    def to(self, device: Any, non_blocking: bool = False) -> Moving:
-        self.moves.append((torch.device(device), non_blocking))
-        return self
 
 
 def moves(kind: Any, **flags: Any) -> list[tuple[Any, bool]]:

@@ -188,10 +188,6 @@ class Epochs(IterableDataset[int]):
         return iter([int(self.epoch)] * 2)
 
 
-def read(loader) -> list[int]:
-    return [i for batch in loader for i in batch.tolist()]
-
-
 def loader_of(dataset: Epochs) -> DataLoader:
     PartialState(cpu=True)
     return prepare_data_loader(DataLoader(dataset, batch_size=2))
@@ -202,10 +198,10 @@ def test_an_epoch_that_the_caller_tells_the_data_set_holds() -> None:
     loader = loader_of(dataset)
     for epoch in (3, 4, 9):
         dataset.set_epoch(epoch)
-        assert read(loader) == [epoch] * 2
-    assert read(loader) == [10] * 2  # nobody told it another
+        assert flat(loader) == [epoch] * 2
+    assert flat(loader) == [10] * 2  # nobody told it another
     loader.set_epoch(2)
-    assert (read(loader), loader.epoch) == ([2] * 2, 3)
+    assert (flat(loader), loader.epoch) == ([2] * 2, 3)
 
 
 # -- epochs --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.data.samplers import SeedableRandomSampler
 from accel.machine.errors import ConfigError, MissingPackageError
-from tests.accel.data.parts import Counting, Stream, prepared, values
+from tests.accel.data.parts import Counting, Moving, Stream, prepared, values
 from tests.helpers import run_distributed
 
 # -- skipping ------------------------------------------------------------------------------------
@@ -167,23 +167,13 @@ def test_the_seed_of_the_order() -> None:
     assert order(6) != first
 
 
-class Slow:
-    """A batch that notes whether its copy may block."""
-
-    blocking: bool | None = None
-
-    def to(self, device: Any, non_blocking: bool = False) -> Slow:
-        self.blocking = not non_blocking
-        return self
-
-
 def test_copies_do_not_block() -> None:
     for non_blocking in (True, False):
-        batch = Slow()
+        batch = Moving()
         accelerator = told(True, non_blocking=non_blocking, dispatch_batches=True)
         original = DataLoader([0], collate_fn=lambda _: (torch.zeros(1), batch))  # noqa: B023
         list(accelerator.prepare(original))
-        assert batch.blocking is not non_blocking
+        assert [flag for _, flag in batch.moves] == [non_blocking]
         assert accelerator.non_blocking is non_blocking
 
 
@@ -266,13 +256,13 @@ def test_the_documented_parameters_of_placement() -> None:
     loader = prepare_data_loader(original, meta, put_on_device=True)
     assert next(iter(loader)).device == meta
     assert next(iter(prepare_data_loader(original, meta))).device.type == "cpu"
-    batch = Slow()
+    batch = Moving()
     list(
         prepare_data_loader(
             DataLoader([0], collate_fn=lambda _: batch), meta, put_on_device=True, non_blocking=True
         )
     )
-    assert batch.blocking is False
+    assert batch.moves == [(meta, True)]
 
 
 def test_the_documented_parameters_of_order() -> None:

@@ -89,10 +89,8 @@ def test_zero_refuses_what_it_would_turn_into_another_algorithm() -> None:
 
 
 def steps(accelerator: Accelerator, model: Any, optimizer: Any, count: int = 3) -> None:
-    samples = data()
     for step in range(count):
-        rows = [samples[step * BATCH + index] for index in range(BATCH)]
-        tokens, targets = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
+        tokens, targets = data()[step * BATCH : (step + 1) * BATCH]
         accelerator.backward(loss_of(model, tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
@@ -152,8 +150,7 @@ def muon_on_shards() -> None:
     model, optimizer = accelerator.prepare(models[0], own)
     steps(accelerator, model, optimizer)
     for step in range(3):
-        rows = [data()[step * BATCH + index] for index in range(BATCH)]
-        tokens, targets = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
+        tokens, targets = data()[step * BATCH : (step + 1) * BATCH]
         loss_of(models[1], tokens, targets).backward()
         plain.step()
         plain.zero_grad()

@@ -14,6 +14,7 @@ from accel.config.tensor_parallel import TorchTensorParallelPlugin
 
 VOCABULARY, WIDTH, LENGTH = 12, 8, 4
 BATCH, STEPS = 8, 10
+CLOSE = 1e-5
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
@@ -141,6 +142,22 @@ def difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) 
 def largest(first: list[float], second: list[float]) -> float:
     assert len(first) == len(second)
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def assert_as_plain(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    reference: torch.nn.Module,
+    accumulation: int = 1,
+    optimizer: Any = None,
+    case: object = None,
+) -> None:
+    """Train a model, and another alike in a plain loop: losses, norms and weights agree."""
+    losses, norms, weights = train(accelerator, model, optimizer)
+    expected = plain(reference, accumulation)
+    assert largest(losses, expected[0]) < CLOSE, case
+    assert largest(norms, expected[1]) < CLOSE, case
+    assert difference(weights, expected[2]) < CLOSE, case
 
 
 def local_sizes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

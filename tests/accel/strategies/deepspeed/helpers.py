@@ -48,20 +48,22 @@ def error_of(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(prediction.float(), target.float())
 
 
-def plain(clip: float | None = None, steps: int = STEPS) -> tuple[list[float], dict[str, Any]]:
-    """Losses and weights of a loop of torch alone over the global batches."""
+def plain(clip: float | None = None, halve_every: int = STEPS + 1) -> Any:
+    """Losses, weights and last rate of a loop of torch alone over the global batches."""
     model = build()
     optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, halve_every, 0.5)
     losses = []
-    for inputs, targets in data(GLOBAL_BATCH, steps):
+    for inputs, targets in data(GLOBAL_BATCH):
         loss = error_of(model(inputs), targets)
         loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, model.state_dict()
+    return losses, model.state_dict(), scheduler.get_last_lr()[0]
 
 
 def largest(found: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -106,22 +108,6 @@ def train(
             optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     return losses
-
-
-def plain_with_schedule() -> Any:
-    """Losses, weights and rate of ten steps of torch; the learning rate is halved every third."""
-    model = build()
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    losses = []
-    for inputs, targets in data(GLOBAL_BATCH):
-        loss = error_of(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict(), scheduler.get_last_lr()[0]
 
 
 def plan_of(plugin: DeepSpeedPlugin, **arguments: Any) -> Plan:
