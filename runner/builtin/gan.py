@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.lr_scheduler import LRScheduler
 
-from runner.builtin.optimizers import linear
+from runner.builtin.schedules import linear
 from runner.data.batches import Window
 from runner.training.step import Step, optimizer_step
 

@@ -1,18 +1,15 @@
-"""Optimizers and learning-rate schedules by name.
+"""Optimizers by name.
 
-An optimizer factory is called with the model, a schedule factory with the optimizer and the number
-of optimizer steps of the run; the other arguments come from the recipe.
+An optimizer factory is called with the model; the other arguments come from the recipe.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from accel.machine.errors import ConfigError, Problem, Problems, unknown_choice
 from accel.precision.rounding_adamw import RoundingAdamW
@@ -124,86 +121,6 @@ def decay_groups(
 def supports_fused(parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether torch's fused kernels take all these parameters."""
     return all(p.is_floating_point() and p.device.type in FUSED_DEVICES for p in parameters)
-
-
-def cosine(
-    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
-) -> LambdaLR:
-    """Return a linear warm-up, then half a cosine from the peak down to `final` of it.
-
-    Args:
-        optimizer: whose rates are the peak.
-        num_steps: optimizer steps of the run.
-        warmup: optimizer steps, or below 1 a fraction of the run.
-        final: the last rate, as a fraction of the peak.
-
-    Source: I. Loshchilov and F. Hutter, SGDR, arXiv:1608.03983.
-    """
-    return _schedule(optimizer, num_steps, warmup, final, _cosine)
-
-
-def linear(
-    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0
-) -> LambdaLR:
-    """Return a linear warm-up, then a straight line from the peak down to `final` of it.
-
-    Args:
-        optimizer: whose rates are the peak.
-        num_steps: optimizer steps of the run.
-        warmup: optimizer steps, or below 1 a fraction of the run.
-        final: the last rate, as a fraction of the peak.
-    """
-    return _schedule(optimizer, num_steps, warmup, final, _linear)
-
-
-def constant(optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0) -> LambdaLR:
-    """Return a linear warm-up, then the peak to the end.
-
-    Args:
-        optimizer: whose rates are the peak.
-        num_steps: optimizer steps of the run.
-        warmup: optimizer steps, or below 1 a fraction of the run.
-    """
-    return _schedule(optimizer, num_steps, warmup, 1.0, _linear)
-
-
-def _schedule(
-    optimizer: torch.optim.Optimizer,
-    num_steps: int,
-    warmup: float,
-    final: float,
-    decay: Callable[[float], float],
-) -> LambdaLR:
-    check_ranges("scheduler", warmup=(warmup, 0, math.inf), final=(final, 0, 1))
-    warmup_steps = warmup * num_steps if warmup < 1 else warmup
-    # A partial, not a lambda: it pickles, and leaves nothing in the scheduler's state, so that a
-    # resumed run follows the schedule of its recipe.
-    return LambdaLR(
-        optimizer,
-        partial(_factor, num_steps=num_steps, warmup_steps=warmup_steps, final=final, decay=decay),
-    )
-
-
-def _factor(
-    step: int,
-    num_steps: int,
-    warmup_steps: float,
-    final: float,
-    decay: Callable[[float], float],
-) -> float:
-    """Return the rate of update number `step` (from 0) as a fraction of the peak."""
-    if step + 1 < warmup_steps:
-        return (step + 1) / warmup_steps
-    passed = (step - warmup_steps) / max(1.0, num_steps - warmup_steps)
-    return final + (1 - final) * decay(min(1.0, max(0.0, passed)))
-
-
-def _cosine(passed: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * passed))
-
-
-def _linear(passed: float) -> float:
-    return 1 - passed
 
 
 def check_ranges(node: str, **limits: tuple[float, float, float]) -> None:

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
+from typing import Literal
 
-from accel.machine.errors import Problem, Problems
+from accel.machine.errors import ConfigError, Problem, Problems
 from runner.recipe.schema import Trainer
 from runner.recipe.units import counted, nearest_multiples
+
+
+class RunLength(int):
+    """Number of optimizer steps of a run, with what else a schedule may depend on.
+
+    Attributes:
+        steps_per_epoch: None: not known.
+        max_seconds: after which the run ends; None: no limit.
+        mode: whether the best monitored value is the "max" or the "min".
+    """
+
+    steps_per_epoch: int | None = None
+    max_seconds: float | None = None
+    mode: Literal["max", "min"] = "min"
+
+    def steps(self, duration: float | str, key: str) -> float:
+        """Return a duration in steps: as such, below 1 a fraction of the run, or "2 epochs".
+
+        Raises:
+            ConfigError: about `key`, if it is none of them or epochs have no known length.
+        """
+        epochs = re.fullmatch(r"(\d+(?:\.\d+)?) ?epochs?", str(duration))
+        if epochs and self.steps_per_epoch is not None:
+            return float(epochs[1]) * self.steps_per_epoch
+        if isinstance(duration, str) or not 0 <= duration < math.inf:
+            rule = "it is a number of steps, below 1 a fraction of the run, or a text '2 epochs'"
+            rule = "epochs of this data set have no known length" if epochs else rule
+            raise ConfigError.of(f"{key}={duration!r}", rule, f"Set {key}=100, for instance.")
+        return duration * self if duration < 1 else duration
+
+    def whole_steps(self, duration: float | str, key: str) -> int:
+        """Return a duration rounded to steps, at least 1; see `steps`."""
+        return max(1, round(self.steps(duration, key)))
 
 
 @dataclass(frozen=True)

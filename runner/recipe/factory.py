@@ -28,6 +28,12 @@ from runner.recipe.schema import Recipe
 NUM_GIVEN = {"optimizer": (1, 1), "scheduler": (2, 1)}
 # Parameters of a step's constructor that receive the objects built from these nodes.
 STEP_PARTS = ("model", "objective", "optimizer", "scheduler")
+SCHEDULES = (
+    *("constant", "cosine", "inverse_sqrt", "linear", "multistep", "one_cycle", "plateau"),
+    *("polynomial", "restarts", "step", "wsd"),
+)
+# Arguments of torch's schedules that are the number of steps of the run where they are not given.
+LENGTHS = ("T_max", "total_steps")
 SCALARS = (bool, int, float, str)
 SEQUENCES = (list, tuple, Sequence)
 # Errors that no argument causes: the machine, or missing code.
@@ -139,11 +145,7 @@ class _Register:
     optimizer = Registry("optimizer", {"adamw": "runner.builtin.optimizers:adamw"})
     scheduler = Registry(
         "scheduler",
-        {
-            "cosine": "runner.builtin.optimizers:cosine",
-            "linear": "runner.builtin.optimizers:linear",
-            "constant": "runner.builtin.optimizers:constant",
-        },
+        {name: f"runner.builtin.schedules:{name}" for name in SCHEDULES},
     )
     callback = Registry(
         "callbacks",
@@ -251,6 +253,14 @@ class Factory:
         num_given = NUM_GIVEN.get(self.key, (0, 0))[not self.by_name]
         return read(self.function, num_given, STEP_PARTS if self.key == "step" else ())
 
+    @property
+    def lengths(self) -> list[str]:
+        """The arguments that the runner derives from the number of steps of the run."""
+        if self.key != "scheduler" or self.by_name or "epochs" in self.arguments:
+            return []
+        unset = [name for name in LENGTHS if self.arguments.get(name) is None]
+        return [name for name in unset if name in self.signature.parameters]
+
     def problems(self) -> Iterator[Problem]:
         """Yield the problems of the arguments."""
         parameters = self.signature.parameters
@@ -264,7 +274,8 @@ class Factory:
                 rule = f"{self.label} has no such argument"
                 yield Problem(f"{self.key}.{name}={value!r}", rule, remedy)
         for name, parameter in parameters.items():
-            if parameter.default is Parameter.empty and name not in self.arguments:
+            given = name in self.arguments or name in self.lengths
+            if parameter.default is Parameter.empty and not given:
                 place = f"{self.key}.{name}"
                 yield Problem(place, f"{self.label} needs it", f"Give {place}=…")
         yield from _distrusted(self.arguments, self.key)

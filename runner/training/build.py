@@ -241,7 +241,11 @@ def _step_part(recipe: Recipe, key: str, step: Factory) -> Any:
         return _checked(factory, factory(model if factory.by_name else model.parameters()))
 
     def make_scheduler(optimizer: object, num_steps: int) -> object:
-        return _checked(factory, factory(*(optimizer, num_steps)[: 1 + factory.by_name]))
+        if factory.by_name:
+            return _checked(factory, factory(optimizer, num_steps))
+        lengths = dict.fromkeys(factory.lengths, int(num_steps))
+        derived = replace(factory, arguments={**factory.arguments, **lengths})
+        return _checked(factory, derived(optimizer))
 
     if key == "optimizer":
         return make_optimizer

@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accel.machine.errors import ConfigError, Problem, Problems
+from accel.machine.tree import recursively_apply
+from runner.recipe.batch_plan import RunLength
 from runner.recipe.serialization import to_plain
+from runner.recipe.units import parse_duration
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -22,7 +25,6 @@ if TYPE_CHECKING:
 
     from accel.config.handlers import GradScalerKwargs
     from runner.training.run import Run
-    from runner.training.step import Step
 
 
 # Options that schedules write.
@@ -65,7 +67,8 @@ class Hyperparameters:
         """Return the hyperparameters of the recipe, and the class and state of each schedule."""
         schedules = self._run.schedulers.items()
         made = {
-            name: {"class": _class_of(one), "state": one.state_dict()} for name, one in schedules
+            name: {"class": _class_of(one), "state": _stored(one.state_dict())}
+            for name, one in schedules
         }
         return {**self._now, "schedules": made}
 
@@ -120,16 +123,20 @@ class Hyperparameters:
         for group, new, options in zip(optimizer.param_groups, now, changed, strict=False):
             _give(group, new, options - {"lr"})
         measures = isinstance(scheduler, ReduceLROnPlateau)
+        follows = measures or getattr(scheduler, "follows_time", False)
         kind = None if scheduler is None else _class_of(scheduler)
         written = {"lr"} if scheduler is None or measures else {"lr", *MOMENTA}
         is_same = kind == (found and found["class"])
-        is_same &= self.saved["schedule"] == self._now["schedule"]
+        num_compared = 2 if measures else 3  # a plateau does not depend on the number of steps
+        is_same &= self.saved["schedule"][:num_compared] == self._now["schedule"][:num_compared]
         is_same &= not any(options & written for options in changed)
-        if measures and (not is_same or self._run.remeasured):
+        if follows and (not is_same or (measures and self._run.remeasured)):
+            source = "measurements" if measures else "time"
             raise ConfigError.of(
                 f"other options of {kind} with resume",
-                "a schedule that follows measurements goes on from what it measured",
-                "Resume with the optimizer.lr, scheduler and data of before, or start a new run.",
+                f"a schedule that follows {source} goes on from what it measured",
+                "Resume with the optimizer.lr, scheduler, number of steps and data of before, or "
+                "start a new run.",
             )
         if not is_same:
             self._replay(name, optimizer, scheduler)
@@ -179,6 +186,11 @@ def _plain(value: Any) -> object:
     return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
+def _stored(state: dict[str, Any]) -> Any:
+    """Return the state of a schedule with plain numbers of steps, which files hold."""
+    return recursively_apply(int, state, test_type=lambda value: isinstance(value, RunLength))
+
+
 def _give(group: dict[str, Any], options: Mapping[str, Any], names: Iterable[str]) -> None:
     """Set the options of a group that are among `names`, in the types that the group has."""
     for name in names:
@@ -207,14 +219,19 @@ def _incompatible_options(changed: list[set[str]], before: Groups, now: Groups) 
 # -- schedules -----------------------------------------------------------------------------
 
 
-def make_schedulers(step: Step, total_steps: int | None) -> Mapping[str, LRScheduler]:
-    """Return the schedules of a step's optimizers, by name.
+def make_schedulers(run: Run) -> Mapping[str, LRScheduler]:
+    """Return the schedules of a run's optimizers, by name.
 
     Raises:
         ConfigError: if they need the number of steps, and that is not known.
     """
+    total_steps = run.plan.total_steps
     # A stream without trainer.max_steps has no known end to plan a schedule for.
-    schedulers = step.make_schedulers(total_steps or 1)
+    length = RunLength(total_steps or 1)
+    length.steps_per_epoch = run.plan.steps_per_epoch
+    length.mode = "max" if run.mode == "max" else "min"
+    length.max_seconds = parse_duration(run.recipe.trainer.max_time)
+    schedulers = run.step.make_schedulers(length)
     if schedulers and total_steps is None:
         raise ConfigError.of(
             "trainer.max_steps=null with a data set of unknown length",

@@ -77,7 +77,7 @@ class Loop(Run):
                 "Give the data set a validation part, or leave the monitor out.",
             )
         self._hyperparameters = Hyperparameters(self)
-        self.schedulers = make_schedulers(step, self.plan.total_steps)
+        self.schedulers = make_schedulers(self)
         plateaus = find_plateaus(self)
         self._hyperparameters.start()
         self._stepping: list[tuple[LRScheduler, Any]] = [

@@ -38,6 +38,7 @@ IMPORTED = (
     *(
         "runner.builtin.gan",
         "runner.builtin.optimizers",
+        "runner.builtin.schedules",
         "runner.cli.help",
         "runner.launch.launcher",
     ),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from accel.machine.errors import ConfigError
-from runner.builtin.optimizers import adamw, check_ranges, cosine, linear
+from runner.builtin.optimizers import adamw, check_ranges
 from tests.accel.precision.float8 import needs_torchao
 
 
@@ -31,29 +29,6 @@ def test_only_parameters_of_two_and_more_dims_are_decayed() -> None:
     assert found == len(list(module.parameters()))
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.9), 1e-6)
-
-
-def rates(schedule: Callable[..., LambdaLR], num_steps: int, **arguments: float) -> list[float]:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = schedule(optimizer, num_steps, **arguments)
-    found = []
-    for _ in range(num_steps):
-        found.append(optimizer.param_groups[0]["lr"] / 2.0)
-        optimizer.step()
-        scheduler.step()
-    return [*found, optimizer.param_groups[0]["lr"] / 2.0]
-
-
-def test_cosine() -> None:
-    found = rates(cosine, 12, warmup=4, final=0.1)
-    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    expected = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 8)) for k in range(9)]
-    assert found[4:] == pytest.approx(expected)
-
-
-def test_linear() -> None:
-    assert rates(linear, 4) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
-    assert rates(linear, 4, warmup=0.5, final=0.5) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
 
 
 @needs_torchao

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import ConfigError
-from runner.builtin.optimizers import cosine
+from runner.builtin.schedules import cosine
 from runner.data.datasets import Data
 from runner.training.console import Display
 from runner.training.hyperparameters import set_scaler

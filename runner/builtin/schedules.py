@@ -1,0 +1,470 @@
+"""Learning-rate schedules by name: factors of the peak rate, as functions of the step.
+
+A schedule factory is called with the optimizer and the number of optimizer steps of the run; the
+other arguments come from the recipe. A duration (`warmup`, `cooldown`, `every`, …) is a number of
+optimizer steps, below 1 a fraction of the run, or a text such as "2 epochs".
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+from accel.comm.ops import broadcast_object_list
+from accel.machine.errors import ConfigError
+from runner.builtin.optimizers import check_ranges
+from runner.recipe.batch_plan import RunLength
+
+Factor = Callable[[float], float]
+
+# -- factories -----------------------------------------------------------------------------
+
+
+def constant(
+    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float | str = 0.0
+) -> LambdaLR:
+    """Return a linear warm-up, then the peak to the end.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        warmup: duration.
+    """
+    return _schedule(optimizer, num_steps, lambda run, start: _one, warmup)
+
+
+def cosine(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    warmup: float | str = 0.0,
+    final: float = 0.0,
+    by_time: bool = False,
+) -> LambdaLR:
+    """Return a linear warm-up, then half a cosine from the peak down to `final` of it.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        warmup: duration.
+        final: the last rate, as a fraction of the peak.
+        by_time: whether the share of `trainer.max_time` that has passed counts where it is larger
+            than the share of the steps.
+
+    Source: I. Loshchilov and F. Hutter, SGDR, arXiv:1608.03983.
+    """
+    check_ranges("scheduler", final=(final, 0, 1))
+    body = partial(_falling, final=final, decay=_cosine)
+    return _schedule(optimizer, num_steps, _to_the_end(body), warmup, by_time=by_time)
+
+
+def linear(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    warmup: float | str = 0.0,
+    final: float = 0.0,
+    by_time: bool = False,
+) -> LambdaLR:
+    """Return a linear warm-up, then a straight line from the peak down to `final` of it.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        warmup: duration.
+        final: the last rate, as a fraction of the peak.
+        by_time: as of `cosine`.
+    """
+    check_ranges("scheduler", final=(final, 0, 1))
+    body = partial(_falling, final=final, decay=_linear)
+    return _schedule(optimizer, num_steps, _to_the_end(body), warmup, by_time=by_time)
+
+
+def polynomial(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    power: float = 2.0,
+    warmup: float | str = 0.0,
+    final: float = 0.0,
+    by_time: bool = False,
+) -> LambdaLR:
+    """Return a linear warm-up, then a power of the remaining share, from the peak to `final` of it.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        power: exponent of the remaining share; 1 is `linear`.
+        warmup: duration.
+        final: the last rate, as a fraction of the peak.
+        by_time: as of `cosine`.
+    """
+    check_ranges("scheduler", final=(final, 0, 1), power=(power, 0, math.inf))
+    body = partial(_falling, final=final, decay=partial(_power, power=power))
+    return _schedule(optimizer, num_steps, _to_the_end(body), warmup, by_time=by_time)
+
+
+def wsd(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    warmup: float | str = 0.0,
+    cooldown: float | str = 0.2,
+    shape: Literal["linear", "cosine", "sqrt"] = "linear",
+    final: float = 0.0,
+    by_time: bool = False,
+) -> LambdaLR:
+    """Return warm-up, stable, decay: the peak, and a fall to `final` of it at the end.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        warmup: duration.
+        cooldown: duration of the fall.
+        shape: of the fall: a line, half a cosine, or 1 minus the root of the passed share.
+        final: the last rate, as a fraction of the peak.
+        by_time: as of `cosine`.
+
+    Source: S. Hu et al., MiniCPM, arXiv:2404.06395; A. Hägele et al., Scaling Laws and
+    Compute-Optimal Training Beyond Fixed Training Durations, arXiv:2405.18392.
+    """
+    check_ranges("scheduler", final=(final, 0, 1))
+    body = partial(_falling, final=final, decay=SHAPES[shape])
+
+    def at_the_end(run: RunLength, start: float) -> Factor:
+        return partial(body, start=run - run.steps(cooldown, "scheduler.cooldown"), end=run)
+
+    return _schedule(optimizer, num_steps, at_the_end, warmup, by_time=by_time)
+
+
+def inverse_sqrt(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    warmup: float | str = 0.1,
+    cooldown: float | str = 0.0,
+    by_time: bool = False,
+) -> LambdaLR:
+    """Return a linear warm-up to the peak at step w, then the peak times sqrt(w / step).
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        warmup: duration.
+        cooldown: duration at the end over which a line from 1 to 0 multiplies the rate.
+        by_time: as of `cosine`.
+
+    Source: A. Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
+    """
+
+    def body(run: RunLength, start: float) -> Factor:
+        return partial(_inverse_sqrt, peak=max(1.0, start))
+
+    return _schedule(optimizer, num_steps, body, warmup, cooldown, by_time)
+
+
+def step(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    every: float | str = 0.3,
+    gamma: float = 0.1,
+    warmup: float | str = 0.0,
+    cooldown: float | str = 0.0,
+    by_time: bool = False,
+) -> LambdaLR:
+    """Return a rate that is multiplied by `gamma` after each `every`, counted from the start.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        every: duration between two changes.
+        gamma: factor of each change.
+        warmup: duration.
+        cooldown: as of `inverse_sqrt`.
+        by_time: as of `cosine`.
+    """
+    check_ranges("scheduler", gamma=(gamma, 0, 1))
+
+    def body(run: RunLength, start: float) -> Factor:
+        return partial(_steps, every=run.whole_steps(every, "scheduler.every"), gamma=gamma)
+
+    return _schedule(optimizer, num_steps, body, warmup, cooldown, by_time)
+
+
+def multistep(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    milestones: Sequence[float | str] = (0.5, 0.75),
+    gamma: float = 0.1,
+    warmup: float | str = 0.0,
+    cooldown: float | str = 0.0,
+    by_time: bool = False,
+) -> LambdaLR:
+    """Return a rate that is multiplied by `gamma` at each milestone.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        milestones: durations from the start.
+        gamma: factor at each.
+        warmup: duration.
+        cooldown: as of `inverse_sqrt`.
+        by_time: as of `cosine`.
+    """
+    check_ranges("scheduler", gamma=(gamma, 0, 1))
+
+    def body(run: RunLength, start: float) -> Factor:
+        at = sorted(run.whole_steps(one, "scheduler.milestones") for one in milestones)
+        return partial(_multistep, milestones=at, gamma=gamma)
+
+    return _schedule(optimizer, num_steps, body, warmup, cooldown, by_time)
+
+
+def restarts(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    period: float | str = 0.25,
+    factor: float = 1.0,
+    warmup: float | str = 0.0,
+    final: float = 0.0,
+    by_time: bool = False,
+) -> LambdaLR:
+    """Return half cosines from the peak to `final` of it, each begun anew at the peak.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        period: duration of the first.
+        factor: by which each is longer than the one before.
+        warmup: duration of a linear warm-up before the first.
+        final: the last rate of each, as a fraction of the peak.
+        by_time: as of `cosine`.
+
+    Source: I. Loshchilov and F. Hutter, SGDR, arXiv:1608.03983.
+    """
+    check_ranges("scheduler", final=(final, 0, 1), factor=(factor, 1, math.inf))
+
+    def body(run: RunLength, start: float) -> Factor:
+        first = run.whole_steps(period, "scheduler.period")
+        return partial(_restarts, start=start, period=first, factor=factor, final=final)
+
+    return _schedule(optimizer, num_steps, body, warmup, by_time=by_time)
+
+
+def one_cycle(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    warmup: float | str = 0.3,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+    cycle_momentum: bool = True,
+) -> OneCycleLR:
+    """Return torch's one cycle over the run: up to the peak, then down, momentum the other way.
+
+    Args:
+        optimizer: whose rates are the peak.
+        num_steps: optimizer steps of the run.
+        warmup: duration of the rise.
+        div_factor: peak over the first rate.
+        final_div_factor: first over the last rate.
+        cycle_momentum: whether momentum (or the first beta) falls to 0.85 and rises to 0.95 again.
+
+    Source: L. Smith and N. Topin, Super-Convergence, arXiv:1708.07120.
+    """
+    rising = _run(num_steps).steps(warmup, "scheduler.warmup")
+    return OneCycleLR(
+        optimizer,
+        max_lr=[float(group["lr"]) for group in optimizer.param_groups],
+        total_steps=int(num_steps),
+        pct_start=rising / num_steps,
+        cycle_momentum=cycle_momentum,
+        div_factor=div_factor,
+        final_div_factor=final_div_factor,
+    )
+
+
+def plateau(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    factor: float = 0.1,
+    patience: int = 10,
+    threshold: float = 1e-4,
+    cooldown: int = 0,
+    min_lr: float = 0.0,
+) -> ReduceLROnPlateau:
+    """Return torch's schedule that multiplies the rate when the monitored metric stops improving.
+
+    Args:
+        optimizer: whose rates are reduced.
+        num_steps: optimizer steps of the run.
+        factor: of the rate.
+        patience: evaluations without an improvement that are accepted.
+        threshold: relative change that counts as an improvement.
+        cooldown: evaluations after a reduction that do not count.
+        min_lr: lower bound of the rate.
+    """
+    return ReduceLROnPlateau(
+        optimizer,
+        mode=_run(num_steps).mode,
+        factor=factor,
+        patience=patience,
+        threshold=threshold,
+        cooldown=cooldown,
+        min_lr=min_lr,
+    )
+
+
+# -- formulas ------------------------------------------------------------------------------
+
+
+def _run(num_steps: int) -> RunLength:
+    return num_steps if isinstance(num_steps, RunLength) else RunLength(num_steps)
+
+
+def _schedule(
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    body: Callable[[RunLength, float], Factor],
+    warmup: float | str,
+    cooldown: float | str = 0.0,
+    by_time: bool = False,
+) -> LambdaLR:
+    """Return the schedule of a body, which is made from the run and its steps of warm-up."""
+    run = _run(num_steps)
+    start = run.steps(warmup, "scheduler.warmup")
+    # A partial, not a lambda: it pickles, and leaves nothing in the scheduler's state, so that a
+    # resumed run follows the schedule of its recipe.
+    factor = partial(
+        _factor,
+        body=body(run, start),
+        warmup=start,
+        num_steps=int(run),
+        cooldown=run.steps(cooldown, "scheduler.cooldown"),
+    )
+    return TimedLR(optimizer, factor, run) if by_time else LambdaLR(optimizer, factor)
+
+
+def _factor(step: float, body: Factor, warmup: float, num_steps: int, cooldown: float) -> float:
+    """Return the rate of update number `step` (from 0) as a fraction of the peak."""
+    if step + 1 < warmup:
+        return (step + 1) / warmup
+    remaining = max(0.0, num_steps - step)
+    return body(step) * (remaining / cooldown if remaining < cooldown else 1.0)
+
+
+def _to_the_end(body: Callable[..., float]) -> Callable[[RunLength, float], Factor]:
+    return lambda run, start: partial(body, start=start, end=int(run))
+
+
+def _one(step: float) -> float:
+    return 1.0
+
+
+def _falling(step: float, start: float, end: float, final: float, decay: Factor) -> float:
+    passed = (step - start) / max(1.0, end - start)
+    return final + (1 - final) * decay(min(1.0, max(0.0, passed)))
+
+
+def _cosine(passed: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * passed))
+
+
+def _linear(passed: float) -> float:
+    return 1 - passed
+
+
+def _sqrt(passed: float) -> float:
+    return 1 - math.sqrt(passed)
+
+
+def _power(passed: float, power: float) -> float:
+    return (1 - passed) ** power
+
+
+SHAPES: dict[str, Factor] = {"linear": _linear, "cosine": _cosine, "sqrt": _sqrt}
+
+
+def _inverse_sqrt(step: float, peak: float) -> float:
+    return math.sqrt(peak / max(step + 1, peak))
+
+
+def _steps(step: float, every: int, gamma: float) -> float:
+    return gamma ** (step // every)
+
+
+def _multistep(step: float, milestones: Sequence[int], gamma: float) -> float:
+    return gamma ** bisect_right(milestones, step)
+
+
+def _restarts(step: float, start: float, period: float, factor: float, final: float) -> float:
+    step = max(0.0, step - start)
+    while step >= period:
+        step, period = step - period, period * factor
+    return _falling(step, 0, period, final, _cosine)
+
+
+# -- time ----------------------------------------------------------------------------------
+
+
+class TimedLR(LambdaLR):
+    """A schedule whose position follows the clock of rank 0 where that is ahead of the steps.
+
+    What remains of the schedule after a resume is spread over the time of the resumed run.
+
+    Args:
+        optimizer: whose rates are the peak.
+        factor: of the peak, by position in steps.
+        run: its number of steps and seconds.
+
+    Attributes:
+        follows_time: whether another length cannot be computed afterwards: time is not replayed.
+        passed: share of the time that has passed.
+
+    Raises:
+        ConfigError: if the run has no limit of time.
+    """
+
+    follows_time = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Factor, run: RunLength) -> None:
+        if run.max_seconds is None:
+            raise ConfigError.of(
+                "scheduler.by_time=true without trainer.max_time",
+                "the schedule follows the share of that time",
+                "Set trainer.max_time=01:00:00, or leave scheduler.by_time out.",
+            )
+        self.passed = 0.0
+        self._num_steps, self._max_seconds = int(run), run.max_seconds
+        self._origin = (time.monotonic(), 0.0)
+        super().__init__(optimizer, factor)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Move on by one step, and to the present time."""
+        began, before = self._origin
+        share = before + (1 - before) * (time.monotonic() - began) / self._max_seconds
+        (self.passed,) = broadcast_object_list([min(1.0, share)])
+        super().step(epoch)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Return the rate of each group at the present position."""
+        position: Any = max(float(self.last_epoch), self.passed * self._num_steps)
+        return [
+            base * factor(position)
+            for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without what this process's clock or the recipe says."""
+        own = ("_origin", "_max_seconds", "_num_steps")
+        return {name: value for name, value in super().state_dict().items() if name not in own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state; its clock goes on from now.
+
+        Args:
+            state_dict: as `state_dict` returned it.
+        """
+        super().load_state_dict(state_dict)
+        self._origin = (time.monotonic(), self.passed)
