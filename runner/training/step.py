@@ -5,6 +5,7 @@ What the methods of a user return is checked.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from runner.data.batches import MicroBatch, Window
     from runner.recipe.schema import Trainer
 
+# The loss of each sample [B], or `loss` and other values by name, each [B].
+Losses = torch.Tensor | Mapping[str, torch.Tensor]
 # Names of what the run itself logs.
 RESERVED = (*PLACE, "lr", "samples_per_second", "skipped_steps")
 
@@ -131,7 +134,8 @@ class SupervisedStep(Step):
         """Accumulate the window's gradients, clip them and step.
 
         Returns:
-            `loss`, and `grad_norm` (before clipping) where gradients are clipped by norm.
+            `loss` and the objective's other values, and `grad_norm` (before clipping) where
+            gradients are clipped by norm.
         """
         model, optimizer = self.models["model"], self.optimizers["optimizer"]
         objective = self.objective
@@ -175,8 +179,12 @@ class Objective:
     monitor: ClassVar[str] = "loss"
     mode: ClassVar[str] = "min"
 
-    def losses(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss of each sample, summed over its items (tokens, pixels): [B]."""
+    def losses(self, model: torch.nn.Module, batch: Any) -> Losses:
+        """Return the loss of each sample, summed over its items (tokens, pixels): [B].
+
+        Or values by name, each [B]: `loss` is trained, and the others are averaged and logged as it
+        is, over the weights of all samples of a step.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no `losses(model, batch)`.")
 
     def weights(self, batch: Any) -> torch.Tensor | None:
@@ -189,16 +197,20 @@ class Objective:
         return None
 
     def evaluate(self, model: torch.nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-        """Return values to measure, each [B, ...]. By default the losses and weights."""
-        losses = checked_losses(self, self.losses(model, batch))
+        """Return values to measure, each [B, ...]. By default those of `losses`, and weights."""
+        values = checked_losses(self, self.losses(model, batch))
         weights = checked_weights(self, self.weights(batch))
-        return {"loss": losses, "weight": torch.ones_like(losses) if weights is None else weights}
+        ones = torch.ones_like(values["loss"])
+        return {**values, "weight": ones if weights is None else weights}
 
     def summarize(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Return the metrics of a data set from the values of all its samples: [N, ...]."""
+        own = type(self).evaluate is not Objective.evaluate
+        names = ["loss", "weight"] if own else list(values)
         # On the CPU, because not every device has double precision.
-        losses, weights = (values[name].detach().cpu().double() for name in ("loss", "weight"))
-        return {"loss": float(losses.sum() / weights.sum())}
+        sums = {name: float(values[name].detach().cpu().double().sum()) for name in names}
+        weight = sums.pop("weight")
+        return {name: found / weight if weight else math.nan for name, found in sums.items()}
 
     def metric_inputs(self, output: Any, batch: Any) -> tuple[Any, Any]:
         """Return predictions and targets for the recipe's `metrics`: tensors [B, ...].
@@ -260,7 +272,7 @@ def optimizer_step(
     trainer: Trainer,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    losses: Callable[[torch.nn.Module, Any], torch.Tensor],
+    losses: Callable[[torch.nn.Module, Any], Losses],
     weights: Callable[[Any], torch.Tensor | None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Accumulate the gradients of a window, clip them and make one step of one optimizer.
@@ -278,14 +290,14 @@ def optimizer_step(
         model: prepared; the one that is trained.
         optimizer: prepared; its parameters are the model's.
         losses: from `model` and a batch to the loss of each sample, summed over what it consists
-            of: [B].
+            of: [B]; or to values by name, each [B], of which `loss` is trained.
         weights: from a batch on the host to the weight of each sample, for instance its number of
             tokens: [B]; or to None: each sample weighs 1, as without `weights`.
 
     Returns:
-        0-d tensors on the device: `loss`, and `grad_norm` (before clipping) where gradients are
-        clipped by norm; this process's shares, so that the sums over processes are the values, as
-        `Step.train` returns them.
+        0-d tensors on the device: `loss` and the other values of `losses`, and `grad_norm` (before
+        clipping) where gradients are clipped by norm; this process's shares, so that the sums over
+        processes are the values, as `Step.train` returns them.
 
     Example:
         >>> class Classify(Step):
@@ -298,18 +310,24 @@ def optimizer_step(
     weight = _weight_of(window, weights, accelerator)
     dims = accelerator.parallel_dims
     scale = {"grad_size": dims.grad_size, "num_steps": accelerator.gradient_accumulation_steps}
-    totals: list[torch.Tensor] = []
+    totals: dict[str, list[torch.Tensor]] = {"loss": []}
 
     def normalized(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-        total = keep_valid(losses(model, micro_batch.batch), micro_batch.valid).sum()
-        totals.append(total.detach())
-        return normalize_loss(total, weight, **scale)
+        found = losses(model, micro_batch.batch)
+        values = found if isinstance(found, Mapping) else {"loss": found}
+        sums = {name: keep_valid(one, micro_batch.valid).sum() for name, one in values.items()}
+        for name, total in sums.items():
+            totals.setdefault(name, []).append(total.detach())
+        return normalize_loss(sums["loss"], weight, **scale)
 
     accelerator.forward_backward(model, window.on_host, normalized)
     values = clip_gradients(accelerator, model, trainer)
     optimizer.step()
     optimizer.zero_grad()
-    return {"loss": _sum(totals, accelerator) / weight / dims.num_copies, **values}
+    shares = {
+        name: _sum(parts, accelerator) / weight / dims.num_copies for name, parts in totals.items()
+    }
+    return {**shares, **values}
 
 
 def _sum(totals: list[torch.Tensor], accelerator: Accelerator) -> torch.Tensor:
@@ -387,19 +405,23 @@ def _each_sample(objective: object, method: str, value: object, remedy: str) -> 
     raise refused(objective, method, found, rule, remedy)
 
 
-def checked_losses(objective: object, value: object) -> torch.Tensor:
-    """Return the losses of an objective, each of one sample: [B].
+def checked_losses(objective: object, value: object) -> dict[str, torch.Tensor]:
+    """Return the losses of an objective as `loss`, and its other values: each [B].
 
     Raises:
-        ConfigError: if they are no tensor [B], or carry no gradient where there is to be one.
+        ConfigError: if one is no tensor [B], or the loss carries no gradient where it is to.
     """
     remedy = 'Use reduction="none" and sum over everything but the first dim.'
-    losses = _each_sample(objective, "losses", value, remedy)
-    if torch.is_grad_enabled() and not losses.requires_grad:
+    values = value if isinstance(value, Mapping) else {"loss": value}
+    if "loss" not in values or "weight" in values:
+        rule = "it returns `loss`, which is trained, and values of other names than `weight`"
+        raise refused(objective, "losses", ", ".join(map(str, values)), rule, "Rename them.")
+    found = {name: _each_sample(objective, "losses", one, remedy) for name, one in values.items()}
+    if torch.is_grad_enabled() and not found["loss"].requires_grad:
         rule = "a loss must depend on trainable parameters"
         remedy = "Compute it from the model's output, without detach(), item() and no_grad()."
         raise refused(objective, "losses", "a tensor without gradient", rule, remedy)
-    return losses
+    return found
 
 
 def checked_weights(objective: object, value: object) -> torch.Tensor | None:
