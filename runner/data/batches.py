@@ -149,7 +149,8 @@ class TrainBatches:
         dataset: SeededDataset | SeededStream
         arguments: dict[str, object]
         if self.streamed:
-            dataset = self._stream = SeededStream(data.train, recipe.seed, config.seed_samples)
+            self._stream = SeededStream(data.train, recipe.seed, config.seed_samples, size)
+            dataset = self._stream
             arguments = {"batch_size": size}
         else:
             dataset = SeededDataset(data.train, recipe.seed, config.seed_samples)
@@ -305,14 +306,15 @@ class EvalBatches:
         dims = accelerator.parallel_dims
         size = plan_batches(trainer, dims.dp_size, None).eval_batch
         self._total = size * dims.dp_size
-        reader: dict[str, object] = {"batch_size": self._total if config.split_batches else size}
+        read_size = self._total if config.split_batches else size
+        reader: dict[str, object] = {"batch_size": read_size}
         self.num_batches: int | None = None
         self.num_samples: int | None = None
         self._count(num_samples(dataset))
         seeded: SeededDataset | SeededStream
         if isinstance(dataset, IterableDataset):
             ConfigError.raise_if(worker_problems(dataset, recipe, dims.dp_size))
-            seeded = SeededStream(dataset, seed, config.seed_samples)
+            seeded = SeededStream(dataset, seed, config.seed_samples, read_size)
         else:
             seeded = SeededDataset(dataset, seed, config.seed_samples)
             reader["sampler"] = SequentialSampler(range(self.num_samples or 0))
@@ -411,12 +413,6 @@ def order_problems(data: Data, recipe: Recipe) -> Problems:
 def worker_problems(dataset: object, recipe: Recipe, num_processes: int) -> Problems:
     """Return what is wrong with the loader workers that read an iterable data set."""
     config, problems = recipe.dataloader, Problems()
-    if config.num_workers > 1:
-        problems.add(
-            f"dataloader.num_workers={config.num_workers} with the stream {type(dataset).__name__}",
-            "its order would depend on the number of workers",
-            "Set dataloader.num_workers=1 (or 0), or give a map-style data set.",
-        )
     if config.num_workers and config.persistent_workers:
         problems.add(
             "dataloader.persistent_workers=true with a stream",

@@ -7,7 +7,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils.data import (
     default_collate,
     get_worker_info,
 )
+from torch.utils.data._utils import worker as torch_worker
 
 from accel.comm.rng import mix_seeds, preserved
 from accel.data.samplers import SeedableRandomSampler, cycle_to
@@ -170,17 +171,40 @@ class SeededDataset(Dataset[object]):
                 self.dataset.set_epoch(epoch)
 
 
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Hide the loader worker in the context: a stream that divides itself by it reads all."""
+    found, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = found
+
+
 class SeededStream(IterableDataset[object]):
     """An iterable data set whose random draws are a function of (seed, epoch, position).
 
-    The stream is read in one process, in its own order; the next pass reads and drops `skip`
-    samples. With `seed_samples` the generators are seeded for each sample.
+    The order is that of the stream. Each of several loader workers reads all of it and yields every
+    n-th batch; the loader takes a batch from each in turn. Where the stream has a method
+    `make_sample(record)`, it yields records, and a worker calls that for its own samples alone. The
+    next pass drops `skip` samples. With `seed_samples` the generators are seeded for each sample.
+
+    Args:
+        dataset: the stream.
+        seed: of the draws.
+        seed_samples: whether the generators are seeded.
+        batch_size: samples that a worker yields in a row.
     """
 
-    def __init__(self, dataset: Any, seed: int, seed_samples: bool = True) -> None:
+    shards_by_worker = True  # which the engine asks
+
+    def __init__(
+        self, dataset: Any, seed: int, seed_samples: bool = True, batch_size: int = 1
+    ) -> None:
         self.dataset = dataset
         self.seed = seed
         self.seed_samples = seed_samples
+        self.batch_size = batch_size
         self.epoch = 0
         self.skip = 0
 
@@ -196,16 +220,24 @@ class SeededStream(IterableDataset[object]):
     def __iter__(self) -> Iterator[object]:
         epoch, skip, end = self.epoch, self.skip, object()
         who = UserCode(f"the stream {type(self.dataset).__name__}")
-        with who:
+        worker = get_worker_info()
+        number, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        make_sample = getattr(self.dataset, "make_sample", None)
+        with who, _undivided():
             samples = iter(self.dataset)
         for position in itertools.count():
-            with who, training_draws_preserved() if self.seed_samples else nullcontext():
+            batch = (position - skip) // self.batch_size
+            mine = position >= skip and batch % num_workers == number
+            draws = training_draws_preserved() if self.seed_samples else nullcontext()
+            with who, draws, _undivided():
                 if self.seed_samples:
                     seed_draws(self.seed, epoch, position)
                 sample = next(samples, end)
+                if mine and make_sample is not None and sample is not end:
+                    sample = make_sample(sample)
             if sample is end:
                 return
-            if position >= skip:
+            if mine:
                 yield sample
 
 

@@ -89,7 +89,8 @@ def _samples(loop: Run) -> list[object]:
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             found = [dataset[index] for index in range(min(count, len(dataset)))]
         else:
-            found = list(itertools.islice(iter(dataset), count))
+            stream = datasets.SeededStream(dataset, loop.recipe.seed)
+            found = list(itertools.islice(stream, count))
     return found[: len(found) - len(found) % 2]
 
 

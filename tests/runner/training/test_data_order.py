@@ -80,7 +80,9 @@ class Pictures(Dataset):
 
 class Stream(IterableDataset):
     def __iter__(self):
-        return (Pictures()[index] for index in range(90))
+        return iter(range(90))
+    def make_sample(self, index):
+        return Pictures()[index]
 
 @register.data("sampled")
 def sampled():
@@ -107,7 +109,9 @@ SAMPLED = ("data={name: sampled}", "trainer.micro_batch_tokens=20")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", [(*SAMPLED, "dataloader.group_by_length=true")])
+@pytest.mark.parametrize(
+    "data", [(*SAMPLED, "dataloader.group_by_length=true"), ("data={name: streamed}",)]
+)
 def test_a_killed_run_ends_with_the_same_bits(data: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
