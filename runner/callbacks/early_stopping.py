@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel.machine.errors import ConfigError, Problems, nearest
+from accel.machine.errors import Problems, nearest
 from runner.training.evaluation import monitored_value
 from runner.training.run import Callback
 from runner.training.state import is_better
@@ -66,12 +66,7 @@ class EarlyStopping(Callback):
                 f"Early stopping monitored another metric: the best {self.monitor} "
                 f"({self.mode}) is reset."
             )
-        if not loop.data.sets("validation"):
-            raise ConfigError.of(
-                "callbacks.early_stopping without validation data",
-                "it follows a validation metric",
-                "Give the data set a validation part, or take the callback out.",
-            )
+        loop.require_validation("callbacks.early_stopping")
 
     def on_evaluate(self, loop: Run, split: str, metrics: Mapping[str, float]) -> None:
         """Count the evaluations since the last improvement."""

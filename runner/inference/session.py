@@ -51,6 +51,7 @@ ONLY_TRAINING = (
     *("name", "output_dir", "resume", "tags", "optimizer", "scheduler", "checkpoint", "tracker"),
     *("callbacks", "profile", *PLUGINS),
     *(f"trainer.{key}" for key in ("epochs", "max_steps", "max_time", "stop_after", "eval_every")),
+    *("trainer.eval_first", "trainer.evaluate"),
     *(f"trainer.{key}" for key in ("log_every", "clip_grad_norm", "clip_grad_value", "drop_last")),
     *(f"trainer.{key}" for key in ("stop_on_nan", "detect_anomaly")),
     # Not accumulation.num_steps: the micro-batch follows from it, and the batch of an evaluation.

@@ -40,7 +40,6 @@ _CHECKPOINTED = " or ".join(
     for found in plugins()
     if hasattr(found.kind, "activation_checkpointing")
 )
-_EVALUATIONS = "trainer.eval_every=… counts optimizer steps; null evaluates after each epoch."
 _CALLED = "Leave it out: the runner calls the factory itself."
 
 # The last part of a key as other tools name it, with the key here, or the sentence that helps.
@@ -67,14 +66,15 @@ HABITS: dict[str, str] = {
     "accumulate_grad_batches": "trainer.accumulation.num_steps",
     "gradient_accumulation_steps": "trainer.accumulation.num_steps",
     "eval_steps": "trainer.eval_every",
-    "val_check_interval": _EVALUATIONS,
-    "check_val_every_n_epoch": _EVALUATIONS,
+    "val_check_interval": "trainer.eval_every",
+    "check_val_every_n_epoch": "'trainer.eval_every=2 epochs' evaluates after every second epoch.",
     "log_every_n_steps": "trainer.log_every",
     "logging_steps": "trainer.log_every",
     "save_steps": "checkpoint.every_steps",
     "save_last": "checkpoint.at_end",
     "save_total_limit": "checkpoint.project.total_limit",
-    "save_top_k": "checkpoint.project.total_limit",
+    "save_top_k": "checkpoint.keep_best",
+    "save_best": "checkpoint.keep_best",
     "workers": "dataloader.num_workers",
     "num_workers": "dataloader.num_workers",
     "default_root_dir": "output_dir",

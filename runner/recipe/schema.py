@@ -32,7 +32,7 @@ from accel.strategies.spec import PluginSpec
 from accel.strategies.table import plugins
 from runner.recipe import machines
 from runner.recipe.machines import RayPlacement, Submit
-from runner.recipe.units import parse_duration
+from runner.recipe.units import parse_duration, parse_interval
 
 DISTRIBUTED_KINDS = ("none", "auto", "multi_cpu", "multi_gpu", machines.KIND, machines.RAY)
 SEEDS = 2**32  # NumPy takes no larger ones
@@ -221,7 +221,10 @@ class Trainer:
             Micro-batches are cut further to keep it; the data factory tells the lengths.
         eval_batch_size: samples per process in evaluation; None: twice the micro-batch.
         accumulation: the engine's plugin; num_steps=None is derived from the batch sizes.
-        eval_every: optimizer steps between evaluations; None: at the end of each epoch.
+        eval_every: how often the validation data are evaluated: optimizer steps, a fraction of an
+            epoch (0.25), "2 epochs" or "HH:MM:SS"; None: at the end of each epoch.
+        eval_first: whether they are also evaluated before the first step.
+        evaluate: whether validation and test data are evaluated at all.
         sanity_steps: batches of a short evaluation before the first step of a new run, which finds
             mistakes in it and in what is monitored; 0: none.
         log_every: optimizer steps between log points (the only points that read from the device).
@@ -249,7 +252,9 @@ class Trainer:
     micro_batch_tokens: int | None = None
     eval_batch_size: int | None = None
     accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
-    eval_every: int | None = None
+    eval_every: Any = None
+    eval_first: bool = False
+    evaluate: bool = True
     sanity_steps: int = 2
     log_every: int = 10
     limit_train_batches: Any = None
@@ -274,7 +279,6 @@ class Trainer:
             "micro_batch_size",
             "micro_batch_tokens",
             "eval_batch_size",
-            "eval_every",
             "log_every",
             "overfit_batches",
         ):
@@ -302,6 +306,13 @@ class Trainer:
                 parse_duration(getattr(self, name), f"Trainer.{name}")
             except ConfigError as error:
                 problems += error.problems
+        try:
+            parse_interval(self.eval_every, "Trainer.eval_every")
+        except ConfigError as error:
+            problems += error.problems
+        if self.eval_first and not self.evaluate:
+            rule, remedy = "nothing is evaluated", "Leave one of them out."
+            problems.add("Trainer.eval_first=true with trainer.evaluate=false", rule, remedy)
         if self.epochs is None and self.max_steps is None:
             problems.add(
                 "Trainer.epochs=null with trainer.max_steps=null",
@@ -320,10 +331,14 @@ class Checkpoint:
             (`total_limit`), on each node or once.
         every_steps: optimizer steps between checkpoints; None: none on this account.
         every_epochs: epochs between checkpoints; None: none on this account.
+        every_time: seconds, or "HH:MM:SS", between checkpoints; None: none on this account.
         at_end: whether the last state is written.
         monitor: evaluation metric whose best value is kept as `best`; None: the objective's own.
         mode: whether the best is the max or the min; None: the objective's own.
-        save_best: whether the best state is kept.
+        keep_best: how many of the best states are kept; 0: none.
+        keep_every: optimizer steps; the checkpoint at each multiple is written and kept for good.
+        weights_only: whether checkpoints that only `keep_best` or `keep_every` keeps are reduced to
+            their weights; the newest (`project.total_limit`) stay whole, so the run can go on.
     """
 
     project: ProjectConfiguration = field(
@@ -333,15 +348,24 @@ class Checkpoint:
     )
     every_steps: int | None = None
     every_epochs: int | None = 1
+    every_time: Any = None
     at_end: bool = True
     monitor: str | None = None
     mode: Any = None
-    save_best: bool = True
+    keep_best: int = 1
+    keep_every: int | None = None
+    weights_only: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems()
         check_minimum(self, "every_steps", 1, problems)
         check_minimum(self, "every_epochs", 1, problems)
+        check_minimum(self, "keep_best", 0, problems)
+        check_minimum(self, "keep_every", 1, problems)
+        try:
+            parse_duration(self.every_time, "Checkpoint.every_time")
+        except ConfigError as error:
+            problems += error.problems
         check_choice(self, "mode", ("min", "max"), problems)
         problems.raise_if()
 

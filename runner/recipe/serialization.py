@@ -242,6 +242,7 @@ WATCHED = (
     *(("trainer", "hang_timeout"), ("trainer", "log_every")),
     *(("trainer", "stop_on_nan"), ("trainer", "detect_anomaly")),
     *(("checkpoint", "every_steps"), ("checkpoint", "every_epochs"), ("checkpoint", "at_end")),
+    *(("checkpoint", "every_time"), ("checkpoint", "keep_every"), ("checkpoint", "weights_only")),
     ("checkpoint", "project", "total_limit"),
 )
 # Where a run is computed and told: nothing of what it computes.

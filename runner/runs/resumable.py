@@ -142,6 +142,10 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
     found = checkpoints.read_manifest(checkpoint).metadata
     step, epoch = found.get("step"), found.get("epoch")
     trainer, problems = wanted.trainer, Problems()
+    if found.get("weights_only"):
+        rule = "checkpoint.weights_only has left its newest complete checkpoint only the weights"
+        remedy = f"Start a new run from them: init_from={str(run_dir)!r}."
+        problems.add(f"resume={str(run_dir)!r}", rule, remedy)
     within = bool(found.get("samples_in_epoch"))
     for key, limit, reached, beyond in (
         ("max_steps", trainer.max_steps, step, False),

@@ -1,17 +1,20 @@
-"""A run's checkpoints, and which of them is the best.
+"""A run's checkpoints, and which of them are the best.
 
-Each checkpoint says which step is the best so far; no other file does.
+Each checkpoint says which steps are the best so far; no other file does.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.checkpoint.load import read_model
+from accel.comm.base import together
 from accel.machine.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from runner.training.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS_ONLY = "weights_only"  # in the metadata of a checkpoint that was reduced to its weights
+_WEIGHTS = ("model", "pytorch_model", "fp8_scales")  # how the names of their files begin
 
 
 class RunState:
@@ -83,46 +89,66 @@ class Saver:
         self._state = state
         self.saved_step = -1
         self.last: Path | None = None
-        self.best: Path | None = None
         self.best_is_loaded = False  # the models have the weights of an earlier step
+        self._paths: dict[int, Path] = {}  # of checkpoints, by step
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint of the best state; None: none is kept."""
+        step = self._state.best_step
+        return None if step is None or not self._settings.keep_best else self._paths.get(step)
+
+    def keeps(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is kept although newer ones are complete."""
+        settings = self._settings
+        if settings.keep_every is not None and step % settings.keep_every == 0:
+            return True
+        return settings.keep_best > 0 and any(step == other for _, other in self._state.top)
 
     def save(self, metadata: Mapping[str, object], monitor: str) -> str:
         """Write a checkpoint, which says the best value of `monitor` so far; return its path."""
-        state = self._state
-        automatic = self._accelerator.project_configuration.automatic_checkpoint_naming
+        state, project = self._state, self._accelerator.project_configuration
         own = self.folder / f"checkpoint_{state.step}"
         best = {"step": state.best_step, "metric": monitor, "value": state.best}
-        kept = self._settings.save_best and state.best_step is not None
+        told = self._settings.keep_best and state.best_step is not None
         path = self._accelerator.save_state(
-            None if automatic else str(own),
-            metadata={**metadata, "best": best if kept else None},
-            protected=[] if self.best is None else [self.best],
+            None if project.automatic_checkpoint_naming else str(own),
+            metadata={**metadata, "best": best if told else None},
+            protected=[path for step, path in self._paths.items() if self.keeps(step)],
         )
-        self.last, self.saved_step = Path(path), state.step
-        self.follow_best()
+        self.last = self._paths[state.step] = Path(path)
+        self.saved_step = state.step
+        if self._settings.weights_only and project.total_limit is not None:
+            run = self._accelerator._run
+            with together(run.comm, "reducing old checkpoints to their weights"):
+                for old in checkpoints.checkpoints(self.folder)[: -project.total_limit]:
+                    if run.writes:
+                        reduce_to_weights(old)
         return path
 
-    def follow_best(self) -> None:
-        """Take the newest checkpoint for the best one, if it holds the best state."""
-        if self._settings.save_best and self.saved_step == self._state.best_step:
-            self.best = self.last
-
     def resume(self, checkpoint: str) -> str:
-        """Find the best checkpoint after a resume; reset the best value if it is gone.
+        """Find the best checkpoints after a resume; forget best values whose checkpoint is gone.
 
         Returns:
-            A note that it is gone; else nothing.
+            A note that some are gone; else nothing.
         """
         state = self._state
         self.last, self.saved_step = Path(checkpoint), state.step
-        if state.best_step is None or not self._settings.save_best:
+        for path in checkpoints.checkpoints(self.folder):
+            with suppress(CheckpointError):
+                self._paths[checkpoints.read_manifest(path).metadata["step"]] = path
+        if not self._settings.keep_best:
             return ""
-        self.best = best_checkpoint(self.folder, state.best_step)
-        if self.best is not None and self._is_intact(self.best):
+        lost = [
+            step
+            for _, step in state.top
+            if step not in self._paths or not self._is_intact(self._paths[step])
+        ]
+        if not lost:
             return ""
-        note = f"No checkpoint holds the best state (step {state.best_step}) any more: "
-        self.best = state.best = state.best_step = None
-        return f"{note}the best value is reset."
+        what = f"best state (step {', '.join(map(str, lost))})"
+        state.top = [entry for entry in state.top if entry[1] not in lost]
+        return f"No checkpoint holds the {what} any more: the best value is reset."
 
     def load_best(self) -> int:
         """Give the models the weights of the best state, and return its step.
@@ -130,14 +156,14 @@ class Saver:
         Without a best state they keep the last weights, and also, with a warning, where its
         checkpoint is damaged.
         """
-        state, strategy = self._state, self._accelerator.strategy
-        if self.best is None or state.best_step is None or state.best_step == state.step:
+        state, strategy, best = self._state, self._accelerator.strategy, self.best
+        if best is None or state.best_step is None or state.best_step == state.step:
             return state.step
-        if not self._is_intact(self.best):
-            self.best = None
+        if not self._is_intact(best):
+            del self._paths[state.best_step]
             return state.step
         for index, model in enumerate(self._accelerator._models):
-            weights = read_model(self.best, index, strategy.state.allocate_weights(model))
+            weights = read_model(best, index, strategy.state.allocate_weights(model))
             strategy.state.load_model_state(model, weights)
         self.best_is_loaded = True
         return state.best_step
@@ -154,3 +180,21 @@ class Saver:
         if first is not None and self._accelerator.is_main_process:
             logger.warning("The best checkpoint is skipped. %s", first)
         return first is None
+
+
+def reduce_to_weights(path: Path) -> None:
+    """Leave only weights in a checkpoint, atomically; a damaged one stays as it is."""
+    try:
+        manifest = checkpoints.read_manifest(path)
+        if manifest.metadata.get(WEIGHTS_ONLY):
+            return
+        checkpoints.verify(path)  # what is damaged must not get a digest that says it is not
+    except CheckpointError as error:
+        logger.warning("A checkpoint is not reduced to its weights. %s", error)
+        return
+    staged = checkpoints.stage(path)
+    for name in (name for name in manifest.files if name.startswith(_WEIGHTS)):
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path / name, staged / name)
+    checkpoints.seal(staged, manifest.engine, {**manifest.metadata, WEIGHTS_ONLY: True})
+    checkpoints.publish(staged, path)

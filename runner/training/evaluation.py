@@ -15,7 +15,7 @@ from accel.machine.errors import ConfigError, nearest
 from runner.runs.json_files import TIME_IS_UP
 from runner.training.build import build_metrics
 from runner.training.sample_metrics import SampleMetrics
-from runner.training.state import Stop, is_better
+from runner.training.state import Stop
 from runner.training.step import checked_metrics, checked_tensors
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Evaluations:
     """Evaluates the validation and the test data of a run, and updates its metrics, best and stop.
 
     A request to stop interrupts an evaluation. `improved`: no checkpoint says yet that the present
-    state is the best.
+    state is among the best.
     """
 
     def __init__(
@@ -184,21 +184,19 @@ class Evaluations:
     def validate(self) -> None:
         """Evaluate the validation data once per step, and note whether the state is the best."""
         run, state = self._run, self._run.state
-        if not self._sets["validation"] or state.step in (0, state.evaluated_step):
+        if not self._sets["validation"] or state.step == state.evaluated_step:
             return
         metrics = self._evaluate("validation")
         if metrics is None:
             return
         value = monitored_value(metrics, run.monitor)
         state.evaluated_step = state.step
-        improved = is_better(value, state.best, run.mode)
-        if improved:
-            state.best, state.best_step = value, state.step
-            self.improved = run.recipe.checkpoint.save_best
-            run.saver.follow_best()
-        for scheduler in self._plateaus:
-            scheduler.step(value)
-        self._report("validation", metrics, "best" if improved else "")
+        if state.step:  # before the first step there is neither a state to keep nor a rate to lower
+            keep = run.recipe.checkpoint.keep_best
+            self.improved = state.rank(value, run.mode, max(1, keep)) and keep > 0
+            for scheduler in self._plateaus:
+                scheduler.step(value)
+        self._report("validation", metrics, "best" if state.best_step == state.step else "")
 
     def test(self, step: int) -> None:
         """Evaluate the test data, if there is any, with the weights of `step`."""

@@ -107,7 +107,7 @@ class Hyperparameters:
                 f"The best state so far (step {state.best_step}) was measured with other options "
                 f"of data, objective or monitor: the best {run.monitor} is reset."
             )
-            state.best = state.best_step = None
+            state.top.clear()
             state.evaluated_step = -1
 
     def _resume_one(self, name: str, optimizer: Optimizer) -> None:
@@ -249,12 +249,7 @@ def find_plateaus(loop: Run) -> dict[str, ReduceLROnPlateau]:
     """
     found = {n: one for n, one in loop.schedulers.items() if isinstance(one, ReduceLROnPlateau)}
     for name, scheduler in found.items():
-        if not loop.data.sets("validation"):
-            raise ConfigError.of(
-                "scheduler ReduceLROnPlateau without validation data",
-                "it follows a validation metric",
-                "Give the data set a validation part, or choose another scheduler.",
-            )
+        loop.require_validation("scheduler ReduceLROnPlateau")
         if scheduler.mode != loop.mode:
             raise ConfigError.of(
                 f"scheduler mode={scheduler.mode} of {name!r}",

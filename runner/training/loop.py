@@ -19,6 +19,7 @@ from accel.comm.rng import set_seed
 from accel.machine.errors import AccelError, ConfigError
 from accel.strategies.trainable_changes import Trainable
 from runner.data.batches import TrainBatches, eval_batches, with_last
+from runner.recipe.units import Interval, parse_duration, parse_interval
 from runner.recipe.user_frames import one_line
 from runner.runs.json_files import SUMMARY, TIME_IS_UP, write_json
 from runner.training import gradient_check
@@ -47,6 +48,7 @@ class Loop(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._begun = self._saving = False
+        self._clock = 0.0, 0.0  # seconds at the last two step boundaries, the same on all ranks
         self.recorder = Recorder(self)
         self._prepare()
 
@@ -67,15 +69,21 @@ class Loop(Run):
         self._trainable = {name: Trainable(model) for name, model in step.models.items()}
         self._batches = TrainBatches(accelerator, data, recipe, self.plan)
         sets = {
-            split: eval_batches(accelerator, data, recipe, split)
+            split: eval_batches(accelerator, data, recipe, split) if recipe.trainer.evaluate else {}
             for split in ("validation", "test")
         }
-        if recipe.checkpoint.monitor is not None and not sets["validation"]:
+        if recipe.checkpoint.monitor is not None:
+            self.require_validation(f"checkpoint.monitor={recipe.checkpoint.monitor}")
+        given = parse_interval(recipe.trainer.eval_every, "trainer.eval_every")
+        self._evaluates_each = given or Interval(1, "epochs")
+        if self._evaluates_each.every < 1 and self.plan.steps_per_epoch is None:
             raise ConfigError.of(
-                f"checkpoint.monitor={recipe.checkpoint.monitor} without validation data",
-                "it names a validation metric",
-                "Give the data set a validation part, or leave the monitor out.",
+                f"trainer.eval_every={recipe.trainer.eval_every} with a stream of unknown size",
+                "a fraction of an epoch needs its length",
+                "Give optimizer steps, or a time such as 00:10:00.",
             )
+        every_time = parse_duration(recipe.checkpoint.every_time)
+        self._saves_each = None if every_time is None else Interval(every_time, "seconds")
         self._hyperparameters = Hyperparameters(self)
         self.schedulers = make_schedulers(self)
         plateaus = find_plateaus(self)
@@ -115,6 +123,8 @@ class Loop(Run):
             self.notify("on_start")
             epochs, total = self.recipe.trainer.epochs, self.plan.total_steps
             self.display.start(self.state.step, total, epochs, self.deadline)
+            if self.recipe.trainer.eval_first and self.state.step == 0:
+                self._evaluations.validate()
             self._train()
             with self.stop_flag.progress.in_phase("the end of the run"):
                 return self._finish()
@@ -201,7 +211,8 @@ class Loop(Run):
 
     def _validate_if_due(self) -> None:
         interrupted = self.stopped is not None and self.stopped.kind == "signal"
-        if not interrupted and (self.complete or self._evaluates()):
+        due = self.state.step > 0 and (self.complete or self._is_due(self._evaluates_each))
+        if due and not interrupted:
             self._evaluations.validate()
 
     def _evaluate_and_save(self) -> None:
@@ -213,21 +224,30 @@ class Loop(Run):
         if self._is_best_unsaved() or (due and state.step not in (0, saved)):
             self._save()
 
-    def _evaluates(self) -> bool:
-        """Return whether the validation data is evaluated at this step boundary."""
-        state, every = self.state, self.recipe.trainer.eval_every
-        return state.step_in_epoch == 0 if every is None else state.step % every == 0
+    def _is_due(self, interval: Interval) -> bool:
+        """Return whether the last step has passed a multiple of an interval."""
+        state, size = self.state, self.plan.steps_per_epoch
+        if interval.unit == "seconds":
+            return interval.crossed(*self._clock)
+        if interval.unit == "steps":
+            return interval.crossed(state.step - 1, state.step)
+        if size is None:  # only the ends of epochs are known
+            return state.step_in_epoch == 0 and interval.crossed(state.epoch - 1, state.epoch)
+        now = state.epoch + state.step_in_epoch / size
+        return interval.crossed(now - 1 / size, now)
 
     def _saves(self) -> bool:
         """Return whether the recipe asks for a checkpoint at this step boundary."""
         state, settings = self.state, self.recipe.checkpoint
-        steps, epochs = settings.every_steps, settings.every_epochs
-        if steps is not None and state.step % steps == 0:
+        if any(n and state.step % n == 0 for n in (settings.every_steps, settings.keep_every)):
             return True
+        if self._saves_each is not None and self._is_due(self._saves_each):
+            return True
+        epochs = settings.every_epochs
         return epochs is not None and state.step_in_epoch == 0 and state.epoch % epochs == 0
 
     def _is_best_unsaved(self) -> bool:
-        return self._evaluations.improved and self.state.best_step == self.state.step
+        return self._evaluations.improved and self.state.step == self.state.evaluated_step
 
     # -- stops -----------------------------------------------------------------------------
 
@@ -245,7 +265,9 @@ class Loop(Run):
         """Stop on a request to any rank, or if time is up; all ranks agree."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.stop_flag.request(TIME_IS_UP)
-        if self.stopped is None and self.stop_flag.agreed(self.accelerator):
+        agreed = self.stopped is None and self.stop_flag.agreed(self.accelerator)
+        self._clock = self._clock[1], self._seconds_before + self.stop_flag.seconds
+        if agreed:
             if self.stop_flag.reason == TIME_IS_UP:
                 self.stop(f"trainer.max_time={self.recipe.trainer.max_time} is over", TIME_IS_UP)
             else:
@@ -266,6 +288,7 @@ class Loop(Run):
         if found:
             self.metrics["validation"] = dict(found)
         self._seconds_before, self._samples_before = self.state.seconds, self.state.samples
+        self._clock = self._seconds_before, self._seconds_before
         added, dropped = self._saved.added, self._saved.dropped
         for note in (
             self.saver.resume(self.resume_from),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from accel.checkpoint import directory
 from accel.comm.rng import preserved
+from accel.machine.errors import ConfigError
 from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
 from runner.recipe.units import parse_duration
 from runner.training.checkpointing import Saver
@@ -117,6 +118,13 @@ class Run:
     def samples_here(self) -> int:
         """Samples trained on in this invocation, over all processes."""
         return self.state.samples - self._samples_before
+
+    def require_validation(self, value: str) -> None:
+        """Raise a ConfigError about `value`, which follows a metric, if none is measured."""
+        if not self.data.sets("validation") or not self.recipe.trainer.evaluate:
+            rule = "it follows a validation metric"
+            remedy = "Give validation data, with trainer.evaluate=true, or leave it out."
+            raise ConfigError.of(f"{value} without validation data", rule, remedy)
 
     def stop(self, reason: str, kind: str = "callback") -> None:
         """End training at this step boundary. Every process must call this together.

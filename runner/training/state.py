@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from accel.machine.errors import ConfigError
@@ -41,8 +41,7 @@ class TrainState:
         samples_in_epoch: samples trained on in the epoch under way: the position in its order,
             whatever the number of processes.
         evaluated_step: the step at which the validation data was last evaluated; -1: never.
-        best: best value of the monitored metric so far.
-        best_step: the step that reached it.
+        top: [value, step] of the best evaluated states so far, the best first.
         seconds: time spent on the run, over all invocations.
     """
 
@@ -52,9 +51,30 @@ class TrainState:
     step_in_epoch: int = 0
     samples_in_epoch: int = 0
     evaluated_step: int = -1
-    best: float | None = None
-    best_step: int | None = None
+    top: list[list[Any]] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def best(self) -> float | None:
+        """Best value of the monitored metric so far."""
+        return self.top[0][0] if self.top else None
+
+    @property
+    def best_step(self) -> int | None:
+        """The step that reached it."""
+        return self.top[0][1] if self.top else None
+
+    def rank(self, value: float, mode: str, size: int) -> bool:
+        """Enter the value of the present step into the best `size`; return whether it is there.
+
+        `mode` is "max" or "min". Of equal values the earlier one is the better.
+        """
+        place = sum(not is_better(value, other, mode) for other, _ in self.top)
+        if math.isnan(value) or place >= size:
+            return False
+        self.top.insert(place, [value, self.step])
+        del self.top[size:]
+        return True
 
     @property
     def epoch_number(self) -> int:

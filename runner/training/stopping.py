@@ -61,6 +61,8 @@ class StopFlag:
     def __init__(self, session: Path | None = None) -> None:
         self.session = session
         self.progress = Progress()
+        self.seconds = 0.0  # on rank 0's clock, since it started, at the last decision
+        self._began = time.monotonic()
         self._requested = ""
         self._decided = ""
         self._interrupted = False
@@ -97,7 +99,7 @@ class StopFlag:
         if self._decided not in REPLACEABLE:
             return True
         if processes.num_processes == 1:
-            self._decided = self._requested
+            self._decided, self.seconds = self._requested, time.monotonic() - self._began
             return bool(self._decided)
         clock = self._clocks[phase]
         clock.tick += 1
@@ -114,13 +116,14 @@ class StopFlag:
             if self._requested in REPLACEABLE and self._store.check(["requested"]):
                 self._requested = self._store.get("requested").decode()
             self._decided = self._requested
+            self.seconds = time.monotonic() - self._began
             clock.advance()
-            self._store.set(key, json.dumps([self._decided, clock.next_tick]))
+            self._store.set(key, json.dumps([self._decided, clock.next_tick, self.seconds]))
             clock.forget(self._store, key)
             return
         if self._requested:
             self._store.set("requested", self._requested)
-        self._decided, clock.next_tick = json.loads(self._store.get(key))
+        self._decided, clock.next_tick, self.seconds = json.loads(self._store.get(key))
 
     def all_failed(self, processes: Accelerator, step: int) -> bool:
         """Return whether every process has met an error after optimizer step `step`, as this one.

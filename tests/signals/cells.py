@@ -143,7 +143,7 @@ class Run:
         arguments.append(f"checkpoint.every_epochs={1 if in_epochs else 'null'}")
         if every is not None:
             arguments.append(f"checkpoint.every_steps={every}")
-        arguments += ["checkpoint.save_best=false", "trainer.epochs=1000000"]
+        arguments += ["checkpoint.keep_best=0", "trainer.epochs=1000000"]
         if cell.loaders:
             arguments += ["dataloader=workers", f"dataloader.num_workers={WORKERS}"]
         if cell.processes > 1:

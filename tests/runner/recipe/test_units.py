@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accel.machine.errors import ConfigError
-from runner.recipe.units import parse_duration
+from runner.recipe.units import Interval, parse_duration, parse_interval
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,24 @@ def test_durations(value: object, seconds: float | None) -> None:
 def test_a_duration_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.max_time=.*HH:MM:SS"):
         parse_duration(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, None),
+        (100, Interval(100, "steps")),
+        ("1 step", Interval(1, "steps")),
+        (0.25, Interval(0.25, "epochs")),
+        ("2 epochs", Interval(2, "epochs")),
+        ("00:10:00", Interval(600, "seconds")),
+    ],
+)
+def test_intervals(value: object, found: Interval | None) -> None:
+    assert parse_interval(value, "trainer.eval_every") == found
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, 0.0, "0 epochs", "2 hours", "ten", [1]])
+def test_an_interval_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.eval_every=.*'trainer.eval_every=2 epochs'"):
+        parse_interval(value, "trainer.eval_every")

@@ -144,7 +144,7 @@ def steps_saved(run_dir: Path) -> list[int]:
 
 def test_checkpoints_come_when_the_recipe_says(tmp_path: Path) -> None:
     project = ProjectConfiguration(automatic_checkpoint_naming=True)
-    settings = Checkpoint(project=project, every_steps=4, every_epochs=2, save_best=False)
+    settings = Checkpoint(project=project, every_steps=4, every_epochs=2, keep_best=0)
     recipe = recipe_of(trainer__max_steps=14)
     recipe.checkpoint = settings
     run(tmp_path, recipe)

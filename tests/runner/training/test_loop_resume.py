@@ -84,7 +84,7 @@ def test_values_between_log_points_survive(tmp_path: Path) -> None:
 
 
 def test_the_best_value_is_remembered_where_no_best_state_is_kept(tmp_path: Path) -> None:
-    recipe = recipe_of(trainer__epochs=2, trainer__stop_after=7, checkpoint__save_best=False)
+    recipe = recipe_of(trainer__epochs=2, trainer__stop_after=7, checkpoint__keep_best=0)
     first = run(tmp_path, recipe)
     recipe.trainer.stop_after = None
     summary = run(tmp_path, recipe, resume_from=newest(tmp_path))
