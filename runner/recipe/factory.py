@@ -152,6 +152,7 @@ class _Register:
         {
             "ema": "runner.callbacks.averaging:EMA",
             "early_stopping": "runner.callbacks.early_stopping:EarlyStopping",
+            "swa": "runner.callbacks.averaging:SWA",
             "text_sample": "runner.builtin.bytes_gpt:TextSample",
         },
     )

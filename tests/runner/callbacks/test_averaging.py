@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.swa_utils import update_bn
 
 from accel.checkpoint.directory import checkpoints
 from accel.checkpoint.load import read_model
@@ -15,7 +17,8 @@ from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.machine.errors import ConfigError
-from runner.callbacks.averaging import EMA, Averaging
+from runner.callbacks.averaging import EMA, SWA, Averaging
+from runner.data.datasets import Data
 from runner.training.loop import Loop
 from runner.training.run import Callback
 from tests.helpers import run_distributed
@@ -44,7 +47,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 AVERAGES: dict[str, Callable[[], Averaging]] = {
     "ema": lambda: EMA(decay=0.7),
-    "late ema": lambda: EMA(decay=0.7, every=2, start=1),
+    "late ema": lambda: EMA(decay=0.9, warmup=False, every=2, start=4),
+    "swa": lambda: SWA(start=0.5),
+    "swa by steps": lambda: SWA(start=3, every=2, lr=0.005),
 }
 Weights = Mapping[str, torch.Tensor]
 
@@ -99,19 +104,26 @@ def train(folder: str, average: str, engine: str, killed: bool = False) -> list[
     return recorder.seen
 
 
-def plain_ema(seen: list[Weights], start: int = 0, every: int = 1) -> Weights:
-    """Average the weights after steps `start`, `start + every`, …"""
-    average = {name: value.double() for name, value in seen[start].items()}
-    for t, weights in enumerate(seen[start + every :: every]):
-        decay = min(0.7, (1 + t) / (10 + t))
+def plain_ema(seen: list[Weights], decays: Callable[[int], float]) -> Weights:
+    """Average weights with a decay for each update."""
+    average = {name: value.double() for name, value in seen[0].items()}
+    for t, weights in enumerate(seen[1:]):
+        decay = decays(t)
         for name, value in average.items():
             value.mul_(decay).add_(weights[name].double(), alpha=1 - decay)
     return average
 
 
+def plain_swa(seen: list[Weights]) -> Weights:
+    """Return the mean of weights."""
+    return {name: torch.stack([one[name].double() for one in seen]).mean(0) for name in seen[0]}
+
+
 PLAIN: dict[str, Callable[[list[Weights]], Weights]] = {
-    "ema": plain_ema,
-    "late ema": lambda seen: plain_ema(seen, start=1, every=2),
+    "ema": lambda seen: plain_ema(seen[1:], lambda t: min(0.7, (1 + t) / (10 + t))),
+    "late ema": lambda seen: plain_ema(seen[4::2], lambda t: 0.9),
+    "swa": lambda seen: plain_swa(seen[5::5]),
+    "swa by steps": lambda seen: plain_swa(seen[3::2]),
 }
 
 
@@ -148,7 +160,7 @@ def test_averages_are_those_of_a_plain_loop_and_resume_exactly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("average", ["ema"])
+@pytest.mark.parametrize("average", ["ema", "swa"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_averages_under_each_strategy(engine: str, average: str, tmp_path: Path) -> None:
     whole, killed = (
@@ -158,6 +170,43 @@ def test_averages_under_each_strategy(engine: str, average: str, tmp_path: Path)
     equal(whole[-1], killed[-1])
     equal(read_model(newest(tmp_path / "one")), read_model(newest(tmp_path / "cut")))
     check(tmp_path / "one", average, whole)
+
+
+def train_with_statistics(folder: str, size: int, killed: bool) -> None:
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)
+    common: dict[str, Any] = {"data": Data(Points(32), Points(9)), "make_scheduler": None}
+    common["model"] = nn.Sequential(*layers)
+    torch.manual_seed(3)
+    for layer in (layers[0], layers[3]):
+        layer.reset_parameters()
+    for epochs, resumed in ((2, False), (4, True)) if killed else ((4, False),):
+        recipe = recipe_of(trainer__epochs=epochs, trainer__eval_batch_size=size)
+        common["resume_from"] = str(newest(Path(folder))) if resumed else None
+        build(Path(folder), recipe, callbacks={"swa": SWA(start=4, lr=0.005)}, **common).run()
+    forget()
+
+
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_statistics_of_averaged_weights_are_computed_anew(
+    num_processes: int, tmp_path: Path
+) -> None:
+    found = []
+    for name in ("one", "cut"):  # the first part of which was complete: its statistics are new
+        arguments = (str(tmp_path / name), 8 // num_processes, name == "cut")
+        if num_processes == 1:
+            train_with_statistics(*arguments)
+        else:
+            run_distributed(train_with_statistics, num_processes, *arguments)
+        found.append(read_model(newest(tmp_path / name)))
+        assert records(tmp_path / name)[-1]["lr"] == 0.005
+    equal(*found)
+    state = found[0]
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    model.load_state_dict({name: value for name, value in state.items() if name[0] in "01"})
+    update_bn(Points(32).x.split(8 // num_processes), model)
+    for name in ("1.running_mean", "1.running_var"):
+        value = model.get_buffer(name)
+        torch.testing.assert_close(state[name].double(), value.double(), rtol=0, atol=1e-6)
 
 
 class Looker(Callback):
@@ -182,7 +231,10 @@ def test_the_test_is_of_the_best_averages(tmp_path: Path) -> None:
     equal(looker.seen[3], read_model(first))
 
 
-@pytest.mark.parametrize("wrong", [{"decay": 1.0}, {"every": 0}, {"start": -1}])
+@pytest.mark.parametrize("wrong", [{"decay": 1.0}, {"every": 0}, {"start": 0}])
 def test_arguments_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"ema.{next(iter(wrong))}="):
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"ema.{name}="):
         EMA(**wrong)
+    with pytest.raises(ConfigError, match=r"swa.start=1.5.*\n.*swa.every=0.*\n.*swa.lr=0"):
+        SWA(start=1.5, every=0, lr=0)
