@@ -187,7 +187,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "runs": ("recipe",),
     "data": ("recipe",),
     "training": ("recipe", "runs", "data"),
-    "callbacks": ("training",),
+    "callbacks": ("recipe", "data", "training"),
     "builtin": ("recipe", "data", "training"),
     "reporting": ("recipe", "runs", "training"),
     "inference": ("recipe", "runs", "data", "training", "reporting"),
