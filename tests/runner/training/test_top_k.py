@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from runner.recipe.schema import Checkpoint, Recipe
 from runner.runs.resumable import require_reach
 from runner.training.loop import Loop
 from runner.training.run import Callback
-from tests.runner.loops import Fit, newest, recipe_of, records, run, weights
+from tests.helpers import run_distributed
+from tests.runner.loops import Fit, Spy, newest, recipe_of, records, run, weights
 
 VALUES = (0.5, 0.3, 0.9, 0.3, 0.2, 0.8, math.nan, 0.25, 0.7, 0.6)  # of steps 2, 4, …, 20
 BEST = [10, 16, 4]  # of equal values the earlier one
@@ -150,3 +152,28 @@ def test_nothing_is_evaluated_where_the_recipe_says_so(tmp_path: Path) -> None:
     assert (summary["metrics"], summary["best"]) == ({}, None)
     with pytest.raises(ConfigError, match=r"monitor=loss without validation data.*evaluate=true"):
         run(tmp_path / "b", recipe_of(trainer__evaluate=False, checkpoint__monitor="loss"))
+
+
+class Slow(Spy):
+    """Rank 1 takes twice as long for a step."""
+
+    def on_step(self, loop: Loop) -> None:
+        time.sleep(0.04 * (1 + loop.accelerator.process_index))
+
+
+def by_time(folder: Path) -> list[Any]:
+    recipe = recipe_of(
+        trainer__epochs=8, trainer__eval_every="00:00:01", checkpoint__every_time=0.7
+    )
+    spy = Slow()
+    run(folder, recipe, callbacks={"slow": spy})
+    return spy.events
+
+
+@pytest.mark.slow
+def test_all_ranks_agree_on_what_is_due_by_time(tmp_path: Path) -> None:
+    """R1: rank 0's clock decides; a rank that evaluated alone would wait for the others."""
+    first, second = run_distributed(by_time, 2, tmp_path)
+    assert first == second
+    assert len([event for event in first if event[0] == "evaluate"]) > 2
+    assert len([event for event in first if event[0] == "checkpoint"]) > 2
