@@ -32,6 +32,8 @@ SCHEDULES = (
     *("constant", "cosine", "inverse_sqrt", "linear", "multistep", "one_cycle", "plateau"),
     *("polynomial", "restarts", "step", "wsd"),
 )
+# Keys of a node that the runner itself answers, whatever factory the node names.
+OF_THE_RUNNER = {"optimizer": ("groups", "layer_decay")}
 # Arguments of torch's schedules that are the number of steps of the run where they are not given.
 LENGTHS = ("T_max", "total_steps")
 SCALARS = (bool, int, float, str)
@@ -346,6 +348,7 @@ class Factory:
 def factory_of(key: str, node: object, registry: Registry) -> Factory:
     """Return the factory that a node names; a ConfigError if it is missing or not trusted."""
     name, target, arguments = name_and_arguments(key, node, registry)
+    arguments = {k: v for k, v in arguments.items() if k not in OF_THE_RUNNER.get(key, ())}
     if target is not None:
         label = str(target).rpartition(".")[2]
         return Factory(key, label, False, trust.resolve(str(target), f"{key}._target_"), arguments)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel.machine.errors import ConfigError, Problem, Problems
 from runner.recipe import accelerator_arguments
 from runner.recipe.factory import (
+    OF_THE_RUNNER,
     STEP_PARTS,
     Factory,
     Registry,
@@ -231,6 +232,7 @@ def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | No
 def _step_part(recipe: Recipe, key: str, step: Factory) -> Any:
     """Return a part of a step: an object, or the function that makes an optimizer or a schedule."""
     from runner.training import factory_results
+    from runner.training.parameter_groups import regroup
     from runner.training.step import SupervisedStep
 
     if getattr(recipe, key) is None:
@@ -238,7 +240,11 @@ def _step_part(recipe: Recipe, key: str, step: Factory) -> Any:
     factory = _factory(recipe, key)
 
     def make_optimizer(model: torch.nn.Module) -> object:
-        return _checked(factory, factory(model if factory.by_name else model.parameters()))
+        made = _checked(factory, factory(model if factory.by_name else model.parameters()))
+        own = {key: recipe.optimizer.get(key) for key in OF_THE_RUNNER["optimizer"]}
+        if given := {key: value for key, value in own.items() if value is not None}:
+            regroup(made, model, **given)
+        return made
 
     def make_scheduler(optimizer: object, num_steps: int) -> object:
         if factory.by_name:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 MOMENTA = ("betas", "momentum", "max_momentum", "base_momentum")
 # Options of optimizers that may change although they are no plain numbers: any state fits them.
-SWITCHES = ("nesterov", "maximize", "foreach", "fused", "decoupled_weight_decay")
+SWITCHES = ("name", "nesterov", "maximize", "foreach", "fused", "decoupled_weight_decay")
 PLAIN = (bool, int, float, str, list, type(None))
 
 Groups = list[dict[str, Any]]

@@ -229,10 +229,23 @@ class Recorder:
 
 
 def learning_rates(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
-    """Return `lr`, the first rate of the first optimizer; of several optimizers `lr_<name>` too."""
-    groups = {name: optimizer.param_groups[0] for name, optimizer in optimizers.items()}
-    rates = {name: float(group["lr"]) for name, group in groups.items() if "lr" in group}
-    if not rates:
-        return {}
-    named = {f"lr_{name}": rate for name, rate in rates.items()} if len(rates) > 1 else {}
-    return {"lr": next(iter(rates.values())), **named}
+    """Return `lr`, the first rate of the first optimizer, and those that differ from it.
+
+    Of several optimizers they are `lr_<optimizer>`; of several groups, `lr_<group>` by its `name`
+    or, where rates differ, its number; of both, `lr_<optimizer>_<group>`.
+    """
+    rates: dict[str, float] = {}
+    with_rates = {
+        name: [group for group in optimizer.param_groups if "lr" in group]
+        for name, optimizer in optimizers.items()
+    }
+    with_rates = {name: groups for name, groups in with_rates.items() if groups}
+    for name, groups in with_rates.items():
+        prefix = f"lr_{name}" if len(with_rates) > 1 else "lr"
+        rates.setdefault("lr", float(groups[0]["lr"]))
+        rates[prefix] = float(groups[0]["lr"])
+        differ = len({float(group["lr"]) for group in groups}) > 1
+        for number, group in enumerate(groups):
+            if differ or "name" in group:
+                rates[f"{prefix}_{group.get('name', number)}"] = float(group["lr"])
+    return rates
