@@ -18,6 +18,7 @@ from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE
 from runner.recipe import paths, trust
 from runner.recipe.factory import Factory, factory_of, register, shown_type
+from runner.recipe.keys import NAMED_NODES
 
 RECIPES = "recipes"
 FACTORY_KEYS = ("name", "_target_")
@@ -95,7 +96,7 @@ def _files(group: str) -> Iterator[Path]:
 def _nodes(path: Path, stem: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield the nodes of a file, each with the name of its factory."""
     content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    nodes = content or {} if path.parent.name == "callbacks" else {stem: content}
+    nodes = content or {} if path.parent.name in NAMED_NODES else {stem: content}
     for key, node in nodes.items():
         if isinstance(node, Mapping):
             yield str(node.get("name", key)), node
@@ -105,7 +106,7 @@ def _entry(made: Factory, choices: Sequence[str]) -> Entry:
     text = inspect.getdoc(made.function) or ""
     parameters = ", ".join(map(_shown, made.signature.parameters.values()))
     chosen = [f"  {line}" for line in choices or [f"{made.key}.name={made.label}"]]
-    place = f"{made.function.__module__}.{made.function.__qualname__}"
+    place = f"{made.function.__module__}.{getattr(made.function, '__qualname__', made.label)}"
     parts = [f"{place}({parameters})", text, "\n".join(["Choose it by", *chosen])]
     return Entry(text.partition("\n")[0], parameters, "\n\n".join(filter(None, parts)))
 

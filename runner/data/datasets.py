@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -52,6 +52,7 @@ class Data:
             one like them. Its draws depend on (seed, epoch) alone. None: each sample, shuffled.
         lengths: length of each training sample, e.g. in tokens: [N]. `dataloader.group_by_length`
             and `trainer.micro_batch_tokens` need it.
+        facts: numbers, texts or lists by name that a recipe uses as ``${facts:num_classes}``.
 
     Example:
         >>> counts = torch.bincount(labels)
@@ -65,6 +66,11 @@ class Data:
     collate_fn: Callable[[list[Any]], object] | None = None
     sampler: Sampler[int] | None = None
     lengths: Sequence[int] | torch.Tensor | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Numbers of NumPy and of torch, as counting gives them.
+        self.facts = {k: v.item() if hasattr(v, "item") else v for k, v in self.facts.items()}
 
     @property
     def num_train_samples(self) -> int | None:

@@ -190,6 +190,10 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     ):
         # The same on all ranks: each builds the same weights.
         set_seed(recipe.seed, deterministic=recipe.deterministic)
+        data = build.build_data(recipe)
+        recipe, known = build.with_facts(recipe, data)
+        if accelerator.is_main_process:
+            job.record_facts(known)
         callbacks = {**build.build_callbacks(recipe), **pruning.callbacks_of(job.run_dir)}
         step = build.build_step(recipe, accelerator.strategy.init_context())
         loop = Loop(
@@ -197,7 +201,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
             job.run_dir,
             accelerator,
             step,
-            build.build_data(recipe),
+            data,
             callbacks,
             resume_from=job.resume_from,
             stop_flag=stop,

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from accel.machine.errors import ConfigError, Problem
-from runner.recipe import diagnose, hydra_setup, keys, serialization
+from runner.recipe import diagnose, facts, hydra_setup, keys, serialization
 from runner.recipe.schema import Recipe
 
 
@@ -73,6 +73,8 @@ def unresolved(error: OmegaConfBaseException) -> Problem:
     """Return the problem with an interpolation that leads nowhere, or a value that is missing."""
     key = str(getattr(error, "full_key", None) or "the recipe")
     rule = str(getattr(error, "msg", None) or error).splitlines()[0]
+    if facts.is_late(rule):
+        rule = serialization.NOT_LATE
     return Problem(key, rule, "Give it a value.")
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from accel.machine.errors import AccelError, ConfigError, Problem, Problems, nearest, text_of
 from accel.machine.imports import load_attribute
-from runner.recipe import keys, trust, user_frames
+from runner.recipe import facts, keys, trust, user_frames
 from runner.recipe.keys import FACTORY_NODES, NAMED_NODES
 from runner.recipe.schema import Recipe
 
@@ -287,7 +287,7 @@ class Factory:
         """Yield the problem of a value that is neither of the annotated type nor the default."""
         default, hint, kind = parameter.default, parameter.annotation, type(value)
         as_default = kind is type(default) and value == default  # such as `size: int = None`
-        if not as_default and not fits(value, hint):
+        if not as_default and not facts.is_late(value) and not fits(value, hint):
             rule = f"it is of type {shown_type(hint)}, not {kind.__name__}"
             remedy = f"Correct {self.key}.{name}."
             if kind is str:
@@ -303,7 +303,7 @@ class Factory:
             name: parameter.default
             for name, parameter in self.signature.parameters.items()
             if name not in self.arguments
-            and _is_plain(parameter.default)
+            and is_plain(parameter.default)
             and (self.key, name) != ("scheduler", "mode")
         }
 
@@ -447,12 +447,12 @@ def _distrusted(arguments: Mapping[str, object], key: str) -> list[Problem]:
 # -- signatures ----------------------------------------------------------------------------
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether YAML holds a value (tuples as lists)."""
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     return value is None or type(value) in SCALARS
 
 

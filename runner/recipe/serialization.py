@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel.config.checks import FieldDefaults
 from accel.machine.errors import ConfigError, Problem, Problems
-from runner.recipe import factory, keys, trust
+from runner.recipe import factory, facts, keys, trust
 from runner.recipe.schema import PLUGINS, Recipe
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ CALLABLES = (
     "precision.fp8_torchao.module_filter_func",
     *(f"{name}.{field}" for name, plugin in PLUGINS.items() for field in plugin.callables),
 )
+# Nodes whose arguments may wait for facts of the data.
+LATE = (*(name for name in keys.FACTORY_NODES if name != "data"), *keys.NAMED_NODES)
+NOT_LATE = f"only arguments of {', '.join(LATE)} wait for the facts that the data tells"
 
 
 @functools.cache
@@ -38,6 +41,7 @@ def typed() -> DictConfig:
     """
     from omegaconf import OmegaConf
 
+    OmegaConf.register_new_resolver(facts.RESOLVER, facts.word, replace=True)
     node: DictConfig = OmegaConf.structured(Recipe)
     for name in (*keys.FACTORY_NODES, *keys.NAMED_NODES):
         node[name] = {}
@@ -75,6 +79,8 @@ def examine(plain: Mapping[str, object]) -> tuple[Recipe, list[Problem]]:
     dropped = {key.partition(".")[0] for key in distrusted}
     plain = {key: value for key, value in plain.items() if key not in dropped}
     recipe = _node(Recipe, plain, "", problems, keys.known_keys(plain))
+    for key, text in facts.late({**plain, **dict.fromkeys(LATE)}):
+        problems.append(Problem(f"{key}={text}", NOT_LATE, "Give it a value."))
     for name in {*keys.FACTORY_NODES, *keys.NAMED_NODES} & set(plain):
         empty: Any = {} if name in keys.NAMED_NODES else None  # of a factory, {} is no node
         setattr(recipe, name, plain[name] or empty)
@@ -338,9 +344,9 @@ def differences(
     """Return (dotted key, value there, value here) of what two recipes do not have in common.
 
     They are plain containers, or the parts of recipes at `key`. Keys of `but_for`, and everything
-    below them, do not count.
+    below them, do not count, nor do values here that wait for a fact: the one there is recorded.
     """
-    if there == here or key in but_for:
+    if there == here or key in but_for or facts.is_late(here):
         return []
     if not (isinstance(there, Mapping) and isinstance(here, Mapping)):
         return [(".".join(key), there, here)]

@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.machine.errors import ConfigError, Problem
-from runner.recipe import paths, serialization, trust
+from runner.recipe import facts, paths, serialization, trust
 from runner.recipe.schema import Recipe
 from runner.runs import sessions
 from runner.runs.sessions import CONFIG, JOB
@@ -60,10 +61,24 @@ class Job:
     def _write(self, frozen: Recipe) -> None:
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "folder"}
         content["run_dir"] = str(self.run_dir)
-        recipe = serialization.yaml_text(serialization.frozen_plain(frozen))
-        checkpoints.write_atomically(self.place / CONFIG, recipe.encode())
+        plain = serialization.frozen_plain(frozen)
+        if sessions.begun(self.run_dir):
+            plain = facts.recorded(plain, Job.read(self.run_dir)[1])
+        self._write_recipe(plain)
         text = json.dumps(content, indent=2)
         checkpoints.write_atomically(self.place / JOB, f"{text}\n".encode())
+
+    def _write_recipe(self, plain: dict[str, object]) -> None:
+        text = serialization.yaml_text(plain)
+        checkpoints.write_atomically(self.place / CONFIG, text.encode())
+
+    def record_facts(self, known: Mapping[str, object]) -> None:
+        """Fill in the facts of the data in the session's recipe."""
+        from omegaconf import OmegaConf
+
+        plain: Any = OmegaConf.to_container(OmegaConf.load(self.place / CONFIG))
+        if next(facts.late(plain), None) is not None:
+            self._write_recipe(facts.filled(plain, known))
 
     @classmethod
     def load(cls, run_dir: str | Path) -> tuple[Job, Recipe]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.machine.errors import ConfigError, Problem, Problems
-from runner.recipe import accelerator_arguments
+from runner.recipe import accelerator_arguments, facts, serialization
+from runner.recipe.batch_plan import BatchPlan, plan_batches
 from runner.recipe.factory import (
     OF_THE_RUNNER,
     STEP_PARTS,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from accel.accelerator import Accelerator
     from runner.data.datasets import Data
-    from runner.recipe.batch_plan import BatchPlan
     from runner.recipe.composition import Examined
     from runner.training.run import Callback
     from runner.training.sample_metrics import Metric
@@ -61,7 +61,8 @@ def check_steps(jobs: Sequence[Examined]) -> None:
     """Raise what only building shows of the jobs' models, objectives, optimizers and metrics.
 
     A model is built once for all jobs that have it, without its weights. Left to the job are a step
-    of the user's, which decides what it builds, and errors of the user's code.
+    of the user's, which decides what it builds, errors of the user's code, and recipes with values
+    that the data tells.
     """
     from accel.weights.tensors import init_empty_weights
     from runner.training.step import SupervisedStep
@@ -75,6 +76,8 @@ def check_steps(jobs: Sequence[Examined]) -> None:
         model = None
         for recipe in alike:
             step = _factory(recipe, "step")
+            if next(facts.late([getattr(recipe, key) for key in (*BUILT, "metrics")]), None):
+                continue
             try:
                 build_metrics(recipe)
                 if step.function is not SupervisedStep:
@@ -108,13 +111,14 @@ def rehearse(jobs: Sequence[Examined]) -> list[str]:
         if nodes in seen:
             continue
         seen.add(nodes)
+        data = build_data(recipe)
+        recipe, _ = with_facts(recipe, data)
         try:
             build_step(recipe, init_empty_weights())
         except (NotImplementedError, RuntimeError) as error:  # its code computes with weights
             if "meta" not in str(error):
                 raise
             notes["the model: it cannot be built without its weights"] = None
-        data = build_data(recipe)
         for split in SPLITS:
             for one in data.sets(split).values():
                 _read_sample(one)
@@ -206,6 +210,30 @@ def build_data(recipe: Recipe) -> Data:
         set_seed(recipe.seed)
         found: Data = _checked(factory, factory())
     return found
+
+
+def with_facts(recipe: Recipe, data: Data) -> tuple[Recipe, dict[str, object]]:
+    """Return a recipe with the facts of its data filled in, and those facts.
+
+    Beside those that the factory tells there are `num_train_samples`, `steps_per_epoch` and
+    `total_steps`, as far as they are known.
+
+    Raises:
+        ConfigError: if a fact is missing; the message names the nearest.
+    """
+    nodes = {key: getattr(recipe, key) for key in serialization.LATE}
+    if next(facts.late(nodes), None) is None:
+        return recipe, {}
+    size = data.num_train_samples
+    # The number of steps does not depend on how a batch is divided.
+    whole = replace(recipe.trainer.accumulation, num_steps=None)
+    plan = plan_batches(replace(recipe.trainer, micro_batch_size=None, accumulation=whole), 1, size)
+    steps = {"steps_per_epoch": plan.steps_per_epoch, "total_steps": plan.total_steps}
+    derived = {"num_train_samples": size, **steps}
+    known: dict[str, object] = {n: value for n, value in derived.items() if value is not None}
+    known |= data.facts
+    ConfigError.raise_if(facts.missing(nodes, known))
+    return replace(recipe, **facts.filled(nodes, known)), known
 
 
 def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | None = None) -> Step:

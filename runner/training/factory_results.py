@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.machine.errors import ConfigError, Problem, closest
 from runner.data.datasets import Data
+from runner.recipe.factory import is_plain
 from runner.recipe.schema import SPLITS
 from runner.training.run import Callback
 from runner.training.sample_metrics import Metric
@@ -78,6 +79,10 @@ def _data(place: str, value: Data) -> Iterator[Problem]:
         for name, dataset in named.items():
             where = f"{split}[{name!r}]" if name else split
             yield from _dataset(f"{place} returned Data with {where} {shown(dataset)}", dataset)
+    for fact, told in value.facts.items():
+        if not is_plain(told):
+            rule, remedy = "YAML holds it: numbers, texts, lists", "Convert it."
+            yield Problem(f"{place} returned Data with facts[{fact!r}] {shown(told)}", rule, remedy)
     if value.collate_fn is not None and not callable(value.collate_fn):
         where = f"{place} returned Data with collate_fn {shown(value.collate_fn)}"
         yield Problem(where, "it is a function of a list of samples", "Leave it out.")

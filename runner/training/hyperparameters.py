@@ -54,6 +54,7 @@ class Hyperparameters:
             "options": self._built,
             "schedule": to_plain([recipe.scheduler, recipe.step, run.plan.total_steps]),
             "sizes": run.data.sizes(),
+            "facts": dict(run.data.facts),
             "measured": to_plain(measured + ([recipe.metrics] if recipe.metrics else [])),
         }
         self.saved: dict[str, Any] = {}
@@ -97,6 +98,9 @@ class Hyperparameters:
                 "epoch on (trainer.stop_after=<step>), or start a new run.",
             )
         problems.raise_if()
+        for name, fact in self.saved.get("facts", {}).items():
+            if fact != (told := run.data.facts.get(name)):
+                run.display.note(f"The data tells {name}={told}; the recipe was made with {fact}.")
         # Any changed argument counts, whether or not it affects the metrics.
         run.remeasured = any(self.saved[key] != self._now[key] for key in ("sizes", "measured"))
         for name, optimizer in run.step.optimizers.items():

@@ -9,7 +9,8 @@ import pytest
 
 from runner import cli
 from runner.cli import factories
-from runner.recipe.factory import FACTORY_NODES, register
+from runner.recipe.factory import register
+from runner.recipe.keys import FACTORY_NODES, NAMED_NODES
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -21,8 +22,8 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 
 def test_every_registered_factory_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys)
-    kinds = [*FACTORY_NODES, "callback"]
-    for name in (name for kind in kinds for name in getattr(register, kind).names()):
+    kinds = [*FACTORY_NODES, *NAMED_NODES.values()]
+    for name in (name for kind in kinds for name in getattr(register, kind).builtin):
         line = next(line for line in out.splitlines() if line.startswith(f"  {name} "))
         assert line.split()[1:], name  # its docstring
     assert "sgd" in out  # a file that names a `_target_`
