@@ -26,7 +26,7 @@ from runner.reporting import run_table
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import cell
 from runner.runs import record as records
-from runner.runs.json_files import PLACE, finite, number
+from runner.runs.json_files import OF_RUN, PLACE, TIME_SHARE, finite, number
 from runner.runs.record import CODE, MISSING, RunRecord
 from runner.training import console
 
@@ -34,7 +34,7 @@ SEED = "seed"
 # Nodes of a recipe that do not change what a run computes, beside those that `resume=` ignores.
 NO_CAUSE = ((SEED,), ("resume",), ("run_dir",), *serialization.ELSEWHERE)
 FACTORY = ("name", "_target_")
-NO_CURVE = (*PLACE, "lr", "samples_per_second", "skipped_steps")
+NO_CURVE = (*PLACE, *OF_RUN)
 MOST_METRICS, MOST_KEYS = 8, 12
 MOST_COLOURED = 10  # groups, the best; the others are grey
 MOST_LETTERS = 80  # of a group's name below the axes
@@ -93,7 +93,9 @@ def read_curves(run: RunRecord) -> dict[str, Curve]:
         split, step = record.get("split"), number(record.get("step"))
         for name, value in record.items():
             read = number(value)
-            if step is None or read is None or name in NO_CURVE or split == "test":
+            if step is None or read is None or split == "test":
+                continue
+            if name in NO_CURVE or name.startswith(TIME_SHARE):
                 continue
             steps, values = found.setdefault(f"{split}/{name}", ([], []))
             steps.append(step)

@@ -15,6 +15,7 @@ from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
 from runner.recipe.units import parse_duration
 from runner.training.checkpointing import Saver
 from runner.training.console import Display
+from runner.training.speed import Speed
 from runner.training.state import Stop, Stopwatch, TrainState
 from runner.training.stopping import StopFlag
 
@@ -58,7 +59,8 @@ class Run:
         rows: (label, text) that callbacks add to the final table.
         schedulers: learning-rate schedulers, by the name of their optimizer.
         saver: writes checkpoints, and knows the best and the last.
-        watch: measures the time spent on training.
+        watch: measures the time spent on each phase.
+        speed: measures steps, their operations and the ranks.
         deadline: value of `time.monotonic` at which time is up; None: never.
         num_parameters: parameters of all models: (all, trainable).
     """
@@ -88,9 +90,10 @@ class Run:
         self.rows: list[tuple[str, str]] = []
         self.schedulers: Mapping[str, LRScheduler] = {}
         self.watch = Stopwatch()
+        self.speed = Speed(accelerator, self.watch)
         max_time = parse_duration(recipe.trainer.max_time)
         self.deadline = None if max_time is None else time.monotonic() + max_time
-        self._samples_before, self._seconds_before = 0, 0.0
+        self._samples_before, self._tokens_before, self._seconds_before = 0, 0, 0.0
         self.num_parameters = count_parameters(accelerator, step.models)
         self.saver = Saver(accelerator, recipe.checkpoint, self.state, self.run_dir)
 
@@ -119,6 +122,11 @@ class Run:
         """Samples trained on in this invocation, over all processes."""
         return self.state.samples - self._samples_before
 
+    @property
+    def tokens_here(self) -> int:
+        """Tokens trained on in this invocation, over all processes, as far as they are read."""
+        return self.state.tokens - self._tokens_before
+
     def require_validation(self, value: str) -> None:
         """Raise a ConfigError about `value`, which follows a metric, if none is measured."""
         if not self.data.sets("validation") or not self.recipe.trainer.evaluate:
@@ -144,7 +152,7 @@ class Run:
     def notify(self, event: str, *values: object) -> None:
         """Call `event` of the callbacks that define it, with the random generators preserved."""
         for callback in self.answering(event):
-            with preserved():
+            with preserved(), self.watch.paused("callbacks"):
                 getattr(callback, event)(self, *values)
 
     def answering(self, event: str) -> list[Callback]:
