@@ -23,6 +23,8 @@ JsonObject = dict[str, Any]  # with values of types that JSON has
 Fields = Mapping[str, Any]  # the same, to be read
 
 METRICS = "metrics.jsonl"
+MEDIA = "media"  # folder of text, pictures and tables, by step
+HISTOGRAM = ("from", "to", "count")  # columns of a histogram there
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"  # describes a folder of runs
 EVALUATIONS = "eval.json"  # what `runner eval` has measured

@@ -13,6 +13,7 @@ from accel.machine.errors import AccelError, CheckpointError, Problem
 from accel.machine.passwords import without_passwords
 from accel.machine.tree import recursively_apply
 from runner.runs.json_files import METRICS, WEIGHTS_STEP, MetricsFile, read_lines
+from runner.training import media
 from runner.training.step import TOKENS
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ class Recorder:
         """
         early, self._early = self._early or [], None
         if self._run.accelerator.is_main_process:
+            if self._resumed_at is not None:
+                media.remove_later(self._run.run_dir, self._resumed_at)
             repeated = {str(record["split"]) for record in early} | ({"test"} if tests else set())
             self._file = MetricsFile(self._run.run_dir, self._resumed_at, repeated)
             for record in early:

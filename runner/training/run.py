@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError
 from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
 from runner.recipe.units import parse_duration
+from runner.training import media
 from runner.training.checkpointing import Saver
 from runner.training.console import Display
 from runner.training.speed import Speed
@@ -144,6 +145,19 @@ class Run:
         if self.stopped is None:
             self.stopped = Stop(kind, reason)
             self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
+
+    def log_media(self, name: str, value: Any) -> None:
+        """Show a value of this step in trackers and reports, as a file ``media/<step>/<name>.*``.
+
+        Args:
+            name: unique within the step.
+            value: text; a figure of matplotlib; an image, [H, W], [H, W, C] or [C, H, W] (floats in
+                [0, 1] or bytes) or PIL's; rows of a table as mappings; or values [N], as histogram.
+
+        Raises:
+            ConfigError: for any other kind.
+        """
+        media.log_media(self.accelerator, self.run_dir, self.state.step, name, value)
 
     def logs_at(self, step: int) -> bool:
         """Return whether an optimizer step is a log point."""
