@@ -31,7 +31,18 @@ FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
 # Nodes that map names to such nodes, and the attribute of `register` that has their factories.
 NAMED_NODES = {"callbacks": "callback", "metrics": "metric"}
 
-COMMANDS = ("eval", "predict", "list", "show", "compare", "report", "again", "submit", "factories")
+COMMANDS = (
+    "eval",
+    "predict",
+    "list",
+    "show",
+    "compare",
+    "report",
+    "again",
+    "submit",
+    "factories",
+    "new",
+)
 # -- what people type from habit ------------------------------------------------------------
 
 _STRATEGIES = " or ".join(f"{found.name}=…" for found in plugins() if found.kind is not None)
