@@ -29,7 +29,6 @@ runner trains a PyTorch model that a recipe describes.
                                                       the same command again goes on with the sweep
   runner -m hydra/sweeper=optuna 'key=interval(a,b)'  search with Optuna (hydra.sweeper.n_trials=20)
   runner list [DIR ...] [status=failed since=2d ...]  runs, newest first; their status and objective
-  runner new DIR                                      a project: a model, data, a recipe, a test
   runner factories [optimizers [adamw]]               what a recipe can name, and its arguments
   runner show RUN_DIR | compare RUN_DIR RUN_DIR ...   one run in full | what differs between runs
   runner report DIR ...                               curves, swept keys: an HTML page
@@ -37,6 +36,8 @@ runner trains a PyTorch model that a recipe describes.
   runner eval RUN_DIR ... [key=value ...]             evaluate the best state of runs
   runner predict RUN_DIR --split test --output FILE   write predictions
   runner predict RUN_DIR --device-map auto …          of a model that is larger than the GPU
+  runner lr-find [key=value ...]                      suggest a learning rate: curve and figure
+  runner batch-size-find [key=value ...]              the largest micro-batch that fits in memory
   runner submit submit.nodes=2 [key=value ...]        train as a job on Slurm; runner submit --help
   python -m runner ...                                the same
 """

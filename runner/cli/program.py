@@ -36,10 +36,11 @@ SUBCOMMANDS = {
     "show": "runner.cli.look:show_run",
     "compare": "runner.cli.look:compare_runs",
     "report": "runner.cli.look:report_runs",
-    "new": "runner.cli.new:main",
     "factories": "runner.cli.factories:main",
     "again": "runner.cli.again:main",
     "submit": "runner.cli.submit:main",
+    "lr-find": "runner.cli.find:learning_rate",
+    "batch-size-find": "runner.cli.find:batch_size",
     "eval": "runner.cli.evaluate_predict:evaluate_runs",
     "predict": "runner.cli.evaluate_predict:predict",
 }

@@ -155,6 +155,8 @@ class _Register:
             "ema": "runner.callbacks.averaging:EMA",
             "early_stopping": "runner.callbacks.early_stopping:EarlyStopping",
             "swa": "runner.callbacks.averaging:SWA",
+            "lr_find": "runner.callbacks.finders:LRFind",
+            "peak_memory": "runner.callbacks.finders:PeakMemory",
             "text_sample": "runner.builtin.bytes_gpt:TextSample",
         },
     )

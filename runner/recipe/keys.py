@@ -31,17 +31,10 @@ FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
 # Nodes that map names to such nodes, and the attribute of `register` that has their factories.
 NAMED_NODES = {"callbacks": "callback", "metrics": "metric"}
 
+OF_RECIPES = ("submit", "lr-find", "batch-size-find")  # commands that take a recipe
 COMMANDS = (
-    "eval",
-    "predict",
-    "list",
-    "show",
-    "compare",
-    "report",
-    "again",
-    "submit",
-    "factories",
-    "new",
+    *("eval", "predict", "list", "show", "compare", "report", "again", "factories"),
+    *OF_RECIPES,
 )
 # -- what people type from habit ------------------------------------------------------------
 

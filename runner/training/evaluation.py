@@ -219,8 +219,7 @@ class Evaluations:
                 raise Interrupted
 
         try:
-            watched = run.watch.paused("evaluation")
-            with watched, stop_flag.progress.in_phase(f"evaluation ({split})"):
+            with run.watch.paused(), stop_flag.progress.in_phase(f"evaluation ({split})"):
                 sets = self._sets[split]
                 run.notify("on_evaluation_start", split)
                 try:

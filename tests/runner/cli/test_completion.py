@@ -32,6 +32,8 @@ LINES = {
     "runner -m hydra/sweeper=o": ["hydra/sweeper=optuna"],
     "runner factories s": ["schedulers", "steps"],
     "runner factories schedulers co": ["constant", "cosine"],
+    "runner lr-find trainer.log": ["trainer.log_every="],
+    "runner batch": ["batch-size-find"],
     "runner sub": ["submit", "submit.", "submit="],
     "runner model=byte_gpt model.num": ["model.num_heads=", "model.num_layers="],
     "python -m runner trainer.drop_last=": ["trainer.drop_last=false"],
