@@ -261,7 +261,8 @@ class Factory:
     @property
     def lengths(self) -> list[str]:
         """The arguments that the runner derives from the number of steps of the run."""
-        if self.key != "scheduler" or self.by_name or "epochs" in self.arguments:
+        given = self.arguments.get("epochs")  # of a recorded recipe it is null
+        if self.key != "scheduler" or self.by_name or given is not None:
             return []
         unset = [name for name in LENGTHS if self.arguments.get(name) is None]
         return [name for name in unset if name in self.signature.parameters]
