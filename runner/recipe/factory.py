@@ -154,6 +154,7 @@ class _Register:
         {
             "ema": "runner.callbacks.averaging:EMA",
             "early_stopping": "runner.callbacks.early_stopping:EarlyStopping",
+            "freeze": "runner.callbacks.freezing:Freeze",
             "swa": "runner.callbacks.averaging:SWA",
             "lr_find": "runner.callbacks.finders:LRFind",
             "peak_memory": "runner.callbacks.finders:PeakMemory",

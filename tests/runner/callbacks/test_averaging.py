@@ -13,12 +13,11 @@ from torch.optim.swa_utils import update_bn
 
 from accel.checkpoint.directory import checkpoints
 from accel.checkpoint.load import read_model
-from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
-from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.machine.errors import ConfigError
 from runner.callbacks.averaging import EMA, SWA, Averaging
 from runner.data.datasets import Data
+from runner.recipe.schema import Recipe
 from runner.training.loop import Loop
 from runner.training.run import Callback
 from tests.helpers import run_distributed
@@ -33,18 +32,11 @@ from tests.runner.loops import (
     records,
     run,
 )
+from tests.runner.training import test_strategies as engines
 
 STEPS, KILLED_AT = 10, 8
-SHARDS = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
-TP = TorchTensorParallelPlugin(tp_size=2, tp_plan={"0": "colwise", "3": "rowwise"})
-ENGINES: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "fsdp": {"fsdp": FullyShardedDataParallelPlugin()},
-    "shards": {"fsdp": SHARDS},
-    "tp": {"tensor_parallel": TP},
-    "zero2": {"deepspeed": DeepSpeedPlugin(zero_stage=2)},
-    "zero3": {"deepspeed": DeepSpeedPlugin(zero_stage=3)},
-}
+SHARDS = {"fsdp": FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")}
+ENGINES: dict[str, dict[str, Any]] = {**engines.ENGINES, "shards": SHARDS}
 AVERAGES: dict[str, Callable[[], Averaging]] = {
     "ema": lambda: EMA(decay=0.7),
     "late ema": lambda: EMA(decay=0.9, warmup=False, every=2, start=4),
@@ -81,9 +73,21 @@ class Recorder(Callback):
         self.seen.append({name: value.clone() for name, value in state.items()})
 
 
+def run_killed(
+    run_dir: Path, recipe: Recipe, make: Callable[[], Callback], killed_at: int | None
+) -> list[Weights]:
+    """Train, killed after a step and resumed; return the training weights at each event."""
+    recorder = Recorder(killed_at)
+    try:
+        run(run_dir, recipe, callbacks={"it": make(), "recorder": recorder})
+    except Killed:
+        recorder.killed_at, resumed = None, str(newest(run_dir))
+        run(run_dir, recipe, callbacks={"it": make(), "recorder": recorder}, resume_from=resumed)
+    forget()
+    return recorder.seen
+
+
 def train(folder: str, average: str, engine: str, killed: bool = False) -> list[Weights]:
-    """Train, with a kill and a resume if `killed`; return the training weights at each event."""
-    run_dir = Path(folder)
     recipe = recipe_of(
         trainer__max_steps=STEPS,
         trainer__epochs=None,
@@ -92,16 +96,7 @@ def train(folder: str, average: str, engine: str, killed: bool = False) -> list[
         checkpoint__every_steps=5,
         **ENGINES[engine],
     )
-    recorder = Recorder(KILLED_AT if killed else None)
-    callbacks = {"average": AVERAGES[average](), "recorder": recorder}
-    try:
-        build(run_dir, recipe, callbacks=callbacks).run()
-    except Killed:
-        recorder.killed_at = None
-        callbacks["average"] = AVERAGES[average]()
-        build(run_dir, recipe, callbacks=callbacks, resume_from=str(newest(run_dir))).run()
-    forget()
-    return recorder.seen
+    return run_killed(Path(folder), recipe, AVERAGES[average], KILLED_AT if killed else None)
 
 
 def plain_ema(seen: list[Weights], decays: Callable[[int], float]) -> Weights:
@@ -161,7 +156,7 @@ def test_averages_are_those_of_a_plain_loop_and_resume_exactly(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["ema", "swa"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "shards", "tp", "zero2", "zero3"])
 def test_averages_under_each_strategy(engine: str, average: str, tmp_path: Path) -> None:
     whole, killed = (
         run_distributed(train, 2, str(tmp_path / n), average, engine, n == "cut")[0]

@@ -19,9 +19,10 @@ from runner.recipe.schema import Recipe
 from tests.helpers import SECONDS, python
 
 CONF = paths.conf_folder()
-# A step that builds its own models leaves these null.
+# What a choice asks for besides.
 ALONE = {
     "step=gan": ["model=null", "objective=null", "optimizer=null", "scheduler=null"],
+    "callbacks=freeze": ["callbacks.freeze.names=head.*"],
     "deepspeed=config_file": ["deepspeed.hf_ds_config=ds.json"],
 }
 

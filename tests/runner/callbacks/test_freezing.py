@@ -1,0 +1,112 @@
+"""R1, R2: frozen layers stay as they are, and unfrozen ones train as in a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel.checkpoint.load import read_model
+from accel.machine.errors import ConfigError
+from runner.callbacks.freezing import Freeze
+from runner.training.run import Callback
+from tests.helpers import run_distributed
+from tests.runner import loops
+from tests.runner.callbacks.test_averaging import equal, run_killed
+from tests.runner.training.test_strategies import ENGINES
+
+STEPS = 12  # each an epoch
+UNFREEZE: dict[str, dict[str, Any]] = {  # at the same steps
+    "epoch": {"unfreeze": {5: ["0.w*"], "9": "3.bias"}},
+    "step": {"unfreeze": {4: ["0.w*"], 8: "3.bias"}, "by": "step"},
+}
+SINCE = {"0.weight": 4, "0.bias": STEPS, "3.bias": 8}
+
+
+def train(folder: str, by: str, engine: str, killed_at: int | None = None) -> None:
+    recipe = loops.recipe_of(
+        trainer__epochs=STEPS,
+        trainer__global_batch_size=loops.NUM_TRAIN,
+        checkpoint__every_epochs=3,
+        **ENGINES[engine],
+    )
+    run_killed(Path(folder), recipe, lambda: Freeze(["0.*", "3.b*"], **UNFREEZE[by]), killed_at)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 8), nn.Identity(), nn.Tanh(), nn.Linear(8, 1))
+
+
+def check(folder: Path) -> None:
+    """Compare a run's weights with those of a plain loop."""
+    model, data = network(), loops.Points(loops.NUM_TRAIN)
+    optimizer, named = loops.optimizer(model), dict(model.named_parameters())
+    scheduler = loops.scheduler(optimizer, STEPS)
+    for step in range(STEPS):
+        for name, since in SINCE.items():
+            named[name].requires_grad_(step >= since)
+        optimizer.zero_grad()
+        (model(data.x).squeeze(-1) - data.y).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    weights = read_model(loops.newest(folder))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("by", UNFREEZE)
+def test_frozen_layers_train_as_in_a_plain_loop_and_resume_exactly(by: str, tmp_path: Path) -> None:
+    for name, killed_at in (("whole", None), ("early", 5), ("late", 10)):
+        train(str(tmp_path / name), by, "ddp", killed_at)
+        equal(*(read_model(loops.newest(tmp_path / one)) for one in (name, "whole")))
+    check(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "tp"])
+def test_layers_are_unfrozen_under_each_strategy(engine: str, tmp_path: Path) -> None:
+    for name, killed_at in (("whole", None), ("early", 5), ("late", 10)):
+        run_distributed(train, 2, str(tmp_path / name), "epoch", engine, killed_at)
+        equal(*(read_model(loops.newest(tmp_path / one)) for one in (name, "whole")))
+    check(tmp_path / "whole")
+
+
+def refused_or_frozen(folder: str) -> bool:
+    run_dir, recipe = Path(folder), loops.recipe_of(trainer__max_steps=3, **ENGINES["zero3"])
+    with pytest.raises(ConfigError, match=r"freeze.unfreeze with deepspeed"):
+        loops.run(run_dir, recipe, callbacks={"freeze": Freeze("0.*", {2: "*"})})
+    loops.run(run_dir, recipe, model=network(), callbacks={"freeze": Freeze("0.*")})
+    loops.forget()
+    weights, before = read_model(loops.newest(run_dir)), network().state_dict()
+    return all(torch.equal(weights[name], before[name]) is (name[0] == "0") for name in weights)
+
+
+@pytest.mark.slow
+def test_a_strategy_that_cannot_unfreeze_freezes(tmp_path: Path) -> None:
+    assert all(run_distributed(refused_or_frozen, 2, str(tmp_path)))
+
+
+def test_names_that_match_nothing_are_refused(tmp_path: Path) -> None:
+    freeze = Freeze(["0.*", "9.*"], unfreeze={2: "3.*"})
+    with pytest.raises(ConfigError, match=r"freeze.names: 9.\*.*\n.*freeze.unfreeze.2: 3.\*"):
+        loops.run(tmp_path, loops.recipe_of(), callbacks={"freeze": freeze})
+    with pytest.raises(ConfigError, match=r"Write unfreeze"):
+        Freeze("*", unfreeze={"first": "*"})
+
+
+def test_batch_norms_of_frozen_layers_keep_their_statistics(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    freeze = Freeze("[01].*", unfreeze={4: "1.*"}, eval_mode=True)
+    seen: list[tuple[int, int]] = []
+
+    class Looker(Callback):
+        def on_epoch_end(self, loop: Any) -> None:
+            seen.append((int(model[1].num_batches_tracked), int(model[2].num_batches_tracked)))
+
+    callbacks = {"freeze": freeze, "looker": Looker()}
+    loops.run(tmp_path, loops.recipe_of(), model=model, callbacks=callbacks)
+    assert seen == [(0, 5), (0, 10), (0, 15), (5, 20)]
