@@ -143,7 +143,6 @@ class ForkServer:
     def _started(self) -> tuple[subprocess.Popen[bytes], Connection]:
         pipe, theirs = Pipe()
         order = {
-            "path": [str(Path(__file__).resolve().parents[2]), os.getcwd()],
             "pipe": theirs.fileno(),
             "preload": self._modules,
             "environment": {NVML_CHECK: env.read(NVML_CHECK)},

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -60,6 +61,11 @@ def kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def search_path(cwd: str | None = None) -> list[str]:
+    """Return what a fresh interpreter adds to `sys.path`: this package's folder and `cwd`."""
+    return [str(Path(__file__).resolve().parents[2]), cwd or os.getcwd()]
+
+
 def bootstrap(module: str) -> str:
     """Return code of a fresh interpreter that calls ``module.main(order)``.
 
@@ -72,13 +78,16 @@ def bootstrap(module: str) -> str:
     )
 
 
-def command(module: str, order: Mapping[str, Any]) -> list[str]:
+def command(module: str, order: Mapping[str, Any], cwd: str | None = None) -> list[str]:
     """Return the command of a fresh interpreter that calls ``module.main`` with an order.
+
+    It gets the `search_path`.
 
     With -P nothing in the working directory is taken for `accel`, `runner` or a module of the
     standard library; the user's code is found behind everything else.
     """
-    return [sys.executable, "-P", "-c", bootstrap(module), json.dumps(order)]
+    sent = json.dumps({"path": search_path(cwd), **order})
+    return [sys.executable, "-P", "-c", bootstrap(module), sent]
 
 
 class Stops:

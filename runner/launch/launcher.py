@@ -258,12 +258,8 @@ def staged(requested: Job, recipe: Recipe) -> Job:
     remedy = "Make room or give it a folder you may write to; nothing of it has changed."
     with writable(str(requested.run_dir), remedy):
         written = requested.save(recipe)
-        try:
-            found = environment.describe(recipe.data, written.place / provenance.DIFF)
-            write_json(written.place / environment.FILE, found)
-        except BaseException:
-            sessions.discard(written.place)
-            raise
+        found = environment.describe(recipe.data, written.place / provenance.DIFF)
+        write_json(written.place / environment.FILE, found)
     return written
 
 

@@ -93,8 +93,7 @@ class Actor:
         self._on_lost, self._waits = on_lost, waits
         self.pid = 0
         self.status: int | None = None
-        path = [str(Path(__file__).resolve().parents[2]), os.getcwd()]
-        sent = {"path": path, "folder": str(order.arguments["folder"])}
+        sent = {"path": group.search_path(), "folder": str(order.arguments["folder"])}
         actor.start.remote(group.bootstrap(__name__), sent, pickle.dumps(order))
         self._events: ObjectRef = actor.events.remote(EVENT_SECONDS)
 

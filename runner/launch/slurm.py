@@ -9,21 +9,21 @@ Source: https://slurm.schedmd.com/sbatch.html (likewise srun, squeue, scontrol, 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accel.machine import env
 from accel.machine.errors import ConfigError, Problem, StateError
 from runner.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
-from runner.launch import failures, launcher, start_run, worker
+from runner.launch import failures, group, launcher, start_run, worker
 from runner.recipe import processes
 from runner.recipe.composition import Examined
 from runner.recipe.machines import Submit
@@ -32,7 +32,6 @@ from runner.recipe.schema import Distributed, Recipe
 from runner.runs import directory, lock, numerics, outcomes, sessions
 from runner.runs.job import Job
 from runner.runs.json_files import TIME_IS_UP, write_json
-from runner.training.stopping import STOP_SIGNALS
 
 SBATCH, SCRIPT = "sbatch", "submit.sh"
 RUNNING, PENDING = "RUNNING", "PENDING"  # states of jobs
@@ -40,7 +39,6 @@ RUNNING, PENDING = "RUNNING", "PENDING"  # states of jobs
 OF_SLURM, KEPT = "SLURM_", ("SLURM_CONF", "SLURM_CLUSTERS")
 # Kinds of `distributed` that describe one machine: srun starts as many processes on each node.
 ONE_MACHINE = ("none", "auto", "multi_cpu", "multi_gpu")
-TASK = "from runner.launch.slurm import main; main()"
 # A node that has lost power keeps its lock until the file server's lease ends.
 LOCK_SECONDS = 300.0
 JOB_ID = "SLURM_JOB_ID"
@@ -178,9 +176,7 @@ def _srun(recipe: Recipe, folder: Path, cwd: str) -> str:
     options = ["--kill-on-bad-exit=1", f"--ntasks-per-node={tasks_per_node(recipe)}"]
     if submit.cpus_per_task is not None:  # srun does not take it from sbatch's variables
         options.append(f"--cpus-per-task={submit.cpus_per_task}")
-    path = [str(Path(__file__).resolve().parents[2]), cwd]
-    code = f"import sys; sys.path += {json.dumps(path)}; {TASK}"
-    return shlex.join(["srun", *options, sys.executable, "-P", "-c", code, str(folder)])
+    return shlex.join(["srun", *options, *group.command(__name__, {"folder": str(folder)}, cwd)])
 
 
 # -- here ----------------------------------------------------------------------------------
@@ -231,11 +227,7 @@ def submit(examined: Examined) -> Submitted | None:
     submitted: list[Submitted] = []
 
     def hand_over(job: Job, frozen: Recipe) -> int:
-        try:
-            submitted.append(_sbatch(job.place, frozen))
-        except BaseException:
-            sessions.discard(job.place)
-            raise
+        submitted.append(_sbatch(job.place, frozen))
         return DONE
 
     start_run.start(examined, train=hand_over)
@@ -274,18 +266,16 @@ def _sbatch(folder: Path, frozen: Recipe) -> Submitted:
 # and end the others. While nothing is trained, stop signals have their default effect.
 
 
-def main() -> None:
-    """Train the job whose session is the program's argument, as one of its processes; exit."""
+def main(order: Mapping[str, Any]) -> None:
+    """Train the job whose session is `folder` of the order, as one of its processes; exit."""
     try:
         with numerics.sleeping_when_idle():
-            code = _train(Path(sys.argv[1]))
+            code = _train(Path(order["folder"]))
     except KeyboardInterrupt:
         code = INTERRUPTED
     except (Exception, SystemExit) as error:  # with SystemExit(0) it would look complete
         code = failures.report(error)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop
-    worker.end_process(code)
+    worker.end_unstopped(code)
 
 
 def _train(folder: Path) -> int:

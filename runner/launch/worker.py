@@ -100,7 +100,6 @@ def serve(folder: Path, target: str) -> NoReturn:
     run_dir = run_dir_of(folder)
     rank_logs.leave_terminal_to_rank_zero(run_dir, rank)
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = StopFlag(folder)
     try:
         # The output of the others is in logs of their own.
@@ -111,9 +110,7 @@ def serve(folder: Path, target: str) -> NoReturn:
                 end_process(code)  # before the handlers change: Ctrl-C may come at any time
     except KeyboardInterrupt:  # the parent says: end now
         code = INTERRUPTED
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop
-    end_process(code)
+    end_unstopped(code)
 
 
 def _attempt(target: str, folder: Path, rank: int, stop: StopFlag) -> int:
@@ -134,6 +131,13 @@ def _attempt(target: str, folder: Path, rank: int, stop: StopFlag) -> int:
     Outcome(rank, time.time(), code, stop.reason).write(folder)
     # The group takes any other status for a failure and would end the other ranks.
     return DONE if code == STOPPED else code
+
+
+def end_unstopped(code: int) -> NoReturn:
+    """End this process, in which nothing is left to stop."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    end_process(code)
 
 
 def end_process(code: int) -> NoReturn:

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
-from accel.machine.errors import MissingPackageError
+from accel.machine import imports
 from runner.recipe import hydra_setup, serialization
 from runner.reporting import run_table
 from runner.reporting.filters import leaves
@@ -222,10 +222,7 @@ def _groups(found: Report) -> Table:
 
 def require_matplotlib() -> None:
     """Raise a MissingPackageError if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError("matplotlib", "runner report", "report") from error
+    imports.require("matplotlib", "runner report", extra="report")
 
 
 def learning_curves(metric: str, groups: Mapping[str, Sequence[Curve]]) -> str:

@@ -50,23 +50,16 @@ class Job:
         states = (
             Job.read(first[0])[0].states if first else f"{self.run_dir.name}-{secrets.token_hex(4)}"
         )
-        staged = replace(self, folder=sessions.create(self.run_dir), states=states)
-        try:
-            staged._write(frozen)
-        except BaseException:
-            sessions.discard(staged.place)
-            raise
-        return staged
-
-    def _write(self, frozen: Recipe) -> None:
-        content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "folder"}
-        content["run_dir"] = str(self.run_dir)
         plain = serialization.frozen_plain(frozen)
         if sessions.begun(self.run_dir):
             plain = facts.recorded(plain, Job.read(self.run_dir)[1])
-        self._write_recipe(plain)
+        staged = replace(self, folder=sessions.create(self.run_dir), states=states)
+        content = {f.name: getattr(staged, f.name) for f in fields(self) if f.name != "folder"}
+        content["run_dir"] = str(self.run_dir)
+        staged._write_recipe(plain)
         text = json.dumps(content, indent=2)
-        checkpoints.write_atomically(self.place / JOB, f"{text}\n".encode())
+        checkpoints.write_atomically(staged.place / JOB, f"{text}\n".encode())
+        return staged
 
     def _write_recipe(self, plain: dict[str, object]) -> None:
         text = serialization.yaml_text(plain)

@@ -20,7 +20,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import time
 from itertools import count
 from pathlib import Path
@@ -47,11 +46,6 @@ def create(run_dir: Path) -> Path:
             folder.mkdir()
             return folder
     raise AssertionError
-
-
-def discard(folder: Path) -> None:
-    """Remove a session that could not be written."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_dir_of(folder: Path) -> Path:

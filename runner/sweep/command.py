@@ -246,7 +246,8 @@ def _line(request: Request, choice: Choice, sweep: Sweep) -> list[str]:
     """Return Hydra's command line."""
     _store_own()
     overrides = hydra_setup.without_levels(request.overrides)
-    given = [one for one in overrides if not _names_plugin(one)]
+    groups = (plugins.LAUNCHERS, plugins.SWEEPERS)
+    given = [one for one in overrides if hydra_setup.key_of(one) not in groups]
     name = request.config_name
     line = ["--config-name", name, "--multirun"]
     # Hydra looks up the primary file before it reads hydra.searchpath.
@@ -271,10 +272,6 @@ def _store_own() -> None:
     store.store(group=plugins.LAUNCHERS, name=plan.LOCAL, node=here, provider="runner")
     known = {"_target_": f"{plugins.MODULE}.KnownJobs", "max_batch_size": None, "params": None}
     store.store(group=plugins.SWEEPERS, name=plan.KNOWN, node=known, provider="runner")
-
-
-def _names_plugin(override: str) -> bool:
-    return hydra_setup.key_of(override) in ("hydra/launcher", "hydra/sweeper")
 
 
 # -- listing -------------------------------------------------------------------------------

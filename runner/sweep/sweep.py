@@ -28,7 +28,7 @@ from runner.recipe.schema import Recipe
 from runner.runs import directory as run_directory
 from runner.runs import lock
 from runner.runs.directory import SWEEPS
-from runner.runs.json_files import SWEEP
+from runner.runs.json_files import SWEEP, writable
 from runner.runs.record import RunRecord
 
 Plain = Mapping[str, Any]  # a recipe as plain containers
@@ -234,7 +234,7 @@ def create(chosen: str | None, recipe: Recipe, description: Description) -> Swee
     path = _folder(recipe) / f"{SWEEPS}{run_directory.stamp()}-{description.digest}"
     if chosen is not None:
         path = Path(chosen).expanduser().absolute()
-    try:
+    with writable(str(path), "Give sweep.dir=<a folder you may write to>."):
         path.parent.mkdir(parents=True, exist_ok=True)
         with lock.held(path.parent, WAIT_SECONDS):
             found = find(chosen, recipe, description.digest)
@@ -243,10 +243,6 @@ def create(chosen: str | None, recipe: Recipe, description: Description) -> Swee
                 content = f"{_text(asdict(description))}\n".encode(errors="surrogateescape")
                 checkpoints.write_atomically(path / SWEEP, content)
             return found or read(path)
-    except OSError as error:
-        rule = f"a sweep is written there, and that failed ({paths.failure(error)})"
-        remedy = "Give sweep.dir=<a folder you may write to>."
-        raise ConfigError.of(str(path), rule, remedy) from error
 
 
 def discard(sweep: Sweep) -> None:
