@@ -144,7 +144,10 @@ class _Register:
             "gan": "runner.builtin.gan:GANStep",
         },
     )
-    optimizer = Registry("optimizer", {"adamw": "runner.builtin.optimizers:adamw"})
+    optimizer = Registry(
+        "optimizer",
+        {name: f"runner.builtin.optimizers:{name}" for name in ("adamw", "muon", "schedule_free")},
+    )
     scheduler = Registry(
         "scheduler",
         {name: f"runner.builtin.schedules:{name}" for name in SCHEDULES},

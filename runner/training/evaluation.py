@@ -12,6 +12,7 @@ import torch
 from accel.comm.ops import broadcast_object_list
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError, nearest
+from accel.optimizer import unwrap_optimizer
 from runner.runs.json_files import TIME_IS_UP
 from runner.training.build import build_metrics
 from runner.training.sample_metrics import SampleMetrics
@@ -123,16 +124,39 @@ def evaluation_mode(step: Step) -> Iterator[None]:
     """Switch the models (and optimizers that have modes) of `step` to evaluation and back."""
     modules = [module for model in step.models.values() for module in model.modules()]
     modes = [module.training for module in modules]
-    switching = [o for o in step.optimizers.values() if hasattr(o, "eval") and hasattr(o, "train")]
     for model in step.models.values():
         model.eval()
+    try:
+        with evaluation_weights(step):
+            yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+def _check_weights(run: Run) -> None:
+    """Refuse an optimizer with two sets of weights where it does not step those of the models."""
+    known = {id(p) for model in run.step.models.values() for p in model.parameters()}
+    for name, optimizer in run.step.optimizers.items():
+        own = unwrap_optimizer(optimizer)
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if hasattr(own, "train") and not stepped & known:
+            raise ConfigError.of(
+                f"{name}: {type(own).__name__} with {run.accelerator.plan.strategy}",
+                "the engine steps other tensors than the models' weights, which evaluations use",
+                "Choose optimizer=adamw, or another strategy.",
+            )
+
+
+@contextmanager
+def evaluation_weights(step: Step) -> Iterator[None]:
+    """Have the weights of evaluations in the models, where an optimizer keeps two sets."""
+    switching = [o for o in step.optimizers.values() if hasattr(o, "eval") and hasattr(o, "train")]
     for optimizer in switching:
         optimizer.eval()
     try:
         yield
     finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
         for optimizer in switching:
             optimizer.train()
 
@@ -153,6 +177,7 @@ class Evaluations:
     ) -> None:
         self._run, self._sets, self._plateaus, self._recorder = run, sets, plateaus, recorder
         self._metrics = build_metrics(run.recipe)
+        _check_weights(run)
         self.improved = False
 
     def check(self, num_batches: int) -> None:

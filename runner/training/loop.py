@@ -25,7 +25,7 @@ from runner.runs.json_files import SUMMARY, TIME_IS_UP, write_json
 from runner.training import gradient_check
 from runner.training import summary as summaries
 from runner.training.checkpointing import RunState
-from runner.training.evaluation import Evaluations
+from runner.training.evaluation import Evaluations, evaluation_weights
 from runner.training.hyperparameters import Hyperparameters, find_plateaus, make_schedulers
 from runner.training.metrics import NonFiniteError, Recorder
 from runner.training.run import Run
@@ -138,6 +138,8 @@ class Loop(Run):
             self.recorder.close()
 
     def _train(self) -> None:
+        for optimizer in self.step.optimizers.values():
+            optimizer.train()  # type: ignore[attr-defined]  # a restored one has averaged weights
         self.check_limits(resumed=True)
         self._validate_if_due()  # a signal may have interrupted it
         anomalies = torch.autograd.set_detect_anomaly(self.recipe.trainer.detect_anomaly)
@@ -322,7 +324,8 @@ class Loop(Run):
         with self.watch.paused(), self.stop_flag.progress.in_phase("saving"):
             try:
                 self.notify("on_save_start")
-                path = self.saver.save(summaries.metadata_of(self), self.monitor)
+                with evaluation_weights(self.step):
+                    path = self.saver.save(summaries.metadata_of(self), self.monitor)
             finally:
                 self.notify("on_save_end")
         self._saving = self._evaluations.improved = False
@@ -362,7 +365,8 @@ class Loop(Run):
             if unsaved or self._is_best_unsaved():
                 self._save()
         if self.stopped is not None and self.stopped.tested:
-            self._evaluations.test(self.saver.load_best())
+            with evaluation_weights(self.step):
+                self._evaluations.test(self.saver.load_best())
         self.notify("on_end")
         summary = summaries.summary_of(self)
         if self.accelerator.is_main_process:
