@@ -239,7 +239,7 @@ CHECKS: dict[str, Callable[[Path, Known], str]] = {
     "eval": _using(lambda folder, run_dir: ["eval", str(run_dir)], _measured, (".", "eval.json")),
     "predict": _using(
         lambda folder, run_dir: [
-            *("predict", str(run_dir), "--output", str(folder / "predicted.jsonl")),
+            *("predict", str(run_dir), "--output", str(folder / "predicted.jsonl"))
         ],
         _predicted,
     ),

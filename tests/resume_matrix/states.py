@@ -14,16 +14,7 @@ from pathlib import Path
 
 from tests.resume_matrix import warm
 from tests.resume_matrix.cells import RECIPE, reached, tree
-from tests.resume_matrix.held import (
-    Held,
-    Known,
-    Weights,
-    digest,
-    kept,
-    measured,
-    predicted,
-    runs,
-)
+from tests.resume_matrix.held import Held, Known, Weights, digest, kept, measured, predicted, runs
 from tests.resume_matrix.warm import Answer, Call, run
 
 # What a command that fails may leave in a run, beside its session: what it printed, its lock.

@@ -170,12 +170,7 @@ def test_an_exit_in_a_worker_is_an_error_that_travels(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     "samples",
-    [
-        [torch.ones(2), torch.ones(3)],
-        [{"a": 1}, {"b": 1}],
-        [(1, 2), (1,)],
-        [object(), object()],
-    ],
+    [[torch.ones(2), torch.ones(3)], [{"a": 1}, {"b": 1}], [(1, 2), (1,)], [object(), object()]],
 )
 def test_samples_that_do_not_agree_are_refused(samples: list[Any]) -> None:
     with pytest.raises(DataError, match="samples cannot be collated"):

@@ -63,13 +63,7 @@ def composed(*overrides: str) -> Recipe:
         return composition.require(composition.new_run(list(overrides), "config"))
 
 
-def trained(
-    folder: Path,
-    text: Path,
-    name: str,
-    *more: str,
-    run_dir: Path | None = None,
-) -> Path:
+def trained(folder: Path, text: Path, name: str, *more: str, run_dir: Path | None = None) -> Path:
     """Train as the command line does, but in workers that are warm; return the run directory."""
     num_processes = ENGINES[name][0]
     overrides = (*TINY, f"data.path={text}", *ENGINES[name][1], *more)
@@ -93,10 +87,7 @@ REPEATED = (("shards", "one"), ("shards", "shards"), ("split", "one"), ("nodes",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("hybrid", "split"), *REPEATED],
-)
+@pytest.mark.parametrize(("first", "second"), [("hybrid", "split"), *REPEATED])
 def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_engine(
     first: str, second: str, expected: list[float], text: Path, tmp_path: Path
 ) -> None:
@@ -109,10 +100,7 @@ def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_e
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two", "split"])
 def test_a_sharded_model_writes_a_sample(name: str, text: Path, tmp_path: Path) -> None:
-    sample = (
-        "callbacks=text",
-        "callbacks.text_sample.num_bytes=5",
-    )
+    sample = ("callbacks=text", "callbacks.text_sample.num_bytes=5")
     summaries = [sessions.summary(trained(tmp_path, text, kind, *sample)) for kind in ("one", name)]
     assert summaries[0]["sample"] == summaries[1]["sample"]
     assert len(summaries[0]["sample"]) == 5

@@ -112,11 +112,7 @@ REQUEUE, WARNING = ("scontrol", "requeue"), ("scancel", "--signal=USR1")  # as -
     ],
 )
 def test_a_job_that_is_queued_again_goes_on_in_its_directory(
-    stop: tuple[str, ...],
-    told: str,
-    where: tuple[str, ...],
-    slurm_cluster: Cluster,
-    tmp_path: Path,
+    stop: tuple[str, ...], told: str, where: tuple[str, ...], slurm_cluster: Cluster, tmp_path: Path
 ) -> None:
     job_id, run_dir = submitted(slurm_cluster, tmp_path, *LONG, *where)
     wait_for_checkpoint(run_dir)

@@ -165,10 +165,7 @@ STEPS = "torch.optim.lr_scheduler.StepLR"
             ["scheduler={name: linear, warmup: 3}", "experiment=bytes_gpt"],
             {"name": "linear", "warmup": 3},
         ),
-        (
-            [f"++scheduler={{_target_: {STEPS}, step_size: 3}}"],
-            {"_target_": STEPS, "step_size": 3},
-        ),
+        ([f"++scheduler={{_target_: {STEPS}, step_size: 3}}"], {"_target_": STEPS, "step_size": 3}),
     ],
 )
 def test_a_mapping_takes_effect(overrides: list[str], scheduler: dict[str, Any]) -> None:

@@ -59,13 +59,7 @@ def test_a_mistake_is_one_clear_message(
 def test_all_mistakes_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = (
         *("optimzer.lr=1", "precision=bf61", "trainer.epochs=-1", "+precision.foo=1"),
-        *(
-            "trainer.log_every=x",
-            "data.name=digts",
-            "fsdp.x=1",
-            "seed=0",
-            "seed=1",
-        ),
+        *("trainer.log_every=x", "data.name=digts", "fsdp.x=1", "seed=0", "seed=1"),
     )
     text = "\n".join(refused(*wrong, capsys=capsys))
     for expected in (

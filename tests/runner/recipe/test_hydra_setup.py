@@ -70,10 +70,7 @@ def test_each_value_of_a_sweep_is_in_a_probe() -> None:
     ],
 )
 def test_several_files_of_the_tracker_are_all_used(
-    overrides: list[str],
-    log_with: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str], log_with: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True)

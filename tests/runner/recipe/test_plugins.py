@@ -113,10 +113,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     ("line", "extra"), [("hydra/launcher=ray seed=1,2", "ray"), ("hydra/sweeper=random", "optuna")]
 )
 def test_a_missing_package_is_refused_with_the_command_that_installs_it(
-    line: str,
-    extra: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    line: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(imports, "is_available", lambda name: name != extra)
     assert cli.main(["-m", *line.split()]) == REFUSED

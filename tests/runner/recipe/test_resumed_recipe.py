@@ -9,10 +9,7 @@ import pytest
 
 from runner.recipe import composition, hydra_setup, serialization
 from runner.recipe.schema import Recipe
-from runner.recipe.serialization import (
-    REFUSED,
-    refusals,
-)
+from runner.recipe.serialization import REFUSED, refusals
 from runner.runs import directory
 from tests.resume_matrix.cells import tree
 from tests.runner.trained_runs import make_run
@@ -156,10 +153,5 @@ def test_a_group_of_a_run_whose_files_are_gone_is_refused_what_cannot_change(
         if gone:
             file.unlink()
         with hydra_setup.session():
-            told = "\n".join(
-                map(
-                    str,
-                    resumed(run_dir, ["dataloader=default"]).problems,
-                )
-            )
+            told = "\n".join(map(str, resumed(run_dir, ["dataloader=default"]).problems))
         assert "dataloader.data_seed=None with resume: the order of the data" in told

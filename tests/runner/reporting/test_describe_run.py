@@ -12,13 +12,7 @@ from runner.reporting import describe_run
 from runner.runs import json_files
 from runner.runs.record import CUT_OFF, RunRecord
 from tests.runner.reporting.printed import printed
-from tests.runner.written_runs import (
-    session_of,
-    write,
-    write_failure,
-    write_run,
-    write_session,
-)
+from tests.runner.written_runs import session_of, write, write_failure, write_run, write_session
 
 
 def text(path: Path) -> str:

@@ -39,11 +39,7 @@ def recipe(num_threads: int | None = None, deterministic: bool = False) -> Recip
     ],
 )
 def test_choice(
-    asked: int | None,
-    variable: int | None,
-    processes: int,
-    deterministic: bool,
-    number: int | None,
+    asked: int | None, variable: int | None, processes: int, deterministic: bool, number: int | None
 ) -> None:
     with env.patched(OMP_NUM_THREADS=variable):
         assert numerics.choose(recipe(asked, deterministic), processes) == number

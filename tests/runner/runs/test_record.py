@@ -11,13 +11,7 @@ import pytest
 from accel.machine.errors import ConfigError
 from runner.runs import lock, record
 from runner.runs.record import MISSING, RunRecord
-from tests.runner.written_runs import (
-    failure,
-    write_failure,
-    write_run,
-    write_session,
-    write_sweep,
-)
+from tests.runner.written_runs import failure, write_failure, write_run, write_session, write_sweep
 
 
 def test_a_finished_run(tmp_path: Path) -> None:

@@ -288,9 +288,7 @@ def test_the_number_of_a_job_can_stand_in_its_recipe(tmp_path: Path) -> None:
     assert [job.recipe.seed for job in found] == [0, 1]
 
 
-def test_a_launcher_without_its_cluster_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launcher_without_its_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     plan.require_cluster(plan.Choice("joblib", "basic"))
     with pytest.raises(ConfigError, match="there is no sbatch on this machine"):

@@ -119,9 +119,7 @@ def test_an_edited_list_of_jobs_is_refused_with_the_difference(
     assert "Undo the change, or begin a new sweep" in text
 
 
-def test_changed_settings_of_a_search_are_refused_with_the_difference(
-    made: sweeps.Sweep,
-) -> None:
+def test_changed_settings_of_a_search_are_refused_with_the_difference(made: sweeps.Sweep) -> None:
     there = replace(made.description, jobs=[], search={"seed": 0, "params": {"seed": "1,2"}})
     sampled = sweeps.Sweep(made.path, there)
     here = replace(there, search={"seed": 1, "params": {"seed": "1,2"}})

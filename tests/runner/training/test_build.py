@@ -26,13 +26,7 @@ from runner.training.step import Step, SupervisedStep
 from tests.accel.precision.float8 import needs_torchao
 from tests.helpers import run_distributed
 from tests.runner import loops
-from tests.runner.launch.test_sharded_runs import (
-    ENGINES,
-    TINY,
-    composed,
-    trained,
-    write_text,
-)
+from tests.runner.launch.test_sharded_runs import ENGINES, TINY, composed, trained, write_text
 
 RECIPE: dict[str, Any] = {
     "step": {"name": "supervised"},

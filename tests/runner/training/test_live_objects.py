@@ -64,9 +64,7 @@ SCALER: list[Row] = [
     ("precision.scaler.backoff_factor", "0.25", "scaler.get_backoff_factor", 0.25),
     ("precision.scaler.growth_interval", "7", "scaler.get_growth_interval", 7),
 ]
-SCALER_OFF: list[Row] = [
-    ("precision.scaler.enabled", "false", "scaler.is_enabled", False),
-]
+SCALER_OFF: list[Row] = [("precision.scaler.enabled", "false", "scaler.is_enabled", False)]
 LOADER: list[Row] = [
     ("dataloader.even_batches", "false", "batch_shard.even_batches", False),
     ("dataloader.split_batches", "true", "batch_shard.split_batches", True),
@@ -127,7 +125,7 @@ PROFILE: list[Row] = [
     ),
 ]
 TRACES: list[Row] = [
-    ("profile.output_trace_dir", "traces", "profiler.on_trace_ready.folder.name", "traces"),
+    ("profile.output_trace_dir", "traces", "profiler.on_trace_ready.folder.name", "traces")
 ]
 
 # Rows that hold together in one run, and what else that run needs.

@@ -21,16 +21,7 @@ from tests import commands
 from tests.accel.trackers.offline import needs
 from tests.accel.trackers.test_wandb import records as wandb_records
 from tests.helpers import ROOT, python
-from tests.runner.loops import (
-    NUM_TRAIN,
-    Fit,
-    Points,
-    build,
-    losses,
-    recipe_of,
-    records,
-    run,
-)
+from tests.runner.loops import NUM_TRAIN, Fit, Points, build, losses, recipe_of, records, run
 
 
 def test_a_logged_rate_is_that_of_the_step(tmp_path: Path) -> None:

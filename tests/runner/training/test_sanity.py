@@ -51,9 +51,7 @@ def test_a_run_is_bit_equal_with_and_without_it(tmp_path: Path, workers: int) ->
         run(
             tmp_path / str(batches),
             recipe_of(
-                trainer__sanity_steps=batches,
-                trainer__epochs=2,
-                dataloader__num_workers=workers,
+                trainer__sanity_steps=batches, trainer__epochs=2, dataloader__num_workers=workers
             ),
             data=Data(Points(NUM_TRAIN, noisy=True), Points(13, noisy=True), Points(9)),
             model=Counting(),
