@@ -67,6 +67,7 @@ def test_folders_and_filters_stand_side_by_side(
         (("list", "nowhere"), "there is no such folder"),
         (("list", "stauts=failed"), "Did you mean 'status'"),
         (("list", "status=fail"), "Did you mean 'failed'"),
+        (("list", "optimizer.lrr=1"), "Did you mean 'optimizer.lr'"),
         (("list", "--sort", "losss"), "has such a key"),
         (("show", "."), "no run lies there"),
         (("show",), "required: RUN_DIR"),

@@ -31,6 +31,7 @@ def test_gpus_that_this_machine_lacks_are_no_mistake(capsys: pytest.CaptureFixtu
     ("line", "told"),
     [
         (["submit", "-m", "seed=1,2"], "hydra/launcher=submitit_slurm"),
+        (["submit", "--dry-run", "sweep.jobs=2"], "Add -m"),
         (["submit", "--cfg", "job"], "runner --cfg job"),
         (["submit.nodes=2"], "Write runner submit"),
         (["-m", "seed=1,2", "submit.nodes=2"], "hydra.launcher.*"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ from safetensors.torch import load_file
 
 import runner
 from accel.machine.errors import CheckpointError
-from runner.inference.load import find_checkpoint, other_code, other_data
-from runner.runs import provenance, sessions
-from runner.runs.environment import recorded
+from runner.inference.load import find_checkpoint
 from tests.runner.trained_runs import make_run
 
 
@@ -85,38 +82,3 @@ def test_a_damaged_best_state_is_passed_over_with_a_word(
     assert "The best state is skipped." in caplog.text
     with pytest.raises(CheckpointError, match=r"model\.safetensors was altered"):
         runner.load(run_dir, "best")
-
-
-FILES = {"path": "/d.csv", "files": 1, "bytes": 9, "newest": 1.0, "complete": True}
-
-
-def record(run_dir: Path, **content: object) -> None:
-    session = sessions.create(run_dir)
-    (session / "job.json").touch()
-    (session / "environment.json").write_text(json.dumps(content))
-
-
-def code_differences(run_dir: Path) -> list[str]:
-    return other_code(recorded(run_dir))
-
-
-def test_a_changed_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "ownpkg"
-    package.mkdir()
-    (package / "__init__.py").write_text("width = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    record(tmp_path, code=provenance.package_digests(["ownpkg"]))
-    assert code_differences(tmp_path) == []
-    (package / "__init__.py").write_text("width = 2\n")
-    said = "code: not as it was trained with: the Python files of the package ownpkg differ"
-    assert code_differences(tmp_path) == [said]
-
-
-def test_data_that_the_command_has_changed_is_not_compared(tmp_path: Path) -> None:
-    record(tmp_path, data={"data.path": FILES})
-    now = {"data.path": {**FILES, "bytes": 12}}
-    (line,) = other_data(recorded(tmp_path), now, ["trainer.seed"])
-    for part in ("data: not as it was trained with", "data.path: 1 file of 9 bytes", "12 bytes"):
-        assert part in line
-    assert other_data(recorded(tmp_path), now, ["data.path"]) == []
-    assert other_data(recorded(tmp_path), {"data.path": FILES}, []) == []

@@ -165,8 +165,6 @@ def test_what_is_not_there_is_refused(
     nowhere = tmp_path / "no" / "where.jsonl"
     assert cli.main(["predict", str(run_dir), "--output", str(nowhere)]) == 2
     assert "a folder that exists" in capsys.readouterr().err
-    assert cli.main(["predict", str(run_dir)]) == 2
-    assert "--output" in capsys.readouterr().err
 
 
 class Predicting(SupervisedStep):

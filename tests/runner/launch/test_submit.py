@@ -41,14 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm_cluster: Cluster
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (["optimzer.lr=1"], "Did you mean 'optimizer.lr'?"),
-        (["submit.nodes=2"], "distributed=none is one process"),
-        (["submit.time=60"], "a number could be minutes or seconds"),
         (["submit.partition=nosuch"], "invalid partition"),
-        (["distributed=multi_gpu"], "submit.gpus_per_node"),
-        (["submit.extra=['--nodes=3']"], "submit.nodes decides"),
-        (["sweep.jobs=2"], "Add -m"),
-        (["-m", "seed=1,2"], "hydra/launcher=submitit_slurm"),
         (["trainer.global_batch_size=3", *ONE_EACH, "trainer.micro_batch_size=2"], "batch"),
     ],
 )

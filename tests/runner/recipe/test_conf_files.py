@@ -57,22 +57,3 @@ def test_a_file_cannot_reach_the_process(
     with hydra_setup.session():
         (problem,) = composition.new_run([], "mine").problems
     assert where in problem.value
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("trainer: {epochs: many}", ("trainer.epochs", "a whole number")),
-        ("defaults: [{override /model: cnm}]", ("model=cnm", "Did you mean 'cnn'?")),
-        ("trainer: {epochs: [}", ("no YAML",)),
-    ],
-)
-def test_a_mistake_in_a_file_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[str, ...]
-) -> None:
-    write(tmp_path / "conf/experiment/wrong.yaml", f"# @package _global_\n{text}\n")
-    monkeypatch.chdir(tmp_path)
-    with hydra_setup.session():
-        (problem,) = composition.new_run(["experiment=wrong"], "config").problems
-    for part in expected:
-        assert part in str(problem)

@@ -135,11 +135,6 @@ def test_every_job_of_a_sweep_is_checked_before_the_first(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_resumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = refused("-m", "resume=auto", "seed=1,2", capsys=capsys)
-    assert "Resume each run by itself." in line
-
-
 @pytest.mark.parametrize(
     ("output", "rule"),
     [

@@ -16,11 +16,8 @@ KNOWN = [*keys.typed_keys(), "optimizer.lr"]
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("optimzer.lr", "'optimizer.lr'"),
-        ("lr", "'optimizer.lr'"),
         ("epochs", "'trainer.epochs'"),
         ("distributed.dpp.bucket_cap", "'distributed.ddp.bucket_cap_mb'"),
-        ("batch_size", "'trainer.global_batch_size'"),
         (
             "precision.foo",
             "The keys of precision: autocast, fp8_te, fp8_torchao, mode, scaler, tf32, weights.",

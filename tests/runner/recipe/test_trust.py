@@ -113,23 +113,6 @@ def test_a_trusted_package_does_not_lend_its_trust(
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ('[tool.runner]\nimports = "wine"\n', "a list of package names"),
-        ('[tool.runner]\nimport = ["wine"]\n', "its one key is imports"),
-        ("[tool.runner]\nimports = [\n", "it is no TOML"),
-    ],
-)
-def test_a_table_that_is_not_understood_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
-) -> None:
-    (tmp_path / "pyproject.toml").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=why):
-        trust.trusted()
-
-
-@pytest.mark.parametrize(
     ("source", "why"),
     [
         (None, "there is no such package"),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from accel.machine.errors import ConfigError
-from runner.recipe import hydra_setup
 from runner.sweep import plan
 
 
@@ -45,9 +44,3 @@ def test_a_list_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "jobs.yaml").write_text("- [model.width=4, 'tags=[a,b]']\n- [seed=2]\n")
     found, _ = plan.take([f"sweep.list={tmp_path / 'jobs.yaml'}"])
     assert found.list == (("model.width=4", "tags=[a,b]"), ("seed=2",))
-
-
-def test_settings_of_a_single_run_are_refused() -> None:
-    with hydra_setup.session():
-        (problem,) = plan.misplaced(["seed=1", "sweep.jobs=2"])
-    assert "Add -m" in problem.remedy

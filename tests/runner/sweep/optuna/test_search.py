@@ -257,8 +257,13 @@ def test_a_job_without_the_objective_stops_no_other(tmp_path: Path) -> None:
     assert search(tmp_path, lacking, **LOSS).batches == []  # the run is finished
 
 
-def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: float) -> None:
-    """Kill a search with a pruner, and assert that no trial was lost or doubled."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "steps", "kills", "longest"), [(4, 20, 1, 1.0), (20, 120, 3, 8.0)]
+)
+def test_a_search_with_pruning_that_is_killed_loses_and_doubles_no_trial(
+    tmp_path: Path, count: int, steps: int, kills: int, longest: float
+) -> None:
     line = (
         *("hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-5,1.0))", *QUICK),
         "hydra.sweeper.pruner={name: median, n_startup_trials: 2}",
@@ -282,16 +287,6 @@ def killed_search(tmp_path: Path, count: int, steps: int, kills: int, longest: f
             assert trial.value == summary["best"]["value"]
         else:
             assert summary["stopped"] == "pruned"
-
-
-@pytest.mark.slow
-def test_a_search_that_is_killed_goes_on(tmp_path: Path) -> None:
-    killed_search(tmp_path, count=4, steps=20, kills=1, longest=1.0)
-
-
-@pytest.mark.slow
-def test_twenty_trials_with_pruning_killed_three_times(tmp_path: Path) -> None:
-    killed_search(tmp_path, count=20, steps=120, kills=3, longest=8.0)
 
 
 def test_a_study_of_another_sweep_is_refused(
