@@ -114,9 +114,8 @@ def _entry(made: Factory, choices: Sequence[str]) -> Entry:
 def _shown(parameter: Parameter) -> str:
     empty = Parameter.empty
     hint = "" if parameter.annotation is empty else f": {shown_type(parameter.annotation)}"
-    return f"{parameter.name}{hint}" + (
-        "" if parameter.default is empty else f" = {parameter.default!r}"
-    )
+    default = "" if parameter.default is empty else f" = {parameter.default!r}"
+    return parameter.name + hint.replace("collections.abc.", "") + default
 
 
 def _recipe(text: str) -> Entry:

@@ -29,6 +29,7 @@ runner trains a PyTorch model that a recipe describes.
                                                       the same command again goes on with the sweep
   runner -m hydra/sweeper=optuna 'key=interval(a,b)'  search with Optuna (hydra.sweeper.n_trials=20)
   runner list [DIR ...] [status=failed since=2d ...]  runs, newest first; their status and objective
+  runner new DIR                                      a project: a model, data, a recipe, a test
   runner factories [optimizers [adamw]]               what a recipe can name, and its arguments
   runner show RUN_DIR | compare RUN_DIR RUN_DIR ...   one run in full | what differs between runs
   runner report DIR ...                               curves, swept keys: an HTML page

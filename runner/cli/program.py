@@ -36,6 +36,7 @@ SUBCOMMANDS = {
     "show": "runner.cli.look:show_run",
     "compare": "runner.cli.look:compare_runs",
     "report": "runner.cli.look:report_runs",
+    "new": "runner.cli.new:main",
     "factories": "runner.cli.factories:main",
     "again": "runner.cli.again:main",
     "submit": "runner.cli.submit:main",

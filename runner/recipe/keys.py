@@ -33,7 +33,7 @@ NAMED_NODES = {"callbacks": "callback", "metrics": "metric"}
 
 OF_RECIPES = ("submit", "lr-find", "batch-size-find")  # commands that take a recipe
 COMMANDS = (
-    *("eval", "predict", "list", "show", "compare", "report", "again", "factories"),
+    *("eval", "predict", "list", "show", "compare", "report", "again", "factories", "new"),
     *OF_RECIPES,
 )
 # -- what people type from habit ------------------------------------------------------------

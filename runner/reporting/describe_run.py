@@ -16,7 +16,7 @@ from runner.recipe.units import size
 from runner.reporting.run_table import STYLES, cell, described, relative
 from runner.runs import directory, environment, provenance, sessions
 from runner.runs import record as records
-from runner.runs.json_files import PLACE, Fields, JsonObject
+from runner.runs.json_files import PLACE, TIME_SHARE, Fields, JsonObject
 from runner.runs.record import RunRecord
 from runner.training.console import clock, number
 
@@ -118,7 +118,11 @@ def _course(found: Fields) -> Iterator[tuple[str, str]]:
     for split, metrics in found["metrics"].items():
         yield split, _listed(metrics)
     if not found["metrics"] and found["last"]:
-        values = {name: value for name, value in found["last"].items() if name not in PLACE}
+        values = {
+            name: value
+            for name, value in found["last"].items()
+            if name not in PLACE and not name.startswith(TIME_SHARE)
+        }
         yield f"last ({found['last'].get('split')})", _listed(values)
     for one in found["evaluations"]:
         where = f"({one.get('checkpoint')}, {str(one.get('time'))[:16]})"

@@ -6,6 +6,7 @@ matplotlib draws the figures; rich writes the tables, that of the runs as `runne
 from __future__ import annotations
 
 import base64
+import csv
 import html
 import io
 import json
@@ -26,7 +27,15 @@ from runner.reporting import run_table
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import cell
 from runner.runs import record as records
-from runner.runs.json_files import PLACE, finite, number
+from runner.runs.json_files import (
+    HISTOGRAM,
+    MEDIA,
+    OF_RUN,
+    PLACE,
+    TIME_SHARE,
+    finite,
+    number,
+)
 from runner.runs.record import CODE, MISSING, RunRecord
 from runner.training import console
 
@@ -34,7 +43,7 @@ SEED = "seed"
 # Nodes of a recipe that do not change what a run computes, beside those that `resume=` ignores.
 NO_CAUSE = ((SEED,), ("resume",), ("run_dir",), *serialization.ELSEWHERE)
 FACTORY = ("name", "_target_")
-NO_CURVE = (*PLACE, "lr", "samples_per_second", "skipped_steps")
+NO_CURVE = (*PLACE, *OF_RUN)
 MOST_METRICS, MOST_KEYS = 8, 12
 MOST_COLOURED = 10  # groups, the best; the others are grey
 MOST_LETTERS = 80  # of a group's name below the axes
@@ -93,7 +102,9 @@ def read_curves(run: RunRecord) -> dict[str, Curve]:
         split, step = record.get("split"), number(record.get("step"))
         for name, value in record.items():
             read = number(value)
-            if step is None or read is None or name in NO_CURVE or split == "test":
+            if step is None or read is None or split == "test":
+                continue
+            if name in NO_CURVE or name.startswith(TIME_SHARE):
                 continue
             steps, values = found.setdefault(f"{split}/{name}", ([], []))
             steps.append(step)
@@ -182,7 +193,9 @@ def page(title: str, found: Report) -> str:
             f"<p>{found.statuses} · {time.strftime('%Y-%m-%d %H:%M')}</p>",
             *(f"<p>{html.escape(line)}</p>" for line in _best(found)),
             *(f'<img alt="{html.escape(name)}" src="{one}">' for name, one in figures.items()),
-            f"{_tables(found)}</body></html>",
+            _tables(found),
+            *(_media(found.runs[0]) if found.runs else ()),
+            "</body></html>",
         ]
     )
 
@@ -195,6 +208,25 @@ def _best(found: Report) -> Iterator[str]:
     value = f"{best.objective.metric} {console.number(best.objective.value)}"
     yield f"Best: {value}  {settings(best, found.keys)}"
     yield f"Again: runner again {shlex.quote(run_table.relative(best.path))}"
+
+
+def _media(run: RunRecord) -> Iterator[str]:
+    """Yield HTML of the newest text, pictures and tables that a run has logged, by name."""
+    folders = sorted((run.path / MEDIA).glob("*"), key=lambda folder: int(folder.name))
+    newest = {file.name: file for folder in folders for file in sorted(folder.iterdir())}
+    for file in newest.values():
+        step = file.parent.name
+        yield f"<h2>{html.escape(file.stem)} · step {step} of {html.escape(run.name)}</h2>"
+        if file.suffix == ".png":
+            yield f'<img alt="{html.escape(file.stem)}" src="{_address(file.read_bytes())}">'
+            continue
+        text = file.read_text(encoding="utf-8")
+        rows = list(csv.reader(io.StringIO(text))) if file.suffix == ".csv" else []
+        if rows and tuple(rows[0]) == HISTOGRAM:
+            yield f'<img alt="{html.escape(file.stem)}" src="{histogram(rows[1:])}">'
+        else:
+            lines = ["  ".join(row) for row in rows] or [text]
+            yield f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
 
 def _tables(found: Report) -> str:
@@ -244,6 +276,24 @@ def learning_curves(metric: str, groups: Mapping[str, Sequence[Curve]]) -> str:
                 # matplotlib hides labels that begin with an underscore.
                 axes.plot([], color=colour, label=label[:MOST_LETTERS].lstrip("_"))
         figure.legend(fontsize=7.5, loc="outside lower center")
-        png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=150)
-    return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
+        return _drawn(figure)
+
+
+def histogram(rows: Sequence[Sequence[str]]) -> str:
+    """Draw a bar for each (from, to, count), and return a ``data:`` address."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    starts, ends, counts = zip(*(map(float, row) for row in rows), strict=True)
+    figure.add_subplot(ylabel="count").stairs(counts, [*starts, ends[-1]], fill=True)
+    return _drawn(figure)
+
+
+def _drawn(figure: Any) -> str:
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    return _address(png.getvalue())
+
+
+def _address(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -23,6 +23,8 @@ JsonObject = dict[str, Any]  # with values of types that JSON has
 Fields = Mapping[str, Any]  # the same, to be read
 
 METRICS = "metrics.jsonl"
+MEDIA = "media"  # folder of text, pictures and tables, by step
+HISTOGRAM = ("from", "to", "count")  # columns of a histogram there
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"  # describes a folder of runs
 EVALUATIONS = "eval.json"  # what `runner eval` has measured
@@ -32,7 +34,11 @@ IDENTITY = ("checkpoint", "step", "overrides", "notes")
 WEIGHTS_STEP = "weights_step"
 TIME_IS_UP = "max_time"  # in summary.json, and of a stop: it was trainer.max_time
 # Keys of a line of metrics.jsonl that are no values: where and when they were measured.
-PLACE = ("step", "epoch", "samples", "split", WEIGHTS_STEP, "time")
+PLACE = ("step", "epoch", "samples", "tokens", "split", WEIGHTS_STEP, "time")
+# Values of such a line that the run itself measures, beside learning rates.
+RATES = ("samples_per_second", "tokens_per_second", "flops_per_second", "mfu")
+OF_RUN = ("lr", *RATES, "skipped_steps", "slowest_rank", "slowest_rank_ratio")
+TIME_SHARE = "time/"  # before the name of a phase, in such a line: its share of the time
 INFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

@@ -21,6 +21,7 @@ from runner.training import run_log
 Rows = Sequence[tuple[str, str]]
 
 UNLIMITED_COLUMNS = 10_000  # where nobody's terminal limits a line
+DATA_SHARE = 0.1  # of the time
 ONE_LINE = Column(no_wrap=True, overflow="ellipsis")
 
 
@@ -101,8 +102,8 @@ class Display:
             self._draw()
 
     def values(self, values: Mapping[str, float]) -> None:
-        """Show the values of a log point: loss, lr, samples_per_second."""
-        self._values.update(values)
+        """Show the values of a log point: loss, lr, rates; each is shown until the next."""
+        self._values = dict(values)
         line = f"{self._steps()}  {self.status()}"
         if not self.live:
             self._print(line)
@@ -140,7 +141,8 @@ class Display:
     def status(self) -> str:
         """Return epoch, loss, remaining time, throughput and learning rate as one line.
 
-        A narrow terminal cuts off its end.
+        The share of waiting for data is shown from `DATA_SHARE` on, and a rank that is slower in
+        its own time than the median rank. A narrow terminal cuts off its end.
         """
         values, remaining = self._values, self._remaining()
         parts = [f"epoch {self._epoch_of(self._epoch)}"]
@@ -149,7 +151,12 @@ class Display:
         if remaining is not None:
             parts.append(f"ETA {clock(remaining)}")
         if "samples_per_second" in values:
-            parts.append(f"{short(values['samples_per_second'])} samples/s")
+            parts.append(shown_rates(values))
+        if values.get("time/data", 0.0) >= DATA_SHARE:
+            parts.append(f"data {values['time/data']:.0%}")
+        if "slowest_rank" in values:
+            slower = values["slowest_rank_ratio"] - 1
+            parts.append(f"rank {values['slowest_rank']:.0f} {slower:+.0%}")
         if "lr" in values:
             parts.append(f"lr {values['lr']:.1e}")
         return "  ".join(parts)
@@ -218,6 +225,13 @@ def short(value: float) -> str:
             return f"{value:.1f}{unit}" if abs(value) < 99.95 else f"{value:.0f}{unit}"
         value /= 1000
     return f"{value:.0f}"
+
+
+def shown_rates(values: Mapping[str, float]) -> str:
+    """Return tokens per second, or else samples, and the MFU where it is known."""
+    name = "tokens" if values.get("tokens_per_second") else "samples"
+    mfu = f"  MFU {values['mfu']:.0%}" if values.get("mfu") else ""
+    return f"{short(values[f'{name}_per_second'])} {name}/s{mfu}"
 
 
 def clock(seconds: float) -> str:

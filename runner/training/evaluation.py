@@ -244,7 +244,8 @@ class Evaluations:
                 raise Interrupted
 
         try:
-            with run.watch.paused(), stop_flag.progress.in_phase(f"evaluation ({split})"):
+            watched = run.watch.paused("evaluation")
+            with watched, stop_flag.progress.in_phase(f"evaluation ({split})"):
                 sets = self._sets[split]
                 run.notify("on_evaluation_start", split)
                 try:

@@ -61,12 +61,13 @@ class Loop(Run):
         self.notify("on_setup")
         if self.answering("on_before_optimizer_step"):
             for optimizer in step.optimizers.values():
-                optimizer.register_step_pre_hook(lambda *_: self.notify("on_before_optimizer_step"))
+                optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step())
         prepared = accelerator.prepare(*step.models.values(), *step.optimizers.values())
         objects = iter(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
         step.models = {name: next(objects) for name in step.models}
         step.optimizers = {name: next(objects) for name in step.optimizers}
         self._trainable = {name: Trainable(model) for name, model in step.models.items()}
+        self.speed.attach(step)
         self._batches = TrainBatches(accelerator, data, recipe, self.plan)
         sets = {
             split: eval_batches(accelerator, data, recipe, split) if recipe.trainer.evaluate else {}
@@ -140,6 +141,7 @@ class Loop(Run):
     def _train(self) -> None:
         for optimizer in self.step.optimizers.values():
             optimizer.train()  # type: ignore[attr-defined]  # a restored one has averaged weights
+        self.watch.begin()
         self.check_limits(resumed=True)
         self._validate_if_due()  # a signal may have interrupted it
         anomalies = torch.autograd.set_detect_anomaly(self.recipe.trainer.detect_anomaly)
@@ -153,7 +155,7 @@ class Loop(Run):
         before, skipped = state.step, state.step_in_epoch
         if skipped == 0:
             self.notify("on_epoch_start")
-        windows = self._batches.epoch(state.epoch, skip_steps=skipped)
+        windows = self.speed.fetching(self._batches.epoch(state.epoch, skip_steps=skipped))
         with contextlib.closing(windows):
             for window, last in with_last(windows, skipped, self.plan.steps_per_epoch):
                 self._train_step(window)
@@ -178,7 +180,7 @@ class Loop(Run):
 
     def _train_step(self, window: Window) -> None:
         self._follow_layers()
-        values = self.step.train(self.accelerator, window, self.recipe.trainer)
+        values = self.speed.train(self.step, window, self.recipe.trainer)
         if not self._begun:
             values = checked_tensors(self.step, "train", values)
             self._begin()
@@ -187,6 +189,10 @@ class Loop(Run):
             if not optimizer.step_was_skipped:
                 scheduler.step()
         self.state.advance(window.num_samples)
+
+    def _before_optimizer_step(self) -> None:
+        self.speed.begin("")  # the time of callbacks is their own
+        self.notify("on_before_optimizer_step")
 
     def _follow_layers(self) -> None:
         """Wrap models again whose layers were frozen, unfrozen, added or replaced."""
@@ -291,6 +297,7 @@ class Loop(Run):
             self.metrics["validation"] = dict(found)
         self._seconds_before, self._samples_before = self.state.seconds, self.state.samples
         self._clock = self._seconds_before, self._seconds_before
+        self._tokens_before = self.state.tokens
         added, dropped = self._saved.added, self._saved.dropped
         for note in (
             self.saver.resume(self.resume_from),
@@ -321,7 +328,7 @@ class Loop(Run):
         self.recorder.drain()
         self.state.seconds = self.seconds
         self._saving = True
-        with self.watch.paused(), self.stop_flag.progress.in_phase("saving"):
+        with self.watch.paused("saving"), self.stop_flag.progress.in_phase("saving"):
             try:
                 self.notify("on_save_start")
                 with evaluation_weights(self.step):

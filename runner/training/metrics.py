@@ -13,6 +13,8 @@ from accel.machine.errors import AccelError, CheckpointError, Problem
 from accel.machine.passwords import without_passwords
 from accel.machine.tree import recursively_apply
 from runner.runs.json_files import METRICS, WEIGHTS_STEP, MetricsFile, read_lines
+from runner.training import media
+from runner.training.step import TOKENS
 
 if TYPE_CHECKING:
     from accel.comm.base import Communicator
@@ -47,6 +49,10 @@ class StepMeter:
             count = len(self._waiting[name])
             self._read.setdefault(name, []).extend(next(values) for _ in range(count))
         self._waiting.clear()
+
+    def sum_of(self, name: str) -> float:
+        """Return the sum of a value over the steps that were read, and forget it."""
+        return math.fsum(self._read.pop(name, ()))
 
     def check(self, step: int) -> None:
         """Raise if a value that was read is not finite; the optimizer step `step` was added last.
@@ -111,7 +117,7 @@ class Recorder:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.meter = StepMeter(run.accelerator.comm)
-        self._samples = self._skipped_steps = 0  # the first: at the last log point
+        self._samples = self._tokens = self._skipped_steps = 0  # the first: at the last log point
         self._rates: dict[str, float] = {}
         self._file: MetricsFile | None = None
         self._early: list[dict[str, object]] | None = []
@@ -121,7 +127,7 @@ class Recorder:
     def open(self) -> None:
         """Open the trackers; those of a resumed run drop what was logged after its step."""
         run, recipe = self._run, self._run.recipe
-        self._samples = run.state.samples
+        self._samples, self._tokens = run.state.samples, run.state.tokens
         if run.resume_from is not None:
             self._resumed_at = at = run.state.step
             lines = read_lines(run.run_dir / METRICS)
@@ -140,6 +146,8 @@ class Recorder:
         """
         early, self._early = self._early or [], None
         if self._run.accelerator.is_main_process:
+            if self._resumed_at is not None:
+                media.remove_later(self._run.run_dir, self._resumed_at)
             repeated = {str(record["split"]) for record in early} | ({"test"} if tests else set())
             self._file = MetricsFile(self._run.run_dir, self._resumed_at, repeated)
             for record in early:
@@ -158,6 +166,8 @@ class Recorder:
     def drain(self) -> None:
         """Read the values of the steps since the last read; the one wait for the device."""
         self.meter.drain()
+        self._run.speed.read()
+        self._run.state.tokens += round(self.meter.sum_of(TOKENS))
         if self._run.recipe.trainer.stop_on_nan:
             self.meter.check(self._run.state.step)
 
@@ -165,15 +175,16 @@ class Recorder:
         """Write the means since the last log point, show them, and return them."""
         self.drain()
         run, values = self._run, self.meter.take()
-        seconds = run.watch.lap()
-        samples = run.state.samples - self._samples
-        self._samples = run.state.samples
+        samples, tokens = run.state.samples - self._samples, run.state.tokens - self._tokens
+        self._samples, self._tokens = run.state.samples, run.state.tokens
         of_run: dict[str, float] = {}
         if self._skipped_steps:
             of_run["skipped_steps"], self._skipped_steps = float(self._skipped_steps), 0
         of_run |= self._rates or learning_rates(run.step.optimizers)
         self._rates = {}
-        of_run["samples_per_second"] = samples / seconds if seconds > 0 else 0.0
+        of_run |= run.speed.lap(samples, tokens)
+        if tokens:
+            of_run[TOKENS] = run.state.tokens
         self.write("train", values, of_run)
         values |= of_run
         run.display.values(values)

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError
 from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
 from runner.recipe.units import parse_duration
+from runner.training import media
 from runner.training.checkpointing import Saver
 from runner.training.console import Display
+from runner.training.speed import Speed
 from runner.training.state import Stop, Stopwatch, TrainState
 from runner.training.stopping import StopFlag
 
@@ -58,7 +60,8 @@ class Run:
         rows: (label, text) that callbacks add to the final table.
         schedulers: learning-rate schedulers, by the name of their optimizer.
         saver: writes checkpoints, and knows the best and the last.
-        watch: measures the time spent on training.
+        watch: measures the time spent on each phase.
+        speed: measures steps, their operations and the ranks.
         deadline: value of `time.monotonic` at which time is up; None: never.
         num_parameters: parameters of all models: (all, trainable).
     """
@@ -88,9 +91,10 @@ class Run:
         self.rows: list[tuple[str, str]] = []
         self.schedulers: Mapping[str, LRScheduler] = {}
         self.watch = Stopwatch()
+        self.speed = Speed(accelerator, self.watch)
         max_time = parse_duration(recipe.trainer.max_time)
         self.deadline = None if max_time is None else time.monotonic() + max_time
-        self._samples_before, self._seconds_before = 0, 0.0
+        self._samples_before, self._tokens_before, self._seconds_before = 0, 0, 0.0
         self.num_parameters = count_parameters(accelerator, step.models)
         self.saver = Saver(accelerator, recipe.checkpoint, self.state, self.run_dir)
 
@@ -119,6 +123,11 @@ class Run:
         """Samples trained on in this invocation, over all processes."""
         return self.state.samples - self._samples_before
 
+    @property
+    def tokens_here(self) -> int:
+        """Tokens trained on in this invocation, over all processes, as far as they are read."""
+        return self.state.tokens - self._tokens_before
+
     def require_validation(self, value: str) -> None:
         """Raise a ConfigError about `value`, which follows a metric, if none is measured."""
         if not self.data.sets("validation") or not self.recipe.trainer.evaluate:
@@ -137,6 +146,19 @@ class Run:
             self.stopped = Stop(kind, reason)
             self.stop_flag.progress.ending = f"after step {self.state.step} ({reason})"
 
+    def log_media(self, name: str, value: Any) -> None:
+        """Show a value of this step in trackers and reports, as a file ``media/<step>/<name>.*``.
+
+        Args:
+            name: unique within the step.
+            value: text; a figure of matplotlib; an image, [H, W], [H, W, C] or [C, H, W] (floats in
+                [0, 1] or bytes) or PIL's; rows of a table as mappings; or values [N], as histogram.
+
+        Raises:
+            ConfigError: for any other kind.
+        """
+        media.log_media(self.accelerator, self.run_dir, self.state.step, name, value)
+
     def logs_at(self, step: int) -> bool:
         """Return whether an optimizer step is a log point."""
         return step % self.recipe.trainer.log_every == 0 or step == self.plan.total_steps
@@ -144,7 +166,7 @@ class Run:
     def notify(self, event: str, *values: object) -> None:
         """Call `event` of the callbacks that define it, with the random generators preserved."""
         for callback in self.answering(event):
-            with preserved():
+            with preserved(), self.watch.paused("callbacks"):
                 getattr(callback, event)(self, *values)
 
     def answering(self, event: str) -> list[Callback]:

@@ -15,6 +15,8 @@ from typing import Any
 from accel.machine.errors import ConfigError
 
 PRUNED = "pruned"  # why a trial of a study ended before its time
+PAUSES = ("start", "evaluation", "saving", "callbacks")  # phases in which a run does not train
+PHASES = ("start", "data", "forward_backward", "optimizer", "evaluation", "saving", "callbacks")
 
 
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
@@ -37,6 +39,8 @@ class TrainState:
         step: optimizer steps made.
         epoch: epochs completed.
         samples: samples trained on, over all processes and epochs.
+        tokens: items that the losses read so far sum over (`Objective.weights`), likewise; 0 where
+            each sample is one.
         step_in_epoch: optimizer steps made in the epoch under way.
         samples_in_epoch: samples trained on in the epoch under way: the position in its order,
             whatever the number of processes.
@@ -48,6 +52,7 @@ class TrainState:
     step: int = 0
     epoch: int = 0
     samples: int = 0
+    tokens: int = 0
     step_in_epoch: int = 0
     samples_in_epoch: int = 0
     evaluated_step: int = -1
@@ -147,29 +152,35 @@ class Stop:
 
 
 class Stopwatch:
-    """Measures training time, with pauses for evaluations and checkpoints."""
+    """Measures how long each phase of a run takes (`PHASES`); in some it pauses training."""
 
     def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
-        self._paused = self._paused_in_lap = 0.0
+        self._start = time.perf_counter()
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._lapped = self.spent
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Count seconds that were measured elsewhere as those of a phase."""
+        self._spent[phase] += seconds
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time in the context."""
-        began = time.perf_counter()
+    def paused(self, phase: str) -> Iterator[None]:
+        """Count the time in the context as that of a phase, but what other phases get there."""
+        began, counted = time.perf_counter(), sum(self._spent.values())
         try:
             yield
         finally:
-            spent = time.perf_counter() - began
-            self._paused += spent
-            self._paused_in_lap += spent
+            others = sum(self._spent.values()) - counted
+            self.add(phase, time.perf_counter() - began - others)
 
-    def lap(self) -> float:
-        """Return the seconds since the last call, pauses excluded."""
-        now = time.perf_counter()
-        seconds = now - self._lap - self._paused_in_lap
-        self._lap, self._paused_in_lap = now, 0.0
-        return seconds
+    def begin(self) -> None:
+        """Count the time since the beginning as that of `start`."""
+        self.add("start", self.unknown)
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds of each phase since the last call."""
+        before, self._lapped = self._lapped, self.spent
+        return {phase: seconds - before[phase] for phase, seconds in self._lapped.items()}
 
     @property
     def elapsed(self) -> float:
@@ -177,6 +188,16 @@ class Stopwatch:
         return time.perf_counter() - self._start
 
     @property
+    def unknown(self) -> float:
+        """Seconds since the beginning that are of no phase."""
+        return max(0.0, self.elapsed - sum(self._spent.values()))
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds of each phase since the beginning; `other` is in none of them."""
+        return {**self._spent, "other": self.unknown}
+
+    @property
     def training(self) -> float:
         """Seconds since the beginning, pauses excluded."""
-        return self.elapsed - self._paused
+        return self.elapsed - sum(self._spent[phase] for phase in PAUSES)

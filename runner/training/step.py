@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel.machine.errors import ConfigError, Problem
 from accel.run.loss_normalization import global_weight, normalize_loss
-from runner.runs.json_files import PLACE
+from runner.runs.json_files import OF_RUN, PLACE, TIME_SHARE
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # The loss of each sample [B], or `loss` and other values by name, each [B].
 Losses = torch.Tensor | Mapping[str, torch.Tensor]
 # Names of what the run itself logs.
-RESERVED = (*PLACE, "lr", "samples_per_second", "skipped_steps")
+RESERVED = (*PLACE, *OF_RUN)
+TOKENS = "tokens"  # a value of a step that the run sums up
 
 
 class Step(ABC):
@@ -75,7 +76,8 @@ class Step(ABC):
             0-d tensors on the device: this process's share of each value to log, so that the sum
             over processes is the value (for a loss: the local sum over the global weight and
             over `accelerator.parallel_dims.num_copies`, the ranks that compute the same loss).
-            `loss` is the one that the progress bar shows. Nothing here may wait for the device.
+            `loss` is the one that the progress bar shows; `tokens`, if any, is what tokens per
+            second are measured by. Nothing here may wait for the device.
         """
 
     @abstractmethod
@@ -295,9 +297,10 @@ def optimizer_step(
             tokens: [B]; or to None: each sample weighs 1, as without `weights`.
 
     Returns:
-        0-d tensors on the device: `loss` and the other values of `losses`, and `grad_norm` (before
-        clipping) where gradients are clipped by norm; this process's shares, so that the sums over
-        processes are the values, as `Step.train` returns them.
+        0-d tensors on the device: `loss` and the other values of `losses`, `tokens` (the weight of
+        the step) where there are weights, and `grad_norm` (before clipping) where gradients are
+        clipped by norm; this process's shares, so that the sums over processes are the values, as
+        `Step.train` returns them.
 
     Example:
         >>> class Classify(Step):
@@ -327,6 +330,8 @@ def optimizer_step(
     shares = {
         name: _sum(parts, accelerator) / weight / dims.num_copies for name, parts in totals.items()
     }
+    if isinstance(weight, torch.Tensor):
+        shares[TOKENS] = weight / accelerator.num_processes
     return {**shares, **values}
 
 
@@ -430,10 +435,10 @@ def checked_weights(objective: object, value: object) -> torch.Tensor | None:
     return None if value is None else _each_sample(objective, "weights", value, remedy)
 
 
-def _require_free(owner: object, method: str, names: Mapping[str, object]) -> None:
+def _require_free(owner: object, method: str, names: Iterable[str]) -> None:
     """Refuse names of what the run itself logs."""
     for name in names:
-        if name in RESERVED or name.startswith("lr_"):
+        if name in RESERVED or name.startswith(("lr_", TIME_SHARE)):
             rule = "the run logs a value of its own of that name"
             raise refused(owner, method, f"{name!r}", rule, f'Return it as "own_{name}".')
 
@@ -448,7 +453,7 @@ def checked_tensors(owner: object, method: str, value: object) -> dict[str, torc
             shown_value = f"{shown(found)} for {name!r}"
             raise refused(owner, method, shown_value, rule, "Return a tensor for each name.")
     if method == "train":
-        _require_free(owner, method, value)
+        _require_free(owner, method, value.keys() - {TOKENS})
     return dict(value)
 
 

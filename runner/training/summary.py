@@ -13,7 +13,8 @@ import torch
 from runner.recipe.units import counted
 from runner.runs import directory
 from runner.runs.json_files import TIME_IS_UP, WEIGHTS_STEP
-from runner.training.console import clock, number, short
+from runner.training.console import clock, number, shown_rates
+from runner.training.speed import SLOW, slowest_rank
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -99,7 +100,7 @@ def length_line(loop: Run) -> str:
 
 def summary_of(loop: Run) -> dict[str, object]:
     """Return the content of `summary.json`."""
-    state, stopped = loop.state, loop.stopped
+    state, stopped, speed = loop.state, loop.stopped, speed_of(loop)
     best = None
     if state.best is not None:
         checkpoint = loop.saver.best.name if loop.saver.best else None
@@ -120,8 +121,10 @@ def summary_of(loop: Run) -> dict[str, object]:
         "epoch": state.epoch_number,
         "epochs_completed": state.epoch,
         "samples": state.samples,
+        "tokens": state.tokens,
         "seconds": round(loop.seconds, 3),
-        "samples_per_second": throughput(loop),
+        "samples_per_second": speed["samples_per_second"],
+        "speed": speed,
         "num_processes": loop.accelerator.num_processes,
         "num_parameters": loop.num_parameters[0],
         "monitor": loop.monitor,
@@ -152,12 +155,24 @@ def metadata_of(loop: Run) -> dict[str, object]:
     }
 
 
-def throughput(loop: Run) -> float:
-    """Return samples per second of this invocation; of the run where it has trained none."""
-    here, seconds = loop.samples_here, loop.watch.training
-    if here == 0:
-        here, seconds = loop.state.samples, loop.state.seconds
-    return here / seconds if seconds > 0 else 0.0
+def speed_of(loop: Run) -> dict[str, object]:
+    """Return the rates of this invocation, the seconds of each phase, and the slowest rank.
+
+    Where it has trained nothing, the rates are those of the run.
+    """
+    given = (loop.samples_here, loop.tokens_here, loop.watch.training)
+    if loop.samples_here == 0:
+        given = (loop.state.samples, loop.state.tokens, loop.state.seconds)
+    rank, ratio = slowest_rank(loop.speed.own)
+    slowest = {"rank": rank, "ratio": ratio} if ratio > SLOW else None
+    rates = loop.speed.rates(*given)
+    return {**rates, "seconds": loop.watch.spent, "slowest_rank": slowest}
+
+
+def shares(seconds: Mapping[str, float]) -> str:
+    """Return how the time is divided among phases, e.g. "data 3 %, forward_backward 80 %"."""
+    total = sum(seconds.values()) or 1.0
+    return ", ".join(f"{phase} {spent / total:.0%}" for phase, spent in seconds.items())
 
 
 def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
@@ -174,7 +189,8 @@ def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
     rows += loop.rows
     rows += [
         ("stopped", f"{summary['reason']} (step {summary['step']}, {epochs})"),
-        ("time", f"{clock(summary['seconds'])} · {short(summary['samples_per_second'])} samples/s"),
+        ("time", f"{clock(summary['seconds'])} · {shown_rates(summary['speed'])}"),
+        ("spent", shares(summary["speed"]["seconds"])),
         ("directory", str(loop.run_dir)),
     ]
     if loop.saver.last is not None:

@@ -44,7 +44,8 @@ SECONDS = 300.0
 MODULES = {"runner": "runner", "accel": "accel.commands", "torchrun": "torch.distributed.run"}
 # Commands of `runner` that take no recipe, and so no `--cfg job`.
 LOOKING = [
-    [n] for n in ("factories", "list", "show", "compare", "report", "eval", "predict", "again")
+    [n]
+    for n in ("factories", "new", "list", "show", "compare", "report", "eval", "predict", "again")
 ]
 LOOKS = ("--cfg", "--help", "--dry-run")  # flags that start nothing
 CHECK = """

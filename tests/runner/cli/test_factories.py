@@ -31,14 +31,14 @@ def test_every_registered_factory_has_a_line(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_kind_is_listed_with_arguments_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "warmup: float = 0.0, final: float = 0.0" in printed(capsys, "schedulers")
+    assert "label_smoothing: float = 0.0" in printed(capsys, "objectives")
 
 
 def test_one_factory_is_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "schedulers", "cosine")
     assert (inspect.getdoc(register.scheduler.get("cosine")) or "") in out
     assert "optimizer: whose rates" in out
-    assert "scheduler=cosine  warmup=0.1, final=0.0" in out
+    assert "scheduler=cosine  warmup=0.1" in out
     assert "optimizer=sgd  lr=0.1, momentum=0.9" in printed(capsys, "optimizers", "sgd")
     assert "- override /model: byte_gpt" in printed(capsys, "recipes", "bytes_gpt")
 

@@ -89,3 +89,14 @@ def test_other_ranks_show_nothing(terminal: bool) -> None:
     shown, out = display(terminal, enabled=False)
     run(shown)
     assert out.getvalue() == ""
+
+
+def test_rates_and_what_holds_a_run_up_are_shown() -> None:
+    shown, _ = display(terminal=False)
+    shown.start(0, 20, 2)
+    rates = {"samples_per_second": 768.0, "tokens_per_second": 98_304.0, "mfu": 0.412}
+    shown.values({"loss": 0.5, **rates, "lr": 1e-3, "time/data": 0.05})
+    assert shown.status() == "epoch 0/2  loss 0.5000  98.3k tokens/s  MFU 41%  lr 1.0e-03"
+    held = {"time/data": 0.25, "slowest_rank": 3.0, "slowest_rank_ratio": 1.5}
+    shown.values({"samples_per_second": 768.0, **held})
+    assert shown.status() == "epoch 0/2  768 samples/s  data 25%  rank 3 +50%"
