@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from runner.data.datasets import Data
     from runner.recipe.composition import Examined
     from runner.training.run import Callback
-    from runner.training.sample_metrics import Metric
     from runner.training.step import Step
 
 logger = logging.getLogger(__name__)
@@ -184,7 +183,7 @@ def build_callbacks(recipe: Recipe) -> dict[str, Callback]:
     return _by_name(recipe, register.callback)
 
 
-def build_metrics(recipe: Recipe) -> dict[str, Metric]:
+def build_metrics(recipe: Recipe) -> dict[str, Any]:
     """Build the metrics of evaluations by name."""
     return _by_name(recipe, register.metric)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from runner.data.batches import EvalBatches
     from runner.training.metrics import Recorder
     from runner.training.run import Run
-    from runner.training.sample_metrics import Metric
     from runner.training.step import Step
 
 
@@ -50,7 +49,7 @@ def evaluate_sets(
     sets: Mapping[str, EvalBatches],
     on_batch: Callable[[EvalBatches, int], None],
     limit: int | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Return the metrics of the data sets of a split, the same on every process.
 

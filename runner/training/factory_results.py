@@ -16,7 +16,6 @@ from runner.data.datasets import Data
 from runner.recipe.factory import is_plain
 from runner.recipe.schema import SPLITS
 from runner.training.run import Callback
-from runner.training.sample_metrics import Metric
 from runner.training.step import Objective, Step, shown
 
 SIMILAR = 0.85  # from which a method's name is taken for a misspelt one
@@ -29,7 +28,7 @@ KINDS: dict[str, tuple[type, str]] = {
     "scheduler": (torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler.LRScheduler"),
     "step": (Step, "runner.Step"),
     "callbacks": (Callback, "runner.Callback"),
-    "metrics": (Metric, "torchmetrics.Metric"),
+    "metrics": (torch.nn.Module, "torchmetrics.Metric"),
 }
 
 

@@ -22,8 +22,8 @@ from runner.runs.json_files import HISTOGRAM, MEDIA
 if TYPE_CHECKING:
     from accel import Accelerator
 
-NUM_BINS, BAR_WIDTH, HEIGHT = 64, 6, 192  # the last two in pixels
-Send = Callable[[int], None]  # to the trackers, at a step
+NUM_BINS = 64
+HEIGHT, BAR_WIDTH = 192, 6  # of a histogram that is a picture, in pixels
 
 
 def log_media(accelerator: Accelerator, run_dir: Path, step: int, name: str, value: Any) -> None:
@@ -37,14 +37,15 @@ def log_media(accelerator: Accelerator, run_dir: Path, step: int, name: str, val
     """
     if not accelerator.is_main_process:
         return
-    ending, content, send = _converted(accelerator, name, value)
+    ending, content, send = _converted(name, value)
     stem = re.sub(r"[^\w.-]", "_", name)
     path = run_dir / MEDIA / str(step) / f"{stem}.{ending}"
-    is_new = not path.exists()
+    receivers = [] if path.exists() else accelerator.trackers
     path.parent.mkdir(parents=True, exist_ok=True)
     directory.write_atomically(path, content)
-    if is_new:
-        send(step)
+    for tracker in receivers:
+        with contextlib.suppress(NotImplementedError):  # it takes no images
+            send(tracker, step)
 
 
 def remove_later(run_dir: Path, step: int) -> None:
@@ -54,28 +55,35 @@ def remove_later(run_dir: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
-def _converted(accelerator: Accelerator, name: str, value: Any) -> tuple[str, bytes, Send]:
-    """Return a file's ending and content, and what sends the value to the trackers."""
+def _converted(name: str, value: Any) -> tuple[str, bytes, Callable[[Any, int], object]]:
+    """Return a file's ending and content, and what sends the value to a tracker."""
+    from PIL import Image
+
     if isinstance(value, str):
-        return "txt", value.encode(), lambda step: accelerator.log({name: value}, step=step)
-    if hasattr(value, "savefig"):
-        value = _picture(lambda file: value.savefig(file, format="png"))
-    if _is_table(value):
+        return "txt", value.encode(), lambda one, step: one.log({name: value}, step=step)
+    if isinstance(value, (list, tuple)) and all(isinstance(row, Mapping) for row in value):
         columns = list(dict.fromkeys(column for row in value for column in row))
         rows = [[row.get(column, "") for column in columns] for row in value]
-        content = _csv(columns, rows)
-        return "csv", content, lambda step: _send_table(accelerator, name, columns, rows, step)
-    if isinstance(value, torch.Tensor):
-        value = value.detach().float().cpu().numpy() if value.dim() == 1 else value
-    dims = getattr(value, "ndim", 0)
-    if dims == 1:
+        return (
+            "csv",
+            _csv([columns, *rows]),
+            lambda one, step: _table(one, step, name, columns, rows),
+        )
+    if isinstance(value, torch.Tensor) and value.dim() == 1:
+        value = value.detach().float().cpu().numpy()
+    if getattr(value, "ndim", 0) == 1:
         counts, edges = np.histogram(value[np.isfinite(value)], NUM_BINS)
-        content = _csv(HISTOGRAM, zip(edges, edges[1:], counts, strict=False))
-        return "csv", content, lambda step: _send_histogram(accelerator, name, value, counts, step)
-    if dims in (2, 3) or hasattr(value, "convert"):  # PIL's have the latter
-        (image,) = images_of(value)
-        content = png(image)
-        return "png", content, lambda step: _send_image(accelerator, name, image, step)
+        content = _csv([HISTOGRAM, *zip(edges, edges[1:], counts, strict=False)])
+        return "csv", content, lambda one, step: _histogram(one, step, name, value, counts)
+    file = io.BytesIO()
+    if hasattr(value, "savefig"):
+        value.savefig(file, format="png")
+        value = Image.open(file).convert("RGB")
+    elif getattr(value, "ndim", 0) in (2, 3):
+        value = Image.fromarray(images_of(value)[0])
+    if isinstance(value, Image.Image):
+        value.save(file := io.BytesIO(), "png")
+        return "png", file.getvalue(), lambda one, step: one.log_images({name: value}, step=step)
     raise ConfigError.of(
         f"log_media({name!r}, {type(value).__name__})",
         "it takes text, a figure, an image [H, W, C], rows (mappings) of a table, or values [N]",
@@ -83,69 +91,27 @@ def _converted(accelerator: Accelerator, name: str, value: Any) -> tuple[str, by
     )
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(row, Mapping) for row in value)
-
-
-def _csv(columns: Sequence[str], rows: Any) -> bytes:
+def _csv(rows: Sequence[Sequence[object]]) -> bytes:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()
 
 
-def _picture(save: Callable[[io.BytesIO], object]) -> Any:
-    from PIL import Image
-
-    file = io.BytesIO()
-    save(file)
-    return Image.open(file).convert("RGB")
-
-
-def png(image: Any) -> bytes:
-    """Return an image of `images_of`, or of PIL, as the content of a PNG file."""
-    from PIL import Image
-
-    file = io.BytesIO()
-    (image if hasattr(image, "save") else Image.fromarray(image)).save(file, "png")
-    return file.getvalue()
-
-
-def bars(counts: Any) -> Any:
-    """Draw the counts of a histogram: uint8 [H, W], dark on white."""
-    heights = np.repeat(np.asarray(counts, float) / max(1, np.max(counts)) * HEIGHT, BAR_WIDTH)
-    is_bar = np.arange(HEIGHT, 0, -1)[:, None] <= heights
-    return np.where(is_bar, 64, 255).astype(np.uint8)
-
-
-# -- to trackers ---------------------------------------------------------------------------
-
-
-def _send_image(accelerator: Accelerator, name: str, image: Any, step: int) -> None:
-    with contextlib.suppress(NotImplementedError):  # no tracker of the run takes images
-        accelerator.log_images({name: image}, step=step)
-
-
-def _send_table(
-    accelerator: Accelerator, name: str, columns: list[str], rows: list[list[Any]], step: int
-) -> None:
+def _table(tracker: Any, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
     """Log a table where the tracker has tables, else as text in Markdown."""
+    if hasattr(tracker, "log_table"):
+        tracker.log_table(name, columns=columns, data=rows, step=step)
+        return
     lines = [columns, ["---"] * len(columns), *rows]
     text = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-    for tracker in accelerator.trackers:
-        if hasattr(tracker, "log_table"):
-            tracker.log_table(name, columns=columns, data=rows, step=step)
-        else:
-            tracker.log({name: text}, step=step)
+    tracker.log({name: text}, step=step)
 
 
-def _send_histogram(
-    accelerator: Accelerator, name: str, values: Any, counts: Any, step: int
-) -> None:
+def _histogram(tracker: Any, step: int, name: str, values: Any, counts: Any) -> None:
     """Log values where the tracker has histograms, else their bars as an image."""
-    for tracker in accelerator.trackers:
-        if hasattr(tracker.tracker, "add_histogram"):
-            tracker.tracker.add_histogram(name, values, step)
-            tracker.flush()
-        else:
-            with contextlib.suppress(NotImplementedError):
-                tracker.log_images({name: bars(counts)}, step=step)
+    if hasattr(tracker.tracker, "add_histogram"):
+        tracker.tracker.add_histogram(name, values, step)
+        tracker.flush()
+        return
+    heights = np.repeat(counts / max(1, counts.max()) * HEIGHT, BAR_WIDTH)
+    tracker.log_images({name: np.arange(HEIGHT, 0, -1)[:, None] > heights}, step=step)

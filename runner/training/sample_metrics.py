@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,42 +18,24 @@ if TYPE_CHECKING:
 CHUNK = 64  # samples of an update: sums have the same bits however batches are divided
 
 
-@runtime_checkable
-class Metric(Protocol):
-    """What the runner calls of a `torchmetrics.Metric` or `MetricCollection`."""
-
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        """Add samples: each [B, ...]."""
-
-    def compute(self) -> object:
-        """Return the value over all samples, or values by name."""
-
-    def reset(self) -> None:
-        """Forget all samples."""
-
-    def to(self, device: torch.device) -> object:
-        """Move the state to a device."""
-
-    def modules(self) -> Iterable[object]:
-        """Return this metric and those that it holds."""
-
-
 class SampleMetrics:
     """The recipe's metrics over one data set at a time, the same bits on every rank.
+
+    Metrics are those of torchmetrics, or modules with its `update`, `compute` and `reset`.
 
     Predictions and targets of all ranks are gathered in the order of the data set, and each rank
     updates its metrics with all of them, in chunks of a fixed size. So no metric synchronizes
     itself, and a value does not depend on the number of processes.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], accelerator: Accelerator, step: Step) -> None:
+    def __init__(self, metrics: Mapping[str, Any], accelerator: Accelerator, step: Step) -> None:
         self._metrics, self._accelerator, self._step = metrics, accelerator, step
         self._waiting: list[torch.Tensor] = []
         for metric in metrics.values():
             metric.reset()
             metric.to(accelerator.device)
             for one in metric.modules():  # each rank has all samples: nothing is to be reduced
-                one.distributed_available_fn = _never  # type: ignore[attr-defined]
+                one.distributed_available_fn = lambda: False
 
     @contextmanager
     def seeing(self, batch: Any) -> Iterator[None]:
@@ -111,10 +93,6 @@ class SampleMetrics:
             metric.reset()
         self._waiting = []
         return checked_metrics(self._step, values, "metrics")
-
-
-def _never() -> bool:
-    return False
 
 
 def _are_inputs(found: object) -> bool:

@@ -17,6 +17,8 @@ from runner.training import loop as loops_of
 from runner.training.run import Callback
 from tests.runner import loops
 from tests.runner.loops import NUM_TRAIN, Points, recipe_of
+from tests.runner.reporting.test_html_page import read
+from tests.runner.written_runs import write_run
 
 ROWS = [{"word": "a", "count": 1}, {"word": "b<", "share": 0.5}]
 FILES = ["curve.png", "image.png", "rows.csv", "said_here.txt", "values.csv"]
@@ -49,10 +51,8 @@ def train(run_dir: Path, callback: Showing, resume_from: str | None = None) -> N
     recipe = recipe_of(
         trainer__epochs=2, checkpoint__every_steps=5, tracker__log_with=["tensorboard", "csv"]
     )
-    data = Data(Points(NUM_TRAIN))
-    loop = loops.build(
-        run_dir, recipe, data=data, callbacks={"show": callback}, resume_from=resume_from
-    )
+    given = {"callbacks": {"show": callback}, "resume_from": resume_from}
+    loop = loops.build(run_dir, recipe, data=Data(Points(NUM_TRAIN)), **given)
     try:
         loop.run()
     finally:
@@ -76,42 +76,33 @@ def events(run_dir: Path) -> dict[str, list[int]]:
     return {name: [event.step for event in of] for name, of in found.items()}
 
 
-def test_each_kind_is_a_file_and_an_entry_of_the_trackers(tmp_path: Path) -> None:
-    train(tmp_path, Showing())
-    assert sorted(files(tmp_path)) == [
+def test_each_kind_is_a_file_an_entry_of_trackers_and_a_part_of_the_report(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "one")
+    train(path, Showing())
+    assert sorted(files(path)) == [
         f"media/{step}/{name}" for step in ("10", "2", "4", "6", "8") for name in FILES
     ]
-    folder = tmp_path / "media" / "10"
-    assert (folder / "said_here.txt").read_text() == "step 10 <&"
+    folder = path / "media" / "10"
     assert (folder / "rows.csv").read_text() == "word,count,share\na,1,\nb<,,0.5\n"
     counts = [int(row["count"]) for row in csv.DictReader((folder / "values.csv").open())]
     assert (len(counts), sum(counts), counts[-1]) == (64, 4, 1)
-    assert events(tmp_path) == {n: [2, 4, 6, 8, 10] for n in ("curve", "image", "values")}
+    assert events(path) == {n: [2, 4, 6, 8, 10] for n in ("curve", "image", "values")}
+    text = html_page.page("", read(tmp_path))
+    assert "step 10 &lt;&amp;" in text
+    assert "b&lt;" in text
+    for name in ("curve", "image", "values"):
+        assert text.count(f'alt="{name}" src="data:image/png;base64,') == 1
 
 
 def test_a_killed_run_has_nothing_twice(tmp_path: Path) -> None:
-    train(tmp_path / "whole", Showing())
-    killed = tmp_path / "killed"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(whole, Showing())
     with pytest.raises(RuntimeError, match="killed"):
         train(killed, Showing(fails_at=8))
     loops.forget()
     (killed / "media" / "12").mkdir()
     train(killed, Showing(), str(killed / "checkpoints" / "checkpoint_0"))
-    assert files(killed) == files(tmp_path / "whole")
-    assert events(killed) == events(tmp_path / "whole")
-
-
-def test_the_report_shows_the_newest(tmp_path: Path) -> None:
-    from tests.runner.reporting.test_html_page import read
-    from tests.runner.written_runs import write_run
-
-    path = write_run(tmp_path / "one")
-    train(path, Showing())
-    text = html_page.page("", read(tmp_path))
-    assert "step 10 &lt;&amp;" in text
-    assert "b&lt;" in text
-    assert text.count('alt="curve" src="data:image/png;base64,') == 1
-    assert text.count('alt="values"') == text.count('alt="image"') == 1
+    assert (files(killed), events(killed)) == (files(whole), events(whole))
 
 
 @pytest.mark.parametrize("value", [3, {"a": 1}, np.zeros((2, 2, 2, 2, 2)), None])

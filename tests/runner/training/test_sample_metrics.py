@@ -38,19 +38,15 @@ class OwnMSE(nn.Module):
             self.count + len(preds),
         )
 
-    def compute(self) -> dict[str, torch.Tensor]:
-        return {"mean": self.total / self.count}
+    def compute(self) -> torch.Tensor:
+        return self.total / self.count
 
 
-class Scale(nn.Module):
+class Scale(nn.Linear):
     """Its output for a sample has the same bits in any batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(0.5))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[:, 0] * self.weight
+        return x[:, 0] + 0 * self.weight.sum()
 
 
 class Still(Fit):
@@ -60,22 +56,19 @@ class Still(Fit):
         return (model(batch[0]) - batch[1]).square() * (0.0 if model.training else 1.0)
 
 
-def measured(run_dir: Path, batch: int, **changes: Any) -> list[dict[str, Any]]:
-    recipe = recipe_of(trainer__epochs=1, trainer__eval_batch_size=batch, **changes)
-    run(run_dir, recipe, model=Scale(), objective=Still())
-    return records(run_dir, "validation")
-
-
-def test_batches_of_any_size_give_the_same_bits(tmp_path: Path) -> None:
-    metrics = {"mse": MSE, "other": {"_target_": "torchmetrics.MetricCollection", "metrics": [MSE]}}
+@pytest.mark.parametrize(
+    "node", [{"name": "own_mse"}, pytest.param(MSE, marks=imports_torchmetrics)]
+)
+def test_batches_of_any_size_give_the_same_bits(node: Any, tmp_path: Path) -> None:
     values = []
     for batch in (13, 5, 1):
-        (found,) = measured(
-            tmp_path / str(batch), batch, metrics=metrics, checkpoint__monitor="mse"
-        )
-        values.append((found["mse"], found["other_MeanSquaredError"]))
-        assert found["mse"] == pytest.approx(found["loss"], rel=1e-6)
-    assert len(set(values)) == 1
+        recipe = recipe_of(trainer__epochs=1, trainer__eval_batch_size=batch, metrics={"mse": node})
+        run(tmp_path / str(batch), recipe, model=Scale(4, 1), objective=Still())
+        values += [
+            (one["mse"], one["loss"]) for one in records(tmp_path / str(batch), "validation")
+        ]
+    assert len({mse for mse, _ in values}) == 1
+    assert values[0][0] == pytest.approx(values[0][1], rel=1e-6)
 
 
 @pytest.mark.slow  # it starts two processes, which import PyTorch
@@ -94,21 +87,9 @@ def test_two_processes_with_an_uneven_last_batch_give_the_digits_of_one(tmp_path
         assert one == two
 
 
-@pytest.mark.parametrize(
-    ("node", "message"),
-    [
-        pytest.param(
-            {"_target_": "torchmetrics.NoSuch"},
-            "torchmetrics has no 'NoSuch'",
-            marks=imports_torchmetrics,
-        ),
-        ({"name": "no_such"}, "no metrics factory has that name"),
-        (3, "it names a factory"),
-    ],
-)
-def test_an_unknown_metric_is_refused(node: Any, message: str) -> None:
-    told = [str(problem) for problem in check_factories(recipe_of(metrics={"x": node}))]
-    assert [one for one in told if one.startswith("metrics.x") and message in one]
+def test_an_unknown_metric_is_refused() -> None:
+    told = [str(one) for one in check_factories(recipe_of(metrics={"x": {"name": "no_such"}}))]
+    assert any("metrics.x.name='no_such': no metrics factory has that name" in one for one in told)
 
 
 @imports_torchmetrics
@@ -117,11 +98,6 @@ def test_a_metric_that_cannot_be_built_is_refused_before_the_start() -> None:
     recipe = recipe_of(metrics={"x": node}, step={"name": "gan"})
     with pytest.raises(ConfigError, match="Expected argument `num_classes` to be an integer"):
         build.check_steps([Examined(recipe, [], (), "config")])
-
-
-def test_what_is_no_metric_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a torchmetrics\.Metric is required"):
-        build.build_metrics(recipe_of(metrics={"x": {"_target_": "torch.nn.Identity"}}))
 
 
 @pytest.mark.parametrize(
@@ -140,4 +116,4 @@ def test_inputs_that_a_metric_cannot_take_are_refused(
 
     recipe = recipe_of(trainer__sanity_steps=1, metrics={"mse": {"name": "own_mse"}})
     with pytest.raises(ConfigError, match=message):
-        run(tmp_path, recipe, model=Scale(), objective=Pairs())
+        run(tmp_path, recipe, model=Scale(4, 1), objective=Pairs())
