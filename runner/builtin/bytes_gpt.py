@@ -364,11 +364,7 @@ class TextSample(Callback):
     """
 
     def __init__(
-        self,
-        prompt: str = "def ",
-        num_bytes: int = 400,
-        temperature: float = 0.8,
-        seed: int = 0,
+        self, prompt: str = "def ", num_bytes: int = 400, temperature: float = 0.8, seed: int = 0
     ) -> None:
         limits = {"num_bytes": (num_bytes, 1, math.inf), "temperature": (temperature, 0.01, 100)}
         check_ranges("callbacks.text_sample", **limits)

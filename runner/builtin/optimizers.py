@@ -59,11 +59,7 @@ def adamw(
     _check_betas(betas)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = decay_groups(trainable, weight_decay)
-    options: dict[str, Any] = {
-        "lr": lr,
-        "betas": (float(betas[0]), float(betas[1])),
-        "eps": eps,
-    }
+    options: dict[str, Any] = {"lr": lr, "betas": (float(betas[0]), float(betas[1])), "eps": eps}
     if state_format is None:
         options["fused"] = supports_fused(trainable) if fused is None else fused
         own = RoundingAdamW if stochastic_rounding else torch.optim.AdamW

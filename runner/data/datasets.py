@@ -378,12 +378,7 @@ class WindowSampler(Sampler[list[tuple[int, int]]]):
     same_on_every_rank = True  # the engine does not check it
 
     def __init__(
-        self,
-        order: Order,
-        batch_size: int,
-        window: int,
-        num_windows: int,
-        multiple: int = 1,
+        self, order: Order, batch_size: int, window: int, num_windows: int, multiple: int = 1
     ) -> None:
         self.sampler = order
         self.batch_size = batch_size

@@ -118,10 +118,7 @@ class _Register:
 
     model = Registry(
         "model",
-        {
-            "cnn": "runner.builtin.digits:cnn",
-            "byte_gpt": "runner.builtin.bytes_gpt:byte_gpt",
-        },
+        {"cnn": "runner.builtin.digits:cnn", "byte_gpt": "runner.builtin.bytes_gpt:byte_gpt"},
     )
     data = Registry(
         "data",
@@ -139,18 +136,14 @@ class _Register:
     )
     step = Registry(
         "step",
-        {
-            "supervised": "runner.training.step:SupervisedStep",
-            "gan": "runner.builtin.gan:GANStep",
-        },
+        {"supervised": "runner.training.step:SupervisedStep", "gan": "runner.builtin.gan:GANStep"},
     )
     optimizer = Registry(
         "optimizer",
         {name: f"runner.builtin.optimizers:{name}" for name in ("adamw", "muon", "schedule_free")},
     )
     scheduler = Registry(
-        "scheduler",
-        {name: f"runner.builtin.schedules:{name}" for name in SCHEDULES},
+        "scheduler", {name: f"runner.builtin.schedules:{name}" for name in SCHEDULES}
     )
     callback = Registry(
         "callbacks",

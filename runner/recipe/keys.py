@@ -14,13 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from accel.machine.errors import (
-    CheckpointError,
-    ConfigError,
-    Problem,
-    closest,
-    did_you_mean,
-)
+from accel.machine.errors import CheckpointError, ConfigError, Problem, closest, did_you_mean
 from accel.strategies.table import plugins
 from runner.recipe.schema import Recipe
 

@@ -18,7 +18,7 @@ from runner.runs.record import MISSING, STATUSES, RunRecord
 
 _FILTER = re.compile(r"([A-Za-z_][\w.]*)(!=|>=|<=|=|<|>)(?![=<>])(.*)", re.DOTALL)
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {
-    **{">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le},
+    **{">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 }
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

@@ -27,15 +27,7 @@ from runner.reporting import run_table
 from runner.reporting.filters import leaves
 from runner.reporting.run_table import cell
 from runner.runs import record as records
-from runner.runs.json_files import (
-    HISTOGRAM,
-    MEDIA,
-    OF_RUN,
-    PLACE,
-    TIME_SHARE,
-    finite,
-    number,
-)
+from runner.runs.json_files import HISTOGRAM, MEDIA, OF_RUN, PLACE, TIME_SHARE, finite, number
 from runner.runs.record import CODE, MISSING, RunRecord
 from runner.training import console
 

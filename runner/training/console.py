@@ -42,10 +42,7 @@ class Display:
     """
 
     def __init__(
-        self,
-        enabled: bool = True,
-        console: Console | None = None,
-        refresh_seconds: float = 0.2,
+        self, enabled: bool = True, console: Console | None = None, refresh_seconds: float = 0.2
     ) -> None:
         self.console = console or PipedConsole(highlight=False, soft_wrap=False)
         self.console.quiet = not enabled

@@ -47,11 +47,7 @@ PEAKS: dict[str, dict[str, float]] = {
 }
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-FORMULAS = {
-    **flop_registry,
-    _CPU_ATTENTION: sdpa_flop,
-    _CPU_ATTENTION_BACKWARD: sdpa_backward_flop,
-}
+FORMULAS = {**flop_registry, _CPU_ATTENTION: sdpa_flop, _CPU_ATTENTION_BACKWARD: sdpa_backward_flop}
 
 
 class Speed:
@@ -192,9 +188,7 @@ def slowest_rank(seconds: list[float]) -> tuple[int, float]:
     return seconds.index(most), most / median if median > 0 else 1.0
 
 
-def clock_of(
-    device: torch.device,
-) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+def clock_of(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
     """Return what marks a moment, and what gives the seconds between two marks.
 
     On a device that works behind the host's back a mark is an event of its current stream.
