@@ -8,28 +8,24 @@ optimizer steps, below 1 a fraction of the run, or a text such as "2 epochs".
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from accel.comm.ops import broadcast_object_list
-from accel.machine.errors import ConfigError
 from runner.builtin.optimizers import check_ranges
 from runner.recipe.batch_plan import RunLength
 
 Factor = Callable[[float], float]
+Steps = float | str
 
 # -- factories -----------------------------------------------------------------------------
 
 
-def constant(
-    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float | str = 0.0
-) -> LambdaLR:
+def constant(optimizer: Optimizer, num_steps: int, warmup: Steps = 0) -> LambdaLR:
     """Return a linear warm-up, then the peak to the end.
 
     Args:
@@ -40,13 +36,7 @@ def constant(
     return _schedule(optimizer, num_steps, lambda run, start: _one, warmup)
 
 
-def cosine(
-    optimizer: torch.optim.Optimizer,
-    num_steps: int,
-    warmup: float | str = 0.0,
-    final: float = 0.0,
-    by_time: bool = False,
-) -> LambdaLR:
+def cosine(optimizer: Optimizer, num_steps: int, warmup: Steps = 0, final: float = 0) -> LambdaLR:
     """Return a linear warm-up, then half a cosine from the peak down to `final` of it.
 
     Args:
@@ -54,23 +44,13 @@ def cosine(
         num_steps: optimizer steps of the run.
         warmup: duration.
         final: the last rate, as a fraction of the peak.
-        by_time: whether the share of `trainer.max_time` that has passed counts where it is larger
-            than the share of the steps.
 
     Source: I. Loshchilov and F. Hutter, SGDR, arXiv:1608.03983.
     """
-    check_ranges("scheduler", final=(final, 0, 1))
-    body = partial(_falling, final=final, decay=_cosine)
-    return _schedule(optimizer, num_steps, _to_the_end(body), warmup, by_time=by_time)
+    return _schedule(optimizer, num_steps, _to_the_end(final, _cosine), warmup)
 
 
-def linear(
-    optimizer: torch.optim.Optimizer,
-    num_steps: int,
-    warmup: float | str = 0.0,
-    final: float = 0.0,
-    by_time: bool = False,
-) -> LambdaLR:
+def linear(optimizer: Optimizer, num_steps: int, warmup: Steps = 0, final: float = 0) -> LambdaLR:
     """Return a linear warm-up, then a straight line from the peak down to `final` of it.
 
     Args:
@@ -78,20 +58,12 @@ def linear(
         num_steps: optimizer steps of the run.
         warmup: duration.
         final: the last rate, as a fraction of the peak.
-        by_time: as of `cosine`.
     """
-    check_ranges("scheduler", final=(final, 0, 1))
-    body = partial(_falling, final=final, decay=_linear)
-    return _schedule(optimizer, num_steps, _to_the_end(body), warmup, by_time=by_time)
+    return _schedule(optimizer, num_steps, _to_the_end(final, _linear), warmup)
 
 
 def polynomial(
-    optimizer: torch.optim.Optimizer,
-    num_steps: int,
-    power: float = 2.0,
-    warmup: float | str = 0.0,
-    final: float = 0.0,
-    by_time: bool = False,
+    optimizer: Optimizer, num_steps: int, power: float = 2, warmup: Steps = 0, final: float = 0
 ) -> LambdaLR:
     """Return a linear warm-up, then a power of the remaining share, from the peak to `final` of it.
 
@@ -101,21 +73,19 @@ def polynomial(
         power: exponent of the remaining share; 1 is `linear`.
         warmup: duration.
         final: the last rate, as a fraction of the peak.
-        by_time: as of `cosine`.
     """
-    check_ranges("scheduler", final=(final, 0, 1), power=(power, 0, math.inf))
-    body = partial(_falling, final=final, decay=partial(_power, power=power))
-    return _schedule(optimizer, num_steps, _to_the_end(body), warmup, by_time=by_time)
+    check_ranges("scheduler", power=(power, 0, math.inf))
+    body = _to_the_end(final, partial(_power, power=power))
+    return _schedule(optimizer, num_steps, body, warmup)
 
 
 def wsd(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     num_steps: int,
-    warmup: float | str = 0.0,
-    cooldown: float | str = 0.2,
+    warmup: Steps = 0,
+    cooldown: Steps = 0.2,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
-    final: float = 0.0,
-    by_time: bool = False,
+    final: float = 0,
 ) -> LambdaLR:
     """Return warm-up, stable, decay: the peak, and a fall to `final` of it at the end.
 
@@ -126,26 +96,18 @@ def wsd(
         cooldown: duration of the fall.
         shape: of the fall: a line, half a cosine, or 1 minus the root of the passed share.
         final: the last rate, as a fraction of the peak.
-        by_time: as of `cosine`.
 
     Source: S. Hu et al., MiniCPM, arXiv:2404.06395; A. Hägele et al., Scaling Laws and
     Compute-Optimal Training Beyond Fixed Training Durations, arXiv:2405.18392.
     """
-    check_ranges("scheduler", final=(final, 0, 1))
-    body = partial(_falling, final=final, decay=SHAPES[shape])
-
-    def at_the_end(run: RunLength, start: float) -> Factor:
-        return partial(body, start=run - run.steps(cooldown, "scheduler.cooldown"), end=run)
-
-    return _schedule(optimizer, num_steps, at_the_end, warmup, by_time=by_time)
+    run = _run(num_steps)
+    begin = run - run.steps(cooldown, "scheduler.cooldown")
+    falling = _to_the_end(final, SHAPES[shape])
+    return _schedule(optimizer, run, lambda run, start: falling(run, begin), warmup)
 
 
 def inverse_sqrt(
-    optimizer: torch.optim.Optimizer,
-    num_steps: int,
-    warmup: float | str = 0.1,
-    cooldown: float | str = 0.0,
-    by_time: bool = False,
+    optimizer: Optimizer, num_steps: int, warmup: Steps = 0.1, cooldown: Steps = 0
 ) -> LambdaLR:
     """Return a linear warm-up to the peak at step w, then the peak times sqrt(w / step).
 
@@ -154,7 +116,6 @@ def inverse_sqrt(
         num_steps: optimizer steps of the run.
         warmup: duration.
         cooldown: duration at the end over which a line from 1 to 0 multiplies the rate.
-        by_time: as of `cosine`.
 
     Source: A. Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
     """
@@ -162,17 +123,16 @@ def inverse_sqrt(
     def body(run: RunLength, start: float) -> Factor:
         return partial(_inverse_sqrt, peak=max(1.0, start))
 
-    return _schedule(optimizer, num_steps, body, warmup, cooldown, by_time)
+    return _schedule(optimizer, num_steps, body, warmup, cooldown)
 
 
 def step(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     num_steps: int,
-    every: float | str = 0.3,
+    every: Steps = 0.3,
     gamma: float = 0.1,
-    warmup: float | str = 0.0,
-    cooldown: float | str = 0.0,
-    by_time: bool = False,
+    warmup: Steps = 0,
+    cooldown: Steps = 0,
 ) -> LambdaLR:
     """Return a rate that is multiplied by `gamma` after each `every`, counted from the start.
 
@@ -183,24 +143,22 @@ def step(
         gamma: factor of each change.
         warmup: duration.
         cooldown: as of `inverse_sqrt`.
-        by_time: as of `cosine`.
     """
     check_ranges("scheduler", gamma=(gamma, 0, 1))
 
     def body(run: RunLength, start: float) -> Factor:
         return partial(_steps, every=run.whole_steps(every, "scheduler.every"), gamma=gamma)
 
-    return _schedule(optimizer, num_steps, body, warmup, cooldown, by_time)
+    return _schedule(optimizer, num_steps, body, warmup, cooldown)
 
 
 def multistep(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     num_steps: int,
-    milestones: Sequence[float | str] = (0.5, 0.75),
+    milestones: Sequence[Steps] = (0.5, 0.75),
     gamma: float = 0.1,
-    warmup: float | str = 0.0,
-    cooldown: float | str = 0.0,
-    by_time: bool = False,
+    warmup: Steps = 0,
+    cooldown: Steps = 0,
 ) -> LambdaLR:
     """Return a rate that is multiplied by `gamma` at each milestone.
 
@@ -211,7 +169,6 @@ def multistep(
         gamma: factor at each.
         warmup: duration.
         cooldown: as of `inverse_sqrt`.
-        by_time: as of `cosine`.
     """
     check_ranges("scheduler", gamma=(gamma, 0, 1))
 
@@ -219,17 +176,16 @@ def multistep(
         at = sorted(run.whole_steps(one, "scheduler.milestones") for one in milestones)
         return partial(_multistep, milestones=at, gamma=gamma)
 
-    return _schedule(optimizer, num_steps, body, warmup, cooldown, by_time)
+    return _schedule(optimizer, num_steps, body, warmup, cooldown)
 
 
 def restarts(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     num_steps: int,
-    period: float | str = 0.25,
+    period: Steps = 0.25,
     factor: float = 1.0,
-    warmup: float | str = 0.0,
-    final: float = 0.0,
-    by_time: bool = False,
+    warmup: Steps = 0,
+    final: float = 0,
 ) -> LambdaLR:
     """Return half cosines from the peak to `final` of it, each begun anew at the peak.
 
@@ -240,7 +196,6 @@ def restarts(
         factor: by which each is longer than the one before.
         warmup: duration of a linear warm-up before the first.
         final: the last rate of each, as a fraction of the peak.
-        by_time: as of `cosine`.
 
     Source: I. Loshchilov and F. Hutter, SGDR, arXiv:1608.03983.
     """
@@ -250,13 +205,13 @@ def restarts(
         first = run.whole_steps(period, "scheduler.period")
         return partial(_restarts, start=start, period=first, factor=factor, final=final)
 
-    return _schedule(optimizer, num_steps, body, warmup, by_time=by_time)
+    return _schedule(optimizer, num_steps, body, warmup)
 
 
 def one_cycle(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     num_steps: int,
-    warmup: float | str = 0.3,
+    warmup: Steps = 0.3,
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
     cycle_momentum: bool = True,
@@ -286,7 +241,7 @@ def one_cycle(
 
 
 def plateau(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     num_steps: int,
     factor: float = 0.1,
     patience: int = 10,
@@ -324,12 +279,11 @@ def _run(num_steps: int) -> RunLength:
 
 
 def _schedule(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     num_steps: int,
     body: Callable[[RunLength, float], Factor],
-    warmup: float | str,
-    cooldown: float | str = 0.0,
-    by_time: bool = False,
+    warmup: Steps,
+    cooldown: Steps = 0,
 ) -> LambdaLR:
     """Return the schedule of a body, which is made from the run and its steps of warm-up."""
     run = _run(num_steps)
@@ -343,7 +297,7 @@ def _schedule(
         num_steps=int(run),
         cooldown=run.steps(cooldown, "scheduler.cooldown"),
     )
-    return TimedLR(optimizer, factor, run) if by_time else LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, factor)
 
 
 def _factor(step: float, body: Factor, warmup: float, num_steps: int, cooldown: float) -> float:
@@ -354,8 +308,9 @@ def _factor(step: float, body: Factor, warmup: float, num_steps: int, cooldown: 
     return body(step) * (remaining / cooldown if remaining < cooldown else 1.0)
 
 
-def _to_the_end(body: Callable[..., float]) -> Callable[[RunLength, float], Factor]:
-    return lambda run, start: partial(body, start=start, end=int(run))
+def _to_the_end(final: float, decay: Factor) -> Callable[[RunLength, float], Factor]:
+    check_ranges("scheduler", final=(final, 0, 1))
+    return lambda run, start: partial(_falling, start=start, end=int(run), final=final, decay=decay)
 
 
 def _one(step: float) -> float:
@@ -403,68 +358,3 @@ def _restarts(step: float, start: float, period: float, factor: float, final: fl
     while step >= period:
         step, period = step - period, period * factor
     return _falling(step, 0, period, final, _cosine)
-
-
-# -- time ----------------------------------------------------------------------------------
-
-
-class TimedLR(LambdaLR):
-    """A schedule whose position follows the clock of rank 0 where that is ahead of the steps.
-
-    What remains of the schedule after a resume is spread over the time of the resumed run.
-
-    Args:
-        optimizer: whose rates are the peak.
-        factor: of the peak, by position in steps.
-        run: its number of steps and seconds.
-
-    Attributes:
-        follows_time: whether another length cannot be computed afterwards: time is not replayed.
-        passed: share of the time that has passed.
-
-    Raises:
-        ConfigError: if the run has no limit of time.
-    """
-
-    follows_time = True
-
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Factor, run: RunLength) -> None:
-        if run.max_seconds is None:
-            raise ConfigError.of(
-                "scheduler.by_time=true without trainer.max_time",
-                "the schedule follows the share of that time",
-                "Set trainer.max_time=01:00:00, or leave scheduler.by_time out.",
-            )
-        self.passed = 0.0
-        self._num_steps, self._max_seconds = int(run), run.max_seconds
-        self._origin = (time.monotonic(), 0.0)
-        super().__init__(optimizer, factor)
-
-    def step(self, epoch: int | None = None) -> None:
-        """Move on by one step, and to the present time."""
-        began, before = self._origin
-        share = before + (1 - before) * (time.monotonic() - began) / self._max_seconds
-        (self.passed,) = broadcast_object_list([min(1.0, share)])
-        super().step(epoch)
-
-    def get_lr(self) -> list[float | torch.Tensor]:
-        """Return the rate of each group at the present position."""
-        position: Any = max(float(self.last_epoch), self.passed * self._num_steps)
-        return [
-            base * factor(position)
-            for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
-        ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state without what this process's clock or the recipe says."""
-        own = ("_origin", "_max_seconds", "_num_steps")
-        return {name: value for name, value in super().state_dict().items() if name not in own}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state; its clock goes on from now.
-
-        Args:
-            state_dict: as `state_dict` returned it.
-        """
-        super().load_state_dict(state_dict)
-        self._origin = (time.monotonic(), self.passed)

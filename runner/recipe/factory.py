@@ -33,7 +33,7 @@ SCHEDULES = (
     *("polynomial", "restarts", "step", "wsd"),
 )
 # Keys of a node that the runner itself answers, whatever factory the node names.
-OF_THE_RUNNER = {"optimizer": ("groups", "layer_decay")}
+OF_THE_RUNNER = {"optimizer": ("groups", "layer_decay"), "scheduler": ("by_time",)}
 # Arguments of torch's schedules that are the number of steps of the run where they are not given.
 LENGTHS = ("T_max", "total_steps")
 SCALARS = (bool, int, float, str)

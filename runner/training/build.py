@@ -261,6 +261,7 @@ def _step_part(recipe: Recipe, key: str, step: Factory) -> Any:
     from runner.training import factory_results
     from runner.training.parameter_groups import regroup
     from runner.training.step import SupervisedStep
+    from runner.training.timed_schedule import TimedLR
 
     if getattr(recipe, key) is None:
         return None
@@ -280,11 +281,10 @@ def _step_part(recipe: Recipe, key: str, step: Factory) -> Any:
         return made
 
     def make_scheduler(optimizer: object, num_steps: int) -> object:
-        if factory.by_name:
-            return _checked(factory, factory(optimizer, num_steps))
         lengths = dict.fromkeys(factory.lengths, int(num_steps))
         derived = replace(factory, arguments={**factory.arguments, **lengths})
-        return _checked(factory, derived(optimizer))
+        made = _checked(factory, derived(*(optimizer, num_steps)[: 1 + factory.by_name]))
+        return TimedLR(made, num_steps) if recipe.scheduler.get("by_time") else made
 
     if key == "optimizer":
         return make_optimizer

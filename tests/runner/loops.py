@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import random
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -229,26 +227,6 @@ def forget() -> None:
 
 def run(run_dir: Path, recipe: Recipe, **kwargs: Any) -> dict[str, Any]:
     return build(run_dir, recipe, **kwargs).run()
-
-
-class Killer(Callback):
-    """Kills its process after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, loop: Loop) -> None:
-        if loop.state.step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed(train: Any, *args: Any, step: int) -> None:
-    """Call `train` with the callbacks of a run that is killed after a step, in another process."""
-    kwargs = {"callbacks": {"killer": Killer(step)}}
-    process = multiprocessing.get_context("fork").Process(target=train, args=args, kwargs=kwargs)
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
 
 
 def newest(run_dir: Path) -> Path:

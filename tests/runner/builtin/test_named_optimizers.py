@@ -18,11 +18,8 @@ from runner.recipe import composition
 from runner.training import build
 from tests.accel.precision.float8 import needs_torchao
 from tests.helpers import run_distributed
-from tests.runner import loops
-from tests.runner.training.test_strategies import ENGINES
+from tests.runner import loops, plain_loops
 
-STEPS = 12
-DEVICES = {"one": 1, "ddp": 2, "fsdp": 2, "tp": 2}
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "muon": partial(optimizers.muon, lr=0.01, adamw_lr=0.02),
     "schedule_free": partial(optimizers.schedule_free, lr=0.02, warmup_steps=3),
@@ -30,69 +27,47 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def net(width: int = 8) -> nn.Sequential:
-    torch.manual_seed(7)
-    layers = [nn.Linear(4, width), nn.Dropout(0.0), nn.Tanh(), nn.Linear(width, 1)]
-    return nn.Sequential(*layers)
-
-
-def plain(name: str) -> dict[str, torch.Tensor]:
-    """Return the weights that a plain loop trains."""
-    model, data = net(), loops.Points(loops.NUM_TRAIN)
+def muon_by_hand(model: nn.Sequential) -> list[torch.optim.Optimizer]:
     first, head = model[0], model[3]
-    if name == "muon":
-        others = [{"params": [first.bias, head.bias], "weight_decay": 0.0}]
-        kinds: list[Any] = [
-            torch.optim.Muon([first.weight], lr=0.01, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(
-                [{"params": [head.weight], "weight_decay": 0.1}, *others], 0.02, (0.9, 0.95)
-            ),
-        ]
-    else:
-        groups = [
-            {"params": [first.weight, head.weight], "weight_decay": 0.01},
-            {"params": [first.bias, head.bias], "weight_decay": 0.0},
-        ]
-        kinds = [schedulefree.AdamWScheduleFree(groups, lr=0.02, warmup_steps=3)]
-        kinds[0].train()
-    for _ in range(STEPS):
-        (model(data.x).squeeze(-1) - data.y).square().mean().backward()
-        for optimizer in kinds:
-            optimizer.step()
-            optimizer.zero_grad()
-    if name == "schedule_free":
-        kinds[0].eval()
-    return model.state_dict()
-
-
-def run(folder: Path, name: str, strategy: str = "one", **arguments: Any) -> dict[str, Any]:
-    size = {"trainer__global_batch_size": loops.NUM_TRAIN, "trainer__epochs": STEPS}
-    recipe = loops.recipe_of(**size, checkpoint__every_steps=3, **ENGINES.get(strategy, {}))
-    given = {"make_optimizer": OPTIMIZERS[name], "make_scheduler": None, **arguments}
-    return loops.run(folder, recipe, **given)
-
-
-def trained(folder: str, name: str, strategy: str) -> dict[str, torch.Tensor]:
-    run(Path(folder), name, strategy)
-    loops.forget()
-    return loops.weights(Path(folder))
+    others = [{"params": [first.bias, head.bias], "weight_decay": 0.0}]
+    rest = [{"params": [head.weight], "weight_decay": 0.1}, *others]
+    hidden = torch.optim.Muon([first.weight], lr=0.01, adjust_lr_fn="match_rms_adamw")
+    return [hidden, torch.optim.AdamW(rest, 0.02, (0.9, 0.95))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", DEVICES)
-@pytest.mark.parametrize("name", ["muon", "schedule_free"])
-def test_weights_are_those_of_a_plain_loop(name: str, strategy: str, tmp_path: Path) -> None:
-    expected = plain(name)
-    for found in run_distributed(trained, DEVICES[strategy], str(tmp_path), name, strategy):
-        for key, value in expected.items():
-            # Muon iterates in bf16; where weights are sharded, its sums are rounded otherwise.
-            atol = 1e-3 if name == "muon" and strategy in ("fsdp", "tp") else 1e-6
-            torch.testing.assert_close(found[key], value, rtol=0, atol=atol)
+@pytest.mark.parametrize("strategy", ["one", "ddp", "fsdp", "tp"])
+def test_muon_trains_as_a_plain_loop(strategy: str, tmp_path: Path) -> None:
+    # It iterates in bf16; where weights are sharded, its sums are rounded otherwise.
+    atol = 2e-3 if strategy in ("fsdp", "tp") else 1e-6
+    expected, given = plain_loops.plain(muon_by_hand), {"make_optimizer": OPTIMIZERS["muon"]}
+    plain_loops.check_weights(expected, tmp_path, strategy, atol, **given)
 
 
-def refused(folder: str, name: str) -> str:
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["one", "ddp", "fsdp", "tp"])
+def test_the_schedule_free_average_is_that_of_a_plain_loop(strategy: str, tmp_path: Path) -> None:
+    made = []
+
+    def by_hand(model: nn.Sequential) -> list[Any]:
+        weights, biases = ([getattr(model[i], n) for i in (0, 3)] for n in ("weight", "bias"))
+        groups = [{"params": weights, "weight_decay": 0.01}, {"params": biases}]
+        made.append(schedulefree.AdamWScheduleFree(groups, lr=0.02, warmup_steps=3))
+        made[0].train()
+        return made
+
+    plain_loops.plain(by_hand)
+    made[0].eval()
+    names = ("0.weight", "3.weight", "0.bias", "3.bias")
+    tensors = (p.detach() for group in made[0].param_groups for p in group["params"])
+    expected = dict(zip(names, tensors, strict=True))
+    given = {"make_optimizer": OPTIMIZERS["schedule_free"]}
+    plain_loops.check_weights(expected, tmp_path, strategy, **given)
+
+
+def refused(folder: str, make: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        run(Path(folder), name, "zero2")
+        plain_loops.run(Path(folder), "zero2", make_optimizer=make)
     loops.forget()
     return str(caught.value)
 
@@ -100,7 +75,7 @@ def refused(folder: str, name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_zero_does_not_have_them(name: str, tmp_path: Path) -> None:
-    for text in run_distributed(refused, 2, str(tmp_path), name):
+    for text in run_distributed(refused, 2, str(tmp_path), OPTIMIZERS[name]):
         assert "under ZeRO" in text or "under DeepSpeed" in text or "the engine steps" in text
 
 
@@ -109,13 +84,7 @@ def test_zero_does_not_have_them(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
     width = 1024 if name == "adamw_8bit" else 8  # smaller weights keep moments in fp32
-    run(tmp_path / "whole", name, model=net(width))
-    loops.killed(partial(run, name=name, model=net(width)), tmp_path / "killed", step=8)
-    newest = loops.newest(tmp_path / "killed")
-    run(tmp_path / "killed", name, resume_from=newest, model=net(width))
-    assert loops.losses(tmp_path / "killed") == loops.losses(tmp_path / "whole")
-    weights = loops.weights(tmp_path / "whole")
-    assert all(torch.equal(w, weights[k]) for k, w in loops.weights(tmp_path / "killed").items())
+    plain_loops.check_killed(tmp_path, make_optimizer=OPTIMIZERS[name], width=width)
 
 
 def test_evaluations_and_saves_have_averaged_weights_and_change_no_training(
@@ -157,4 +126,4 @@ def test_a_schedule_beside_it_and_a_missing_package_are_refused(
         build.check_steps([composition.new_run(["optimizer=schedule_free"], "config")])
     monkeypatch.setattr("accel.machine.imports.is_available", lambda package: False)
     with pytest.raises(MissingPackageError, match="pip install schedulefree"):
-        optimizers.schedule_free(net())
+        optimizers.schedule_free(nn.Linear(1, 1))

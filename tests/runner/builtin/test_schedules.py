@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from runner.builtin import schedules
 from runner.recipe import composition
 from runner.recipe.batch_plan import RunLength
 from runner.training import build
-from tests.helpers import run_distributed
-from tests.runner import loops
+from runner.training.timed_schedule import TimedLR
+from tests.runner import loops, plain_loops
 
-N = 24
+N = plain_loops.STEPS
 PEAK = 0.05
 
 
@@ -30,8 +31,8 @@ def length(steps: int = N) -> RunLength:
     return run
 
 
-def adamw() -> torch.optim.Optimizer:
-    return torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=PEAK)
+def adamw(model: nn.Module | None = None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((model or nn.Linear(1, 1)).parameters(), lr=PEAK)
 
 
 def rates(scheduler: Any, steps: int = N) -> list[float]:
@@ -77,7 +78,7 @@ MEASURED = {**SAME, "plateau": ({"patience": 1}, lambda o: torchs.ReduceLROnPlat
 
 
 def made(name: str, options: dict[str, Any]) -> Callable[[Any, int], Any]:
-    return lambda optimizer, num_steps: getattr(schedules, name)(optimizer, num_steps, **options)
+    return partial(getattr(schedules, name), **options)
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -101,7 +102,6 @@ def test_a_warm_up_precedes_what_falls_to_the_end() -> None:
         ("linear", {"warmup": -1}, "scheduler.warmup=-1"),
         ("wsd", {"cooldown": math.inf}, "scheduler.cooldown=inf"),
         ("step", {"every": "2 epochs"}, "scheduler.every='2 epochs'"),
-        ("linear", {"by_time": True}, "scheduler.by_time=true without trainer.max_time"),
         ("cosine", {"final": 2}, "scheduler.final=2"),
     ],
 )
@@ -115,14 +115,17 @@ def test_a_schedule_by_time_is_where_the_clock_is_and_goes_on_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([0.0, 0.0, 1.0, 50.0, 1000.0, 1000.0, 1000.0, 1050.0])
-    monkeypatch.setattr(schedules.time, "monotonic", lambda: next(times))
-    first = schedules.linear(adamw(), length(), by_time=True)
+    monkeypatch.setattr("time.monotonic", lambda: next(times))
+    first = TimedLR(schedules.linear(adamw(), length()), length())
     rates(first, 2)  # after 2 of 24 steps half of the 100 seconds have passed
     assert first.get_last_lr() == pytest.approx([PEAK / 2])
-    then = schedules.linear(adamw(), length(), by_time=True)
+    then = TimedLR(schedules.linear(adamw(), length()), length())
     then.load_state_dict(first.state_dict())
     rates(then, 1)
     assert then.get_last_lr() == pytest.approx([PEAK / 4])
+    with pytest.raises(ConfigError) as caught:
+        TimedLR(torchs.OneCycleLR(adamw(), PEAK, total_steps=N), N)
+    assert len(caught.value.problems) == 2
 
 
 @pytest.mark.parametrize(
@@ -144,77 +147,31 @@ def test_lengths_of_torchs_schedules_are_derived(
 # -- trained -------------------------------------------------------------------------------
 
 
-def recipe(**changes: Any) -> Any:
-    """Return a recipe of one step an epoch, so that the order of the samples changes nothing."""
-    size = loops.NUM_TRAIN
-    return loops.recipe_of(trainer__global_batch_size=size, trainer__epochs=N, **changes)
-
-
-def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=PEAK)
-
-
-def plain(name: str) -> dict[str, torch.Tensor]:
-    """Return the weights that a plain loop trains."""
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, 1))
-    optimizer_, data = optimizer(model), loops.Points(loops.NUM_TRAIN)
-    scheduler, validation = MEASURED[name][1](optimizer_), loops.Points(loops.NUM_VALIDATION)
-    for _ in range(N):
-        (model(data.x).squeeze(-1) - data.y).square().mean().backward()
-        optimizer_.step()
-        optimizer_.zero_grad()
-        with torch.no_grad():
-            loss = float((model(validation.x).squeeze(-1) - validation.y).square().mean())
-        scheduler.step(*[loss] * (name == "plateau"))
-    return model.state_dict()
-
-
-def trained(folder: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the weights that runs train, by the name of their schedule."""
-    for name, (options, _) in MEASURED.items():
-        run(Path(folder) / name, made(name, options))
-    loops.forget()
-    return {name: loops.weights(Path(folder) / name) for name in MEASURED}
-
-
-def run(folder: Path, make_scheduler: Any, **arguments: Any) -> None:
-    settings = {"checkpoint__every_steps": 5, "trainer__max_time": 1000}
-    made_ = {"make_scheduler": make_scheduler, "make_optimizer": optimizer}
-    loops.run(folder, recipe(**settings), **made_, **arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_are_those_of_a_plain_loop(world_size: int, tmp_path: Path) -> None:
-    for found in run_distributed(trained, world_size, str(tmp_path)):
-        for name, weights in found.items():
-            for key, expected in plain(name).items():
-                torch.testing.assert_close(weights[key], expected, rtol=0, atol=1e-6, msg=name)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_killed_run_goes_on_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
-    schedule = made(name, MEASURED[name][0])
-    run(tmp_path / "whole", schedule)
-    loops.killed(run, tmp_path / "killed", schedule, step=13)
-    run(tmp_path / "killed", schedule, resume_from=loops.newest(tmp_path / "killed"))
-    for one in (loops.losses, lambda folder: [r["lr"] for r in loops.records(folder)]):
-        assert one(tmp_path / "killed") == one(tmp_path / "whole")
-    found, expected = (loops.weights(tmp_path / folder) for folder in ("killed", "whole"))
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+def test_weights_are_those_of_a_plain_loop_and_a_killed_run_goes_on(
+    name: str, tmp_path: Path
+) -> None:
+    options, same = MEASURED[name]
+    given = {"make_scheduler": made(name, options), "make_optimizer": adamw}
+    expected = plain_loops.plain(lambda model: [adamw(model)], same)
+    for strategy in ("one", "ddp"):
+        plain_loops.check_weights(expected, tmp_path / strategy, strategy, **given)
+    plain_loops.check_killed(tmp_path, **given)
 
 
-def test_a_plateau_goes_on_in_a_longer_run_and_time_does_not(tmp_path: Path) -> None:
-    for name, options in (("plateau", {"patience": 0}), ("linear", {"by_time": True})):
-        folder, schedule = tmp_path / name, {"make_scheduler": made(name, options)}
-        short = {"trainer__max_time": 1000, "trainer__epochs": 1}
-        loops.run(folder, loops.recipe_of(**short, trainer__stop_after=3), **schedule)
-        longer = loops.recipe_of(**{**short, "trainer__epochs": 2})
-        loop = loops.build(folder, longer, resume_from=loops.newest(folder), **schedule)
-        if name == "plateau":
-            assert loop.run()["stopped"] == "epochs"
-            continue
+def timed(optimizer: Any, num_steps: int) -> Any:
+    return TimedLR(schedules.linear(optimizer, num_steps), num_steps)
+
+
+@pytest.mark.parametrize("make", [made("plateau", {}), timed], ids=["plateau", "time"])
+def test_a_plateau_goes_on_in_a_longer_run_and_time_does_not(make: Any, tmp_path: Path) -> None:
+    changes = {"trainer__max_time": 1000, "trainer__stop_after": 3}
+    loops.run(tmp_path, loops.recipe_of(**changes), make_scheduler=make)
+    longer = loops.recipe_of(trainer__max_time=1000, trainer__epochs=5)
+    loop = loops.build(tmp_path, longer, resume_from=loops.newest(tmp_path), make_scheduler=make)
+    if make is timed:
         with pytest.raises(ConfigError, match=r"TimedLR with resume: a schedule that follows time"):
             loop.run()
+    else:
+        assert loop.run()["stopped"] == "epochs"

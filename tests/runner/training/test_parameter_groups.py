@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from accel.machine.errors import CheckpointError, ConfigError
 from runner.builtin.optimizers import adamw
@@ -17,28 +18,19 @@ from runner.recipe import composition
 from runner.training import build
 from runner.training.metrics import learning_rates
 from runner.training.parameter_groups import layers, regroup
-from tests.helpers import run_distributed
-from tests.runner import loops
-from tests.runner.training.test_strategies import ENGINES
+from tests.runner import loops, plain_loops
 
 GROUPS = [
     {"match": "3.*", "lr_scale": 0.5, "weight_decay": 0.3, "name": "head"},
     {"match": ["*.bias"], "lr": 0.03},
 ]
 DECAY = 0.8
-STEPS = 12
-DEVICES = {"one": 1, "ddp": 2, "fsdp": 2, "tp": 2, "zero2": 2, "zero3": 2}
 
 
 def made(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     optimizer = adamw(model, lr=0.02, weight_decay=0.1)
     regroup(optimizer, model, **{"groups": GROUPS, "layer_decay": DECAY, **options})
     return optimizer
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, 1))
 
 
 def by_hand(model: nn.Sequential) -> torch.optim.Optimizer:
@@ -52,7 +44,7 @@ def by_hand(model: nn.Sequential) -> torch.optim.Optimizer:
 
 
 def test_groups_have_their_options_and_names() -> None:
-    model = net()
+    model = plain_loops.net()
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = [
         ([names[p] for p in group["params"]], group["name"], group["lr"], group["weight_decay"])
@@ -102,45 +94,19 @@ def test_mistakes_are_refused_before_anything_starts() -> None:
 # -- trained -------------------------------------------------------------------------------
 
 
-def run(folder: Path, strategy: str = "one", make: Any = made, **arguments: Any) -> None:
-    size = {"trainer__global_batch_size": loops.NUM_TRAIN, "trainer__epochs": STEPS}
-    recipe = loops.recipe_of(**size, checkpoint__every_steps=3, **ENGINES.get(strategy, {}))
-    loops.run(folder, recipe, make_optimizer=make, make_scheduler=cosine, **arguments)
-
-
-def trained(folder: str, strategy: str) -> dict[str, torch.Tensor]:
-    run(Path(folder), strategy)
-    loops.forget()
-    return loops.weights(Path(folder))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", DEVICES)
+@pytest.mark.parametrize("strategy", plain_loops.STRATEGIES)
 def test_weights_are_those_of_a_plain_loop(strategy: str, tmp_path: Path) -> None:
-    model, data = net(), loops.Points(loops.NUM_TRAIN)
-    optimizer = by_hand(model)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for _ in range(STEPS):
-        (model(data.x).squeeze(-1) - data.y).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    for found in run_distributed(trained, DEVICES[strategy], str(tmp_path), strategy):
-        for name, expected in model.state_dict().items():
-            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6)
+    expected = plain_loops.plain(
+        lambda model: [by_hand(model)], lambda o: CosineAnnealingLR(o, plain_loops.STEPS)
+    )
+    given = {"make_optimizer": made, "make_scheduler": cosine}
+    plain_loops.check_weights(expected, tmp_path, strategy, **given)
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    run(tmp_path / "whole")
-    loops.killed(run, tmp_path / "killed", step=8)
-    run(tmp_path / "killed", resume_from=loops.newest(tmp_path / "killed"))
-    found, expected = (loops.records(tmp_path / folder) for folder in ("killed", "whole"))
-    names = [name for name in expected[0] if name == "loss" or name.startswith("lr")]
-    assert len(names) == 5
-    assert [[r[n] for n in names] for r in found] == [[r[n] for n in names] for r in expected]
-    weights = loops.weights(tmp_path / "whole")
-    assert all(torch.equal(w, weights[k]) for k, w in loops.weights(tmp_path / "killed").items())
+    plain_loops.check_killed(tmp_path, make_optimizer=made, make_scheduler=cosine)
 
 
 def test_a_group_has_another_rate_after_a_resume_and_not_other_members(tmp_path: Path) -> None:
