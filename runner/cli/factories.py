@@ -6,7 +6,6 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from runner.cli import help
 from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE
 from runner.recipe import paths, trust
-from runner.recipe.factory import Factory, factory_of, register, shown_type
+from runner.recipe.factory import Factory, factory_of, register
 from runner.recipe.keys import NAMED_NODES
 
 RECIPES = "recipes"
@@ -104,21 +103,14 @@ def _nodes(path: Path, stem: str) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 def _entry(made: Factory, choices: Sequence[str]) -> Entry:
     text = inspect.getdoc(made.function) or ""
-    parameters = ", ".join(map(_shown, made.signature.parameters.values()))
+    parameters = ", ".join(map(str, made.signature.parameters.values()))
+    parameters = parameters.replace("collections.abc.", "")
     chosen = [f"  {line}" for line in choices or [f"{made.key}.name={made.label}"]]
     place = f"{made.function.__module__}.{getattr(made.function, '__qualname__', made.label)}"
     parts = [f"{place}({parameters})", text, "\n".join(["Choose it by", *chosen])]
     return Entry(text.partition("\n")[0], parameters, "\n\n".join(filter(None, parts)))
 
 
-def _shown(parameter: Parameter) -> str:
-    empty = Parameter.empty
-    hint = "" if parameter.annotation is empty else f": {shown_type(parameter.annotation)}"
-    default = "" if parameter.default is empty else f" = {parameter.default!r}"
-    return parameter.name + hint.replace("collections.abc.", "") + default
-
-
 def _recipe(text: str) -> Entry:
-    comments = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
-    about = [line for line in comments if not line.startswith("@")]
-    return Entry(next(iter(about), ""), "", text.rstrip())
+    about = [line for line in text.splitlines() if line.startswith("# ") and line[2] != "@"]
+    return Entry("".join(about[:1]).removeprefix("# "), "", text.rstrip())
