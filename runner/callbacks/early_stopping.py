@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from runner.training.state import is_better
 if TYPE_CHECKING:
     from runner.training.run import Run
 
+EQUAL = -math.ulp(0.0)  # a `min_delta` with which an equal value is better, too
+
 
 class EarlyStopping(Callback):
     """Ends training after some evaluations in a row without improvement.
@@ -22,6 +25,10 @@ class EarlyStopping(Callback):
         min_delta: least change of the metric that counts as an improvement.
         monitor: the validation metric; None: the one by which the run chooses its best state.
         mode: whether its best is the "max" or the "min"; None: as the run has it.
+        start: steps before which no evaluation counts.
+        threshold: value of the metric that is good enough: training ends once it is reached.
+        divergence: value of the metric from which training has diverged: it ends beyond it, or
+            where the metric is not a number.
     """
 
     def __init__(
@@ -30,6 +37,9 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         monitor: str | None = None,
         mode: str | None = None,
+        start: int = 0,
+        threshold: float | None = None,
+        divergence: float | None = None,
     ) -> None:
         problems = Problems()
         if patience < 1:
@@ -45,6 +55,7 @@ class EarlyStopping(Callback):
         self.min_delta = min_delta
         self.monitor = monitor
         self.mode = mode
+        self.start, self.threshold, self.divergence = start, threshold, divergence
         self.best: float | None = None
         self.num_waited = 0
         self._step: int | None = None  # of the last evaluation
@@ -74,7 +85,14 @@ class EarlyStopping(Callback):
             return
         self._step = loop.state.step
         value = monitored_value(metrics, self.monitor, "callbacks.early_stopping.monitor")
-        if is_better(value, self.best, str(self.mode), self.min_delta):
+        if loop.state.step < self.start:
+            return
+        mode = str(self.mode)
+        if self.threshold is not None and is_better(value, self.threshold, mode, EQUAL):
+            loop.stop(f"{self.monitor}={value:.6g} has reached the threshold {self.threshold}")
+        if self.divergence is not None and not is_better(value, self.divergence, mode, EQUAL):
+            loop.stop(f"{self.monitor}={value:.6g} has diverged beyond {self.divergence}")
+        if is_better(value, self.best, mode, self.min_delta):
             self.best, self.num_waited = value, 0
             return
         self.num_waited += 1

@@ -207,18 +207,15 @@ def _media(run: RunRecord) -> Iterator[str]:
     folders = sorted((run.path / MEDIA).glob("*"), key=lambda folder: int(folder.name))
     newest = {file.name: file for folder in folders for file in sorted(folder.iterdir())}
     for file in newest.values():
-        step = file.parent.name
-        yield f"<h2>{html.escape(file.stem)} · step {step} of {html.escape(run.name)}</h2>"
-        if file.suffix == ".png":
-            yield f'<img alt="{html.escape(file.stem)}" src="{_address(file.read_bytes())}">'
-            continue
-        text = file.read_text(encoding="utf-8")
-        rows = list(csv.reader(io.StringIO(text))) if file.suffix == ".csv" else []
-        if rows and tuple(rows[0]) == HISTOGRAM:
-            yield f'<img alt="{html.escape(file.stem)}" src="{histogram(rows[1:])}">'
+        name, content = html.escape(file.stem), file.read_bytes()
+        yield f"<h2>{name} · step {file.parent.name} of {html.escape(run.name)}</h2>"
+        rows = list(csv.reader(content.decode().splitlines())) if file.suffix == ".csv" else []
+        if file.suffix == ".png" or tuple(rows[:1]) == (list(HISTOGRAM),):
+            address = histogram(rows[1:]) if rows else _address(content)
+            yield f'<img alt="{name}" src="{address}">'
         else:
-            lines = ["  ".join(row) for row in rows] or [text]
-            yield f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+            text = "\n".join("  ".join(row) for row in rows) or content.decode()
+            yield f"<pre>{html.escape(text)}</pre>"
 
 
 def _tables(found: Report) -> str:

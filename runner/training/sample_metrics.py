@@ -54,12 +54,12 @@ class SampleMetrics:
             for hook in hooks:
                 hook.remove()
         found = self._step.metric_inputs(outputs[0] if len(outputs) == 1 else outputs, batch)
-        if not _are_inputs(found):
-            kinds = [shown(one) for one in found] if isinstance(found, tuple) else [shown(found)]
-            rule = "metrics take tensors (predictions, targets), each [B, ...]"
-            remedy = "Define metric_inputs(output, batch), or leave `metrics` out."
-            owner = getattr(self._step, "objective", self._step)
-            raise refused(owner, "metric_inputs", ", ".join(kinds), rule, remedy)
+        for one in found if isinstance(found, tuple) else [found]:
+            if not isinstance(one, torch.Tensor):
+                rule = "metrics take tensors (predictions, targets), each [B, ...]"
+                remedy = "Define metric_inputs(output, batch), or leave `metrics` out."
+                owner = getattr(self._step, "objective", self._step)
+                raise refused(owner, "metric_inputs", shown(one), rule, remedy)
         self._update(self._accelerator.gather_for_metrics(list(found)))
 
     def _update(self, rows: list[torch.Tensor]) -> None:
@@ -74,12 +74,9 @@ class SampleMetrics:
             try:
                 metric.update(preds, target)
             except (RuntimeError, TypeError, ValueError) as error:
-                shapes = f"preds {list(preds.shape)} and target {list(target.shape)}"
-                raise ConfigError.of(
-                    f"metrics.{name}: {type(metric).__name__}",
-                    f"it cannot take {shapes}: {str(error).rstrip('.')}",
-                    "Correct its arguments, or define metric_inputs(output, batch).",
-                ) from error
+                value = f"metrics.{name} with {list(preds.shape)} and {list(target.shape)}"
+                remedy = "Correct its arguments, or define metric_inputs(output, batch)."
+                raise ConfigError.of(value, str(error).rstrip("."), remedy) from error
 
     def computed(self) -> dict[str, float]:
         """Return the values of the data set that was seen, and forget it."""
@@ -93,9 +90,3 @@ class SampleMetrics:
             metric.reset()
         self._waiting = []
         return checked_metrics(self._step, values, "metrics")
-
-
-def _are_inputs(found: object) -> bool:
-    if not isinstance(found, tuple) or len(found) != 2:
-        return False
-    return all(isinstance(one, torch.Tensor) for one in found)

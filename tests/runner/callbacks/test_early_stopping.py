@@ -31,8 +31,11 @@ def data() -> Data:
         ({"patience": 2, "min_delta": 0.5}, (3.0, 2.0, 1.7, 1.6, 1.0), 20),
         ({"patience": 2, "mode": "max"}, (1.0, 2.0, 1.0, 1.5), 20),
         ({"patience": 2}, (float("nan"), float("nan")), 10),
+        ({"patience": 1, "start": 11}, (1.0, 2.0, 2.0, 2.0), 20),
+        ({"threshold": 2.0}, (3.0, 2.0), 10),
+        ({"divergence": 3.0}, (3.0, 2.0, 3.5), 15),
+        ({"divergence": 3.0, "start": 10}, (9.0, float("nan")), 10),
     ],
-    ids=["waits", "at once", "min_delta", "max", "nan"],
 )
 def test_a_run_without_progress_is_ended(
     tmp_path: Path, arguments: dict[str, Any], values: tuple[float, ...], step: int

@@ -104,7 +104,10 @@ def test_a_metric_that_cannot_be_built_is_refused_before_the_start() -> None:
     ("returned", "message"),
     [
         (None, "Pairs.metric_inputs returned None: metrics take tensors"),
-        ((torch.zeros(8, 2), torch.zeros(8)), r"metrics.mse: OwnMSE: it cannot take"),
+        (
+            (torch.zeros(8, 2), torch.zeros(8)),
+            r"metrics.mse with \[8, 2\] and \[8\]: shapes differ",
+        ),
     ],
 )
 def test_inputs_that_a_metric_cannot_take_are_refused(
