@@ -213,15 +213,10 @@ def muon(
         )
     hidden = set(matrices)
     others = [parameter for parameter in trainable if parameter not in hidden]
-    return Muon(
-        matrices,
-        decay_groups(others, weight_decay),
-        {
-            **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum},
-            "adjust_lr_fn": adjust_lr_fn,
-        },
-        {"lr": rates["adamw_lr"], "betas": (float(betas[0]), float(betas[1])), "eps": eps},
-    )
+    of_muon = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+    of_adamw = {"lr": rates["adamw_lr"], "betas": (float(betas[0]), float(betas[1])), "eps": eps}
+    groups = decay_groups(others, weight_decay)
+    return Muon(matrices, groups, {**of_muon, "adjust_lr_fn": adjust_lr_fn}, of_adamw)
 
 
 def schedule_free(
@@ -276,13 +271,8 @@ def schedule_free(
                     parameter.copy_(trained)
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    made: torch.optim.Optimizer = ScheduleFreeAdamW(
-        decay_groups(trainable, weight_decay),
-        lr=lr,
-        betas=(float(betas[0]), float(betas[1])),
-        eps=eps,
-        warmup_steps=warmup_steps,
-    )
+    groups, decays = decay_groups(trainable, weight_decay), (float(betas[0]), float(betas[1]))
+    made: torch.optim.Optimizer = ScheduleFreeAdamW(groups, lr, decays, eps, 0.0, warmup_steps)
     return made
 
 

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
@@ -33,7 +33,7 @@ def constant(optimizer: Optimizer, num_steps: int, warmup: Steps = 0) -> LambdaL
         num_steps: optimizer steps of the run.
         warmup: duration.
     """
-    return _schedule(optimizer, num_steps, lambda run, start: _one, warmup)
+    return _schedule(optimizer, num_steps, _to_the_end(1.0, _linear), warmup)
 
 
 def cosine(optimizer: Optimizer, num_steps: int, warmup: Steps = 0, final: float = 0) -> LambdaLR:
@@ -120,10 +120,9 @@ def inverse_sqrt(
     Source: A. Vaswani et al., Attention Is All You Need, arXiv:1706.03762.
     """
 
-    def body(run: RunLength, start: float) -> Factor:
-        return partial(_inverse_sqrt, peak=max(1.0, start))
-
-    return _schedule(optimizer, num_steps, body, warmup, cooldown)
+    return _schedule(
+        optimizer, num_steps, lambda _, start: partial(_inverse_sqrt, peak=start), warmup, cooldown
+    )
 
 
 def step(
@@ -228,15 +227,11 @@ def one_cycle(
 
     Source: L. Smith and N. Topin, Super-Convergence, arXiv:1708.07120.
     """
-    rising = _run(num_steps).steps(warmup, "scheduler.warmup")
+    rising = _run(num_steps).steps(warmup, "scheduler.warmup") / num_steps
+    peaks = [float(group["lr"]) for group in optimizer.param_groups]
+    factors: Any = {"div_factor": div_factor, "final_div_factor": final_div_factor}
     return OneCycleLR(
-        optimizer,
-        max_lr=[float(group["lr"]) for group in optimizer.param_groups],
-        total_steps=int(num_steps),
-        pct_start=rising / num_steps,
-        cycle_momentum=cycle_momentum,
-        div_factor=div_factor,
-        final_div_factor=final_div_factor,
+        optimizer, peaks, int(num_steps), None, None, rising, "cos", cycle_momentum, **factors
     )
 
 
@@ -260,15 +255,9 @@ def plateau(
         cooldown: evaluations after a reduction that do not count.
         min_lr: lower bound of the rate.
     """
-    return ReduceLROnPlateau(
-        optimizer,
-        mode=_run(num_steps).mode,
-        factor=factor,
-        patience=patience,
-        threshold=threshold,
-        cooldown=cooldown,
-        min_lr=min_lr,
-    )
+    options: Any = {"cooldown": cooldown, "min_lr": min_lr}
+    mode = _run(num_steps).mode
+    return ReduceLROnPlateau(optimizer, mode, factor, patience, threshold, **options)
 
 
 # -- formulas ------------------------------------------------------------------------------
@@ -290,13 +279,8 @@ def _schedule(
     start = run.steps(warmup, "scheduler.warmup")
     # A partial, not a lambda: it pickles, and leaves nothing in the scheduler's state, so that a
     # resumed run follows the schedule of its recipe.
-    factor = partial(
-        _factor,
-        body=body(run, start),
-        warmup=start,
-        num_steps=int(run),
-        cooldown=run.steps(cooldown, "scheduler.cooldown"),
-    )
+    end = run.steps(cooldown, "scheduler.cooldown")
+    factor = partial(_factor, body=body(run, start), warmup=start, num_steps=int(run), cooldown=end)
     return LambdaLR(optimizer, factor)
 
 
@@ -311,10 +295,6 @@ def _factor(step: float, body: Factor, warmup: float, num_steps: int, cooldown: 
 def _to_the_end(final: float, decay: Factor) -> Callable[[RunLength, float], Factor]:
     check_ranges("scheduler", final=(final, 0, 1))
     return lambda run, start: partial(_falling, start=start, end=int(run), final=final, decay=decay)
-
-
-def _one(step: float) -> float:
-    return 1.0
 
 
 def _falling(step: float, start: float, end: float, final: float, decay: Factor) -> float:
@@ -342,7 +322,7 @@ SHAPES: dict[str, Factor] = {"linear": _linear, "cosine": _cosine, "sqrt": _sqrt
 
 
 def _inverse_sqrt(step: float, peak: float) -> float:
-    return math.sqrt(peak / max(step + 1, peak))
+    return math.sqrt(max(1.0, peak) / max(step + 1, peak))
 
 
 def _steps(step: float, every: int, gamma: float) -> float:

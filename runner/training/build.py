@@ -270,11 +270,8 @@ def _step_part(recipe: Recipe, key: str, step: Factory) -> Any:
     def make_optimizer(model: torch.nn.Module) -> object:
         made = _checked(factory, factory(model if factory.by_name else model.parameters()))
         if recipe.scheduler is not None and hasattr(made, "train"):
-            raise ConfigError.of(
-                f"scheduler with {factory.place}",
-                "it averages weights in place of a schedule",
-                "Set scheduler=null; optimizer.warmup_steps=100 warms up.",
-            )
+            value, rule = f"scheduler with {factory.place}", "it averages weights in its place"
+            raise ConfigError.of(value, rule, "Set scheduler=null, and optimizer.warmup_steps=100.")
         own = {key: recipe.optimizer.get(key) for key in OF_THE_RUNNER["optimizer"]}
         if given := {key: value for key, value in own.items() if value is not None}:
             regroup(made, model, **given)

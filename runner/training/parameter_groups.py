@@ -41,7 +41,7 @@ def regroup(
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     problems = Problems(_problems(groups, optimizer, names.values()))
-    if not 0 < layer_decay <= 1:
+    if not (isinstance(layer_decay, (int, float)) and 0 < layer_decay <= 1):
         value = f"optimizer.layer_decay={layer_decay}"
         problems.add(value, "it is above 0 and at most 1", "Set optimizer.layer_decay=0.75.")
     problems.raise_if()
@@ -106,7 +106,7 @@ def _problems(
     found = Problems()
     example = f"Write {KEY}='[{{match: [head.*], lr: 1e-3}}]'."
     known = {*OWN, *optimizer.param_groups[0]} - {"params", "param_names"}
-    for number, group in enumerate(groups):
+    for number, group in enumerate(groups if isinstance(groups, (list, tuple)) else [groups]):
         place = f"{KEY}[{number}]"
         if not isinstance(group, Mapping) or not group.get("match"):
             found.add(f"{place}={group!r}", "a group has `match`, patterns of names", example)

@@ -38,11 +38,8 @@ class TimedLR(LambdaLR):
             value = f"scheduler.by_time=true with {type(schedule).__name__}"
             problems.add(value, "it is no function of the step", "Choose scheduler=cosine, or wsd.")
         if seconds is None:
-            problems.add(
-                "scheduler.by_time=true without trainer.max_time",
-                "the schedule follows the share of that time",
-                "Set trainer.max_time=01:00:00, or leave scheduler.by_time out.",
-            )
+            value, rule = "scheduler.by_time=true without trainer.max_time", "it follows that time"
+            problems.add(value, rule, "Set trainer.max_time=01:00:00, or leave by_time out.")
         problems.raise_if()
         assert isinstance(schedule, LambdaLR)
         self.passed = 0.0
