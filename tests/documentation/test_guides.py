@@ -10,7 +10,7 @@ import pytest
 from runner import exit_codes
 from tests.documentation.guides import BLOCK, DOCUMENTS, ROOT, Reader
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
 of_each = pytest.mark.parametrize(
     "document", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in DOCUMENTS]
