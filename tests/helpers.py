@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -330,6 +330,41 @@ def run_distributed(
 def python(*args: str) -> list[str]:
     """Return the command that runs this interpreter with `args`."""
     return [sys.executable, *args]
+
+
+def with_path(**variables: str) -> dict[str, str]:
+    """Return the environment of a command that imports this checkout, with further variables."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+
+def ran(
+    line: Sequence[str], cwd: Path, timeout: float = SECONDS, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder to its end."""
+    known: Any = {"env": with_path(**variables), "capture_output": True, "text": True}
+    return subprocess.run(line, cwd=cwd, timeout=timeout, **known)
+
+
+def started(line: Sequence[str], cwd: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start a command in a folder; both outputs are its standard output."""
+    known: Any = {"env": with_path(**variables), "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(line, cwd=cwd, stdout=subprocess.PIPE, **known)
+
+
+def git(folder: Path, *arguments: str) -> None:
+    """Give a command of git's in a folder."""
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def wait_until(condition: Callable[[], object], within: float = SECONDS) -> bool:
+    """Return whether `condition()` becomes true in time."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def on_small_disk(folder: Path, size: str, *command: str) -> list[str]:

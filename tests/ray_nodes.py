@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import pytest
 
+from tests import helpers
 from tests.helpers import ROOT, SECONDS, alive, python
 
 MEMORY = 80 * 2**20  # of the object store of a node: the least that Ray takes
@@ -121,10 +122,8 @@ def wait_until(happened: Callable[[], bool], command: subprocess.Popen[str]) -> 
 
 def wait_for_end_of(pids: Iterable[int]) -> None:
     """Wait until none of some processes runs any more."""
-    deadline = time.monotonic() + SECONDS
-    while left := [pid for pid in pids if alive(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wanted = list(pids)
+    assert helpers.wait_until(lambda: not any(map(alive, wanted))), list(filter(alive, wanted))
 
 
 @contextlib.contextmanager

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.helpers import python
+from tests.helpers import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 BUDGET = 0.8
 MARK = "step 1"  # begins the line that each prints after its first step
 TRAIN = """

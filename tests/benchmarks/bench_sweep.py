@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import tempfile
@@ -13,10 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.helpers import python
+from tests.helpers import python, ran
 from tests.runner.sweep.large import make_large
 
-ROOT = Path(__file__).resolve().parents[2]
 BUDGET, LARGE_SECONDS = 0.5, 5.0
 # A bare loop with what a tiny job does: one step, two evaluations, a checkpoint.
 TRAIN = """
@@ -56,18 +54,14 @@ def sweep(folder: Path, first: int, jobs: int, at_once: str) -> float:
     """Return the seconds of one sweep over as many tiny jobs, its start included."""
     seeds = ",".join(map(str, range(first, first + jobs)))
     line = ("-m", "runner", "-m", "debug=fdr", f"seed={seeds}", f"sweep.jobs={at_once}")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     began = time.perf_counter()
-    subprocess.run(
-        python(*line), cwd=folder, check=True, env=environment, stdout=subprocess.DEVNULL
-    )
+    ran(python(*line), folder).check_returncode()
     return time.perf_counter() - began
 
 
 def large(folder: Path, jobs: int) -> dict[str, float]:
     """Return the seconds of the table, and of the same command again, of a large finished sweep."""
     line = make_large(folder, jobs)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     from runner.sweep import sweep, table
 
     (path,) = folder.glob("runs/*/sweep-*")
@@ -75,14 +69,9 @@ def large(folder: Path, jobs: int) -> dict[str, float]:
     measured: dict[str, Callable[[], object]] = {
         "read": lambda: sweep.read(path),
         "table": lambda: table.write_csv(found, table.results(found)),
-        "the same command again": lambda: subprocess.run(
-            python("-m", "runner", *line),
-            cwd=folder,
-            check=True,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ),
+        "the same command again": lambda: ran(
+            python("-m", "runner", *line), folder
+        ).check_returncode(),
     }
     result = {}
     for name, call in measured.items():

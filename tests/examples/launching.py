@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import commands
+from tests.helpers import ROOT, with_path
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SECONDS = 500.0
 AT_A_TIME = 2
@@ -41,9 +40,8 @@ class Run:
 
     def __call__(self) -> subprocess.CompletedProcess[str]:
         """Run it to its end, or fail after `SECONDS`; nothing of it stays."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        here = Path.cwd()
-        return commands.run(*self.command(), cwd=here, environment=environment, timeout=SECONDS)
+        known = with_path(OMP_NUM_THREADS="1")
+        return commands.run(*self.command(), cwd=Path.cwd(), environment=known, timeout=SECONDS)
 
 
 def outputs(*runs: Run) -> list[list[str]]:

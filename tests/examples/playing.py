@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.helpers import run_distributed
+from tests.helpers import ROOT, run_distributed
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "scripts"
 Metrics = dict[str, Any]
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import python
+from tests.helpers import ROOT, python
 from tests.resume_matrix import warm
 from tests.resume_matrix.held import Held
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(1200)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 from runner.runs import directory
-from tests.helpers import ROOT, python
+from tests.helpers import python, ran, with_path
 from tests.slurm import SECONDS, Cluster, wait_until
 
 QUICK = (
@@ -22,16 +21,12 @@ ONE_EACH = ("submit.nodes=2", "submit.tasks_per_node=1", "distributed=multi_cpu"
 
 def environment(cluster: Cluster) -> dict[str, str]:
     """Return the variables of a command on the cluster."""
-    return {**os.environ, **cluster.variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return with_path(**cluster.variables, OMP_NUM_THREADS="1")
 
 
 def command(cluster: Cluster, cwd: Path, *line: str) -> subprocess.CompletedProcess[str]:
     """Give a command of the runner's on the cluster."""
-    return subprocess.run(
-        python("-m", "runner", *line),
-        **{"capture_output": True, "text": True, "timeout": 3 * SECONDS, "cwd": cwd},
-        env=environment(cluster),
-    )
+    return ran(python("-m", "runner", *line), cwd, 3 * SECONDS, **environment(cluster))
 
 
 def submitted(cluster: Cluster, cwd: Path, *line: str) -> tuple[str, Path]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tests import commands
-from tests.helpers import about
+from tests.helpers import about, with_path
 from tests.runner.loops import losses, records
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_with=[]")
 PLAIN = (*SHORT, "trainer.max_steps=50", "model.dropout=0", "data.augment=false")
 TWO = ("distributed=multi_cpu", "distributed.num_processes=2")
@@ -20,8 +18,8 @@ TWO = ("distributed=multi_cpu", "distributed.num_processes=2")
 
 def run(*overrides: str, cwd: Path, code: int = 0) -> Path:
     """Run `python -m runner` in `cwd`; return the directory of the run (`cwd` if refused)."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    answer = commands.run("-m", "runner", *overrides, cwd=cwd, environment=environment)
+    known = with_path(COLUMNS="100")
+    answer = commands.run("-m", "runner", *overrides, cwd=cwd, environment=known)
     assert answer.returncode == code, answer.stdout + answer.stderr
     runs = sorted(cwd.glob("runs/*/*/config.yaml"), key=lambda path: path.stat().st_mtime)
     return runs[-1].parent if runs else cwd

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import python
+from tests.helpers import ROOT, python, ran
 from tests.third_party import write_package
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     *("distributed=multi_cpu", "trainer.max_steps=2", "tracker=none", "data.augment=false"),
     "trainer.eval_every=2",
@@ -24,14 +23,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        python("-m", "runner", *arguments),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])},
-    )
+    both = os.pathsep.join([str(site), str(ROOT)])
+    return ran(python("-m", "runner", *arguments), folder, PYTHONPATH=both)
 
 
 @pytest.mark.slow  # the tests below compose its recipe

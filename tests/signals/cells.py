@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers import alive, python
+from tests.helpers import alive, python, wait_until
 from tests.signals.oracle import (
     PATIENCE_SECONDS,
     ROOT,
@@ -59,16 +59,6 @@ def children(pid: int) -> list[int]:
             for child in map(int, task.read_text().split()):
                 found += [child, *children(child)]
     return found
-
-
-def wait_until(condition: Callable[[], bool], within: float = PATIENCE_SECONDS) -> bool:
-    """Return whether `condition()` becomes true in time."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @dataclass(frozen=True)

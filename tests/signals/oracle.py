@@ -15,9 +15,8 @@ from accel.checkpoint import directory
 from accel.machine.errors import AccelError
 from runner.recipe import serialization
 from runner.runs.job import Job
-from tests.helpers import alive
+from tests.helpers import ROOT, alive
 
-ROOT = Path(__file__).resolve().parents[2]
 # The variable that marks the processes of one run: whatever they start inherits it.
 MARK = "RUNNER_SIGNALS_RUN"
 # A busy machine takes twenty times what an idle one takes.

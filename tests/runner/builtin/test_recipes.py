@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,13 @@ from typing import Any
 import pytest
 
 from tests import commands
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+from tests.helpers import ROOT, with_path
 
 
 def run(cwd: Path, *overrides: str) -> tuple[str, Path]:
     """Run `python -m runner` in `cwd`; return what it printed and the run's directory."""
-    answer = commands.run(
-        *("-m", "runner", "distributed.num_threads=1", *overrides),
-        cwd=cwd,
-        environment=environment(),
-    )
+    line = ("-m", "runner", "distributed.num_threads=1", *overrides)
+    answer = commands.run(*line, cwd=cwd, environment=with_path(OMP_NUM_THREADS="1"))
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (folder,) = (cwd / "runs").glob("*/*/")
     return answer.stdout, folder
@@ -53,7 +44,7 @@ def used(run_dir: Path, cwd: Path) -> tuple[str, list[dict[str, Any]]]:
     """Evaluate, predict with and load a run; return what was printed, and the predictions."""
     output = cwd / "predictions.jsonl"
     arguments = ("-c", USED, str(run_dir), str(output))
-    answer = commands.run(*arguments, cwd=cwd, environment=environment())
+    answer = commands.run(*arguments, cwd=cwd, environment=with_path(OMP_NUM_THREADS="1"))
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout, [json.loads(line) for line in output.read_text().splitlines()]
 

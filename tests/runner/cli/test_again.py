@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,14 @@ from runner.launch import start_run
 from runner.recipe import processes
 from runner.recipe.processes import Adopted
 from tests import commands
+from tests.helpers import git, with_path
 from tests.runner.written_runs import session_of, write_run, write_sweep
 
-ROOT = Path(__file__).resolve().parents[3]
 SHORT = ("trainer.max_steps=3", "tracker.log_with=[]", "trainer.limit_eval_batches=1")
 
 
-def git(folder: Path, *arguments: str) -> None:
-    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
-
-
 def run(*arguments: str, cwd: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    answer = commands.run("-m", "runner", *arguments, cwd=cwd, environment=environment)
+    answer = commands.run("-m", "runner", *arguments, cwd=cwd, environment=with_path())
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,9 @@ from runner.recipe import factory
 from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
 from runner.runs.job import Job
-from tests.helpers import python
+from tests.helpers import ROOT, python, ran
 from tests.runner.sweep import stand_ins
-
-ROOT = Path(__file__).resolve().parents[3]
-
+from tests.runner.written_runs import write_run
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -333,24 +329,22 @@ PROBE = """
 import json, sys
 from runner.cli import main
 code = main(sys.argv[1:])
-heavy = ("torch", "numpy", "sklearn", "tensorboard", "deepspeed")
+heavy = ("torch", "numpy", "sklearn", "tensorboard", "deepspeed", "matplotlib")
 print(json.dumps([code, [name for name in heavy if name in sys.modules]]))
 """
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--cfg", "job"], ["-sc", "query=bash"], ["--version"]]
+    "arguments",
+    [
+        *(["--help"], ["--cfg", "job"], ["-sc", "query=bash"], ["--version"]),
+        *([command, "a", "b"] for command in ("list", "show", "compare")),
+    ],
 )
 def test_asking_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMP_LINE": "runner model"}
-    answer = subprocess.run(
-        python("-c", PROBE, *arguments),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=300,
-    )
+    for name in "ab":
+        write_run(tmp_path / name)
+    answer = ran(python("-c", PROBE, *arguments), tmp_path, COMP_LINE="runner model")
     assert json.loads(answer.stdout.splitlines()[-1]) == [0, []], answer.stderr
 
 
@@ -362,14 +356,7 @@ def test_folders_of_the_users_capture_nothing(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('captured')\n")
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "__init__.py").write_text("raise SystemExit('captured')\n")
-    answer = subprocess.run(
-        python("-m", "runner", "--cfg", "job", "--package", "name"),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=300,
-    )
+    answer = ran(python("-m", "runner", "--cfg", "job", "--package", "name"), tmp_path)
     assert (answer.returncode, answer.stdout) == (0, "digits\n"), answer.stderr
 
 

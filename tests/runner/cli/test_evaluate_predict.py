@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from runner import cli
 from runner.inference.load import load
 from runner.runs import environment, json_files, provenance
-from tests.helpers import ROOT, about, python
+from tests.helpers import about, python, started
 from tests.runner.trained_runs import make_run
 from tests.runner.written_runs import session_of, write_run
 
@@ -177,15 +175,7 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named(runs: list[Path], tmp_path:
     own = ["data.name=null", "+data._target_=hanging.data", "trainer.hang_timeout=3"]
     own += ["--import", "hanging"]
     command = python("-m", "runner", "eval", str(runs[0]), *own, "--processes", "2")
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with process:
+    with started(command, tmp_path) as process:
         try:
             assert process.stdout is not None
             lines = iter(process.stdout.readline, "")

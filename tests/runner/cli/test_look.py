@@ -6,8 +6,6 @@ Holds L1.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from runner import cli
 from tests.runner.written_runs import session_of, write_failure, write_run, write_sweep
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -102,27 +99,6 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "model.width" not in out
     out = printed("compare", str(sweep), "--json", capsys=capsys)
     assert len(json.loads(out)["runs"]) == 12
-
-
-PROBE = """
-import sys
-from runner import cli
-code = cli.main(sys.argv[1:])
-heavy = [name for name in ("torch", "matplotlib", "sklearn", "numpy") if name in sys.modules]
-print("code", code, "heavy", heavy, file=sys.stderr)
-"""
-
-
-@pytest.mark.parametrize("command", ["list", "show", "compare"])
-def test_no_torch_is_imported(command: str, runs: Path) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-c", PROBE, command, str(runs)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    assert answer.stderr == "code 0 heavy []\n"
 
 
 @pytest.mark.parametrize(

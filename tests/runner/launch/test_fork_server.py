@@ -15,7 +15,7 @@ import torch
 from runner.launch import fork_server
 from runner.launch.fork_server import Fork, ForkServer, Order
 from runner.training.stopping import HEARD_SIGNALS
-from tests.helpers import SECONDS, alive
+from tests.helpers import SECONDS, alive, wait_until
 
 HERE = "tests.runner.launch.test_fork_server"
 
@@ -67,11 +67,9 @@ def test_a_fork_of_the_warm_server_uses_a_gpu(tmp_path: Path) -> None:
 
 def ended(fork: Fork) -> int:
     """Return the exit status of a job."""
-    deadline = time.monotonic() + SECONDS
-    while (status := fork.poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return status
+    assert wait_until(lambda: fork.poll() is not None)
+    assert fork.status is not None
+    return fork.status
 
 
 def order(number: int, function: str, folder: Path, **arguments: object) -> Order:
@@ -87,10 +85,7 @@ def order(number: int, function: str, folder: Path, **arguments: object) -> Orde
 
 
 def appeared(path: Path) -> int:
-    deadline = time.monotonic() + SECONDS
-    while not path.exists() or not path.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert wait_until(lambda: path.exists() and path.read_text())
     return int(path.read_text())
 
 
@@ -116,7 +111,7 @@ def test_the_end_of_the_server_ends_its_jobs(server: ForkServer, tmp_path: Path)
     pid = appeared(tmp_path / "1")
     os.kill(server.pid, signal.SIGKILL)
     assert ended(fork) == -signal.SIGKILL
-    until_ended(pid)
+    assert wait_until(lambda: not alive(pid))
     assert ended(server.start(order(2, "report", tmp_path, text="the next server"))) == 0
 
 
@@ -124,14 +119,7 @@ def test_closing_the_pipe_kills_the_jobs(server: ForkServer, tmp_path: Path) -> 
     server.start(order(1, "wait", tmp_path))
     pid = appeared(tmp_path / "1")
     server._pipe.close()  # as the end of the parent does, however it ends
-    until_ended(pid)
-
-
-def until_ended(pid: int) -> None:
-    deadline = time.monotonic() + SECONDS
-    while alive(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert wait_until(lambda: not alive(pid))
 
 
 def test_signals_of_a_whole_session_leave_the_server(server: ForkServer, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from runner.launch import group
 from runner.launch.group import Group, Maker, Stops, stops_heard
 from runner.training.stopping import handlers_restored
-from tests.helpers import ROOT, alive
+from tests.helpers import ROOT, alive, ran, wait_until
 
 # A worker that is ready for signals leaves a file, and notes the stop signal that it gets.
 WAITS = """
@@ -46,9 +45,7 @@ def waiting(folder: Path) -> dict[int, Maker]:
 def ready(folder: Path) -> list[int]:
     """Return the processes of both workers once they are ready."""
     places = [folder / f"{rank}.ready" for rank in (2, 3)]
-    deadline = time.monotonic() + 300
-    while not all(p.exists() and p.read_text() for p in places) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: all(p.exists() and p.read_text() for p in places))
     return [int(place.read_text()) for place in places]
 
 
@@ -109,5 +106,5 @@ def test_the_users_folder_is_found_last(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('taken for the standard library')")
     (tmp_path / "mine.py").write_text("def main(order):\n    print('called with', order['word'])\n")
     line = group.command("mine", {"path": [str(ROOT), str(tmp_path)], "word": "hello"})
-    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ended = ran(line, tmp_path)
     assert (ended.stdout, ended.stderr) == ("called with hello\n", "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from dataclasses import replace
 from datetime import timedelta
@@ -16,7 +15,7 @@ from accel.machine.errors import ConfigError
 from runner.launch import hangs
 from runner.launch.hangs import Row, judge
 from runner.recipe.schema import Distributed, Recipe, Trainer
-from tests.helpers import SECONDS, free_port, python
+from tests.helpers import SECONDS, free_port, python, ran, started
 
 SITE = "/venv/site-packages"
 OWN = "/home/me/train.py"
@@ -119,8 +118,7 @@ with hangs.watching(recipe, Path(sys.argv[1]), stop, rank, size):
 
 
 def hanging(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
-    line = python("-c", HANGS, str(folder), what)
-    return subprocess.run(line, capture_output=True, text=True, timeout=SECONDS)
+    return ran(python("-c", HANGS, str(folder), what), folder)
 
 
 @pytest.mark.parametrize("what", ["hang", "start"])
@@ -143,16 +141,12 @@ def test_native_code_that_keeps_the_interpreter_ends_with_its_stack(tmp_path: Pa
 
 def test_every_rank_writes_its_stack_and_all_end(tmp_path: Path) -> None:
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    line = python("-c", HANGS, str(tmp_path), "hang")
     both = [
-        subprocess.Popen(
-            python("-c", HANGS, str(tmp_path), "hang"),
-            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        started(line, tmp_path, **variables, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in (0, 1)
     ]
-    told = "".join(one.communicate(timeout=SECONDS)[1] for one in both)
+    told = "".join(one.communicate(timeout=SECONDS)[0] for one in both)
     assert [one.returncode for one in both] == [1, 1]
     assert told.count("failed first: it hangs: no progress for") == 1
     for rank in (0, 1):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from runner.launch import launcher
-from tests.helpers import alive, python
+from tests.helpers import ROOT, alive, python, ran, started, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
 import signal, sys
 from pathlib import Path
@@ -43,18 +40,13 @@ def group(run_dir: Path, job: str, num_processes: int = 2) -> int:
 def pids(run_dir: Path) -> list[int]:
     """Return the processes that both workers wrote down: themselves and a child each."""
     files = [run_dir / f"pids_{rank}" for rank in range(2)]
-    deadline = time.monotonic() + 300
-    while not all(file.exists() for file in files) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: all(file.exists() for file in files))
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
 def none_left(run_dir: Path, within: float = 30.0) -> bool:
     noted = pids(run_dir)
-    deadline = time.monotonic() + within
-    while any(map(alive, noted)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return len(noted) == 4 and not any(map(alive, noted))
+    return len(noted) == 4 and wait_until(lambda: not any(map(alive, noted)), within)
 
 
 class Parent:
@@ -62,14 +54,7 @@ class Parent:
 
     def __init__(self, run_dir: Path, job: str, *more: str) -> None:
         self.run_dir = run_dir
-        self.process = subprocess.Popen(
-            python("-c", PARENT, str(run_dir), job, *more),
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self.process = started(python("-c", PARENT, str(run_dir), job, *more), ROOT)
 
     def signal(self, number: int, times: int = 1) -> tuple[int, str, float]:
         """Send a signal when all workers are up; return exit code, output and seconds taken."""
@@ -83,9 +68,9 @@ class Parent:
 
 @pytest.fixture
 def parents() -> Iterator[list[Parent]]:
-    started: list[Parent] = []
-    yield started
-    for parent in started:
+    made: list[Parent] = []
+    yield made
+    for parent in made:
         parent.process.kill()
         parent.process.communicate()
 
@@ -181,7 +166,4 @@ def test_control_c_ends_everything_soon(job: str, tmp_path: Path, parents: list[
 
 def test_importing_the_launcher_costs_no_torch() -> None:
     code = "import sys, runner.launch.launcher, runner.launch.worker; print('torch' in sys.modules)"
-    answer = subprocess.run(
-        python("-c", code), cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
-    )
-    assert answer.stdout == "False\n"
+    assert ran(python("-c", code), ROOT).stdout == "False\n"

@@ -22,6 +22,7 @@ from runner.recipe.machines import Endpoint
 from runner.recipe.schema import Distributed, Recipe
 from runner.runs.job import Job
 from tests.helpers import free_port
+from tests.runner.launch.test_messages import received
 
 
 @pytest.fixture(autouse=True)
@@ -211,12 +212,7 @@ class First:
 
     def message(self) -> dict[str, Any]:
         """Return the next message."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if found := self.connection.received():
-                return found[0]
-            time.sleep(0.01)
-        raise AssertionError("it says nothing")
+        return received(self.connection)[0]
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from runner.recipe.processes import Adopted
 from tests import slurm
-from tests.helpers import ROOT, python, run_distributed
+from tests.helpers import python, ran, run_distributed
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 RECIPE = ("trainer.max_steps=2", "tracker.log_with=[]", "model.dropout=0")
@@ -46,11 +44,8 @@ def test_other_ranks_of_torchrun_receive_the_run_directory(tmp_path: Path) -> No
 
 def train(launcher: tuple[str, ...], folder: Path, **variables: str) -> None:
     """Train with a launcher's command line; check that its processes are one run."""
-    answer = subprocess.run(
-        [*launcher, *python("-m", "runner", *RECIPE, f"output_dir={folder / 'runs'}")],
-        **{"capture_output": True, "text": True, "timeout": 300, "cwd": folder},
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
-    )
+    line = [*launcher, *python("-m", "runner", *RECIPE, f"output_dir={folder / 'runs'}")]
+    answer = ran(line, folder, OMP_NUM_THREADS="1", **variables)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (run,) = (folder / "runs" / "digits").iterdir()
     assert [path.name for path in (run / "checkpoints").glob("checkpoint_*")] == ["checkpoint_0"]

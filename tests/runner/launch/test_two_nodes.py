@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,9 +14,9 @@ import pytest
 from runner.runs import sessions
 from runner.runs.json_files import read_json
 from tests import nodes
-from tests.helpers import about, python
+from tests.helpers import about, python, ran
 from tests.nodes import Nodes, Site
-from tests.signals.cells import RECIPE, ROOT
+from tests.signals.cells import RECIPE
 from tests.signals.oracle import State
 
 WAITS = ("objective.wait=training", "objective.folder=.")
@@ -71,8 +70,7 @@ def one_node(folder: Path, num_processes: int) -> list[float]:
         *("-m", "runner", *RECIPE, "trainer.epochs=null", "trainer.max_steps=6"),
         *("distributed=multi_cpu", f"distributed.num_processes={num_processes}"),
     )
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(line, cwd=folder, check=True, env={**os.environ, **variables})
+    ran(line, folder, OMP_NUM_THREADS="1").check_returncode()
     (run_dir,) = folder.glob("runs/*/*")
     return losses(run_dir)
 

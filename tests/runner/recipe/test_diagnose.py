@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ import pytest
 from accel.machine.errors import ConfigError
 from runner import cli
 from runner.inference import predict, session
-from tests.helpers import python
-
-ROOT = Path(__file__).resolve().parents[3]
-
+from tests.helpers import ROOT, python, ran
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -162,13 +158,7 @@ def test_the_last_override_of_a_key_is_taken(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_whole_command_refuses_alike(tmp_path: Path) -> None:
-    answer = subprocess.run(
-        python("-m", "runner", "model.name=cnm"),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-    )
+    answer = ran(python("-m", "runner", "model.name=cnm"), ROOT)
     assert (answer.returncode, answer.stdout) == (2, "")
     (line,) = answer.stderr.splitlines()
     assert "Did you mean 'cnn'?" in line

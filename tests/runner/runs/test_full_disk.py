@@ -5,15 +5,11 @@ Holds R2.
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import on_small_disk, python, small_disks_work
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.helpers import ROOT, on_small_disk, python, ran, small_disks_work
 
 
 @pytest.mark.slow
@@ -31,14 +27,7 @@ def test_a_run_without_room_says_so(tmp_path: Path, size: str, more: list[str], 
     if not small_disks_work(tmp_path):
         pytest.skip("no disk can be mounted here")
     line = python("-m", "runner", f"output_dir={tmp_path}", "trainer.epochs=4", *more)
-    ended = subprocess.run(
-        on_small_disk(tmp_path, size, *line),
-        cwd=ROOT.parent,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    ended = ran(on_small_disk(tmp_path, size, *line), ROOT.parent, 400, OMP_NUM_THREADS="1")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert f"writing {what}: the disk is full" in ended.stderr, ended.stderr
     assert f"are free in {tmp_path}" in ended.stderr

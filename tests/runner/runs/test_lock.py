@@ -15,9 +15,8 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from runner.runs import lock
-from tests.helpers import python
+from tests.helpers import python, ran, started
 
-ROOT = Path(__file__).resolve().parents[3]
 HOLD = "from runner.runs import lock; import sys, pathlib, time\n"
 SLEEP = "print('ready', flush=True); time.sleep(300)\n"
 HELD = f"{HOLD}with lock.held(pathlib.Path(sys.argv[1])): {SLEEP}"
@@ -27,17 +26,14 @@ SHARED = f"{HOLD}with lock.shared(pathlib.Path(sys.argv[1])): {SLEEP}"
 @contextmanager
 def process(code: str, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
     """Run code that prints a line when it holds what it holds."""
-    command = python("-c", code, str(run_dir))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    one = started(python("-c", code, str(run_dir)), run_dir)
     try:
-        assert started.stdout is not None
-        assert started.stdout.readline() == "ready\n"
-        yield started
+        assert one.stdout is not None
+        assert one.stdout.readline() == "ready\n"
+        yield one
     finally:
-        started.kill()
-        started.wait()
-        started.stdout.close()
+        one.kill()
+        one.communicate()
 
 
 def test_the_second_is_told_who_holds_it(tmp_path: Path) -> None:
@@ -67,8 +63,7 @@ def test_who_reads_the_files_of_a_run_drops_no_lock(tmp_path: Path) -> None:
     with lock.held(run_dir):
         shutil.copytree(run_dir, tmp_path / "copy")
         probe = python("-c", f"{HOLD}print(lock.holder(pathlib.Path(sys.argv[1])))", str(run_dir))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        seen = subprocess.run(probe, capture_output=True, text=True, timeout=300, env=environment)
+        seen = ran(probe, tmp_path)
         assert f"process {os.getpid()} on" in seen.stdout, seen.stderr
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from runner.runs import environment, provenance, sessions
+from tests.helpers import git
 from tests.runner.written_runs import write, write_run, write_session
 
 CLEAN = {"sha": "a" * 40, "branch": "main", "dirty": False, "diff_sha256": None}
@@ -24,11 +24,6 @@ FILES = {
     "windows.py": b"x = 1\r\ny = 2\r\n",
     "looks_like_a_patch.py": b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-- \ndiff --git a/x b/x\n",
 }
-
-
-def git(folder: Path, *arguments: str) -> None:
-    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.fixture

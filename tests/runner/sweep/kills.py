@@ -8,15 +8,16 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers import SECONDS, alive, python
+from tests.helpers import SECONDS, alive, python, ran, wait_until
+from tests.signals.cells import children
+from tests.signals.oracle import Command
+from tests.signals.oracle import command as command_of
 
-ROOT = Path(__file__).resolve().parents[3]
 # A start took 21 s at a load of 3 on two cores; with `nice` and others beside it, minutes.
 START_SECONDS = 2 * SECONDS
 END_SECONDS = 120.0
@@ -62,15 +63,6 @@ def _train_steps(path: Path) -> list[int]:
     return [record["step"] for record in records if record["split"] == "train"]
 
 
-def descendants(root: int) -> list[int]:
-    """Return the ids of the processes below one."""
-    found = []
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{root}/task/{root}/children").read_text().split():
-            found += [int(child), *descendants(int(child))]
-    return found
-
-
 def killed_sweep(
     line: Sequence[str],
     cwd: Path,
@@ -91,26 +83,15 @@ def killed_sweep(
     """
     draw = random.Random(seed)
     command = python("-m", "runner", "-m", *line)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     killed = []
     for number in range(kills):
         before = _num_started(cwd)
-        log = cwd / f"command_{number}.log"
-        with log.open("wb") as file:
-            sweep = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + START_SECONDS
-        while _num_started(cwd) == before and sweep.poll() is None:
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
+        started = Command(command, cwd / f"command_{number}.log", "", session=True)
+        sweep = started.process
+        begun = lambda n=before, s=sweep: _num_started(cwd) != n or s.poll() is not None  # noqa: E731
+        assert wait_until(begun, START_SECONDS), started.printed()
         time.sleep(draw.uniform(0.0, longest))
-        below = descendants(sweep.pid)
+        below = children(sweep.pid)
         always = command_only or number % 2 == 0
         victim = sweep.pid if always else draw.choice([sweep.pid, *below])
         killed.append("parent" if victim == sweep.pid else f"{below.index(victim)} of {below}")
@@ -118,22 +99,12 @@ def killed_sweep(
             os.kill(victim, signal.SIGKILL)
         sweep.wait(START_SECONDS)
         if victim == sweep.pid and not command_only:
-            by_joblib = any("joblib" in word for word in line)
-            require_ended(below, IDLE_SECONDS if by_joblib else END_SECONDS)
-    ended = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900
-    )
+            within = IDLE_SECONDS if any("joblib" in word for word in line) else END_SECONDS
+            left = lambda pids=below: list(filter(alive, pids))  # noqa: E731
+            assert wait_until(lambda left=left: not left(), within), [*map(command_of, left())]
+    ended = ran(command, cwd, 900, OMP_NUM_THREADS="1")
     (folder,) = [path.parent for path in cwd.glob("runs/*/sweep-*/sweep.json")]
     return Outcome(killed, ended.returncode, ended.stdout + ended.stderr, folder)
-
-
-def require_ended(processes: Sequence[int], within: float) -> None:
-    """Assert that processes below a command that was killed end, too."""
-    deadline = time.monotonic() + within
-    while left := [pid for pid in processes if alive(pid)]:
-        lines = [Path(f"/proc/{pid}/cmdline") for pid in left]
-        assert time.monotonic() < deadline, [one.read_text() for one in lines if one.exists()]
-        time.sleep(0.05)
 
 
 def _num_started(cwd: Path) -> int:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from accel.machine.errors import ConfigError
 from runner import cli
 from runner.recipe import hydra_setup
 from runner.sweep import plan
-from tests.helpers import python
+from tests.helpers import ROOT, python, ran, wait_until
+from tests.signals.cells import COMMAND, children
+from tests.signals.oracle import Command
 
-ROOT = Path(__file__).resolve().parents[3]
 SHORT = ("trainer.max_steps=2", "tracker.log_with=[]", "checkpoint=none", "data.augment=false")
 # Samples three learning rates of its own, in two batches, and writes down what each was worth.
 SWEEPER = """
@@ -72,14 +72,8 @@ class Mine(BasicLauncher):
 
 def runner(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), *([variables.pop("PATHS")] if "PATHS" in variables else [])])
-    return subprocess.run(
-        python("-m", "runner", *arguments),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
-    )
+    known = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+    return ran(python("-m", "runner", *arguments), cwd, 400, **known)
 
 
 def recipes(folder: Path) -> list[dict[str, Any]]:
@@ -180,50 +174,27 @@ def test_a_stop_ends_the_jobs(
     tmp_path: Path, where: tuple[str, ...], number: signal.Signals
 ) -> None:
     command = python(
-        *("-m", "runner", "-m", *where),
+        *("-c", COMMAND, "-m", *where),
         *("seed=1,2,3", "trainer.epochs=100000", "tracker.log_with=[]"),
     )
-    sweep = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=_heard,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 1200  # two minutes at a load of 14
+    sweep = Command(command, tmp_path / "output", "", session=True)
     saved = "runs/*/sweep-*/*/checkpoints/checkpoint_*"
-    while len({path.parents[1] for path in tmp_path.glob(saved)}) < 2:  # of both jobs
-        assert sweep.poll() is None, sweep.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    children = _descendants(sweep.pid)
-    os.kill(sweep.pid, number)
-    output, _ = sweep.communicate(timeout=200)
-    assert sweep.returncode == (75 if number == signal.SIGTERM else 130), output
+
+    def begun() -> bool:  # both jobs
+        assert sweep.process.poll() is None, sweep.printed()
+        return len({path.parents[1] for path in tmp_path.glob(saved)}) >= 2
+
+    assert wait_until(begun, 1200)  # two minutes at a load of 14
+    below = children(sweep.process.pid)
+    os.kill(sweep.process.pid, number)
+    assert sweep.code() == (75 if number == signal.SIGTERM else 130), sweep.printed()
     assert len(list(tmp_path.glob("runs/*/sweep-*/*/config.yaml"))) == 2  # the third never began
     if number == signal.SIGTERM:
         stopped = [
             json.loads(p.read_text()) for p in tmp_path.glob("runs/*/sweep-*/*/summary.json")
         ]
         assert [summary["stopped"] for summary in stopped] == ["signal", "signal"]
-    deadline = time.monotonic() + 30
-    while left := [pid for pid in children if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-
-
-def _heard() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever pytest was started with
-
-
-def _descendants(root: int) -> list[int]:
-    found = []
-    for child in Path(f"/proc/{root}/task/{root}/children").read_text().split():
-        found += [int(child), *_descendants(int(child))]
-    return found
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), 30)
 
 
 # -- refusals ------------------------------------------------------------------------------

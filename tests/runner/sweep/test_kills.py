@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import SECONDS, alive, python
-from tests.runner.sweep.kills import ROOT, Outcome, descendants, killed_sweep
+from tests.helpers import SECONDS, alive, python, started, wait_until
+from tests.runner.sweep.kills import Outcome, killed_sweep
+from tests.signals.cells import children
 
 QUICK = (
     *("tracker.log_with=[]", "data.augment=false", "checkpoint.every_steps=5", "model.width=4"),
@@ -43,16 +41,10 @@ def test_twelve_jobs_two_at_once_killed_three_times(
 def test_two_commands_share_the_jobs_and_one_takes_over_from_the_other(tmp_path: Path) -> None:
     line = ("seed=0,1,2,3", "sweep.jobs=1", "trainer.max_steps=100", *QUICK)
     command = python("-m", "runner", "-m", *line)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    commands = [
-        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    deadline = time.monotonic() + SECONDS
-    while len(list(tmp_path.glob("runs/*/sweep-*/0*/checkpoints/checkpoint_*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    below = descendants(commands[0].pid)
+    commands = [started(command, tmp_path, OMP_NUM_THREADS="1") for _ in range(2)]
+    saved = "runs/*/sweep-*/0*/checkpoints/checkpoint_*"
+    assert wait_until(lambda: len(list(tmp_path.glob(saved))) >= 2)
+    below = children(commands[0].pid)
     commands[0].kill()
     output, _ = commands[1].communicate(timeout=SECONDS)
     commands[0].communicate()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import python
+from tests.helpers import python, started
 from tests.runner.slurm_runs import command, environment
 from tests.runner.sweep.kills import Outcome, killed_sweep
 from tests.runner.sweep.test_kills import QUICK
@@ -53,11 +52,7 @@ def test_a_partition_that_is_not_there(slurm_cluster: Cluster, tmp_path: Path) -
 
 def test_a_command_that_is_stopped_stops_its_jobs(slurm_cluster: Cluster, tmp_path: Path) -> None:
     line = ("seed=0,1,2", "trainer.max_steps=100000", *QUICK, *TWO_AT_ONCE)
-    sweep = subprocess.Popen(
-        python("-m", "runner", "-m", *line),
-        **{"cwd": tmp_path, "env": environment(slurm_cluster), "text": True},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
-    )
+    sweep = started(python("-m", "runner", "-m", *line), tmp_path, **environment(slurm_cluster))
     wait_until(
         lambda: list(tmp_path.glob("runs/*/sweep-*/0*/checkpoints/checkpoint_*/manifest.json")),
         "no checkpoint",

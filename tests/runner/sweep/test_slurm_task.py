@@ -5,14 +5,13 @@ Holds S1, R3.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import python
+from tests.helpers import python, started
 from tests.runner.slurm_runs import environment, trained_here, weights
 from tests.runner.sweep.kills import Outcome
 from tests.runner.sweep.test_kills import QUICK
@@ -32,11 +31,8 @@ RECIPE = (
 @contextmanager
 def sweep_of_one(cluster: Cluster, cwd: Path, *line: str) -> Iterator[tuple[str, Path]]:
     """Run a sweep of one job; yield that of Slurm and the run directory once it has a state."""
-    sweep = subprocess.Popen(
-        python("-m", "runner", "-m", *RECIPE, "seed=3", "sweep.dir=sweep", *SLURM, *line),
-        **{"cwd": cwd, "env": environment(cluster), "text": True},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
-    )
+    command = python("-m", "runner", "-m", *RECIPE, "seed=3", "sweep.dir=sweep", *SLURM, *line)
+    sweep = started(command, cwd, **environment(cluster))
     run_dir = cwd / "sweep" / "0000"
     try:
         wait_until(lambda: list(run_dir.glob("checkpoints/checkpoint_*/manifest.json")), "no state")
