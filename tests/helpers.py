@@ -351,6 +351,13 @@ def started(line: Sequence[str], cwd: Path, **variables: str) -> subprocess.Pope
     return subprocess.Popen(line, cwd=cwd, stdout=subprocess.PIPE, **known)
 
 
+def write_file(path: Path, text: str) -> Path:
+    """Write a file, and the folders above it; return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
 def git(folder: Path, *arguments: str) -> None:
     """Give a command of git's in a folder."""
     identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")

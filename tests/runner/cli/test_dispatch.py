@@ -18,7 +18,7 @@ from runner.recipe import factory
 from runner.recipe.composition import Examined
 from runner.recipe.schema import Recipe
 from runner.runs.job import Job
-from tests.helpers import ROOT, python, ran
+from tests.helpers import ROOT, python, ran, write_file
 from tests.runner.sweep import stand_ins
 from tests.runner.written_runs import write_run
 
@@ -69,9 +69,8 @@ def test_hydras_own_views_still_work(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_view_calls_nothing_that_a_recipe_names(tmp_path: Path) -> None:
-    (tmp_path / "conf").mkdir()
     code = f"hydra: {{callbacks: {{x: {{_target_: pathlib.Path.touch, self: {tmp_path}/ran}}}}}}\n"
-    (tmp_path / "conf" / "mine.yaml").write_text(f"defaults: [config, _self_]\n{code}")
+    write_file(tmp_path / "conf" / "mine.yaml", f"defaults: [config, _self_]\n{code}")
     assert cli.main(["--cfg", "hydra", "-cn", "mine"]) == 2
     assert not (tmp_path / "ran").exists()
     assert cli.main(["--info", "config", "+hydra.callbacks.x._target_=os.getcwd"]) == 2
@@ -298,15 +297,14 @@ def test_a_run_without_a_checkpoint_is_refused(
 
 def project(folder: Path, package: str) -> None:
     (folder / "pyproject.toml").write_text(f'[tool.runner]\nimports = ["{package}"]\n')
-    (folder / package).mkdir()
-    (folder / package / "__init__.py").write_text(
+    write_file(
+        folder / package / "__init__.py",
         "from runner import register\n\n"
         f"@register.model({package!r})\n"
-        "def mlp(width: int = 64):\n    import torch\n    return torch.nn.Linear(width, width)\n"
+        "def mlp(width: int = 64):\n    import torch\n    return torch.nn.Linear(width, width)\n",
     )
-    experiment = folder / "conf" / "experiment" / "own.yaml"
-    experiment.parent.mkdir(parents=True)
-    experiment.write_text(f"# @package _global_\nname: own\nmodel: {{name: {package}, width: 8}}\n")
+    text = f"# @package _global_\nname: own\nmodel: {{name: {package}, width: 8}}\n"
+    write_file(folder / "conf" / "experiment" / "own.yaml", text)
 
 
 def test_a_project_of_the_users_own(
@@ -350,12 +348,9 @@ def test_asking_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> N
 
 def test_folders_of_the_users_capture_nothing(tmp_path: Path) -> None:
     """A project's own `accel`, `conf` and `torch.py` are not taken for ours."""
-    for name in ("accel", "hydra", "omegaconf"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise SystemExit('captured')\n")
-    (tmp_path / "torch.py").write_text("raise SystemExit('captured')\n")
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "__init__.py").write_text("raise SystemExit('captured')\n")
+    packages = (f"{name}/__init__.py" for name in ("accel", "hydra", "omegaconf", "conf"))
+    for name in ("torch.py", *packages):
+        write_file(tmp_path / name, "raise SystemExit('captured')\n")
     answer = ran(python("-m", "runner", "--cfg", "job", "--package", "name"), tmp_path)
     assert (answer.returncode, answer.stdout) == (0, "digits\n"), answer.stderr
 

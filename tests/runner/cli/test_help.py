@@ -8,6 +8,7 @@ import pytest
 
 from runner import cli
 from runner.cli import help
+from tests.helpers import write_file
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -22,6 +23,5 @@ def test_help_names_groups_keys_codes_and_examples(capsys: pytest.CaptureFixture
 
 
 def test_help_names_the_projects_own_files(tmp_path: Path) -> None:
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "tiny.yaml").write_text("name: tiny\n")
+    write_file(tmp_path / "conf" / "model" / "tiny.yaml", "name: tiny\n")
     assert "byte_gpt | cnn* | tiny" in help.text()

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from runner.recipe import composition, factory, hydra_setup
+from runner.recipe.schema import Recipe
 from runner.runs import directory
 from runner.runs.job import Job
+from tests.helpers import write_file
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
 
@@ -80,17 +82,20 @@ def test_arguments_of_factories_may_have_a_plus_and_be_taken_out(
     assert ("own" in found.recipe.model) is ("own" in model)
 
 
+def recorded_in(run_dir: Path, own: tuple[str, ...], recipe: Recipe) -> composition.Frozen:
+    """Record a recipe as a run does; return what a resume reads."""
+    run_dir.mkdir()
+    Job(run_dir, overrides=own, cwd=str(run_dir.parent)).save(recipe)
+    return directory.frozen(run_dir)
+
+
 def test_arguments_are_taken_out_of_a_resumed_run(tmp_path: Path) -> None:
     """Also what no file has, but its own command line, and where its files are gone."""
     own = ("model.own=3", "data.own=3")
     frozen = composition.require(composition.new_run(own, "config"))
     for files in (own, (*own, "experiment=gone")):
-        job = Job(tmp_path / str(len(files)), overrides=files, cwd=str(tmp_path))
-        job.run_dir.mkdir()
-        job.save(frozen)
-        found = composition.require(
-            composition.resumed(directory.frozen(job.run_dir), ["~model.own", "~model.width"])
-        )
+        run = recorded_in(tmp_path / str(len(files)), files, frozen)
+        found = composition.require(composition.resumed(run, ["~model.own", "~model.width"]))
         recorded = factory.completed(frozen)
         kept = {k: value for k, value in recorded.model.items() if k not in ("own", "width")}
         assert found.model == kept
@@ -100,9 +105,8 @@ def test_arguments_are_taken_out_of_a_resumed_run(tmp_path: Path) -> None:
 @pytest.fixture
 def others(tmp_path: Path) -> str:
     """A folder of recipes that a command line adds; returned as the override that does so."""
-    (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ndefaults:\n  - override /model: cnn\nmodel:\n  own: 3\n"
-    (tmp_path / "experiment" / "slow.yaml").write_text(text)
+    write_file(tmp_path / "experiment" / "slow.yaml", text)
     return f"hydra.searchpath=['file://{tmp_path}']"
 
 
@@ -126,10 +130,7 @@ def test_a_run_is_composed_from_the_folders_it_had(
     own = ("experiment=slow", "model.own=4", others)
     with hydra_setup.session(own):
         frozen = composition.require(composition.new_run(own, "config"))
-    job = Job(tmp_path / "run", overrides=own, cwd=str(tmp_path))
-    job.run_dir.mkdir()
-    job.save(frozen)
-    found = composition.again(directory.frozen(job.run_dir), [change])
+    found = composition.again(recorded_in(tmp_path / "run", own, frozen), [change])
     assert [problem.value for problem in found.problems] == ([change] if "mz" in change else [])
     assert found.recipe.model == factory.completed(frozen).model
 
@@ -185,17 +186,13 @@ def test_a_mapping_of_another_factory_replaces_the_node(node: str) -> None:
 @pytest.mark.parametrize("own", [(), ("scheduler={name: constant}",)])
 def test_a_mapping_takes_effect_on_resume(own: tuple[str, ...], tmp_path: Path) -> None:
     frozen = composition.require(composition.new_run(own, "config"))
-    job = Job(tmp_path / "run", overrides=own, cwd=str(tmp_path))
-    job.run_dir.mkdir()
-    job.save(frozen)
-    given = ["scheduler={name: linear, warmup: 3}"]
-    found = composition.require(composition.resumed(directory.frozen(job.run_dir), given))
+    run = recorded_in(tmp_path / "run", own, frozen)
+    found = composition.require(composition.resumed(run, ["scheduler={name: linear, warmup: 3}"]))
     assert found.scheduler == {"name": "linear", "warmup": 3}
 
 
 def test_a_mandatory_value_of_a_file_comes_from_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "own_m.yaml").write_text("name: cnn\nwidth: ???\n")
+    write_file(tmp_path / "model" / "own_m.yaml", "name: cnn\nwidth: ???\n")
     given = ["model=own_m", f"hydra.searchpath=['file://{tmp_path}']"]
     with hydra_setup.session(given):
         found = composition.new_run([*given, "model.width=4"], "config")
@@ -207,9 +204,8 @@ def test_a_mandatory_value_of_a_file_comes_from_the_command_line(tmp_path: Path)
 @pytest.fixture
 def inline(tmp_path: Path) -> str:
     """An experiment that gives nodes without a defaults list; returned as with `others`."""
-    (tmp_path / "experiment").mkdir()
     nodes = "optimizer: {name: sgd_own, lr: 1}\nscheduler: {name: linear}\ncallbacks: {a: {b: 1}}\n"
-    (tmp_path / "experiment" / "own.yaml").write_text(f"# @package _global_\n{nodes}")
+    write_file(tmp_path / "experiment" / "own.yaml", f"# @package _global_\n{nodes}")
     return f"hydra.searchpath=['file://{tmp_path}']"
 
 
@@ -237,10 +233,8 @@ def test_a_group_that_is_left_out_is_out_under_an_experiment_too(inline: str) ->
 def test_hydras_own_interpolations_know_the_overrides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "conf" / "experiment"
-    folder.mkdir(parents=True)
     text = "# @package _global_\ntags: ['${hydra:job.override_dirname}']\n"
-    (folder / "own.yaml").write_text(text)
+    write_file(tmp_path / "conf" / "experiment" / "own.yaml", text)
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
         found = composition.new_run(["experiment=own", "seed=3"], "config")

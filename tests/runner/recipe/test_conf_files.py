@@ -7,19 +7,14 @@ from pathlib import Path
 import pytest
 
 from runner.recipe import composition, hydra_setup
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
+from tests.helpers import write_file
 
 EXPERIMENT = "# @package _global_\ndefaults:\n  - override /model: tiny\n  - _self_\n\nname: mine\n"
 
 
 def test_a_projects_own_files_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "conf/model/tiny.yaml", "name: cnn\nwidth: 2\n")
-    write(tmp_path / "conf/experiment/mine.yaml", EXPERIMENT)
+    write_file(tmp_path / "conf/model/tiny.yaml", "name: cnn\nwidth: 2\n")
+    write_file(tmp_path / "conf/experiment/mine.yaml", EXPERIMENT)
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
         found = composition.require(composition.new_run(["experiment=mine", "seed=3"], "config"))
@@ -29,7 +24,7 @@ def test_a_projects_own_files_are_found(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_file_that_is_shadowed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "conf/model/cnn.yaml", "name: mine\n")
+    write_file(tmp_path / "conf/model/cnn.yaml", "name: mine\n")
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
         (problem,) = composition.new_run([], "config").problems
@@ -52,7 +47,7 @@ def test_a_file_that_is_shadowed_is_refused(
 def test_a_file_cannot_reach_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, where: str
 ) -> None:
-    write(tmp_path / "conf/mine.yaml", f"defaults: [config, _self_]\nhydra: {{{text}}}\n")
+    write_file(tmp_path / "conf/mine.yaml", f"defaults: [config, _self_]\nhydra: {{{text}}}\n")
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
         (problem,) = composition.new_run([], "mine").problems

@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 
 from accel.machine.errors import ConfigError
 from runner.recipe import composition, diagnose, hydra_setup
+from tests.helpers import write_file
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
 
@@ -73,10 +74,9 @@ def test_several_files_of_the_tracker_are_all_used(
     overrides: list[str], log_with: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "conf" / "experiment"
-    folder.mkdir(parents=True)
     lines = "# @package _global_\ndefaults:\n  - override /tracker: [tensorboard, csv]\n"
-    (folder / "tracked.yaml").write_text(lines)
-    (folder / "own.yaml").write_text(f"{lines}  - _self_\ntracker:\n  log_with: [wandb]\n")
+    write_file(folder / "tracked.yaml", lines)
+    write_file(folder / "own.yaml", f"{lines}  - _self_\ntracker:\n  log_with: [wandb]\n")
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
         found = composition.new_run(overrides, "config").recipe

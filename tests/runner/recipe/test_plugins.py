@@ -14,6 +14,7 @@ from runner.exit_codes import REFUSED
 from runner.recipe import composition, hydra_setup
 from runner.recipe.plugins import OWN, RayConf, SearchConf, is_own
 from runner.sweep import plan
+from tests.helpers import write_file
 
 pytestmark = pytest.mark.usefixtures("hydra_session")
 
@@ -135,9 +136,7 @@ OVERRIDE = "defaults:\n  - override /hydra/sweeper: optuna"
 def test_a_file_gives_ranges_where_it_chooses_the_search(
     defaults: str, allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "conf" / "experiment"
-    folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text(RANGES.format(defaults=defaults))
+    write_file(tmp_path / "conf/experiment/mine.yaml", RANGES.format(defaults=defaults))
     monkeypatch.chdir(tmp_path)
     with hydra_setup.session():
         found = composition.new_run(["experiment=mine"], "config")

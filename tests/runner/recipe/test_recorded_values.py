@@ -9,6 +9,7 @@ import pytest
 from runner.recipe import composition, hydra_setup
 from runner.recipe.composition import Examined
 from runner.recipe.serialization import frozen_plain
+from tests.helpers import write_file
 
 NAMES = "# @package _global_\noptimizer:\n  lr: ${oc.decode:${oc.env:R4_LR}}\n"
 
@@ -17,8 +18,7 @@ NAMES = "# @package _global_\noptimizer:\n  lr: ${oc.decode:${oc.env:R4_LR}}\n"
 def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> composition.Frozen:
     """A run of a file and an override that name a variable, which is not set any more."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(NAMES)
+    write_file(tmp_path / "conf" / "experiment" / "mine.yaml", NAMES)
     monkeypatch.setenv("R4_LR", "0.125")
     own = ["experiment=mine", "output_dir=${oc.env:R4_LR}"]
     with hydra_setup.session():

@@ -11,6 +11,7 @@ from runner.recipe import composition, hydra_setup, serialization
 from runner.recipe.schema import Recipe
 from runner.recipe.serialization import REFUSED, refusals
 from runner.runs import directory
+from tests.helpers import write_file
 from tests.resume_matrix.cells import tree
 from tests.runner.trained_runs import make_run
 from tests.runner.written_runs import session_of
@@ -65,19 +66,17 @@ def test_a_resumed_run_is_refused_what_an_evaluation_is_not(tmp_path: Path) -> N
     assert tree(run_dir) == before
 
 
-def own_file(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
-    """Work in `folder`; return the place of a file of its own, still to be written."""
+def own_file(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> Path:
+    """Work in `folder`, where a file of its own is written; return it."""
     monkeypatch.chdir(folder)
-    file = folder / name
-    file.parent.mkdir(parents=True)
-    return file
+    return write_file(folder / name, text)
 
 
 def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml")
-    file.write_text("# @package _global_\noptimizer:\n  lr: 0.1\n")
+    text = "# @package _global_\noptimizer:\n  lr: 0.1\n"
+    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml", text)
     run_dir = make_run(tmp_path / "runs", "experiment=own")
     file.write_text("# @package _global_\noptimizer:\n  lr: 0.3\n")
     with hydra_setup.session():
@@ -97,9 +96,9 @@ def test_a_key_that_is_named_has_that_value_though_todays_files_have_it_too(
 def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml")
     switched = "defaults:\n  - override /fsdp: full_shard\n"
-    file.write_text(f"# @package _global_\n{switched}optimizer:\n  lr: 0.1\ntags: [a]\n")
+    text = f"# @package _global_\n{switched}optimizer:\n  lr: 0.1\ntags: [a]\n"
+    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml", text)
     run_dir = make_run(tmp_path / "runs", "experiment=own", "fsdp.cpu_offload=true", "seed=3")
     if lost == "config":  # the primary file, in place of the experiment
         path = session_of(run_dir) / "job.json"
@@ -131,9 +130,8 @@ def test_a_run_whose_files_are_gone_is_resumed_with_its_recorded_recipe(
 def test_a_group_that_is_named_is_chosen_though_todays_files_choose_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml")
     text = "# @package _global_\ndefaults:\n  - override /scheduler: {}\n"
-    file.write_text(text.format("constant"))
+    file = own_file(tmp_path, monkeypatch, "conf/experiment/own.yaml", text.format("constant"))
     run_dir = make_run(tmp_path / "runs", "experiment=own")
     file.write_text(text.format("cosine"))
     with hydra_setup.session():
@@ -146,8 +144,8 @@ def test_a_group_that_is_named_is_chosen_though_todays_files_choose_it_too(
 def test_a_group_of_a_run_whose_files_are_gone_is_refused_what_cannot_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = own_file(tmp_path, monkeypatch, "conf/dataloader/mine.yaml")
-    file.write_text("defaults: [default]\ndata_seed: 7\n")
+    text = "defaults: [default]\ndata_seed: 7\n"
+    file = own_file(tmp_path, monkeypatch, "conf/dataloader/mine.yaml", text)
     run_dir = make_run(tmp_path / "runs", "dataloader=mine")
     for gone in (False, True):
         if gone:

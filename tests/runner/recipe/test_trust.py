@@ -9,6 +9,7 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from runner.recipe import paths, trust
+from tests.helpers import write_file
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +19,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def package(folder: Path, name: str, source: str = "") -> None:
-    (folder / name).mkdir()
-    (folder / name / "__init__.py").write_text(source)
+    write_file(folder / name / "__init__.py", source)
 
 
 @pytest.mark.parametrize(

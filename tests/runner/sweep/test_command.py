@@ -14,7 +14,7 @@ from runner import cli
 from runner.recipe.schema import Recipe
 from runner.sweep import plan
 from runner.sweep import sweep as sweeps
-from tests.helpers import SECONDS
+from tests.helpers import SECONDS, write_file
 from tests.runner.sweep import stand_ins
 from tests.runner.sweep.large import make_large
 from tests.runner.sweep.stand_ins import StandIn
@@ -22,6 +22,7 @@ from tests.runner.sweep.test_sweep import described
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 LINE = ["-m", "seed=1,2,3", "optimizer.lr=0.5"]
+WIDTH = "# @package _global_\nmodel:\n  width: {}\n"
 
 
 @pytest.fixture
@@ -59,13 +60,11 @@ def test_the_same_command_again_trains_what_is_not_finished(
 def test_a_changed_file_is_refused_with_the_difference(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "conf" / "experiment" / "own.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text("# @package _global_\nmodel:\n  width: 4\n")
+    path = write_file(tmp_path / "conf/experiment/own.yaml", WIDTH.format(4))
     line = [*LINE, "experiment=own"]
     server.codes = {1: 1}
     assert cli.main(line) == 1
-    path.write_text("# @package _global_\nmodel:\n  width: 5\n")
+    path.write_text(WIDTH.format(5))
     server.taken()
     assert cli.main(line) == 2
     assert server.taken() == []
@@ -83,15 +82,13 @@ def test_a_changed_file_is_refused_with_the_difference(
 def test_a_changed_file_of_another_folder_is_refused_too(
     server: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "others" / "experiment" / "own.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text("# @package _global_\nmodel:\n  width: 4\n")
+    path = write_file(tmp_path / "others/experiment/own.yaml", WIDTH.format(4))
     (tmp_path / "others" / "named.yaml").write_text("defaults: [config, _self_]\n")
     line = ["--config-dir", "others", "--config-name", "named", *LINE, "experiment=own"]
     assert cli.main(line) == 0
     assert cli.main(line) == 0
     assert "Nothing is left to do" in capsys.readouterr().out
-    path.write_text("# @package _global_\nmodel:\n  width: 5\n")
+    path.write_text(WIDTH.format(5))
     assert cli.main(line) == 2
     assert "model.width=5 in jobs 0, 1, 2: " in capsys.readouterr().err
     assert server.taken() == [0, 1, 2]
@@ -105,9 +102,8 @@ def test_a_recipe_that_reads_the_environment_is_composed_each_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("WIDTH", "4")
-    path = tmp_path / "conf" / "experiment" / "own.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text("# @package _global_\nmodel:\n  width: ${oc.decode:${oc.env:WIDTH}}\n")
+    text = WIDTH.format("${oc.decode:${oc.env:WIDTH}}")
+    write_file(tmp_path / "conf/experiment/own.yaml", text)
     line = [*LINE, "experiment=own"]
     assert cli.main(line) == 0
     monkeypatch.setenv("WIDTH", "8")

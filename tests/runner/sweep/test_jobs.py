@@ -15,7 +15,7 @@ from accel.machine.errors import ConfigError
 from runner import cli
 from runner.recipe import hydra_setup
 from runner.sweep import plan
-from tests.helpers import ROOT, python, ran, wait_until
+from tests.helpers import ROOT, python, ran, wait_until, write_file
 from tests.signals.cells import COMMAND, children
 from tests.signals.oracle import Command
 
@@ -108,9 +108,8 @@ def test_each_job_of_another_launcher_trains_its_own_recipe(tmp_path: Path) -> N
 def three(tmp_path: Path) -> Path:
     """A folder with a plugin of the user's, as `hydra_plugins` is found on the path."""
     package = tmp_path / "plugins" / "hydra_plugins"
-    package.mkdir(parents=True)
-    (package / "three.py").write_text(SWEEPER)
-    (package / "mine.py").write_text(LAUNCHER)
+    write_file(package / "three.py", SWEEPER)
+    write_file(package / "mine.py", LAUNCHER)
     return tmp_path / "plugins"
 
 
@@ -231,9 +230,7 @@ def test_what_does_not_work_is_refused_by_name(
 def test_a_file_that_resumes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
-    path = tmp_path / "conf" / "experiment" / "mine.yaml"
-    path.write_text("# @package _global_\nresume: auto\n")
+    write_file(tmp_path / "conf/experiment/mine.yaml", "# @package _global_\nresume: auto\n")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["-m", "experiment=mine", "seed=1,2"]) == 2
     assert "resume: in a file, with --multirun: a sweep starts new runs" in capsys.readouterr().err
@@ -281,7 +278,6 @@ def test_swept_files_choose_no_launcher_and_no_sweeper(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "conf" / "experiment"
-    folder.mkdir(parents=True)
     files = {
         "plain": "seed: 2\n",
         "searching": "defaults: [{override /hydra/sweeper: optuna}]\n"
@@ -290,7 +286,7 @@ def test_swept_files_choose_no_launcher_and_no_sweeper(
         "hydra: {launcher: {n_jobs: 2}}\n",
     }
     for name, text in files.items():
-        (folder / f"{name}.yaml").write_text(f"# @package _global_\n{text}")
+        write_file(folder / f"{name}.yaml", f"# @package _global_\n{text}")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["-m", *line]) == 2
     assert named in capsys.readouterr().err

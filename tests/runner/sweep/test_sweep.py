@@ -13,6 +13,7 @@ from runner.recipe.schema import Recipe
 from runner.sweep import plan
 from runner.sweep import sweep as sweeps
 from runner.sweep.sweep import Description
+from tests.helpers import write_file
 from tests.runner.trained_runs import make_run
 
 
@@ -148,9 +149,7 @@ def sources(*overrides: str) -> str | None:
 def test_sources_are_every_file_of_recipes(tmp_path: Path) -> None:
     shipped = sources()
     assert shipped is not None
-    file = tmp_path / "conf" / "model" / "mine.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text("width: 4\n")
+    file = write_file(tmp_path / "conf" / "model" / "mine.yaml", "width: 4\n")
     first = sources()
     file.write_text("width: 5\n")
     second = sources()
@@ -164,21 +163,18 @@ def test_sources_are_every_file_of_recipes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_folder_of_the_command_line_is_one_of_them(tmp_path: Path) -> None:
-    folder = tmp_path / "others" / "experiment"
-    folder.mkdir(parents=True)
-    (folder / "own.yaml").write_text("seed: 4\n")
-    searched = f"hydra.searchpath=['file://{folder.parent}']"
+    file = write_file(tmp_path / "others" / "experiment" / "own.yaml", "seed: 4\n")
+    searched = f"hydra.searchpath=['file://{tmp_path / 'others'}']"
     first = sources(searched)
     assert None is not first != sources()
-    (folder / "own.yaml").write_text("seed: 5\n")
+    file.write_text("seed: 5\n")
     assert None is not sources(searched) != first
 
 
 @pytest.mark.usefixtures("elsewhere")
 def test_values_from_elsewhere_have_no_digest(tmp_path: Path) -> None:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "mine.yaml").write_text("name: ${model.width}\n")
+    file = write_file(tmp_path / "conf" / "mine.yaml", "name: ${model.width}\n")
     assert sources() is not None
-    (tmp_path / "conf" / "mine.yaml").write_text("name: ${oc.decode:${oc.env:WIDTH}}\n")
+    file.write_text("name: ${oc.decode:${oc.env:WIDTH}}\n")
     assert sources() is None
     assert sources("name=${oc.env:WIDTH}") is None

@@ -10,6 +10,7 @@ import pytest
 
 from runner import cli
 from runner.exit_codes import FAILED, REFUSED
+from tests.helpers import write_file
 from tests.runner.sweep import stand_ins
 from tests.runner.sweep.stand_ins import StandIn
 
@@ -43,9 +44,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def write(folder: Path, **changes: object) -> None:
-    path = folder / "conf" / "experiment" / "search.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(FILE.format(**{**CHANGES, **changes}))
+    write_file(folder / "conf/experiment/search.yaml", FILE.format(**{**CHANGES, **changes}))
 
 
 def sweeps(folder: Path) -> list[Path]:
