@@ -9,7 +9,7 @@ from rich.console import Console
 
 from runner.reporting import describe_run, run_table
 from runner.reporting.filters import leaves
-from runner.runs.json_files import Fields, JsonObject, finite
+from runner.runs.json_files import RATES, Fields, JsonObject, finite
 from runner.runs.record import RunRecord
 
 # With more runs than these, a run is a row.
@@ -42,6 +42,7 @@ def _facts(run: RunRecord) -> dict[str, JsonObject]:
     """Return what is compared of a run, by section and dotted key."""
     known = describe_run.describe(run)
     result = {name: known[name] for name in ("objective", "metrics", "step", "seconds")}
+    result |= {name: known["speed"].get(name) for name in RATES}
     facts = (run.recipe, known["code"], known["data"], known["packages"], known["machine"])
     sections = (*facts, {"status": run.status + run_table.damage(run), **result})
     return {

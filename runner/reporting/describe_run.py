@@ -16,9 +16,9 @@ from runner.recipe.units import size
 from runner.reporting.run_table import STYLES, cell, described, relative
 from runner.runs import directory, environment, provenance, sessions
 from runner.runs import record as records
-from runner.runs.json_files import PLACE, TIME_SHARE, Fields, JsonObject
+from runner.runs.json_files import PLACE, Fields, JsonObject
 from runner.runs.record import RunRecord
-from runner.training.console import clock, number
+from runner.training.console import clock, number, shown_rates, shown_shares
 
 CODE = ("git", "code")  # keys of environment.json
 
@@ -44,6 +44,7 @@ def describe(run: RunRecord) -> JsonObject:
         "data": dict(recorded.get("data") or {}),
         "metrics": dict(run.summary.get("metrics") or {}),
         "best": run.summary.get("best"),
+        "speed": dict(run.summary.get("speed") or {}),
         "last": dict(run.last),
         "evaluations": list(run.evaluations),
         "checkpoints": states,
@@ -118,11 +119,7 @@ def _course(found: Fields) -> Iterator[tuple[str, str]]:
     for split, metrics in found["metrics"].items():
         yield split, _listed(metrics)
     if not found["metrics"] and found["last"]:
-        values = {
-            name: value
-            for name, value in found["last"].items()
-            if name not in PLACE and not name.startswith(TIME_SHARE)
-        }
+        values = {k: v for k, v in found["last"].items() if k not in PLACE and "time/" not in k}
         yield f"last ({found['last'].get('split')})", _listed(values)
     for one in found["evaluations"]:
         where = f"({one.get('checkpoint')}, {str(one.get('time'))[:16]})"
@@ -132,6 +129,8 @@ def _course(found: Fields) -> Iterator[tuple[str, str]]:
     if found["step"] is not None:
         took = "" if found["seconds"] is None else f" in {clock(found['seconds'])}"
         yield "step", f"{found['step']}{took}"
+    if speed := found["speed"]:
+        yield "speed", f"{shown_rates(speed)}: {shown_shares(speed['seconds'])}"
     yield "checkpoints", "\n".join(map(_checkpoint, found["checkpoints"]))
     yield "failure", str((found["failure"] or {}).get("traceback") or "").rstrip()
     yield "resume", found["resume"]

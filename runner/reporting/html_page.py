@@ -186,6 +186,7 @@ def page(title: str, found: Report) -> str:
             *(f"<p>{html.escape(line)}</p>" for line in _best(found)),
             *(f'<img alt="{html.escape(name)}" src="{one}">' for name, one in figures.items()),
             _tables(found),
+            *(line for run in found.runs[:MOST_COLOURED] for line in _time(run)),
             *(_media(found.runs[0]) if found.runs else ()),
             "</body></html>",
         ]
@@ -200,6 +201,24 @@ def _best(found: Report) -> Iterator[str]:
     value = f"{best.objective.metric} {console.number(best.objective.value)}"
     yield f"Best: {value}  {settings(best, found.keys)}"
     yield f"Again: runner again {shlex.quote(run_table.relative(best.path))}"
+
+
+def _time(run: RunRecord) -> Iterator[str]:
+    """Yield HTML of how fast a run was and where its time went: by phase, and over its steps."""
+    from matplotlib.figure import Figure
+
+    if speed := run.summary.get("speed"):
+        yield f"<h2>time of {html.escape(run_table.relative(run.path))}</h2>"
+        yield f"<p>{console.shown_rates(speed)}: {console.shown_shares(speed['seconds'])}</p>"
+    records = [one for one in run.records() if f"{TIME_SHARE}other" in one]
+    names = dict.fromkeys(name for one in records for name in one if name.startswith(TIME_SHARE))
+    if len(records) > 1:
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axes = figure.add_subplot(xlabel="step", ylabel="share of the time", ylim=(0, 1))
+        shares = [[one.get(name, 0.0) for one in records] for name in names]
+        axes.stackplot([one["step"] for one in records], shares, labels=list(names))
+        figure.legend(fontsize=7.5, loc="outside right")
+        yield f'<img alt="shares of the time" src="{_drawn(figure)}">'
 
 
 def _media(run: RunRecord) -> Iterator[str]:

@@ -152,8 +152,7 @@ class Display:
         if values.get("time/data", 0.0) >= DATA_SHARE:
             parts.append(f"data {values['time/data']:.0%}")
         if "slowest_rank" in values:
-            slower = values["slowest_rank_ratio"] - 1
-            parts.append(f"rank {values['slowest_rank']:.0f} {slower:+.0%}")
+            parts.append("rank {slowest_rank:.0f} takes {slowest_rank_ratio:.1f}×".format(**values))
         if "lr" in values:
             parts.append(f"lr {values['lr']:.1e}")
         return "  ".join(parts)
@@ -217,8 +216,8 @@ def short(value: float) -> str:
     """Return a rate in at most four characters and a unit letter: 87.3, 1.2k, 35M."""
     if not math.isfinite(value):
         return str(value)
-    for unit in ("", "k", "M", "G"):
-        if abs(value) < 999.5 or unit == "G":
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5 or unit == "T":
             return f"{value:.1f}{unit}" if abs(value) < 99.95 else f"{value:.0f}{unit}"
         value /= 1000
     return f"{value:.0f}"
@@ -227,8 +226,14 @@ def short(value: float) -> str:
 def shown_rates(values: Mapping[str, float]) -> str:
     """Return tokens per second, or else samples, and the MFU where it is known."""
     name = "tokens" if values.get("tokens_per_second") else "samples"
-    mfu = f"  MFU {values['mfu']:.0%}" if values.get("mfu") else ""
-    return f"{short(values[f'{name}_per_second'])} {name}/s{mfu}"
+    rate = f"{short(values[f'{name}_per_second'])} {name}/s"
+    return f"{rate}  MFU {values['mfu']:.0%}" if "mfu" in values else rate
+
+
+def shown_shares(seconds: Mapping[str, float]) -> str:
+    """Return how time is divided among phases, e.g. "data 3%, forward_backward 80%"."""
+    total = sum(seconds.values()) or 1.0
+    return ", ".join(f"{phase} {spent / total:.0%}" for phase, spent in seconds.items())
 
 
 def clock(seconds: float) -> str:

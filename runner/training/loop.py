@@ -141,7 +141,7 @@ class Loop(Run):
     def _train(self) -> None:
         for optimizer in self.step.optimizers.values():
             optimizer.train()  # type: ignore[attr-defined]  # a restored one has averaged weights
-        self.watch.begin()
+        self.watch.add("start", self.watch.unknown)
         self.check_limits(resumed=True)
         self._validate_if_due()  # a signal may have interrupted it
         anomalies = torch.autograd.set_detect_anomaly(self.recipe.trainer.detect_anomaly)
@@ -297,7 +297,6 @@ class Loop(Run):
             self.metrics["validation"] = dict(found)
         self._seconds_before, self._samples_before = self.state.seconds, self.state.samples
         self._clock = self._seconds_before, self._seconds_before
-        self._tokens_before = self.state.tokens
         added, dropped = self._saved.added, self._saved.dropped
         for note in (
             self.saver.resume(self.resume_from),

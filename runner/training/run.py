@@ -94,7 +94,7 @@ class Run:
         self.speed = Speed(accelerator, self.watch)
         max_time = parse_duration(recipe.trainer.max_time)
         self.deadline = None if max_time is None else time.monotonic() + max_time
-        self._samples_before, self._tokens_before, self._seconds_before = 0, 0, 0.0
+        self._samples_before, self._seconds_before = 0, 0.0
         self.num_parameters = count_parameters(accelerator, step.models)
         self.saver = Saver(accelerator, recipe.checkpoint, self.state, self.run_dir)
 
@@ -122,11 +122,6 @@ class Run:
     def samples_here(self) -> int:
         """Samples trained on in this invocation, over all processes."""
         return self.state.samples - self._samples_before
-
-    @property
-    def tokens_here(self) -> int:
-        """Tokens trained on in this invocation, over all processes, as far as they are read."""
-        return self.state.tokens - self._tokens_before
 
     def require_validation(self, value: str) -> None:
         """Raise a ConfigError about `value`, which follows a metric, if none is measured."""

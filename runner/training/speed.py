@@ -35,8 +35,7 @@ PEAKS: dict[str, dict[str, float]] = {
     "GB200": {"no": 80, "tf32": 1250, "fp16": 2500, "bf16": 2500, "fp8": 5000},
     "B200": {"no": 75, "tf32": 1125, "fp16": 2250, "bf16": 2250, "fp8": 4500},
     "H100 PCIe": {"no": 51, "tf32": 378, "fp16": 756, "bf16": 756, "fp8": 1513},
-    "H100 NVL": {"no": 60, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1670.5},
-    "H200 NVL": {"no": 60, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1670.5},
+    " NVL": {"no": 60, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1670.5},  # H100, H200
     "H100": {"no": 67, "tf32": 494.5, "fp16": 989.5, "bf16": 989.5, "fp8": 1979},
     "H200": {"no": 67, "tf32": 494.5, "fp16": 989.5, "bf16": 989.5, "fp8": 1979},
     "A100": {"no": 19.5, "tf32": 156, "fp16": 312, "bf16": 312},
@@ -65,25 +64,24 @@ class Speed:
 
     def __init__(self, accelerator: Accelerator, watch: Stopwatch) -> None:
         self._accelerator, self._watch = accelerator, watch
-        self.flops_per_sample: float | None = None
+        compiled = accelerator.plan.dynamo.backend != "no"  # operations are not seen one by one
+        self.flops_per_sample: float | None = 0.0 if compiled else None
         self.own = [0.0] * accelerator.num_processes
-        self._own = self._data = 0.0
+        self._own = self._data = self._other = 0.0
+        self._steps = 0  # since the last log point
         self._marks: list[tuple[str, Any]] = []  # (phase that begins, when)
         self._mark, self._between = clock_of(accelerator.device)
-        self._other = 0.0
 
     def attach(self, step: Step) -> None:
         """Mark where phases of a step begin, by hooks of its prepared optimizers and models."""
-        compiled = self._accelerator.plan.dynamo.backend != "no"
-        if compiled:  # its operations are not seen one by one
-            self.flops_per_sample = 0.0
+        self._models = step.models
         for optimizer in map(unwrap_optimizer, step.optimizers.values()):
             optimizer.register_step_pre_hook(lambda *_: self.begin(OPTIMIZER))
             optimizer.register_step_post_hook(lambda *_: self.begin(COMPUTE))
-        if len(self.own) > 1 and not compiled:
+        if len(self.own) > 1 and self.flops_per_sample is None:
             for model in map(self._accelerator.unwrap_model, step.models.values()):
-                model.register_forward_pre_hook(lambda module, _: self._forward(module, FORWARD))
-                model.register_forward_hook(lambda module, *_: self._forward(module, COMPUTE))
+                model.register_forward_pre_hook(lambda *_: self._forward(FORWARD))
+                model.register_forward_hook(lambda *_: self._forward(COMPUTE))
 
     # -- at every step ---------------------------------------------------------------------
 
@@ -91,23 +89,22 @@ class Speed:
         """Mark that a phase of the step begins; none, if it is empty."""
         self._marks.append((phase, self._mark()))
 
-    def _forward(self, model: torch.nn.Module, phase: str) -> None:
-        if model.training:
+    def _forward(self, phase: str) -> None:
+        if self._marks and self._marks[-1][0]:  # not in an evaluation
             self.begin(phase)
 
     def fetching(self, windows: Generator[Window, None, None]) -> Generator[Window, None, None]:
         """Yield windows; the wait for each counts as `data`."""
         with contextlib.closing(windows):
-            while True:
-                began = time.perf_counter()
-                window = next(windows, None)
+            began = time.perf_counter()
+            for window in windows:
                 self._data += time.perf_counter() - began
-                if window is None:
-                    return
                 yield window
+                began = time.perf_counter()
 
     def train(self, step: Step, window: Window, trainer: Trainer) -> Mapping[str, torch.Tensor]:
         """Make one step, and count the operations of the first."""
+        self._steps += 1
         self.begin(COMPUTE)
         if self.flops_per_sample is None:
             with Flops(lambda: self._marks[-1][0] in (COMPUTE, FORWARD)) as flops:
@@ -130,12 +127,15 @@ class Speed:
             found[phase] += self._between(begin, end)
         marks.clear()
         watch.add(OPTIMIZER, found[OPTIMIZER])
-        watch.add(COMPUTE, found[COMPUTE] + found[FORWARD])
+        exchanges = self._steps * sum(map(exposed_exchange, self._models.values()))
+        self._steps, exposed = 0, min(exchanges, found[COMPUTE])
+        if exposed:
+            watch.add("communication", exposed)
+        watch.add(COMPUTE, found[COMPUTE] + found[FORWARD] - exposed)
         # A GPU computes while the host waits for data: only what it then waits, too, costs time.
         watch.add("data", min(self._data, max(0.0, watch.unknown - self._other)))
         self._other = watch.unknown
-        self._own += found[FORWARD] + self._data
-        self._data = 0.0
+        self._own, self._data = self._own + found[FORWARD] + self._data, 0.0
 
     def lap(self, samples: int, tokens: int) -> dict[str, float]:
         """Return rates and shares since the last log point. Every process must call this together.
@@ -145,7 +145,8 @@ class Speed:
             tokens: likewise; 0 where samples have no weights.
         """
         phases = self._watch.lap()
-        seconds, total = training_seconds(phases), sum(phases.values())
+        total = sum(phases.values())
+        seconds = total - sum(phases[phase] for phase in PAUSES)
         found = self.rates(samples, tokens, seconds)
         found |= {f"time/{phase}": spent / total for phase, spent in phases.items()}
         if len(self.own) > 1:
@@ -157,34 +158,35 @@ class Speed:
                 found |= {"slowest_rank": float(rank), "slowest_rank_ratio": ratio}
         return found
 
-    def rates(self, samples: int, tokens: int, seconds: float) -> dict[str, float]:
+    def rates(self, samples: int, tokens: float, seconds: float) -> dict[str, float]:
         """Return rates over some seconds by name, as far as they are known.
 
         Those of operations are of this rank's device.
         """
-        if seconds <= 0:
-            return {"samples_per_second": 0.0}
+        seconds = max(seconds, 1e-9)  # nothing was trained
         found = {"samples_per_second": samples / seconds}
         if tokens:
             found["tokens_per_second"] = tokens / seconds
         if self.flops_per_sample:
-            flops = self.flops_per_sample * samples / seconds
-            found["flops_per_second"] = flops
-            peak = peak_of(self._accelerator.device, self._accelerator.mixed_precision)
-            if peak is not None:
-                found["mfu"] = flops / peak
+            found["flops_per_second"] = self.flops_per_sample * samples / seconds
+            if peak := peak_of(self._accelerator.device, self._accelerator.mixed_precision):
+                found["mfu"] = found["flops_per_second"] / peak
         return found
 
 
-def training_seconds(phases: Mapping[str, float]) -> float:
-    """Return the seconds of all phases in which a run trains."""
-    return sum(seconds for phase, seconds in phases.items() if phase not in PAUSES)
+def exposed_exchange(model: torch.nn.Module) -> float:
+    """Return the seconds of a step in which gradients are exchanged while nothing is computed.
+
+    torch's DDP samples them; of other models, which do not tell, 0.
+    """
+    data: Mapping[str, int] = getattr(model, "_get_ddp_logging_data", dict)()
+    overlap = data.get("avg_backward_compute_comm_overlap_time", 0)
+    return (data.get("avg_backward_comm_time", 0) - overlap) / 1e9
 
 
 def slowest_rank(seconds: list[float]) -> tuple[int, float]:
     """Return the rank of the most seconds, and these over the median's (the lower of two)."""
-    most = max(seconds)
-    median = statistics.median_low(seconds)
+    most, median = max(seconds), statistics.median_low(seconds)
     return seconds.index(most), most / median if median > 0 else 1.0
 
 
@@ -207,14 +209,11 @@ def clock_of(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, An
 
 def peak_of(device: torch.device, precision: str) -> float | None:
     """Return the peak of a device in FLOP/s for a precision; None: it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    peaks: Mapping[str, float] = next((row for part, row in PEAKS.items() if part in name), {})
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if precision == "no" and torch.get_float32_matmul_precision() != "highest":
         precision = "tf32"
-    peak = peaks.get(precision)
-    return None if peak is None else peak * 1e12
+    peaks = next((row for part, row in PEAKS.items() if part in name), {})
+    return peaks[precision] * 1e12 if precision in peaks else None
 
 
 class Flops(TorchDispatchMode):
@@ -239,23 +238,17 @@ class Flops(TorchDispatchMode):
         """Leave what the user has compiled as it is."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and add what its formula says."""
         result = func(*args, **(kwargs or {}))
         formula = FORMULAS.get(getattr(func, "_overloadpacket", func))
         if formula is not None and self._counts():
-            args, kwargs, local = local_tensors((args, kwargs or {}, result))
+            given = (args, kwargs or {}, result)
+            args, kwargs, local = tree_map_only(torch.Tensor, local_shard, given)
             self.total += formula(*args, **kwargs, out_val=local)
         return result
 
 
-def local_tensors(values: Any) -> Any:
-    """Return nested values, with the local shards of distributed tensors."""
-
-    def local(tensor: torch.Tensor) -> Any:
-        shard = getattr(tensor, "to_local", None)
-        return tensor if shard is None else shard()
-
-    return tree_map_only(torch.Tensor, local, values)
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor that is distributed; else the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

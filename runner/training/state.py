@@ -161,7 +161,7 @@ class Stopwatch:
 
     def add(self, phase: str, seconds: float) -> None:
         """Count seconds that were measured elsewhere as those of a phase."""
-        self._spent[phase] += seconds
+        self._spent[phase] = self._spent.get(phase, 0.0) + seconds
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
@@ -173,14 +173,10 @@ class Stopwatch:
             others = sum(self._spent.values()) - counted
             self.add(phase, time.perf_counter() - began - others)
 
-    def begin(self) -> None:
-        """Count the time since the beginning as that of `start`."""
-        self.add("start", self.unknown)
-
     def lap(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call."""
         before, self._lapped = self._lapped, self.spent
-        return {phase: seconds - before[phase] for phase, seconds in self._lapped.items()}
+        return {phase: seconds - before.get(phase, 0.0) for phase, seconds in self._lapped.items()}
 
     @property
     def elapsed(self) -> float:

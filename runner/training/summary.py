@@ -13,7 +13,7 @@ import torch
 from runner.recipe.units import counted
 from runner.runs import directory
 from runner.runs.json_files import TIME_IS_UP, WEIGHTS_STEP
-from runner.training.console import clock, number, shown_rates
+from runner.training.console import clock, number, shown_rates, shown_shares
 from runner.training.speed import SLOW, slowest_rank
 
 if TYPE_CHECKING:
@@ -160,19 +160,14 @@ def speed_of(loop: Run) -> dict[str, object]:
 
     Where it has trained nothing, the rates are those of the run.
     """
-    given = (loop.samples_here, loop.tokens_here, loop.watch.training)
-    if loop.samples_here == 0:
-        given = (loop.state.samples, loop.state.tokens, loop.state.seconds)
+    samples, seconds = loop.samples_here, loop.watch.training
+    if samples == 0:
+        samples, seconds = loop.state.samples, loop.state.seconds
+    tokens = samples * loop.state.tokens / max(loop.state.samples, 1)
     rank, ratio = slowest_rank(loop.speed.own)
     slowest = {"rank": rank, "ratio": ratio} if ratio > SLOW else None
-    rates = loop.speed.rates(*given)
+    rates = loop.speed.rates(samples, tokens, seconds)
     return {**rates, "seconds": loop.watch.spent, "slowest_rank": slowest}
-
-
-def shares(seconds: Mapping[str, float]) -> str:
-    """Return how the time is divided among phases, e.g. "data 3 %, forward_backward 80 %"."""
-    total = sum(seconds.values()) or 1.0
-    return ", ".join(f"{phase} {spent / total:.0%}" for phase, spent in seconds.items())
 
 
 def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
@@ -190,7 +185,7 @@ def final_rows(loop: Run, summary: Mapping[str, Any]) -> list[Row]:
     rows += [
         ("stopped", f"{summary['reason']} (step {summary['step']}, {epochs})"),
         ("time", f"{clock(summary['seconds'])} · {shown_rates(summary['speed'])}"),
-        ("spent", shares(summary["speed"]["seconds"])),
+        ("spent", shown_shares(summary["speed"]["seconds"])),
         ("directory", str(loop.run_dir)),
     ]
     if loop.saver.last is not None:

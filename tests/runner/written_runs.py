@@ -89,6 +89,7 @@ def write_run(
             "name": recipe["name"], "stopped": stopped, "reason": f"{stopped} reached",
             "complete": complete, "step": 10 if metrics == 1 else 20,
             "seconds": 90.0, "samples_per_second": 1500.0,
+            "speed": {"samples_per_second": 1500.0, "seconds": {"data": 30.0, "other": 60.0}},
             "monitor": "loss", "mode": "min", "best": None if best is None else found,
             "metrics": {} if best is None else {"validation": {"loss": best, "accuracy": 0.9}},
             "memory": {"process": 300_000_000, "device": None}, "ended": started + 90.0,

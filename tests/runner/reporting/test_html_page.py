@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -135,3 +136,13 @@ def test_where_a_run_is_computed_is_no_cause_of_its_objective(tmp_path: Path) ->
     for number, values in enumerate(({"optimizer.lr": 0.5}, place)):
         write_run(tmp_path / f"{number}", values)
     assert read(tmp_path).keys == ["optimizer.lr"]
+
+
+def test_the_page_of_a_run_shows_where_its_time_went(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a")
+    with (path / "metrics.jsonl").open("a") as file:
+        for step in (30, 40):
+            shares = {"time/data": 0.3, "time/other": 0.7}
+            file.write(json.dumps({"step": step, "split": "train", **shares}) + "\n")
+    text = html_page.page("", read(tmp_path))
+    assert f"<h2>time of {path}</h2>\n<p>1.5k samples/s: data 33%, other 67%</p>\n<img" in text

@@ -99,4 +99,4 @@ def test_rates_and_what_holds_a_run_up_are_shown() -> None:
     assert shown.status() == "epoch 0/2  loss 0.5000  98.3k tokens/s  MFU 41%  lr 1.0e-03"
     held = {"time/data": 0.25, "slowest_rank": 3.0, "slowest_rank_ratio": 1.5}
     shown.values({"samples_per_second": 768.0, **held})
-    assert shown.status() == "epoch 0/2  768 samples/s  data 25%  rank 3 +50%"
+    assert shown.status() == "epoch 0/2  768 samples/s  data 25%  rank 3 takes 1.5×"
