@@ -400,6 +400,11 @@ def order_problems(data: Data, recipe: Recipe) -> Problems:
         value = f"Data(sampler={type(data.sampler).__name__}(…))"
         rule = "it yields single indices, of all processes"
         problems.add(value, rule, "Give a sampler of indices; the runner divides them.")
+    weights = getattr(data.sampler, "weights", None)
+    if weights is not None and len(weights) != size:
+        rule = f"it has a weight for each of {size} training samples"
+        remedy = "Compute the weights from the training part of the data."
+        problems.add(f"Data(sampler=…) with {len(weights)} weights", rule, remedy)
     if asked and (lengths is None or len(lengths) != size):
         value = f"{' and '.join(asked)} with {0 if lengths is None else len(lengths)} lengths"
         rule = f"the data factory tells the length of each of {size} samples"

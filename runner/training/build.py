@@ -106,12 +106,14 @@ def rehearse(jobs: Sequence[Examined]) -> list[str]:
     seen: set[str] = set()
     for examined in jobs:
         recipe = examined.recipe
-        nodes = repr([recipe.data, *(getattr(recipe, key) for key in ("step", *STEP_PARTS))])
+        keys = ("data", "metrics", "step", *STEP_PARTS)
+        nodes = repr([getattr(recipe, key) for key in keys])
         if nodes in seen:
             continue
         seen.add(nodes)
         data = build_data(recipe)
         recipe, _ = with_facts(recipe, data)
+        build_metrics(recipe)
         try:
             build_step(recipe, init_empty_weights())
         except (NotImplementedError, RuntimeError) as error:  # its code computes with weights

@@ -202,8 +202,22 @@ class Evaluations:
             )
             raise
         if split == "validation":
-            monitored_value(metrics, run.monitor)
+            self._monitored(metrics)
             run.notify("on_sanity_check", metrics)
+
+    def _monitored(self, metrics: Mapping[str, float]) -> float:
+        """Return the monitored metric.
+
+        Raises:
+            ConfigError: if it was not measured, or nothing says whether its best is the max.
+        """
+        run, settings = self._run, self._run.recipe.checkpoint
+        value = monitored_value(metrics, run.monitor)
+        if settings.mode is None and run.monitor.rpartition("/")[2] != run.step.monitor:
+            rule = f"only of {run.step.monitor!r} it is known that its best is the {run.mode}"
+            remedy = "Give checkpoint.mode=max or checkpoint.mode=min."
+            raise ConfigError.of(f"checkpoint.monitor={run.monitor} without a mode", rule, remedy)
+        return value
 
     def validate(self) -> None:
         """Evaluate the validation data once per step, and note whether the state is the best."""
@@ -213,7 +227,7 @@ class Evaluations:
         metrics = self._evaluate("validation")
         if metrics is None:
             return
-        value = monitored_value(metrics, run.monitor)
+        value = self._monitored(metrics)
         state.evaluated_step = state.step
         if state.step:  # before the first step there is neither a state to keep nor a rate to lower
             keep = run.recipe.checkpoint.keep_best

@@ -176,7 +176,7 @@ class Reader:
             if program == "runner" and arguments[:1] not in LOOKING and checkable(arguments):
                 checks.append(arguments)
                 if not answers and not set(LOOKS) & set(arguments):
-                    starts = arguments[0] in keys.OF_RECIPES
+                    starts = bool(arguments) and arguments[0] in keys.OF_RECIPES
                     checks[-1] += ["--dry-run"] if starts else ["--cfg=job", "--resolve"]
         if checks:
             arguments = ["-c", CHECK, json.dumps(checks)]

@@ -269,6 +269,12 @@ def test_over_fitting_sees_the_same_batches_in_every_epoch() -> None:
             r"with dataloader.split_batches=true",
         ),
         (
+            Data(Numbers(16), sampler=WeightedRandomSampler([1.0] * 9, 16)),
+            {},
+            {},
+            r"with 9 weights: it has a weight for each of 16 training samples",
+        ),
+        (
             Data(Numbers(16), sampler=DistributedSampler(range(16), 2, 0)),
             {},
             {},

@@ -127,7 +127,7 @@ def test_a_new_schedule_holds_from_the_next_step_on(tmp_path: Path, first: Any, 
     [
         (loops.scheduler, loops.plateau, {"scheduler": {"name": "plateau"}}),
         (loops.plateau, loops.plateau, {"scheduler": {"name": "plateau", "patience": 7}}),
-        (loops.plateau, loops.plateau, {"checkpoint__monitor": "count"}),
+        (loops.plateau, loops.plateau, {"checkpoint__monitor": "count", "checkpoint__mode": "min"}),
     ],
     ids=["on", "options", "metric"],
 )

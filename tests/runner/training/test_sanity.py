@@ -70,6 +70,7 @@ def test_a_run_is_bit_equal_with_and_without_it(tmp_path: Path, workers: int) ->
     [
         ({"checkpoint__monitor": "val_loss"}, {}, "checkpoint.monitor='val_loss': the evaluation"),
         ({}, {"early_stopping": EarlyStopping(monitor="val_loss")}, "early_stopping.monitor="),
+        ({"checkpoint__monitor": "count"}, {}, "monitor=count without a mode.*checkpoint.mode=max"),
     ],
 )
 def test_a_monitor_that_nothing_measures_is_refused_before_a_step(
