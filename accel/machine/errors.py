@@ -15,12 +15,13 @@ Each message gives the value, the rule that it breaks and the remedy.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 from accel.machine.passwords import without_passwords
 
+T = TypeVar("T")
 _MAX_NAMED = 20  # names listed in a message
 
 
@@ -109,6 +110,14 @@ class Problems(list[Problem]):
     def take(self, error: ConfigError) -> None:
         """Add the problems of `error`."""
         (self.not_built if isinstance(error, NotBuiltError) else self).extend(error.problems)
+
+    def collect(self, check: Callable[..., T], *args: object) -> T | None:
+        """Return what `check` returns; on a `ConfigError` add its problems and return None."""
+        try:
+            return check(*args)
+        except ConfigError as error:
+            self.take(error)
+            return None
 
     def raise_if(self) -> None:
         """Raise a `ConfigError` of all, if any; a `NotBuiltError` if only options are missing."""

@@ -187,11 +187,7 @@ def parallelism(
     """Return the sizes of the axes that a run requests, as an argument or by the environment."""
     if arguments.parallelism_config is not None or not environment.flag(SWITCH):
         return arguments.parallelism_config
-    try:
-        return ParallelismConfig()
-    except ConfigError as error:
-        found.take(error)
-        return None
+    return found.collect(ParallelismConfig)
 
 
 def _apply_sizes(on: dict[str, object], sizes: ParallelismConfig | None, found: Problems) -> None:
@@ -200,11 +196,7 @@ def _apply_sizes(on: dict[str, object], sizes: ParallelismConfig | None, found: 
     for plugin in plugins() if owner is None else owner.plugins:
         if sizes is None or plugin.sized is None:
             continue
-        try:
-            sized = plugin.sized(on.get(plugin.name), sizes)
-        except ConfigError as error:
-            found.take(error)
-            continue
+        sized = found.collect(plugin.sized, on.get(plugin.name), sizes)
         if sized is not None:
             on[plugin.name] = sized
 

@@ -17,7 +17,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from accel.config.handlers import DistributedDataParallelKwargs
-from accel.machine.errors import ConfigError, Problem, unknown_choice
+from accel.machine.errors import ConfigError, Problem, Problems, unknown_choice
 from accel.machine.imports import load_attribute
 from accel.strategies.spec import MemoryLayout, PluginSpec, StrategySpec
 
@@ -38,13 +38,9 @@ def specs() -> tuple[StrategySpec, ...]:
     Raise a `ConfigError` that names every entry point that leads to no spec, or to a taken name.
     """
     found: list[StrategySpec] = [load_attribute(place) for place in STRATEGIES]
-    problems: list[Problem] = []
-    for entry in entry_points(group=GROUP):
-        try:
-            found.append(_loaded(entry))
-        except ConfigError as error:
-            problems += error.problems
-    ConfigError.raise_if(problems + _taken_twice(found))
+    problems = Problems()
+    found += filter(None, [problems.collect(_loaded, entry) for entry in entry_points(group=GROUP)])
+    ConfigError.raise_if([*problems, *_taken_twice(found)])
     return tuple(found)
 
 

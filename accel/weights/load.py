@@ -430,11 +430,7 @@ def _offloaded_ties(model: torch.nn.Module) -> dict[int, int]:
 
 
 def _known(dtype: str | torch.dtype | None, problems: Problems) -> torch.dtype | None:
-    try:
-        return None if dtype is None else as_dtype(dtype)
-    except ConfigError as error:
-        problems += error.problems
-    return None
+    return None if dtype is None else problems.collect(as_dtype, dtype)
 
 
 def _as_device(name: str, device: AnyDevice, problems: Problems) -> torch.device:

@@ -93,10 +93,7 @@ def problems(recipe: Recipe) -> list[Problem]:
     )
     found = Problems()
     for attempt in checks:
-        try:
-            attempt()
-        except ConfigError as error:
-            found += error.problems
+        found.collect(attempt)
     return list(dict.fromkeys(found))
 
 

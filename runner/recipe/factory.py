@@ -360,10 +360,8 @@ def check_factories(recipe: Recipe) -> list[Problem]:
     problems = Problems()
     found: dict[str, Factory] = {}
     for key, node, registry in nodes_of(recipe, problems):
-        try:
-            found[key] = factory_of(key, node, registry)
-        except ConfigError as error:
-            problems += error.problems
+        if (factory := problems.collect(factory_of, key, node, registry)) is not None:
+            found[key] = factory
     for factory in found.values():
         problems += factory.problems()
     for key in ("step", "data"):
@@ -435,12 +433,9 @@ def _targets(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 def _distrusted(arguments: Mapping[str, object], key: str) -> list[Problem]:
     """Return the problems of the `_target_`s in nested arguments."""
-    problems: list[Problem] = []
+    problems = Problems()
     for place, name in _targets(arguments, key):
-        try:
-            trust.resolve(name, place)
-        except ConfigError as error:
-            problems += error.problems
+        problems.collect(trust.resolve, name, place)
     return problems
 
 

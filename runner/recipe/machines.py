@@ -106,10 +106,7 @@ def problems_of(distributed: Distributed) -> Problems:
     times = (partial(seconds, name=name) for name in ("node_timeout", "join_timeout"))
     checks: tuple[Callable[[Distributed], object], ...] = (counts, endpoint, *times)
     for check in checks:
-        try:
-            check(distributed)
-        except ConfigError as error:
-            problems += error.problems
+        problems.collect(check, distributed)
     if distributed.node_rank and distributed.is_host:
         problems.add(
             f"distributed.node_rank={distributed.node_rank} with distributed.is_host=true",
@@ -245,11 +242,7 @@ class Submit:
         for name in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task"):
             check_minimum(self, name, 1, problems)
         check_minimum(self, "signal_delay_s", 1, problems)
-        try:
-            seconds = self.seconds
-        except ConfigError as error:
-            problems += error.problems
-            seconds = None
+        seconds = problems.collect(lambda: self.seconds)
         least = self.signal_delay_s + SIGNAL_RESOLUTION
         if seconds is not None and seconds <= least:
             problems.add(

@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from accel.machine.errors import ConfigError, Problems, nearest
+from accel.machine.errors import Problems, nearest
 from runner.recipe import machines
 from runner.recipe.units import parse_duration
 
@@ -121,10 +121,7 @@ class SearchConf:
         if name_of(self.pruner) is not None and not validated:
             value = f"{SWEEPER}.pruner={name_of(self.pruner)} with metrics={judged}"
             problems.add(value, "runs are pruned by one validation metric", "Leave one out.")
-        try:
-            self.timeout = parse_duration(self.timeout, f"{SWEEPER}.timeout")
-        except ConfigError as error:
-            problems.take(error)
+        self.timeout = problems.collect(parse_duration, self.timeout, f"{SWEEPER}.timeout")
         problems.raise_if()
 
 

@@ -302,14 +302,8 @@ class Trainer:
                 )
         check_each(self, "rng_types", RNGType.list(), problems)
         for name in ("max_time", "hang_timeout"):
-            try:
-                parse_duration(getattr(self, name), f"Trainer.{name}")
-            except ConfigError as error:
-                problems += error.problems
-        try:
-            parse_interval(self.eval_every, "Trainer.eval_every")
-        except ConfigError as error:
-            problems += error.problems
+            problems.collect(parse_duration, getattr(self, name), f"Trainer.{name}")
+        problems.collect(parse_interval, self.eval_every, "Trainer.eval_every")
         if self.eval_first and not self.evaluate:
             rule, remedy = "nothing is evaluated", "Leave one of them out."
             problems.add("Trainer.eval_first=true with trainer.evaluate=false", rule, remedy)
@@ -362,10 +356,7 @@ class Checkpoint:
         check_minimum(self, "every_epochs", 1, problems)
         check_minimum(self, "keep_best", 0, problems)
         check_minimum(self, "keep_every", 1, problems)
-        try:
-            parse_duration(self.every_time, "Checkpoint.every_time")
-        except ConfigError as error:
-            problems += error.problems
+        problems.collect(parse_duration, self.every_time, "Checkpoint.every_time")
         check_choice(self, "mode", ("min", "max"), problems)
         problems.raise_if()
 

@@ -71,10 +71,7 @@ def _read(given: object, variables: Mapping[str, str]) -> Mapping[str, DeepSpeed
         found += plugin.fill(variables)
         if plugin.enable_msamp:
             found.add_not_built("DeepSpeedPlugin(enable_msamp=True)", "Use mixed_precision='bf16'.")
-        try:
-            plugin.check_config()
-        except ConfigError as error:
-            found.take(error)
+        found.collect(plugin.check_config)
     found.raise_if()
     share_selection(list(named.values()))
     return named

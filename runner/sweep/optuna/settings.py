@@ -30,16 +30,10 @@ def read(node: Mapping[str, Any]) -> SearchConf:
     Raises:
         ConfigError: naming everything that is wrong with its values.
     """
-    problems, found = Problems(), SearchConf()
-    try:
-        found = SearchConf(**node)
-    except ConfigError as error:
-        problems.take(error)
-    for kind, own in ((SAMPLER, {"seed": 0}), (PRUNER, {})):
-        try:
-            optuna_study.make(kind, node[kind], **own)
-        except ConfigError as error:
-            problems.take(error)
+    problems = Problems()
+    found = problems.collect(lambda: SearchConf(**node)) or SearchConf()
+    problems.collect(lambda: optuna_study.make(SAMPLER, node[SAMPLER], seed=0))
+    problems.collect(optuna_study.make, PRUNER, node[PRUNER])
     storage = str(node["storage"])
     if passwords.without_passwords(storage) != storage:  # a sweep's files keep the address
         rule = "no password is written"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def test_runs_without_anything_make_a_page(tmp_path: Path) -> None:
 
 
 def test_a_page_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("accel.machine.imports.is_available", lambda name: False)
     with pytest.raises(MissingPackageError, match=r"accel-runner\[report\]"):
         html_page.require_matplotlib()
 
