@@ -96,7 +96,7 @@ def read_curves(run: RunRecord) -> dict[str, Curve]:
             read = number(value)
             if step is None or read is None or split == "test":
                 continue
-            if name in NO_CURVE or name.startswith(TIME_SHARE):
+            if name in NO_CURVE or name.startswith((TIME_SHARE, "lr_")):
                 continue
             steps, values = found.setdefault(f"{split}/{name}", ([], []))
             steps.append(step)
