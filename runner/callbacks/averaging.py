@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
 
-from accel.machine.errors import ConfigError, Problems
+from accel.machine.errors import ConfigError
 from accel.machine.memory import local
 from accel.optimizer import unwrap_optimizer
 from runner.data.batches import eval_batches
-from runner.data.datasets import num_samples
-from runner.training.evaluation import evaluation_mode
+from runner.training.hyperparameters import give
 from runner.training.run import Callback
 
 if TYPE_CHECKING:
@@ -42,36 +42,30 @@ class Averaging(Callback):
 
     @abstractmethod
     def on_step(self, loop: Run) -> None:
-        """Begin the averages by `begin`, and update them by `update`, where due."""
+        """Call `update` where due."""
 
-    def begin(self, loop: Run) -> None:
-        """Begin the averages as the weights of now.
+    @torch.no_grad()
+    def update(self, loop: Run, weight: float) -> None:
+        """Move the averages by a share `weight` of their distance to the weights of now.
+
+        An average begins as the weights of its first update.
 
         Raises:
             ConfigError: if the engine does not keep those of an optimizer between its steps.
         """
-        found = {id(optimizer) for optimizer, _ in _stepped(loop)}
-        for name, optimizer in loop.step.optimizers.items():
-            if id(optimizer) not in found:
-                raise ConfigError.of(
-                    f"averaged weights with {name}: {type(unwrap_optimizer(optimizer)).__name__}",
-                    "the engine gives it weights during a step only, and it has no state of them",
-                    "Choose one with state, such as SGD with momentum.",
-                )
-        for _, tensor in _stepped(loop):
-            kind = torch.promote_types(tensor.dtype, torch.float32)
-            self._averages[tensor] = tensor.detach().to(kind, copy=True)
-
-    @torch.no_grad()
-    def update(self, loop: Run, weight: float) -> None:
-        """Move the averages by a share `weight` of their distance to the weights of now."""
+        stepped = list(_stepped(loop))
+        for name, optimizer in loop.step.optimizers.items() if not self._averages else ():
+            if optimizer not in [owner for owner, _ in stepped]:
+                rule = "the engine gives it weights during a step only, and it has no state of them"
+                remedy = "Choose one with state, such as SGD with momentum."
+                raise ConfigError.of(_value(name, optimizer), rule, remedy)
         averages, weights = [], []
-        for _, tensor in _stepped(loop):
-            if tensor not in self._averages:  # added since
-                self._averages[tensor] = tensor.detach().clone()
-            average = local(self._averages[tensor])
-            averages.append(average)
-            weights.append(local(tensor).to(average.dtype))
+        for _, tensor in stepped:
+            if tensor not in self._averages:
+                kind = torch.promote_types(tensor.dtype, torch.float32)
+                self._averages[tensor] = tensor.detach().to(kind, copy=True)
+            averages.append(local(self._averages[tensor]))
+            weights.append(local(tensor).to(averages[-1].dtype))
         torch._foreach_lerp_(averages, weights, weight)
         self.num_updates += 1
 
@@ -82,11 +76,9 @@ class Averaging(Callback):
             ConfigError: if an optimizer averages weights itself.
         """
         for name, optimizer in loop.step.optimizers.items():
-            own = unwrap_optimizer(optimizer)
-            if hasattr(own, "train"):  # it has other weights for evaluations
-                value = f"averaged weights with {name}: {type(own).__name__}"
+            if hasattr(unwrap_optimizer(optimizer), "train"):  # other weights for evaluations
                 rule, remedy = "it averages weights itself", "Take the callback out."
-                raise ConfigError.of(value, rule, remedy)
+                raise ConfigError.of(_value(name, optimizer), rule, remedy)
         trained = {}
         for optimizer, tensor in _stepped(loop):
             weights, average = _take(optimizer, tensor)
@@ -148,8 +140,8 @@ class EMA(Averaging):
 
     Args:
         decay: share of the old average in the new one, from 0 to 1.
-        warmup: whether update t, counted from 0, has a decay of at most (1 + t) / (10 + t), so that
-            the average does not stay at the initial weights.
+        warmup: whether update t, counted from 0 after the first, has a decay of at most
+            (1 + t) / (10 + t), so that the average does not stay at early weights.
         every: optimizer steps between updates.
         start: optimizer step after which the average begins with the weights.
 
@@ -163,25 +155,17 @@ class EMA(Averaging):
         self, decay: float = 0.999, warmup: bool = True, every: int = 1, start: int = 1
     ) -> None:
         super().__init__()
-        problems = Problems()
-        if not 0 <= decay < 1:
-            rule = "it is at least 0 and below 1"
-            problems.add(f"ema.decay={decay}", rule, "Give 0.999, or 0.9999 for long runs.")
-        if every < 1:
-            problems.add(f"ema.every={every}", "it is at least 1", "Give 1.")
-        if start < 1:
-            rule = "it is at least 1: an average begins with the weights after that step"
-            problems.add(f"ema.start={start}", rule, "Give 1.")
-        problems.raise_if()
+        if not 0 <= decay < 1 or every < 1 or start < 1:
+            value = f"ema.decay={decay} every={every} start={start}"
+            rule = "a decay is at least 0 and below 1, the others count steps from 1 on"
+            raise ConfigError.of(value, rule, "Give ema.decay=0.999 alone.")
         self.decay, self.warmup, self.every, self.first = decay, warmup, every, start
 
     def on_step(self, loop: Run) -> None:
         """Update the average where due."""
         since = loop.state.step - self.first
-        if since >= 0 and not self._averages:
-            self.begin(loop)
-        elif since >= 0 and since % self.every == 0:
-            t = self.num_updates
+        if since >= 0 and (since % self.every == 0 or not self._averages):
+            t = self.num_updates - 1  # the first one begins the average
             decay = min(self.decay, (1 + t) / (10 + t)) if self.warmup else self.decay
             self.update(loop, 1 - decay)
 
@@ -207,20 +191,12 @@ class SWA(Averaging):
         self, start: int | float = 0.75, every: int | None = None, lr: float | None = None
     ) -> None:
         super().__init__()
-        problems = Problems()
-        if start < 0 or (start >= 1 and start != int(start)):
-            rule = "it is a step, or a fraction of all steps below 1"
-            problems.add(f"swa.start={start}", rule, "Give 0.75.")
-        if every is not None and every < 1:
-            remedy = "Leave it out for the ends of epochs."
-            problems.add(f"swa.every={every}", "it is at least 1", remedy)
-        if lr is not None and lr <= 0:
-            problems.add(f"swa.lr={lr}", "it is greater than 0", "Leave it out.")
-        problems.raise_if()
+        if start < 0 or every == 0 or lr == 0 or min(every or 1, lr or 1) < 0:
+            rule = "start is at least 0, every at least 1 and lr above 0"
+            value = f"swa.start={start} every={every} lr={lr}"
+            raise ConfigError.of(value, rule, "Give swa.start=0.75 alone.")
         self.first, self.every, self.lr = start, every, lr
-        self._statistics: dict[torch.Tensor, torch.Tensor] = {}  # of training, while exchanged
-        self._saved_statistics: list[torch.Tensor] = []
-        self._measured: tuple[int, list[torch.Tensor]] = (-1, [])  # step, statistics of averages
+        self._statistics: list[torch.Tensor] = []  # of training, where models have others
 
     def on_setup(self, loop: Run) -> None:
         """Find the first step.
@@ -228,77 +204,56 @@ class SWA(Averaging):
         Raises:
             ConfigError: if the number of steps is to be known, and is not.
         """
-        total, problems = loop.plan.total_steps, Problems()
+        total = loop.plan.total_steps
         if 0 < self.first < 1 and total is None:
             rule = "a fraction of all steps needs their number, which a stream does not tell"
-            problems.add(f"swa.start={self.first}", rule, "Give a step, or trainer.max_steps.")
-        if _batch_norms(loop) and num_samples(loop.data.train) is None:
-            rule = "a pass over the training data computes the statistics of BatchNorm layers"
-            problems.add("swa with a stream", rule, "Use callbacks=ema, or another normalization.")
-        problems.raise_if()
+            remedy = "Give a step, or trainer.max_steps."
+            raise ConfigError.of(f"swa.start={self.first}", rule, remedy)
         self.first = int(self.first * (total or 0) if self.first < 1 else self.first)
 
     def on_start(self, loop: Run) -> None:
         """Continue with a restored average."""
         super().on_start(loop)
-        for (_, buffer), value in zip(_statistics(loop), self._saved_statistics, strict=False):
+        for buffer, value in zip(_buffers(loop), self._statistics, strict=False):
             buffer.copy_(value)
+        self._statistics = []
         self._hold_rate(loop)
 
     def on_step(self, loop: Run) -> None:
         """Update the average where due, and hold the rate."""
         since = loop.state.step - self.first
         if self.every is not None and since >= 0 and since % self.every == 0:
-            self._average(loop)
+            self.update(loop, 1 / (self.num_updates + 1))
         self._hold_rate(loop)
 
     def on_epoch_end(self, loop: Run) -> None:
         """Update the average where due."""
         if self.every is None and loop.state.step >= self.first:
-            self._average(loop)
-
-    def _average(self, loop: Run) -> None:
-        if not self._averages:
-            self.begin(loop)
-        self.update(loop, 1 / (self.num_updates + 1))
+            self.update(loop, 1 / (self.num_updates + 1))
 
     def _hold_rate(self, loop: Run) -> None:
-        if self.lr is None or loop.state.step < self.first:
-            return
         for optimizer in loop.step.optimizers.values():
-            for group in optimizer.param_groups:
-                rate = group["lr"]
-                group["lr"] = rate.fill_(self.lr) if isinstance(rate, torch.Tensor) else self.lr
+            if self.lr is not None and loop.state.step >= self.first:
+                for group in optimizer.param_groups:
+                    give(group, {"lr": self.lr}, ["lr"])
 
     def _exchange(self, loop: Run) -> None:
         layers = _batch_norms(loop)
-        if layers and not loop.complete:
-            return
-        super()._exchange(loop)
-        if not layers or not self._averages:
-            return
-        found = [buffer for _, buffer in _statistics(loop)]
-        self._statistics = {buffer: buffer.clone() for buffer in found}
-        if self._measured[0] != loop.state.step:
+        if not layers or loop.complete:
+            super()._exchange(loop)
+        # They stay: nothing trains any more.
+        if layers and self._trained and not self._statistics:
+            self._statistics = [buffer.clone() for buffer in _buffers(loop)]
             _measure(loop, layers)
-            self._measured = loop.state.step, [buffer.clone() for buffer in found]
-        for buffer, value in zip(found, self._measured[1], strict=True):
-            buffer.copy_(value)
-
-    def _restore(self, loop: Run) -> None:
-        super()._restore(loop)
-        for buffer, value in self._statistics.items():
-            buffer.copy_(value)
-        self._statistics = {}
 
     def state_dict(self) -> dict[str, object]:
         """Return the number of updates, and the statistics of training that models lack."""
-        return {**super().state_dict(), "statistics": list(self._statistics.values())}
+        return {**super().state_dict(), "statistics": self._statistics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue to count; `on_start` finds the averages."""
         super().load_state_dict(state)
-        self._saved_statistics = state["statistics"]
+        self._statistics = state["statistics"]
 
 
 def _batch_norms(loop: Run) -> list[_BatchNorm]:
@@ -307,39 +262,25 @@ def _batch_norms(loop: Run) -> list[_BatchNorm]:
     return [m for m in modules if isinstance(m, _BatchNorm) and m.track_running_stats]
 
 
-def _statistics(loop: Run) -> list[tuple[_BatchNorm, torch.Tensor]]:
-    """Return the buffers of the layers with running statistics of batches, each with its layer."""
-    return [(m, buffer) for m in _batch_norms(loop) for buffer in m.buffers(recurse=False)]
+def _buffers(loop: Run) -> list[torch.Tensor]:
+    return [buffer for layer in _batch_norms(loop) for buffer in layer.buffers(recurse=False)]
 
 
-@torch.no_grad()
 def _measure(loop: Run, layers: list[_BatchNorm]) -> None:
-    """Compute running statistics anew: those of the training data in the mean over its batches.
+    """Compute running statistics anew, with one pass of `evaluate` over the training data.
 
-    Layers that `evaluate` of the step does not reach keep theirs.
-
-    Source: https://docs.pytorch.org/docs/stable/optim.html#torch.optim.swa_utils.update_bn
+    Layers that it does not reach keep theirs.
     """
-    accelerator, step, prepared = loop.accelerator, loop.step, loop.step.models
-    before = [(buffer, buffer.clone()) for _, buffer in _statistics(loop)]
-    momenta = [layer.momentum for layer in layers]
+    step, prepared, accelerator = loop.step, loop.step.models, loop.accelerator
+    before = [(m, buffer, buffer.clone()) for m in layers for buffer in m.buffers(recurse=False)]
     (batches,) = eval_batches(accelerator, loop.data, loop.recipe, "train").values()
     # A wrapper would replace the statistics of each rank by those of the first.
     step.models = {name: accelerator.unwrap_model(model) for name, model in prepared.items()}
-    try:
-        with evaluation_mode(step):
-            for layer in layers:
-                layer.reset_running_stats()
-                layer.train()
-                layer.momentum = None
-            for index, batch in enumerate(batches, start=1):
-                step.evaluate(batch)
-                loop.stop_flag.progress.batch(batches, index)
-    finally:
-        step.models = prepared
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
-    for (layer, buffer), (_, value) in zip(_statistics(loop), before, strict=True):
+    measured: Any = torch.nn.ModuleDict(step.models)
+    measured.forward = lambda batch: loop.stop_flag.progress.batch(step.evaluate(batch))
+    update_bn(([batch] for batch in batches), measured)
+    step.models = prepared
+    for layer, buffer, value in before:
         if not layer.num_batches_tracked:
             buffer.copy_(value)
         elif buffer.is_floating_point():
@@ -355,6 +296,10 @@ def _stepped(loop: Run) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor]]:
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         held += [key for key in optimizer.state if isinstance(key, torch.Tensor)]
         yield from ((optimizer, tensor) for tensor in dict.fromkeys(held))
+
+
+def _value(name: str, optimizer: torch.optim.Optimizer) -> str:
+    return f"averaged weights with {name}: {type(unwrap_optimizer(optimizer)).__name__}"
 
 
 def _take(

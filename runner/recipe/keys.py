@@ -87,7 +87,7 @@ HABITS: dict[str, str] = {
     "mixed_precision": "Choose precision=bf16.",
     "precision": "Choose precision=bf16.",
     "fast_dev_run": "Choose debug=fdr.",
-    "init_from": "Load weights in the factory of the model; resume=… continues a run.",
+    "pretrained": "init_from",
     "gradient_checkpointing": f"Call torch.utils.checkpoint in the model, or set {_CHECKPOINTED}.",
     "hparams_search": "Start with -m hydra/sweeper=optuna.",
     "device_map": "It is a flag of runner eval and runner predict: --device-map auto.",

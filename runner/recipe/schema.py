@@ -388,6 +388,34 @@ class Tracker:
         problems.raise_if()
 
 
+@dataclass
+class InitFrom:
+    """Weights with which the models of a new run begin.
+
+    Args:
+        path: a run directory (its best state, else its last), a checkpoint, a file of weights
+            (.safetensors, or what `torch.save` wrote), or a folder that holds one.
+        include: patterns of the names that are loaded, as in a shell; empty: all.
+        exclude: patterns of names that are not.
+        strict: whether every chosen weight of model and file has one in the other.
+    """
+
+    path: str
+    include: list[str] = field(default_factory=list)
+    exclude: list[str] = field(default_factory=list)
+    strict: bool = False
+
+    @classmethod
+    def of(cls, given: object) -> InitFrom:
+        """Return what a recipe gives: a path, or a mapping; raise a ConfigError for others."""
+        try:
+            found = cls(**given) if isinstance(given, dict) else cls(str(given))
+        except TypeError as error:
+            rule = f"it is a path, or path, include, exclude and strict ({error})"
+            raise ConfigError.of(f"init_from={given}", rule, "Give init_from=DIR.") from error
+        return found
+
+
 # The plugins of strategies: each has a node in a recipe, null where it is off.
 PLUGINS: dict[str, PluginSpec] = {p.name: p for p in plugins() if p.kind is not None}
 Class = TypeVar("Class", bound=type)
@@ -422,6 +450,7 @@ class Recipe:
         deterministic: whether results are bit-equal from run to run (pins threads and algorithms).
         resume: a run directory, or "auto" for the newest run of this name.
         run_dir: the directory of a new run itself; null: ``<output_dir>/<name>/<time>-<id>``.
+        init_from: weights that a new run begins with: a run, checkpoint or file, or its `InitFrom`.
         tags: words to find the run by.
         distributed: where the processes live.
         precision: the number format.
@@ -448,6 +477,7 @@ class Recipe:
     deterministic: bool = False
     resume: str | None = None
     run_dir: str | None = None
+    init_from: Any = None
     tags: list[str] = field(default_factory=list)
     distributed: Distributed = field(default_factory=Distributed)
     precision: Precision = field(default_factory=Precision)

@@ -279,6 +279,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("name", "output_dir"), _PLACE),
     "run_dir": ("the run stays where it is", "Leave run_dir out."),
     **dict.fromkeys(("seed", "dataloader.use_seedable_sampler", "dataloader.data_seed"), _ORDER),
+    **dict.fromkeys(
+        ("init_from", "init_from.path"),
+        ("a resumed run has the weights of its checkpoint", NEW_RUN),
+    ),
     "precision.scaler.init_scale": (
         "the gradient scale goes on from the checkpoint",
         "Leave it out; growth_factor, backoff_factor and growth_interval may change.",

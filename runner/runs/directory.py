@@ -18,7 +18,7 @@ from accel.machine.errors import AccelError, ConfigError, Problem
 from runner.exit_codes import REFUSED
 from runner.recipe import trust
 from runner.recipe.composition import Frozen
-from runner.recipe.schema import Recipe
+from runner.recipe.schema import InitFrom, Recipe
 from runner.runs import json_files, lock, sessions
 from runner.runs.job import Job
 from runner.runs.sessions import CONFIG, JOB
@@ -142,10 +142,15 @@ def is_request(path: Path) -> bool:
 
 
 def problems(recipe: Recipe) -> list[Problem]:
-    """Return what is wrong with the directory that is chosen for a new run."""
+    """Return what is wrong with the directory and the weights that are chosen for a new run."""
     try:
         if recipe.run_dir is not None and recipe.resume is None:
             require_unused(Path(recipe.run_dir).expanduser().absolute())
+        if recipe.init_from is not None and recipe.resume is None:
+            path = InitFrom.of(recipe.init_from).path
+            if not Path(path).expanduser().exists():
+                rule = "there is no such run, checkpoint or file"
+                raise ConfigError.of(f"init_from={path}", rule, "Name one that exists.")
     except ConfigError as error:
         return list(error.problems)
     return []

@@ -125,7 +125,7 @@ class Hyperparameters:
         ]
         ConfigError.raise_if(_incompatible_options(changed, before, now))
         for group, new, options in zip(optimizer.param_groups, now, changed, strict=False):
-            _give(group, new, options - {"lr"})
+            give(group, new, options - {"lr"})
         measures = isinstance(scheduler, ReduceLROnPlateau)
         follows = measures or getattr(scheduler, "follows_time", False)
         kind = None if scheduler is None else _class_of(scheduler)
@@ -152,7 +152,7 @@ class Hyperparameters:
         for group, start in zip(optimizer.param_groups, self._start[name], strict=False):
             for key in RATES:
                 group.pop(key, None) if key not in start else None
-            _give(group, start, (*RATES, *MOMENTA))
+            give(group, start, (*RATES, *MOMENTA))
         if scheduler is not None:
             scheduler.optimizer._opt_called = True  # torch would warn: no step was made here
             for _ in range(self._run.state.step):
@@ -195,7 +195,7 @@ def _stored(state: dict[str, Any]) -> Any:
     return recursively_apply(int, state, test_type=lambda value: isinstance(value, RunLength))
 
 
-def _give(group: dict[str, Any], options: Mapping[str, Any], names: Iterable[str]) -> None:
+def give(group: dict[str, Any], options: Mapping[str, Any], names: Iterable[str]) -> None:
     """Set the options of a group that are among `names`, in the types that the group has."""
     for name in names:
         if name in options:

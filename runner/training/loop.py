@@ -22,7 +22,7 @@ from runner.data.batches import TrainBatches, eval_batches, with_last
 from runner.recipe.units import Interval, parse_duration, parse_interval
 from runner.recipe.user_frames import one_line
 from runner.runs.json_files import SUMMARY, TIME_IS_UP, write_json
-from runner.training import gradient_check
+from runner.training import gradient_check, initial_weights
 from runner.training import summary as summaries
 from runner.training.checkpointing import RunState
 from runner.training.evaluation import Evaluations, evaluation_weights
@@ -288,6 +288,7 @@ class Loop(Run):
         # Processes of one replica draw the same, the others differently.
         set_seed(self.recipe.seed + self.accelerator.parallel_dims.dp_rank)
         if self.resume_from is None:
+            initial_weights.load(self)
             return
         self.accelerator.load_state(self.resume_from)
         self._hyperparameters.resume()

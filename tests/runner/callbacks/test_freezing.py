@@ -12,10 +12,8 @@ from torch import nn
 from accel.checkpoint.load import read_model
 from accel.machine.errors import ConfigError
 from runner.callbacks.freezing import Freeze
-from runner.training.run import Callback
-from tests.helpers import run_distributed
 from tests.runner import loops
-from tests.runner.callbacks.test_averaging import equal, run_killed
+from tests.runner.callbacks.test_averaging import equal, on, run_killed
 from tests.runner.training.test_strategies import ENGINES
 
 STEPS = 12  # each an epoch
@@ -58,19 +56,18 @@ def check(folder: Path) -> None:
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("by", UNFREEZE)
-def test_frozen_layers_train_as_in_a_plain_loop_and_resume_exactly(by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("by", "engine", "num_processes"),
+    [
+        *((by, "ddp", 1) for by in UNFREEZE),
+        *(pytest.param("epoch", one, 2, marks=pytest.mark.slow) for one in ("ddp", "fsdp", "tp")),
+    ],
+)
+def test_frozen_layers_train_as_in_a_plain_loop_and_resume_exactly(
+    by: str, engine: str, num_processes: int, tmp_path: Path
+) -> None:
     for name, killed_at in (("whole", None), ("early", 5), ("late", 10)):
-        train(str(tmp_path / name), by, "ddp", killed_at)
-        equal(*(read_model(loops.newest(tmp_path / one)) for one in (name, "whole")))
-    check(tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "tp"])
-def test_layers_are_unfrozen_under_each_strategy(engine: str, tmp_path: Path) -> None:
-    for name, killed_at in (("whole", None), ("early", 5), ("late", 10)):
-        run_distributed(train, 2, str(tmp_path / name), "epoch", engine, killed_at)
+        on(num_processes, train, str(tmp_path / name), by, engine, killed_at)
         equal(*(read_model(loops.newest(tmp_path / one)) for one in (name, "whole")))
     check(tmp_path / "whole")
 
@@ -87,7 +84,7 @@ def refused_or_frozen(folder: str) -> bool:
 
 @pytest.mark.slow
 def test_a_strategy_that_cannot_unfreeze_freezes(tmp_path: Path) -> None:
-    assert all(run_distributed(refused_or_frozen, 2, str(tmp_path)))
+    assert on(2, refused_or_frozen, str(tmp_path))
 
 
 def test_names_that_match_nothing_are_refused(tmp_path: Path) -> None:
@@ -99,14 +96,8 @@ def test_names_that_match_nothing_are_refused(tmp_path: Path) -> None:
 
 
 def test_batch_norms_of_frozen_layers_keep_their_statistics(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    freeze = Freeze("[01].*", unfreeze={4: "1.*"}, eval_mode=True)
-    seen: list[tuple[int, int]] = []
-
-    class Looker(Callback):
-        def on_epoch_end(self, loop: Any) -> None:
-            seen.append((int(model[1].num_batches_tracked), int(model[2].num_batches_tracked)))
-
-    callbacks = {"freeze": freeze, "looker": Looker()}
-    loops.run(tmp_path, loops.recipe_of(), model=model, callbacks=callbacks)
-    assert seen == [(0, 5), (0, 10), (0, 15), (5, 20)]
+    norms = [nn.BatchNorm1d(8) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(4, 8), *norms, nn.Linear(8, 1))
+    freeze = Freeze("[012].*", unfreeze={4: "1.*"}, eval_mode=True)
+    loops.run(tmp_path, loops.recipe_of(), model=model, callbacks={"freeze": freeze})
+    assert [int(norm.num_batches_tracked) for norm in norms] == [5, 0, 20]
