@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import signal
 import subprocess
 import sys
@@ -74,11 +73,10 @@ class Cluster:
 
     def start(self, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
         """Start a command of the runner's in the cluster; both outputs are its standard output."""
-        own = {"RAY_ADDRESS": self.address, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             python("-m", "runner", *arguments),
             cwd=cwd,
-            env={**os.environ, **own},
+            env=helpers.with_path(RAY_ADDRESS=self.address, OMP_NUM_THREADS="1"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -129,13 +127,12 @@ def wait_for_end_of(pids: Iterable[int]) -> None:
 @contextlib.contextmanager
 def cluster(cpus: int = 2, nodes: int = 2) -> Iterator[Cluster]:
     """Run a cluster of `nodes` nodes that have `cpus` CPUs each, as far as Ray knows."""
-    variables = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         python("-m", "tests.ray_nodes", str(cpus), str(nodes)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=variables,
+        env=helpers.with_path(RAY_USAGE_STATS_ENABLED="0"),
         cwd=ROOT,
         start_new_session=True,
     )

@@ -38,7 +38,6 @@ PROFILE = Example(
     accelerator.print(prof.key_averages().table())
     """,
     work,
-    sizes=(1, 2),
 )
 
 PROFILE_WITH_HANDLER = Example(
@@ -60,7 +59,6 @@ PROFILE_WITH_HANDLER = Example(
             prof.step()
     """,
     work,
-    sizes=(1, 2),
 )
 
 PROFILE_TO_FILE = Example(
@@ -75,7 +73,6 @@ PROFILE_TO_FILE = Example(
         train()
     """,
     work,
-    sizes=(1, 2),
 )
 
 # -- handlers ----------------------------------------------------------------------------------
@@ -95,7 +92,6 @@ PROFILE_KWARGS = Example(
     accelerator = Accelerator(kwargs_handlers=[kwargs])
     """,
     observe=handler_kwargs,
-    sizes=(1, 2),
 )
 
 
@@ -127,7 +123,6 @@ DDP_KWARGS = Example(
     """,
     small_training,
     unused_has_none,
-    sizes=(2, 1),
 )
 
 AUTOCAST_KWARGS = Example(
@@ -143,7 +138,6 @@ AUTOCAST_KWARGS = Example(
     with accelerator.autocast(AutocastKwargs(enabled=False)):
         print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
     """,
-    sizes=(1, 2),
 )
 
 GRAD_SCALER_KWARGS = Example(
@@ -155,7 +149,6 @@ GRAD_SCALER_KWARGS = Example(
     accelerator = Accelerator(kwargs_handlers=[kwargs])
     """,
     observe=handler_kwargs,
-    sizes=(1, 2),
 )
 
 INIT_PROCESS_GROUP_KWARGS = Example(
@@ -170,5 +163,4 @@ INIT_PROCESS_GROUP_KWARGS = Example(
     print(torch.distributed.get_backend() if accelerator.use_distributed else "none")
     """,
     observe=handler_kwargs,
-    sizes=(2, 1),
 )

@@ -43,7 +43,7 @@ class Example:
         text: the code, importing the documented package.
         assumes: makes the objects that the text uses and does not define, on each process.
         observe: picks, from the names that the text leaves, what is worth comparing.
-        sizes: the numbers of processes it runs on; the first is the one that the text assumes.
+        sizes: the numbers of processes it runs on.
         nodes: over how many servers the processes are spread, evenly.
     """
 

@@ -34,7 +34,6 @@ LOCAL_MAIN_PROCESS_FIRST = Example(
         # random order by the other processes.
         print(f"This will be printed by process {accelerator.local_process_index}")
     """,
-    sizes=(2, 1),
 )
 
 MAIN_PROCESS_FIRST = Example(
@@ -47,7 +46,6 @@ MAIN_PROCESS_FIRST = Example(
         # random order by the other processes.
         print(f"This will be printed by process {accelerator.process_index}")
     """,
-    sizes=(2, 1),
 )
 
 
@@ -90,7 +88,6 @@ WAIT_FOR_EVERYONE = Example(
     """,
     brief_sleep,
     wake,
-    sizes=(2, 1),
 )
 
 STATE_WAIT_FOR_EVERYONE = of_state(WAIT_FOR_EVERYONE)
@@ -112,7 +109,6 @@ ON_LOCAL_MAIN_PROCESS = Example(
 
     print_something()
     """,
-    sizes=(2, 1),
 )
 
 ON_LOCAL_MAIN_PROCESS_OF_TWO_SERVERS = Example(ON_LOCAL_MAIN_PROCESS.text, sizes=(2,), nodes=2)
@@ -146,7 +142,6 @@ ON_LAST_PROCESS = Example(
 
     print_something()
     """,
-    sizes=(2, 1),
 )
 
 ON_MAIN_PROCESS = Example(
@@ -161,7 +156,6 @@ ON_MAIN_PROCESS = Example(
 
     print_something()
     """,
-    sizes=(2, 1),
 )
 
 ON_PROCESS = Example(
@@ -201,7 +195,6 @@ SPLIT_BETWEEN_PROCESSES = Example(
     with accelerator.split_between_processes(["A", "B", "C"], apply_padding=True) as inputs:
         print(inputs)
     """,
-    sizes=(2, 1),
 )
 
 STATE_SPLIT_BETWEEN_PROCESSES = of_state(SPLIT_BETWEEN_PROCESSES)
@@ -223,7 +216,6 @@ GATHER_FOR_METRICS = Example(
     gathered_items = accelerator.gather_for_metrics(batch)
     len(gathered_items)
     """,
-    sizes=(2, 1),
 )
 
 PAD_ACROSS_PROCESSES = Example(
@@ -238,7 +230,6 @@ PAD_ACROSS_PROCESSES = Example(
     padded_tensor = accelerator.pad_across_processes(process_tensor)
     padded_tensor.shape
     """,
-    sizes=(2, 1),
 )
 
 REDUCE = Example(
@@ -253,7 +244,6 @@ REDUCE = Example(
     reduced_tensor = accelerator.reduce(process_tensor, reduction="sum")
     reduced_tensor
     """,
-    sizes=(2, 1),
 )
 
 # -- agreeing to stop --------------------------------------------------------------------------

@@ -134,7 +134,6 @@ SKIP_FIRST_BATCHES = Example(
     """,
     everything,
     weights,
-    sizes=(1, 2),
 )
 
 
@@ -163,7 +162,6 @@ JOIN_UNEVEN_INPUTS = Example(
     """,
     uneven,
     weights,
-    sizes=(2, 1),
 )
 
 # The page's example calls `model`, which DDP does not see: nothing is exchanged, and so joins.
@@ -171,7 +169,6 @@ JOIN_UNEVEN_INPUTS_OF_DDP = Example(
     JOIN_UNEVEN_INPUTS.text.replace("outputs = model(", "outputs = ddp_model("),
     uneven,
     weights,
-    sizes=(2, 1),
 )
 
 
@@ -231,7 +228,6 @@ NO_SYNC = Example(
     """,
     double_backward,
     weights,
-    sizes=(2, 1),
 )
 
 # The page's example forgets the loss of the second forward pass.
@@ -241,7 +237,6 @@ NO_SYNC_OF_TWO_BATCHES = Example(
     ),
     only_inputs,
     weights,
-    sizes=(2, 1),
 )
 
 
@@ -272,7 +267,6 @@ TRIGGER_SYNC_IN_BACKWARD = Example(
     """,
     two_inputs,
     weights,
-    sizes=(2, 1),
 )
 
 
@@ -342,5 +336,4 @@ UNWRAP_MODEL = Example(
     print(model.__class__.__name__)
     """,
     my_model,
-    sizes=(2, 1),
 )

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers import alive, python, wait_until
+from tests.helpers import ROOT, alive, python, wait_until
 from tests.signals.oracle import (
     PATIENCE_SECONDS,
-    ROOT,
     Command,
     Expected,
     Result,

@@ -15,7 +15,7 @@ from accel.checkpoint import directory
 from accel.machine.errors import AccelError
 from runner.recipe import serialization
 from runner.runs.job import Job
-from tests.helpers import ROOT, alive
+from tests.helpers import alive, with_path
 
 # The variable that marks the processes of one run: whatever they start inherits it.
 MARK = "RUNNER_SIGNALS_RUN"
@@ -57,12 +57,11 @@ class Command:
         self, line: Sequence[str], output: Path, mark: str, *, session: bool = False
     ) -> None:
         self.output = output
-        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: mark}
         with output.open("wb") as file:
             self.process = subprocess.Popen(
                 line,
                 cwd=output.parent,
-                env={**os.environ, **variables},
+                env=with_path(**{"OMP_NUM_THREADS": "1", MARK: mark}),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -72,11 +72,6 @@ def test_nested_targets_are_checked(registered: None) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model": {"name": "cnm"}}, "model.name='cnm': no model factory has that name. Did you"),
-        (
-            {"model": {"name": "cnn", "widht": 3}},
-            "model.widht=3: cnn has no such argument. Did you",
-        ),
         ({"model": {"name": "cnn", "width": "wide"}}, "model.width='wide': it is of type int"),
         ({"model": {"width": 3}}, "nothing is chosen"),
         ({"model": {"name": "cnn", "_target_": "torch.nn.Linear"}}, "not both"),

@@ -21,13 +21,10 @@ from runner.sweep.ray_jobs import Jobs
 from tests import ray_nodes
 from tests.ray_nodes import Cluster
 from tests.runner.sweep.kills import killed_sweep
+from tests.runner.sweep.test_kills import QUICK
 
 # Two CPUs each: a job on each of the two nodes.
 ONE_PER_NODE = ("-m", "hydra/launcher=ray", "hydra.launcher.num_cpus=2")
-QUICK = (
-    *("tracker.log_with=[]", "data.augment=false", "model.width=4", "trainer.epochs=null"),
-    *("trainer.log_every=5", "checkpoint.every_steps=5"),
-)
 
 
 def run_dirs(cwd: Path) -> list[Path]:

@@ -33,15 +33,12 @@ from runner.training import optuna_study
 from tests.helpers import python
 from tests.runner.sweep.kills import killed_sweep
 from tests.runner.sweep.stand_ins import begin_job, end_job
+from tests.runner.sweep.test_kills import QUICK
 from tests.runner.sweep.test_sweep import described
 
 SPACE = ("optimizer.lr=tag(log, interval(1e-4,1e-1))", "seed=1,2")
 STUDY = "s"
 Objective = Callable[[int, dict[str, str]], Any]
-QUICK = (
-    *("tracker.log_with=[]", "data.augment=false", "checkpoint.every_steps=5", "model.width=4"),
-    *("trainer.epochs=null", "trainer.log_every=5", "trainer.eval_every=5"),
-)
 
 
 class Launched(Launcher):
@@ -265,8 +262,13 @@ def test_a_search_with_pruning_that_is_killed_loses_and_doubles_no_trial(
     tmp_path: Path, count: int, steps: int, kills: int, longest: float
 ) -> None:
     line = (
-        *("hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-5,1.0))", *QUICK),
-        "hydra.sweeper.pruner={name: median, n_startup_trials: 2}",
+        *(
+            "hydra/sweeper=optuna",
+            "optimizer.lr=tag(log,interval(1e-5,1.0))",
+            *QUICK,
+            "trainer.eval_every=5",
+        ),
+        *("hydra.sweeper.pruner={name: median, n_startup_trials: 2}", "trainer.eval_every=5"),
         *(f"hydra.sweeper.n_trials={count}", "sweep.jobs=2", f"trainer.max_steps={steps}"),
     )
     ended = killed_sweep(line, tmp_path, kills=kills, longest=longest)

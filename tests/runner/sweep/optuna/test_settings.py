@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from accel.machine.errors import ConfigError
-from runner.recipe import composition, hydra_setup
+from runner.recipe import composition
 from runner.recipe.schema import Recipe
 from runner.sweep import plan
 from runner.sweep.optuna import settings
@@ -17,10 +16,7 @@ SEARCH = "hydra/sweeper=optuna"
 LR = "optimizer.lr=tag(log, interval(1e-4, 1e-1))"
 
 
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    with hydra_setup.session():
-        yield
+pytestmark = pytest.mark.usefixtures("hydra_session")
 
 
 def node(overrides: list[str]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import optuna
 import pytest
 from optuna.distributions import (
@@ -14,17 +12,13 @@ from optuna.distributions import (
 )
 
 from accel.machine.errors import ConfigError
-from runner.recipe import hydra_setup
 from runner.sweep.optuna.space import Condition, Space
 
 SGD = {"optimizer.momentum": "optimizer=sgd"}
 GIVEN = ("seed=3", "optimizer=adamw,sgd", "optimizer.lr=tag(log, interval(1e-4, 1e-1))")
 
 
-@pytest.fixture(autouse=True)
-def _session() -> Iterator[None]:
-    with hydra_setup.session():
-        yield
+pytestmark = pytest.mark.usefixtures("hydra_session")
 
 
 def draws(space: Space, count: int = 20) -> list[dict[str, str]]:
