@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import resource
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ class LRFind(Callback):
     """Trains each step with a higher learning rate until the loss diverges, and suggests one.
 
     The rates grow by one factor a step. Parameter groups keep the ratio of their rates. The result
-    is `lr_find` of the summary: rates, losses, smoothed losses and the suggested rate.
+    is `lr_find` of the summary: rates, smoothed losses and the suggested rate.
 
     Source: Smith 2015, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186).
 
@@ -39,52 +38,40 @@ class LRFind(Callback):
             value = f"rates from {min_lr} to {max_lr} in {num_steps} steps"
             rule = "they grow from above 0, in at least 10 steps"
             raise ConfigError.of(value, rule, "Give --min 1e-6 --max 1 --steps 100.")
-        factor = (max_lr / min_lr) ** (1 / (num_steps - 1))
-        self.rates = [min_lr * factor**step for step in range(num_steps)]
+        self.rates: list[float] = np.geomspace(min_lr, max_lr, num_steps).tolist()
         self.losses: list[float] = []
 
     def on_start(self, loop: Run) -> None:
         """Begin with the lowest rate."""
         groups = [group for one in loop.step.optimizers.values() for group in one.param_groups]
-        largest = max(float(group["lr"]) for group in groups)
-        self._groups = [(group, float(group["lr"]) / largest) for group in groups]
-        self._set(self.rates[0])
+        largest = max(group["lr"] for group in groups)
+        self._groups = [(group, group["lr"] / largest) for group in groups]
+        self.on_step(loop)
 
     def on_step(self, loop: Run) -> None:
         """Set the rate of the next step."""
-        self._set(self.rates[min(loop.state.step, len(self.rates) - 1)])
-
-    def _set(self, rate: float) -> None:
         for group, ratio in self._groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate * ratio)
-            else:
-                group["lr"] = rate * ratio
+            group["lr"] = ratio * self.rates[min(loop.state.step, len(self.rates) - 1)]
 
     def on_log(self, loop: Run, values: Mapping[str, float]) -> None:
         """Keep the loss of the step; stop where it diverges."""
         self.losses.append(values["loss"])
-        found = smoothed(self.losses)
-        lowest = min(found)
+        lowest = min(found := smoothed(self.losses))
         if not found[-1] <= lowest + DIVERGED * abs(lowest):
             loop.stop("the loss diverges")
 
     def on_end(self, loop: Run) -> None:
         """Tell what was found."""
-        losses = [loss for loss in self.losses if math.isfinite(loss)]
+        losses = smoothed([loss for loss in self.losses if math.isfinite(loss)])
         rates = self.rates[: len(losses)]
-        loop.results["lr_find"] = {
-            **{"rates": rates, "losses": losses, "smoothed": smoothed(losses)},
-            "suggestion": steepest(rates, smoothed(losses)),
-        }
+        suggestion = steepest(rates, losses)
+        loop.results["lr_find"] = {"rates": rates, "losses": losses, "suggestion": suggestion}
 
 
 def smoothed(losses: Sequence[float], reach: int = 4) -> list[float]:
     """Return the mean of each loss and of up to `reach` others before and after it."""
-    return [
-        float(np.mean(losses[max(0, step - reach) : step + reach + 1]))
-        for step in range(len(losses))
-    ]
+    around = (losses[max(0, step - reach) : step + reach + 1] for step in range(len(losses)))
+    return [float(np.mean(part)) for part in around]
 
 
 def steepest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
@@ -109,10 +96,8 @@ class PeakMemory(Callback):
         """Tell it."""
         device = loop.accelerator.device
         if device.type == "cpu":
-            unit = 1 if sys.platform == "darwin" else 1024
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux tells KiB
         else:
             peak = torch.accelerator.max_memory_allocated(device)
-        found = torch.tensor(float(peak), device=device)
-        most = int(loop.accelerator.comm.all_reduce(found, "max"))
-        loop.results["memory"] = [most, device.type]
+        found = loop.accelerator.comm.all_reduce(torch.tensor(float(peak), device=device), "max")
+        loop.results["memory"] = [int(found), device.type]

@@ -25,9 +25,8 @@ from accel.machine.device import copies_in_order
 from accel.machine.errors import ConfigError, Problem, Problems
 from runner.data.datasets import (
     Data,
-    LengthGroupedOrder,
-    Order,
     SeededDataset,
+    SeededOrder,
     SeededStream,
     TokenSampler,
     WindowSampler,
@@ -168,12 +167,12 @@ class TrainBatches:
 
     def _make_sampler(self, dataset: Sized, data: Data, batch_size: int) -> WindowSampler:
         plan, seed, config = self.plan, self.recipe.seed, self.recipe.dataloader
-        order: Order = make_order(dataset, seed, config, data.sampler)
+        order: Any = make_order(dataset, seed, config, data.sampler)
         lengths = [] if data.lengths is None else torch.as_tensor(data.lengths).tolist()
         if config.group_by_length:
-            order = LengthGroupedOrder(order, lengths, plan.global_batch, seed)
-        if self.recipe.trainer.micro_batch_tokens is not None:
-            return TokenSampler(order, lengths, self.recipe.trainer.micro_batch_tokens, plan)
+            order = SeededOrder(order, seed, lengths, plan.global_batch)
+        if (most := self.recipe.trainer.micro_batch_tokens) is not None:
+            return TokenSampler(order, lengths, most, plan)
         return WindowSampler(
             order,
             batch_size,
@@ -382,36 +381,24 @@ def training_problems(data: Data, recipe: Recipe, plan: BatchPlan) -> Problems:
 def order_problems(data: Data, recipe: Recipe) -> Problems:
     """Return what is wrong with the sampler and the lengths of the training data."""
     problems, config, tokens = Problems(), recipe.dataloader, recipe.trainer.micro_batch_tokens
-    size, lengths = num_samples(data.train), data.lengths
-    asked = []
-    if config.group_by_length:
-        asked.append("dataloader.group_by_length=true")
-    if tokens is not None:
-        asked.append(f"trainer.micro_batch_tokens={tokens}")
+    needs = ["dataloader.group_by_length=true"] if config.group_by_length else []
+    needs += [] if tokens is None else [f"trainer.micro_batch_tokens={tokens}"]
+    value, size = " and ".join(needs), num_samples(data.train)
+    lengths = 0 if data.lengths is None else len(data.lengths)
     if isinstance(data.train, IterableDataset):
-        for name in asked + ["Data(sampler=…)"] * (data.sampler is not None):
-            rule, remedy = (
-                "a stream has an order of its own",
-                "Leave it out, or give map-style data.",
-            )
-            problems.add(f"{name} with a stream", rule, remedy)
-        return problems
-    if isinstance(data.sampler, (BatchSampler, DistributedSampler)):
-        value = f"Data(sampler={type(data.sampler).__name__}(…))"
-        rule = "it yields single indices, of all processes"
-        problems.add(value, rule, "Give a sampler of indices; the runner divides them.")
-    weights = getattr(data.sampler, "weights", None)
-    if weights is not None and len(weights) != size:
+        if needs or data.sampler is not None:
+            rule, remedy = "a stream has an order of its own", "Leave it out."
+            problems.add(f"{value or 'Data(sampler=…)'} with a stream", rule, remedy)
+    elif isinstance(data.sampler, (BatchSampler, DistributedSampler)):
+        rule, remedy = "it yields single indices", "Give one that does; the runner divides them."
+        problems.add(f"Data(sampler={type(data.sampler).__name__}(…))", rule, remedy)
+    elif len(weights := getattr(data.sampler, "weights", range(size or 0))) != size:
         rule = f"it has a weight for each of {size} training samples"
         remedy = "Compute the weights from the training part of the data."
         problems.add(f"Data(sampler=…) with {len(weights)} weights", rule, remedy)
-    if asked and (lengths is None or len(lengths) != size):
-        value = f"{' and '.join(asked)} with {0 if lengths is None else len(lengths)} lengths"
+    elif needs and lengths != size:
         rule = f"the data factory tells the length of each of {size} samples"
-        problems.add(value, rule, "Return Data(train=…, lengths=[…]).")
-    if tokens is not None and config.split_batches:
-        rule = "batches that vary in size are not split"
-        problems.add(f"{asked[-1]} with dataloader.split_batches=true", rule, "Leave one out.")
+        problems.add(f"{value} with {lengths} lengths", rule, "Return Data(train=…, lengths=[…]).")
     return problems
 
 

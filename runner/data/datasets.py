@@ -270,11 +270,23 @@ class ReplayedRandomSampler(RandomSampler):
 
 
 class SeededOrder(Sampler[int]):
-    """The order of a sampler of the user's, whose draws are a function of (seed, epoch)."""
+    """The order of another sampler, whose draws are a function of (seed, epoch).
 
-    def __init__(self, sampler: Any, seed: int) -> None:
-        self.sampler = sampler
-        self.seed = seed
+    With `lengths`, the samples of an optimizer step are of like lengths: chunks of 50 windows are
+    sorted, and then the windows are shuffled. The samples of a short last window stay there.
+
+    Args:
+        sampler: yields the indices of an epoch.
+        seed: of all draws, with the epoch.
+        lengths: of each sample: [N]; empty: the order is that of the sampler.
+        window: samples of an optimizer step.
+    """
+
+    def __init__(
+        self, sampler: Any, seed: int, lengths: Sequence[int] = (), window: int = 1
+    ) -> None:
+        self.sampler, self.seed = sampler, seed
+        self.lengths, self.window = lengths, window
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -292,60 +304,26 @@ class SeededOrder(Sampler[int]):
             seed_draws(self.seed, self.epoch, 0)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(mix_seeds(self.seed, self.epoch))
-            return iter([int(index) for index in self.sampler])
+            indices = [int(index) for index in self.sampler]
+            return iter(self._grouped(indices) if self.lengths else indices)
+
+    def _grouped(self, indices: list[int]) -> list[int]:
+        size, num_windows = self.window, len(indices) // self.window
+        chunk, whole, found = 50 * size, num_windows * size, []
+        for start in range(0, whole, chunk):
+            of_chunk = indices[start : min(start + chunk, whole)]
+            found += sorted(of_chunk, key=self.lengths.__getitem__)
+        for window in torch.randperm(num_windows).tolist():
+            found += found[window * size : (window + 1) * size]
+        return found[whole:] + indices[whole:]
 
 
-WINDOWS_PER_CHUNK = 50
-
-
-class LengthGroupedOrder(Sampler[int]):
-    """Another order, in which the samples of an optimizer step are of like lengths.
-
-    Chunks of 50 windows are sorted by length; then the windows are shuffled. The samples of a short
-    last window stay there.
-
-    Args:
-        order: yields the indices of an epoch.
-        lengths: of each sample: [N].
-        window: samples of an optimizer step.
-        seed: of the shuffling, with the epoch.
-    """
-
-    def __init__(self, order: Any, lengths: Sequence[int], window: int, seed: int) -> None:
-        self.order = order
-        self.lengths = lengths
-        self.window = window
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next pass has."""
-        self.epoch = epoch
-        self.order.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        indices, size = list(self.order), self.window
-        num_windows = len(indices) // size
-        whole, rest = indices[: num_windows * size], indices[num_windows * size :]
-        chunk = size * WINDOWS_PER_CHUNK
-        by_length: list[int] = []
-        for start in range(0, len(whole), chunk):
-            by_length += sorted(whole[start : start + chunk], key=self.lengths.__getitem__)
-        generator = torch.Generator().manual_seed(mix_seeds(self.seed, self.epoch))
-        for window in torch.randperm(num_windows, generator=generator).tolist():
-            yield from by_length[window * size : (window + 1) * size]
-        yield from rest
-
-
-Order = SeedableRandomSampler | ReplayedRandomSampler | SeededOrder | LengthGroupedOrder
+Order = SeedableRandomSampler | ReplayedRandomSampler | SeededOrder
 
 
 def make_order(
     dataset: Sized, seed: int, config: schema.DataLoader, sampler: Sampler[int] | None = None
-) -> SeedableRandomSampler | ReplayedRandomSampler | SeededOrder:
+) -> Order:
     """Return the sampler of the training data: one order per epoch, the same on every process."""
     seed = seed if config.data_seed is None else config.data_seed
     if sampler is not None:
@@ -442,10 +420,6 @@ class TokenSampler(WindowSampler):
         self.most_tokens = most_tokens
         self.plan = plan
         self._drawn: tuple[int, list[int]] = (-1, [])
-
-    def __len__(self) -> int:
-        steps = range(self.start, -(-self.num_samples // self.window))
-        return sum(len(self.sizes(step, self.plan)) for step in steps) * self.plan.dp_size
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch = self.epoch

@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 
 from accel.machine.imports import is_available
-from runner.recipe import keys
 from tests import commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,11 +41,9 @@ COMMAND = re.compile(r"`((?:runner|torchrun) [^`]+)`")
 SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
 SECONDS = 300.0
 MODULES = {"runner": "runner", "accel": "accel.commands", "torchrun": "torch.distributed.run"}
-# Commands of `runner` that take no recipe, and so no `--cfg job`.
-LOOKING = [
-    [n]
-    for n in ("factories", "new", "list", "show", "compare", "report", "eval", "predict", "again")
-]
+# Commands of `runner` that take no `--cfg job`.
+NAMES = "factories new list show compare report eval predict again lr-find batch-size-find"
+LOOKING = [[name] for name in NAMES.split()]
 LOOKS = ("--cfg", "--help", "--dry-run")  # flags that start nothing
 CHECK = """
 import json, sys
@@ -176,8 +173,8 @@ class Reader:
             if program == "runner" and arguments[:1] not in LOOKING and checkable(arguments):
                 checks.append(arguments)
                 if not answers and not set(LOOKS) & set(arguments):
-                    starts = bool(arguments) and arguments[0] in keys.OF_RECIPES
-                    checks[-1] += ["--dry-run"] if starts else ["--cfg=job", "--resolve"]
+                    submits = arguments[:1] == ["submit"]
+                    checks[-1] += ["--dry-run"] if submits else ["--cfg=job", "--resolve"]
         if checks:
             arguments = ["-c", CHECK, json.dumps(checks)]
             cwd = self.folder / block.marks.get("cd", "")

@@ -173,25 +173,18 @@ def test_samplers_lengths_and_tokens_give_the_same_steps_everywhere(data) -> Non
             assert len(micro.batch) == 1 or longest * len(micro.batch) <= tokens
 
 
-def test_a_step_has_samples_of_like_lengths() -> None:
-    lengths = torch.randint(1, 500, (640,), generator=torch.Generator().manual_seed(0))
-    data = Data(Numbers(640), lengths=lengths)
-    orders = []
+def test_steps_have_like_lengths_and_odd_numbers_three_times_as_often() -> None:
+    data, sums = weighted(20, 4000), []
     for groups in (False, True):
-        recipe = recipe_of(loader={"group_by_length": groups}, global_batch_size=16)
+        recipe = recipe_of(loader={"group_by_length": groups}, global_batch_size=8)
         steps = [numbers([step]) for step in steps_of(data, recipe, 1)]
-        orders.append(steps)
-        longest = sum(16 * max(lengths[step]).item() for step in steps)
-        assert (longest < 1.05 * lengths.sum()) == groups
-    firsts = [min(step) for step in orders[1]]
-    assert firsts != sorted(firsts)
+        sums.append(sum(max(data.lengths[number] for number in step) for step in steps))
+        assert 2850 < sum(number % 2 for step in steps for number in step) < 3150
+    assert sums[1] < 0.7 * sums[0]
 
 
-def test_odd_numbers_are_drawn_three_times_as_often() -> None:
-    steps = steps_of(weighted(20, 4000), recipe_of(global_batch_size=8), 1)
-    odd = sum(number % 2 for number in numbers(steps))
-    assert 2850 < odd < 3150
-    assert len(steps) == 500
+MISFIT = Data(Numbers(16), sampler=WeightedRandomSampler([1.0] * 9, 16))
+SHARDED = Data(Numbers(16), sampler=DistributedSampler(range(16), 2, 0))
 
 
 class Divided(Stream):
@@ -245,41 +238,15 @@ def test_over_fitting_sees_the_same_batches_in_every_epoch() -> None:
 @pytest.mark.parametrize(
     ("dataset", "loader", "fields", "message"),
     [
-        (
-            Numbers(17),
-            {"even_batches": False},
-            {},
-            r"with several proc.*drop_last=true",
-        ),
+        (Numbers(17), {"even_batches": False}, {}, r"with several proc.*drop_last=true"),
         (Stream(16), {"even_batches": False}, {}, r"even_batches=false with a stream"),
         (Stream(16), {}, {"limit_train_batches": 0.5}, r"limit_train_batches=0.5.*unknown length"),
-        (
-            Stream(16),
-            {"num_workers": 1, "persistent_workers": True},
-            {},
-            r"does not learn the epoch",
-        ),
+        (Stream(16), {"num_workers": 1, "persistent_workers": True}, {}, r"not learn the epoch"),
         (Stream(16), {"num_workers": 1, "dispatch_batches": False}, {}, r"known in the worker"),
         (Stream(16), {"group_by_length": True}, {}, r"group_by_length=true with a stream"),
         (Data(Numbers(16)), {}, {"micro_batch_tokens": 9}, r"=9 with 0 lengths.*each of 16"),
-        (
-            weighted(8, 8),
-            {"split_batches": True},
-            {"micro_batch_tokens": 9},
-            r"with dataloader.split_batches=true",
-        ),
-        (
-            Data(Numbers(16), sampler=WeightedRandomSampler([1.0] * 9, 16)),
-            {},
-            {},
-            r"with 9 weights: it has a weight for each of 16 training samples",
-        ),
-        (
-            Data(Numbers(16), sampler=DistributedSampler(range(16), 2, 0)),
-            {},
-            {},
-            r"sampler=DistributedSampler.*the runner divides",
-        ),
+        (MISFIT, {}, {}, r"with 9 weights: it has a weight for each of 16 training samples"),
+        (SHARDED, {}, {}, r"sampler=DistributedSampler.*the runner divides"),
     ],
 )
 def test_what_the_data_cannot_give_is_refused(dataset, loader, fields, message) -> None:
