@@ -24,7 +24,7 @@ FACTORY_KEYS = ("name", "_target_")
 # The group of `conf/` for each word of the command line; all but that of recipes have a registry.
 KINDS = {
     **{"models": "model", "data": "data", "objectives": "objective", "steps": "step"},
-    **{"optimizers": "optimizer", "schedulers": "scheduler", "callbacks": "callbacks"},
+    **{"optimizers": "optimizer", "schedules": "scheduler", "callbacks": "callbacks"},
     "metrics": "metrics",
     RECIPES: "experiment",
 }

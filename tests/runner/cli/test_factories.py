@@ -35,7 +35,7 @@ def test_a_kind_is_listed_with_arguments_and_defaults(capsys: pytest.CaptureFixt
 
 
 def test_one_factory_is_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, "schedulers", "cosine")
+    out = printed(capsys, "schedules", "cosine")
     assert (inspect.getdoc(register.scheduler.get("cosine")) or "") in out
     assert "optimizer: whose rates" in out
     assert "scheduler=cosine  warmup=0.1" in out
@@ -45,7 +45,7 @@ def test_one_factory_is_shown_in_full(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
-    [(["callback"], "callbacks"), (["schedulers", "cosin"], "cosine"), (["recipes", "gam"], "gan")],
+    [(["callback"], "callbacks"), (["schedules", "cosin"], "cosine"), (["recipes", "gam"], "gan")],
 )
 def test_a_typo_is_answered_with_the_nearest_name(
     arguments: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
