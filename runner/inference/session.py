@@ -115,15 +115,11 @@ def evaluate(request: Request, watch: Watch = alone) -> JsonObject:
 
     began, metrics = time.monotonic(), {}
     with opened(request, watch) as session:
+        engine, step, named = session.accelerator, session.step, build.build_metrics(session.recipe)
         for split, sets in session.batches.items():
             with session.progress.in_phase(f"evaluation ({split})", timed=True):
-                metrics[split] = evaluation.evaluate_sets(
-                    session.accelerator,
-                    session.step,
-                    sets,
-                    session.progress.batch,
-                    metrics=build.build_metrics(session.recipe),
-                )
+                on_batch = session.progress.batch
+                metrics[split] = evaluation.evaluate_sets(engine, step, sets, on_batch, None, named)
         return {
             "metrics": metrics,
             "checkpoint": str(session.checkpoint),

@@ -151,6 +151,8 @@ class _Register:
             "ema": "runner.callbacks.averaging:EMA",
             "early_stopping": "runner.callbacks.early_stopping:EarlyStopping",
             "freeze": "runner.callbacks.freezing:Freeze",
+            "histograms": "runner.callbacks.monitors:Histograms",
+            "model_summary": "runner.callbacks.monitors:ModelSummary",
             "swa": "runner.callbacks.averaging:SWA",
             "lr_find": "runner.callbacks.finders:LRFind",
             "peak_memory": "runner.callbacks.finders:PeakMemory",

@@ -259,12 +259,10 @@ class Evaluations:
         try:
             watched = run.watch.paused("evaluation")
             with watched, stop_flag.progress.in_phase(f"evaluation ({split})"):
-                sets = self._sets[split]
+                given = (run.accelerator, run.step, self._sets[split], on_batch)
                 run.notify("on_evaluation_start", split)
                 try:
-                    return evaluate_sets(
-                        run.accelerator, run.step, sets, on_batch, metrics=self._metrics
-                    )
+                    return evaluate_sets(*given, metrics=self._metrics)
                 finally:
                     run.notify("on_evaluation_end", split)
         except Interrupted:

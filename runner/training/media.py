@@ -22,15 +22,14 @@ from runner.runs.json_files import HISTOGRAM, MEDIA
 if TYPE_CHECKING:
     from accel import Accelerator
 
-NUM_BINS = 64
-HEIGHT, BAR_WIDTH = 192, 6  # of a histogram that is a picture, in pixels
+NUM_BINS, HEIGHT, BAR_WIDTH = 64, 192, 6  # of histograms; as pictures, in pixels
 
 
 def log_media(accelerator: Accelerator, run_dir: Path, step: int, name: str, value: Any) -> None:
     """Write a value to ``media/<step>/`` of the run, and to the trackers that take its kind.
 
-    The same name at the same step replaces the file; trackers have the first, so that a step that
-    is made again after a resume gives them nothing twice.
+    The first value of a name at a step counts: a step that is made again after a resume gives
+    trackers nothing twice.
 
     Raises:
         ConfigError: for a value of another kind than `Run.log_media` names.
@@ -40,10 +39,11 @@ def log_media(accelerator: Accelerator, run_dir: Path, step: int, name: str, val
     ending, content, send = _converted(name, value)
     stem = re.sub(r"[^\w.-]", "_", name)
     path = run_dir / MEDIA / str(step) / f"{stem}.{ending}"
-    receivers = [] if path.exists() else accelerator.trackers
+    if path.exists():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     directory.write_atomically(path, content)
-    for tracker in receivers:
+    for tracker in accelerator.trackers:
         with contextlib.suppress(NotImplementedError):  # it takes no images
             send(tracker, step)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.machine.errors import ConfigError
 from runner.training.step import checked_metrics, refused, shown
 
 if TYPE_CHECKING:
@@ -40,19 +39,16 @@ class SampleMetrics:
     @contextmanager
     def seeing(self, batch: Any) -> Iterator[None]:
         """Add a batch by what the step's models return in the context."""
-        if not self._metrics:
-            yield
-            return
         outputs: list[object] = []
-        hooks = [
-            model.register_forward_hook(lambda module, given, output: outputs.append(output))
-            for model in self._step.models.values()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for model in self._step.models.values() if self._metrics else ():
+                hook = model.register_forward_hook(
+                    lambda one, given, output: outputs.append(output)
+                )
+                hooks.enter_context(hook)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        if not self._metrics:
+            return
         found = self._step.metric_inputs(outputs[0] if len(outputs) == 1 else outputs, batch)
         for one in found if isinstance(found, tuple) else [found]:
             if not isinstance(one, torch.Tensor):
@@ -70,13 +66,8 @@ class SampleMetrics:
             self._each(preds, target)
 
     def _each(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        for name, metric in self._metrics.items():
-            try:
-                metric.update(preds, target)
-            except (RuntimeError, TypeError, ValueError) as error:
-                value = f"metrics.{name} with {list(preds.shape)} and {list(target.shape)}"
-                remedy = "Correct its arguments, or define metric_inputs(output, batch)."
-                raise ConfigError.of(value, str(error).rstrip("."), remedy) from error
+        for metric in self._metrics.values():
+            metric.update(preds, target)
 
     def computed(self) -> dict[str, float]:
         """Return the values of the data set that was seen, and forget it."""
