@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch.utils.data import WeightedRandomSampler, default_collate
 
 from runner.data.datasets import Data
+from runner.training.run import Callback
 from tests.helpers import about, run_distributed
 from tests.runner import loops
 from tests.runner.loops import losses, recipe_of, weights
@@ -18,6 +22,12 @@ from tests.runner.loops import losses, recipe_of, weights
 LENGTHS = [1 + 7 * index % 13 for index in range(40)]
 SAMPLED = {"trainer__micro_batch_tokens": 20, "dataloader__group_by_length": True}
 SETTINGS = {"trainer__epochs": 2, "checkpoint__every_steps": 4, "checkpoint__every_epochs": None}
+
+
+class Killer(Callback):
+    def on_step(self, loop: Any) -> None:
+        if loop.state.step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def data(streamed: bool = False) -> Data:
@@ -61,7 +71,12 @@ def test_a_run_with_a_sampler_and_tokens_is_a_plain_loop(tmp_path: Path) -> None
 def test_a_killed_run_ends_with_the_same_bits(streamed: bool, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(str(whole), 0, streamed)
-    loops.killed(train, str(killed), 3, streamed, step=7)
+    kwargs = {"callbacks": {"killer": Killer()}}
+    arguments = (str(killed), 3, streamed)
+    fork = multiprocessing.get_context("fork")
+    (process := fork.Process(target=train, args=arguments, kwargs=kwargs)).start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     train(str(killed), 3, streamed, resume_from=loops.newest(killed))
     assert losses(killed) == losses(whole)
     found = weights(killed)
