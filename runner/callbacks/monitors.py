@@ -1,8 +1,9 @@
-"""Callbacks that show modules, weights and gradients."""
+"""Callbacks that show modules, weights, gradients and updates."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,7 @@ class Histograms(Callback):
 
     def on_start(self, loop: Run) -> None:
         """Refuse an engine that keeps gradients for itself."""
-        if loop.accelerator.strategy.wrapped_engine is not None:
-            raise ConfigError.of(
-                "callbacks.histograms", "the engine hides gradients", "Leave it out."
-            )
+        _require_gradients(loop, "callbacks.histograms")
 
     def on_before_optimizer_step(self, loop: Run) -> None:
         """Log the present weights, and their gradients after clipping."""
@@ -48,6 +46,36 @@ class Histograms(Callback):
                 if parameter.grad is not None and fnmatchcase(name, self.pattern):
                     loop.log_media(f"weights/{name}", _full(parameter))
                     loop.log_media(f"gradients/{name}", _full(parameter.grad))
+
+
+class OptimizerMonitor(Callback):
+    """Logs the gradient norm and the relative update of each parameter group at log points.
+
+    ``grad_norm_<group>`` is taken after clipping; ``update_ratio_<group>`` is the norm of the
+    step's change over that of the weights, whose copies are kept during that step alone.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def on_start(self, loop: Run) -> None:
+        """Refuse an engine that keeps gradients for itself."""
+        _require_gradients(loop, "callbacks.optimizer_monitor")
+
+    def on_before_optimizer_step(self, loop: Run) -> None:
+        """Measure the gradients, and keep the weights."""
+        for group, parameters in _groups(loop) if loop.logs_at(loop.state.step + 1) else ():
+            if parameters and group not in self._before:  # else another optimizer steps
+                loop.values[f"grad_norm_{group}"] = _norm([p.grad for p in parameters])
+                self._before[group] = [(p.detach(), p.detach().clone()) for p in parameters]
+
+    def on_step(self, loop: Run) -> None:
+        """Measure the updates."""
+        for group, pairs in self._before.items():
+            change = _norm([now - before for now, before in pairs])
+            size = _norm([before for _, before in pairs])
+            loop.values[f"update_ratio_{group}"] = change / size if size else float("inf")
+        self._before.clear()
 
 
 class ModelSummary(Callback):
@@ -88,6 +116,25 @@ class ModelSummary(Callback):
         loop.log_media("model_summary", text)
 
 
+def _require_gradients(loop: Run, key: str) -> None:
+    if loop.accelerator.strategy.wrapped_engine is not None:
+        raise ConfigError.of(key, "the engine hides gradients", "Leave it out.")
+
+
+def _groups(loop: Run) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
+    """Yield the name of each parameter group, and those of its parameters that have gradients."""
+    for name, optimizer in loop.step.optimizers.items():
+        prefix = f"{name}_" if len(loop.step.optimizers) > 1 else ""
+        for number, group in enumerate(optimizer.param_groups):
+            with_gradients = [p for p in group["params"] if p.grad is not None]
+            yield f"{prefix}{group.get('name', number)}", with_gradients
+
+
 def _full(tensor: Any) -> Any:
     """Return all values [N], where this rank holds a fragment, too: every rank must call this."""
     return getattr(tensor.detach(), "full_tensor", tensor.detach)().flatten()
+
+
+def _norm(tensors: list[Any]) -> float:
+    norms = [_full(torch.linalg.vector_norm(one.detach(), dtype=torch.float32)) for one in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))

@@ -153,6 +153,7 @@ class _Register:
             "freeze": "runner.callbacks.freezing:Freeze",
             "histograms": "runner.callbacks.monitors:Histograms",
             "model_summary": "runner.callbacks.monitors:ModelSummary",
+            "optimizer_monitor": "runner.callbacks.monitors:OptimizerMonitor",
             "swa": "runner.callbacks.averaging:SWA",
             "lr_find": "runner.callbacks.finders:LRFind",
             "peak_memory": "runner.callbacks.finders:PeakMemory",

@@ -182,7 +182,8 @@ class Recorder:
             of_run["skipped_steps"], self._skipped_steps = float(self._skipped_steps), 0
         of_run |= self._rates or learning_rates(run.step.optimizers)
         self._rates = {}
-        of_run |= run.speed.lap(samples, tokens)
+        of_run |= run.speed.lap(samples, tokens) | run.values
+        run.values = {}
         if tokens:
             of_run[TOKENS] = run.state.tokens
         self.write("train", values, of_run)

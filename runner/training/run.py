@@ -57,6 +57,7 @@ class Run:
         weights_step: the step whose weights were tested; None: there was no test yet.
         remeasured: whether a resume changed the data or the objective that evaluations measure by.
         results: entries that callbacks add to summary.json.
+        values: by name, what callbacks add to the next log point.
         rows: (label, text) that callbacks add to the final table.
         schedulers: learning-rate schedulers, by the name of their optimizer.
         saver: writes checkpoints, and knows the best and the last.
@@ -88,6 +89,7 @@ class Run:
         self.weights_step: int | None = None
         self.remeasured = False
         self.results: dict[str, object] = {}
+        self.values: dict[str, float] = {}
         self.rows: list[tuple[str, str]] = []
         self.schedulers: Mapping[str, LRScheduler] = {}
         self.watch = Stopwatch()

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from runner import cli
-from runner.callbacks.monitors import Histograms
+from runner.callbacks.monitors import Histograms, OptimizerMonitor
 from tests.runner import loops
 from tests.runner.launch.test_sharded_runs import trained, write_text
 from tests.runner.loops import recipe_of
@@ -30,6 +31,23 @@ def test_histograms_are_those_of_weights_and_gradients(tmp_path: Path) -> None:
         assert [path.name for path in found] == kinds
         lines = [path.read_text().splitlines()[1:] for path in found]
         assert [sum(int(one.rpartition(",")[2]) for one in of) for of in lines] == [8, 32, 8, 32]
+
+
+def test_norms_and_updates_are_those_of_the_plain_step(tmp_path: Path) -> None:
+    monitor = {"monitor": OptimizerMonitor()}
+    loop = loops.build(tmp_path, recipe_of(trainer__epochs=1), callbacks=monitor)
+    model, parameters = loop.step.models["model"], list(loop.step.models["model"].parameters())
+    batch = next(iter(loop._batches.epoch(0))).micro_batches[0].batch
+    gradients = torch.autograd.grad(loops.Fit().losses(model, batch).mean(), parameters)
+    both = (gradients, parameters)
+    norm, size = (torch.cat([one.detach().flatten() for one in of]).norm().item() for of in both)
+    loop.run()
+    found = loops.records(tmp_path)
+    assert found[0]["grad_norm_0"] == pytest.approx(norm, rel=1e-5)
+    # The first step of Adam changes each weight by the rate, and decays it by a hundredth of that.
+    change = 0.02 * sum(p.numel() for p in parameters) ** 0.5
+    assert found[0]["update_ratio_0"] == pytest.approx(change / size, rel=1e-2)
+    assert all("update_ratio_0" in one for one in found)
 
 
 @pytest.mark.slow  # it starts several processes, which import PyTorch
