@@ -19,12 +19,12 @@ from accel.comm.rng import set_seed
 from accel.machine.errors import AccelError, ConfigError
 from accel.strategies.trainable_changes import Trainable
 from runner.data.batches import TrainBatches, eval_batches, with_last
-from runner.recipe.units import Interval, parse_duration, parse_interval
 from runner.recipe.user_frames import one_line
 from runner.runs.json_files import SUMMARY, TIME_IS_UP, write_json
 from runner.training import gradient_check, initial_weights
 from runner.training import summary as summaries
 from runner.training.checkpointing import RunState
+from runner.training.due import Due
 from runner.training.evaluation import Evaluations, evaluation_weights
 from runner.training.hyperparameters import Hyperparameters, find_plateaus, make_schedulers
 from runner.training.metrics import NonFiniteError, Recorder
@@ -48,7 +48,6 @@ class Loop(Run):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._begun = self._saving = False
-        self._clock = 0.0, 0.0  # seconds at the last two step boundaries, the same on all ranks
         self.recorder = Recorder(self)
         self._prepare()
 
@@ -75,16 +74,7 @@ class Loop(Run):
         }
         if recipe.checkpoint.monitor is not None:
             self.require_validation(f"checkpoint.monitor={recipe.checkpoint.monitor}")
-        given = parse_interval(recipe.trainer.eval_every, "trainer.eval_every")
-        self._evaluates_each = given or Interval(1, "epochs")
-        if self._evaluates_each.every < 1 and self.plan.steps_per_epoch is None:
-            raise ConfigError.of(
-                f"trainer.eval_every={recipe.trainer.eval_every} with a stream of unknown size",
-                "a fraction of an epoch needs its length",
-                "Give optimizer steps, or a time such as 00:10:00.",
-            )
-        every_time = parse_duration(recipe.checkpoint.every_time)
-        self._saves_each = None if every_time is None else Interval(every_time, "seconds")
+        self._due = Due(self)
         self._hyperparameters = Hyperparameters(self)
         self.schedulers = make_schedulers(self)
         plateaus = find_plateaus(self)
@@ -219,8 +209,7 @@ class Loop(Run):
 
     def _validate_if_due(self) -> None:
         interrupted = self.stopped is not None and self.stopped.kind == "signal"
-        due = self.state.step > 0 and (self.complete or self._is_due(self._evaluates_each))
-        if due and not interrupted:
+        if not interrupted and (self.complete or self._due.evaluation()):
             self._evaluations.validate()
 
     def _evaluate_and_save(self) -> None:
@@ -228,31 +217,9 @@ class Loop(Run):
         self._validate_if_due()
         state, saved = self.state, self.saver.saved_step
         at_end = self.recipe.checkpoint.at_end or self.stop_flag.reason == TIME_IS_UP
-        due = self._saves() or (at_end and self.complete)
+        due = self._due.checkpoint() or (at_end and self.complete)
         if self._is_best_unsaved() or (due and state.step not in (0, saved)):
             self._save()
-
-    def _is_due(self, interval: Interval) -> bool:
-        """Return whether the last step has passed a multiple of an interval."""
-        state, size = self.state, self.plan.steps_per_epoch
-        if interval.unit == "seconds":
-            return interval.crossed(*self._clock)
-        if interval.unit == "steps":
-            return interval.crossed(state.step - 1, state.step)
-        if size is None:  # only the ends of epochs are known
-            return state.step_in_epoch == 0 and interval.crossed(state.epoch - 1, state.epoch)
-        now = state.epoch + state.step_in_epoch / size
-        return interval.crossed(now - 1 / size, now)
-
-    def _saves(self) -> bool:
-        """Return whether the recipe asks for a checkpoint at this step boundary."""
-        state, settings = self.state, self.recipe.checkpoint
-        if any(n and state.step % n == 0 for n in (settings.every_steps, settings.keep_every)):
-            return True
-        if self._saves_each is not None and self._is_due(self._saves_each):
-            return True
-        epochs = settings.every_epochs
-        return epochs is not None and state.step_in_epoch == 0 and state.epoch % epochs == 0
 
     def _is_best_unsaved(self) -> bool:
         return self._evaluations.improved and self.state.step == self.state.evaluated_step
@@ -274,7 +241,7 @@ class Loop(Run):
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.stop_flag.request(TIME_IS_UP)
         agreed = self.stopped is None and self.stop_flag.agreed(self.accelerator)
-        self._clock = self._clock[1], self._seconds_before + self.stop_flag.seconds
+        self._due.at(self._seconds_before + self.stop_flag.seconds)
         if agreed:
             if self.stop_flag.reason == TIME_IS_UP:
                 self.stop(f"trainer.max_time={self.recipe.trainer.max_time} is over", TIME_IS_UP)
@@ -297,7 +264,7 @@ class Loop(Run):
         if found:
             self.metrics["validation"] = dict(found)
         self._seconds_before, self._samples_before = self.state.seconds, self.state.samples
-        self._clock = self._seconds_before, self._seconds_before
+        self._due.resume(self._seconds_before)
         added, dropped = self._saved.added, self._saved.dropped
         for note in (
             self.saver.resume(self.resume_from),
