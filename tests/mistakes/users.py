@@ -132,8 +132,8 @@ CLASSES = (
     ),
     one_class(
         "callback Callback",
-        "def on_epoch_end(self, loop):\n        pass",
-        *("callbacks.bad", "on_epoch_end", "on_evaluate"),
+        "def on_train_batch_end(self, loop):\n        pass",
+        *("callbacks.bad", "on_train_batch_end", "on_evaluate"),
     ),
     one_class(
         "callback Callback",
