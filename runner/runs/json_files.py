@@ -32,6 +32,7 @@ EVALUATIONS = "eval.json"  # what `runner eval` has measured
 IDENTITY = ("checkpoint", "step", "overrides", "notes")
 # In the test's line of metrics.jsonl and in summary.json: the step whose weights were tested.
 WEIGHTS_STEP = "weights_step"
+WEIGHTS_ONLY = "weights_only"  # of a checkpoint's metadata: it was reduced to its weights
 TIME_IS_UP = "max_time"  # in summary.json, and of a stop: it was trainer.max_time
 # Keys of a line of metrics.jsonl that are no values: where and when they were measured.
 PLACE = ("step", "epoch", "samples", "tokens", "split", WEIGHTS_STEP, "time")

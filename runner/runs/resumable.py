@@ -12,6 +12,7 @@ from runner.recipe import serialization
 from runner.recipe.schema import Recipe
 from runner.runs import directory, lock, sessions
 from runner.runs.job import Job
+from runner.runs.json_files import WEIGHTS_ONLY
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def require_reach(run_dir: Path, checkpoint: Path, wanted: Recipe) -> None:
     found = checkpoints.read_manifest(checkpoint).metadata
     step, epoch = found.get("step"), found.get("epoch")
     trainer, problems = wanted.trainer, Problems()
-    if found.get("weights_only"):
+    if found.get(WEIGHTS_ONLY):
         rule = "checkpoint.weights_only has left its newest complete checkpoint only the weights"
         remedy = f"Start a new run from them: init_from={str(run_dir)!r}."
         problems.add(f"resume={str(run_dir)!r}", rule, remedy)

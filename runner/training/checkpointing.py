@@ -16,6 +16,7 @@ from accel.checkpoint import directory as checkpoints
 from accel.checkpoint.load import read_model
 from accel.comm.base import together
 from accel.machine.errors import CheckpointError
+from runner.runs.json_files import WEIGHTS_ONLY
 
 if TYPE_CHECKING:
     from accel import Accelerator
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_ONLY = "weights_only"  # in the metadata of a checkpoint that was reduced to its weights
 _WEIGHTS = ("model", "pytorch_model", "fp8_scales")  # how the names of their files begin
 
 
