@@ -61,7 +61,7 @@ class Due:
             return interval.crossed(*self._clock)
         if interval.unit == "steps":
             return interval.crossed(state.step - 1, state.step)
-        if size is None:  # only the ends of epochs are known
+        if interval.every >= 1 or size is None:  # whole epochs are passed at their ends alone
             return state.step_in_epoch == 0 and interval.crossed(state.epoch - 1, state.epoch)
         now = state.epoch + state.step_in_epoch / size
         return interval.crossed(now - 1 / size, now)
