@@ -189,11 +189,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "training": ("recipe", "runs", "data"),
     "callbacks": ("recipe", "data", "training"),
     "builtin": ("recipe", "data", "training"),
+    "language": ("recipe", "runs", "data", "training"),
     "reporting": ("recipe", "runs", "training"),
     "inference": ("recipe", "runs", "data", "training", "reporting"),
     "launch": ("recipe", "runs", "data", "training"),
     "sweep": ("recipe", "runs", "training", "launch", "reporting"),
-    "cli": (*("recipe", "runs", "data", "training", "inference", "launch", "sweep", "reporting"),),
+    "cli": (
+        *("recipe", "runs", "data", "training", "language", "inference", "launch", "sweep"),
+        "reporting",
+    ),
 }
 
 

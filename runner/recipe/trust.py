@@ -33,7 +33,13 @@ DEFINED_IN = (
     *("torch.nn", "torch._C._nn", "torch.optim", "torchmetrics"),
     *("torchao.optim", "bitsandbytes.optim"),
     *("accel.data", "accel.optimizer", "accel.scheduler", "accel.trackers"),
-    *("runner.builtin", "runner.callbacks", "runner.data.datasets", "runner.data.batches"),
+    *(
+        "runner.builtin",
+        "runner.callbacks",
+        "runner.language",
+        "runner.data.datasets",
+        "runner.data.batches",
+    ),
     *("runner.training.run", "runner.training.step"),
 )
 

@@ -1,0 +1,1 @@
+"""Language models of Hugging Face: models, adapters, text data, generation. Extra `hf`."""
