@@ -191,7 +191,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "builtin": ("recipe", "data", "training"),
     "language": ("recipe", "runs", "data", "training"),
     "reporting": ("recipe", "runs", "training"),
-    "inference": ("recipe", "runs", "data", "training", "reporting"),
+    "inference": ("recipe", "runs", "data", "training", "language", "reporting"),
     "launch": ("recipe", "runs", "data", "training"),
     "sweep": ("recipe", "runs", "training", "launch", "reporting"),
     "cli": (

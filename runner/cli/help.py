@@ -37,6 +37,8 @@ runner trains a PyTorch model that a recipe describes.
   runner eval RUN_DIR ... [key=value ...]             evaluate the best state of runs
   runner predict RUN_DIR --split test --output FILE   write predictions
   runner predict RUN_DIR --device-map auto …          of a model that is larger than the GPU
+  runner generate RUN_DIR "prompt" ...                text of a language model
+  runner export RUN_DIR --format hf | safetensors     the model in a folder, for use elsewhere
   runner lr-find [key=value ...]                      suggest a learning rate: curve and figure
   runner batch-size-find [key=value ...]              the largest micro-batch that fits in memory
   runner submit submit.nodes=2 [key=value ...]        train as a job on Slurm; runner submit --help

@@ -44,6 +44,8 @@ SUBCOMMANDS = {
     "batch-size-find": "runner.cli.find:batch_size",
     "eval": "runner.cli.evaluate_predict:evaluate_runs",
     "predict": "runner.cli.evaluate_predict:predict",
+    "generate": "runner.cli.generate:main",
+    "export": "runner.cli.export:main",
 }
 
 

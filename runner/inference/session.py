@@ -134,8 +134,8 @@ def evaluate(request: Request, watch: Watch = alone) -> JsonObject:
 
 
 @contextlib.contextmanager
-def opened(request: Request, watch: Watch = alone) -> Iterator[Session]:
-    """Have a run's models, data and engine in the context."""
+def opened(request: Request, watch: Watch = alone, *, with_data: bool = True) -> Iterator[Session]:
+    """Have a run's models, engine and, if wanted, data in the context."""
     run_dir = directory.existing(request.run_dir)
     if request.num_processes == 1:
         run_log.announce(run_dir.name)
@@ -158,22 +158,24 @@ def opened(request: Request, watch: Watch = alone) -> Iterator[Session]:
                 name: accelerator.prepare_model(model, evaluation_mode=True)
                 for name, model in step.models.items()
             }
-            batches = _batches(accelerator, recipe, request.splits)
+            batches = _batches(accelerator, recipe, request.splits) if with_data else {}
             notes: list[str] = []
             if accelerator.is_main_process:
-                notes += _notes(request, recipe, checkpoint)
+                notes += _notes(request, recipe, checkpoint, with_data)
                 for line in (f"weights: {described(checkpoint, job.run_dir)}", *notes):
                     print(line)
             yield Session(accelerator, step, batches, checkpoint, progress, notes, recipe)
 
 
-def _notes(request: Request, recipe: Recipe, checkpoint: Path) -> Iterator[str]:
+def _notes(request: Request, recipe: Recipe, checkpoint: Path, with_data: bool) -> Iterator[str]:
     """Yield what is not as it was in training, or not all of the data."""
     if request.checkpoint is None and best_of(request.run_dir) not in (None, checkpoint):
         yield "weights: the last state, as the best one is damaged"
     recorded = environment.recorded(request.run_dir)
     given = [hydra_setup.key_of(override) for override in request.overrides]
     yield from other_code(recorded)
+    if not with_data:
+        return
     yield from other_data(recorded, environment.data_files(recipe.data), given)
     limit = recipe.trainer.limit_eval_batches
     if limit is not None and LIMIT not in given:

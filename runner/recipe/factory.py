@@ -151,6 +151,7 @@ class _Register:
             "ema": "runner.callbacks.averaging:EMA",
             "early_stopping": "runner.callbacks.early_stopping:EarlyStopping",
             "freeze": "runner.callbacks.freezing:Freeze",
+            "generate": "runner.language.generation:Generate",
             "histograms": "runner.callbacks.monitors:Histograms",
             "model_summary": "runner.callbacks.monitors:ModelSummary",
             "optimizer_monitor": "runner.callbacks.monitors:OptimizerMonitor",

@@ -27,7 +27,8 @@ NAMED_NODES = {"callbacks": "callback", "metrics": "metric"}
 
 OF_RECIPES = ("submit", "lr-find", "batch-size-find")  # commands that take a recipe
 COMMANDS = (
-    *("eval", "predict", "list", "show", "compare", "report", "again", "factories", "new"),
+    *("eval", "predict", "generate", "export", "list", "show", "compare", "report", "again"),
+    *("factories", "new"),
     *OF_RECIPES,
 )
 # -- what people type from habit ------------------------------------------------------------

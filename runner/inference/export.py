@@ -1,0 +1,112 @@
+"""A run's model as a folder for use elsewhere: of transformers, of peft, or weights alone."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accel.checkpoint import directory as checkpoints
+from accel.machine.errors import ConfigError
+from runner.inference.load import find_checkpoint, restored_step
+from runner.runs import directory
+from runner.runs.job import Job
+
+FORMATS = ("hf", "safetensors")
+FOLDER = "export"  # in a run directory
+
+
+def export_run(
+    run_dir: Path,
+    form: str,
+    out: Path | None = None,
+    *,
+    merge: bool = False,
+    checkpoint: str | None = None,
+) -> tuple[Path, Path]:
+    """Write the model of a run, and its tokenizer with the chat template if it has one.
+
+    The dtype is that of the model in the recipe. The folder appears once all is written.
+
+    Args:
+        run_dir: the run directory.
+        form: "hf": what `from_pretrained` of transformers reads, or of peft; "safetensors": the
+            weights of any model, those of several in a folder each.
+        out: the folder; None: ``export`` in the run directory.
+        merge: whether adapters are merged into the base model.
+        checkpoint: as `runner.load` takes it.
+
+    Returns:
+        The checkpoint, and the folder.
+
+    Raises:
+        ConfigError: if the folder is not empty, or the model cannot be written like this.
+        CheckpointError: if the checkpoint is missing or incomplete.
+    """
+    from runner.language import generation
+
+    job, recipe = Job.load(directory.existing(run_dir))
+    target = (job.run_dir / FOLDER if out is None else out).absolute()
+    tokenizer = generation.tokenizer_folder(job.run_dir)
+    with _new_folder(target) as folder:
+        path = find_checkpoint(job.run_dir, checkpoint)
+        models = restored_step(path, recipe).models
+        for name, model in models.items():
+            found = _merged(model) if merge else model
+            place = folder if len(models) == 1 else folder / name
+            _write_model(found, place, form, tokenizer if tokenizer.is_dir() else None)
+        if tokenizer.is_dir():
+            shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+    return path, target
+
+
+@contextlib.contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Give a folder to write to, which takes the name `target` when all is on the disk."""
+    if target.exists():
+        if not target.is_dir() or any(target.iterdir()):
+            rule = "it exists and is not empty: nothing is overwritten"
+            raise ConfigError.of(f"--out {target}", rule, "Remove it, or name another folder.")
+        target.rmdir()
+    checkpoints.tidy(target)
+    staged = checkpoints.stage(target)
+    try:
+        yield staged
+        for file in staged.rglob("*"):
+            if file.is_file():
+                checkpoints.flush_file(file)
+        checkpoints.publish(staged, target)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _merged(model: Any) -> Any:
+    if not hasattr(model, "merge_and_unload"):
+        rule = "the model has no adapters to merge"
+        raise ConfigError.of("--merge", rule, "Leave it out.")
+    return model.merge_and_unload()
+
+
+def _write_model(model: Any, folder: Path, form: str, tokenizer: Path | None) -> None:
+    from accel.checkpoint.export import export_model
+
+    if form == "safetensors":
+        export_model(model.state_dict(), folder)
+        return
+    if not hasattr(model, "save_pretrained"):
+        rule = f"{type(model).__name__} is no model of transformers"
+        raise ConfigError.of("--format hf", rule, "Give --format safetensors.")
+    if tokenizer is not None and hasattr(model, "generation_config"):
+        _end_as_trained(model.generation_config, tokenizer)
+    model.save_pretrained(folder)
+
+
+def _end_as_trained(config: Any, folder: Path) -> None:
+    """Let generation end with the tokens that texts of the run end with."""
+    from runner.language import generation
+
+    tokenizer = generation.tokenizer_of(folder)
+    config.bos_token_id, config.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+    config.eos_token_id = generation.end_tokens(tokenizer) or None
