@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -55,6 +56,8 @@ class Data:
         lengths: length of each training sample, e.g. in tokens: [N]. `dataloader.group_by_length`
             and `trainer.micro_batch_tokens` need it.
         facts: numbers, texts or lists by name that a recipe uses as ``${facts:num_classes}``.
+        artifacts: files or folders by name that the trained model needs, such as a tokenizer; they
+            are copied to ``<run_dir>/artifacts`` when the run begins.
 
     Example:
         >>> counts = torch.bincount(labels)
@@ -69,6 +72,7 @@ class Data:
     sampler: Sampler[int] | None = None
     lengths: Sequence[int] | torch.Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    artifacts: Mapping[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Numbers of NumPy and of torch, as counting gives them.

@@ -22,7 +22,7 @@ from runner.exit_codes import DONE, INTERRUPTED, STOPPED
 from runner.launch import failures, rank_logs
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Recipe
-from runner.runs import lock, sessions
+from runner.runs import directory, lock, sessions
 from runner.runs.job import Job
 from runner.runs.json_files import TIME_IS_UP
 from runner.runs.numerics import read as read_numerics
@@ -33,6 +33,7 @@ from runner.training.stopping import HEARD_SIGNALS, STOP_SIGNALS, StopFlag
 
 if TYPE_CHECKING:
     from accel import Accelerator
+    from runner.data.datasets import Data
 
 
 TRAIN = "runner.launch.worker:run"
@@ -209,7 +210,7 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
             callbacks,
             resume_from=job.resume_from,
             stop_flag=stop,
-            on_begin=lambda: _commit(job, accelerator),
+            on_begin=lambda: _commit(job, accelerator, data),
         )
         summary = loop.run()
         code = STOPPED if summary["stopped"] in ("signal", TIME_IS_UP) else DONE
@@ -218,8 +219,9 @@ def _train(job: Job, recipe: Recipe, stop: StopFlag) -> int:
     return code
 
 
-def _commit(job: Job, accelerator: Accelerator) -> None:
+def _commit(job: Job, accelerator: Accelerator, data: Data) -> None:
     """Make the job that the first step was made with the run's own; all ranks call it."""
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         sessions.begin(job.place)
+        directory.keep_artifacts(job.run_dir, data.artifacts)

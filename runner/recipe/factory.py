@@ -125,6 +125,10 @@ class _Register:
         {
             "digits": "runner.builtin.digits:digits",
             "stdlib_bytes": "runner.builtin.bytes_gpt:stdlib_bytes",
+            **{
+                name: f"runner.language.sources:{name}"
+                for name in ("text", "jsonl", "parquet", "hf_dataset")
+            },
         },
     )
     objective = Registry(

@@ -29,6 +29,7 @@ LOGS, RUN_LOG = "logs", "run.log"
 # A sweep's folder lies beside runs: ``sweep-<time>-<digest>``.
 SWEEPS = "sweep-"
 REQUEST = "request.json"  # what processes of an evaluation are asked for
+ARTIFACTS = "artifacts"  # what belongs to the trained model beside its weights
 WEIGHTS = ("model", "pytorch_model")  # in names of files of a checkpoint
 OTHER = "Name another folder."
 MOST_NAMED = 4  # entries of a directory that is refused
@@ -307,6 +308,28 @@ def set_aside(run_dir: Path) -> None:
         for name in (json_files.METRICS, json_files.SUMMARY, "tensorboard"):
             if (run_dir / name).exists():
                 os.replace(run_dir / name, folder / name)
+
+
+def keep_artifacts(run_dir: Path, artifacts: Mapping[str, Path]) -> None:
+    """Copy files and folders that the trained model needs to a run, unless it has them.
+
+    Args:
+        run_dir: the run, whose lock is held.
+        artifacts: what is copied to ``artifacts/<name>``, each whole or not at all.
+    """
+    for name, source in artifacts.items():
+        final = run_dir / ARTIFACTS / name
+        if final.exists():
+            continue
+        checkpoints.tidy(final)
+        staged = checkpoints.stage(final)
+        if source.is_dir():
+            shutil.copytree(source, staged, dirs_exist_ok=True)
+            checkpoints.publish(staged, final)
+        else:
+            shutil.copyfile(source, staged / name)
+            checkpoints.publish(staged / name, final)
+            staged.rmdir()
 
 
 def remove_partials(run_dir: Path) -> None:

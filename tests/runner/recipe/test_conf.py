@@ -23,6 +23,10 @@ CONF = paths.conf_folder()
 ALONE = {
     "step=gan": ["model=null", "objective=null", "optimizer=null", "scheduler=null"],
     "callbacks=freeze": ["callbacks.freeze.names=head.*"],
+    **{
+        f"data={name}": ["data.tokenizer=gpt2", f"data.{'path' if name[0] == 'h' else 'train'}=x"]
+        for name in ("text", "jsonl", "parquet", "hf_dataset")
+    },
     "deepspeed=config_file": ["deepspeed.hf_ds_config=ds.json"],
 }
 
