@@ -6,8 +6,13 @@ left of one that is too long: (its sample, its first token, its number of tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +20,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from accel.machine.errors import ConfigError
+from runner.language.cache import Arrays, load
+from runner.language.readers import Record, Source
+from runner.language.samples import Tokens
+
+logger = logging.getLogger(__name__)
+
+Encode = Callable[[str, Record], tuple[Tokens, Any]]
+Row = dict[str, Tensor]
+BUFFER = 1024  # records of a stream that are packed together
+LABELS = "labels.json"
 IGNORED = -100  # label of a token that does not count
 TooLong = Literal["split", "cut", "drop"]
 Indices = NDArray[np.int64]
@@ -128,3 +145,204 @@ class Padding:
     def _joined(self, rows: Sequence[Tensor], value: int) -> Tensor:
         length = self.length or max(map(len, rows))
         return torch.stack([pad(row, (0, length - len(row)), value=value) for row in rows])
+
+
+# -- entries of the cache ------------------------------------------------------------------
+
+
+def write_tokens(source: Source, encode: Encode, folder: Path) -> None:
+    """Write the tokens of a source's records: `tokens`, `counted` [all tokens], `lengths` [N]."""
+    logger.info("Tokenizing %s", source.key)
+    labels = []
+    with Arrays(folder, tokens="int32", counted="bool", lengths="int64") as arrays:
+        for place, record in source.read():
+            sample, label = encode(place, record)
+            arrays.extend("tokens", sample.input_ids)
+            arrays.extend("counted", sample.counted)
+            arrays.extend("lengths", [len(sample.input_ids)])
+            labels.append(label)
+    (folder / LABELS).write_text(json.dumps(labels if labels[0] is not None else []))
+    sizes = arrays.lengths
+    logger.info("%s: %d samples, %d tokens", source.key, sizes["lengths"], sizes["tokens"])
+
+
+def labels_of(tokens: Path) -> list[Any]:
+    """Return the labels of an entry's samples, as they were read."""
+    found: list[Any] = json.loads((tokens / LABELS).read_text())
+    return found
+
+
+def write_rows(tokens: Path, layout: Layout, fraction: float, key: str, folder: Path) -> None:
+    """Write the spans of all rows, in their order: `spans` [S · 3], and `sizes` [R], spans of each.
+
+    Args:
+        tokens: the entry with the tokens.
+        layout: of the rows.
+        fraction: of samples that are left out; below 0: that alone are in the rows.
+        key: the recipe's words for the samples.
+        folder: where it is written.
+
+    Raises:
+        ConfigError: if no row is left.
+    """
+    lengths = load(tokens, "lengths")
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).numpy()
+    num_held_out = round(abs(fraction) * len(lengths))
+    chosen = np.sort(order[:num_held_out] if fraction < 0 else order[num_held_out:])
+    spans = layout.spans(lengths, chosen)
+    rows = layout.rows(spans[:, 2])
+    if not rows:
+        rule = f"none of {len(lengths)} samples is left with data.context={layout.context}"
+        remedy = "Raise data.context, or set data.too_long=cut."
+        raise ConfigError.of(key, rule, remedy)
+    with Arrays(folder, spans="int64", sizes="int64") as arrays:
+        arrays.extend("spans", spans[list(itertools.chain(*rows))].ravel())
+        arrays.extend("sizes", [len(row) for row in rows])
+    kept, given = int(spans[:, 2].sum()), int(lengths[chosen].sum())
+    logger.info("%s: %d rows of %d tokens of %d", key, len(rows), kept, given)
+
+
+class Rows(Dataset[Row]):
+    """The rows of an entry of the cache.
+
+    Args:
+        tokens: the entry with the tokens.
+        rows: the entry with the spans of each row.
+        layout: of the rows.
+        classes: the labels by class; empty: samples have none.
+    """
+
+    def __init__(
+        self, tokens: Path, rows: Path, layout: Layout, classes: Sequence[Any] = ()
+    ) -> None:
+        self.tokens, self.rows, self.layout = tokens, rows, layout
+        self.classes = classes
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(load(self.rows, "sizes"))
+
+    @cached_property
+    def _labels(self) -> list[int]:
+        number = {label: index for index, label in enumerate(self.classes)}
+        return [number[label] for label in labels_of(self.tokens)] if number else []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A loader worker maps the files itself.
+        return {name: value for name, value in vars(self).items() if name[0] != "_"}
+
+    def __len__(self) -> int:
+        return len(load(self.rows, "sizes"))
+
+    def __getitem__(self, index: int) -> Row:
+        end = self._ends[index]
+        spans = load(self.rows, "spans").reshape(-1, 3)
+        mine = spans[end - load(self.rows, "sizes")[index] : end]
+        row = self.layout.row(load(self.tokens, "tokens"), load(self.tokens, "counted"), mine)
+        if self._labels:
+            row["labels"] = torch.tensor(self._labels[mine[0][0]])
+        return row
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of tokens of each row: [R]."""
+        if self.layout.packing:
+            return torch.full((len(self),), self.layout.context)
+        return torch.from_numpy(load(self.rows, "spans").reshape(-1, 3)[:, 2].copy())
+
+
+# -- streams -------------------------------------------------------------------------------
+
+
+class RowStream(IterableDataset[Any]):
+    """Rows of sources that are tokenized as they are read; a buffer of records is packed at once.
+
+    Sources without weights follow each other. With weights each has its share of any number of
+    records; one that ends begins anew, until all have ended.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], encoders: Sequence[Encode], layout: Layout
+    ) -> None:
+        self.sources, self.encoders, self.layout = sources, encoders, layout
+
+    def __iter__(self) -> Iterator[Any]:
+        records = self.records()
+        while buffer := list(itertools.islice(records, BUFFER)):
+            yield from self._packed([self._encoded(record) for record in buffer])
+
+    def records(self) -> Iterator[tuple[int, str, Record]]:
+        """Yield (number of the source, place, record)."""
+        weights = [source.node.get("weight", 0) for source in self.sources]
+        if not all(weights):
+            for number, source in enumerate(self.sources):
+                yield from ((number, *found) for found in source.read())
+            return
+        shares = np.array(weights) / sum(weights)
+        streams = [iter(source.read()) for source in self.sources]
+        taken, ended = np.zeros(len(streams)), set()
+        while True:
+            number = int(np.argmax(shares * (taken.sum() + 1) - taken))
+            if (found := next(streams[number], None)) is None:
+                ended.add(number)
+                if len(ended) == len(streams):
+                    return
+                streams[number] = iter(self.sources[number].read())
+                continue
+            taken[number] += 1
+            yield number, *found
+
+    def _encoded(self, record: tuple[int, str, Record]) -> Tokens:
+        number, place, columns = record
+        return self.encoders[number](place, columns)[0]
+
+    def _packed(self, samples: Sequence[Tokens]) -> Iterator[Row]:
+        lengths = np.array([len(sample.input_ids) for sample in samples])
+        tokens = np.concatenate([sample.input_ids for sample in samples])
+        counted = np.concatenate([sample.counted for sample in samples])
+        spans = self.layout.spans(lengths, np.arange(len(samples)))
+        for row in self.layout.rows(spans[:, 2]):
+            yield self.layout.row(tokens, counted, spans[row])
+
+
+class RecordStream(RowStream):
+    """Records of sources: each makes one row, which a loader worker does for its own alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.records()
+
+    def make_sample(self, record: tuple[int, str, Record]) -> Row:
+        """Return the row of a record."""
+        return next(self._packed([self._encoded(record)]))
+
+
+# -- weights -------------------------------------------------------------------------------
+
+
+class Mixture(Sampler[int]):
+    """Yields the indices of an epoch of concatenated data sets, of which each has its share.
+
+    An epoch has as many samples as all data sets together. A data set with more than its share
+    gives other samples in each epoch; one with fewer repeats them.
+
+    Args:
+        sizes: samples of each data set.
+        weights: shares of each, above 0.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
+        self.sizes = sizes
+        ends = np.round(np.cumsum(weights) / np.sum(weights) * sum(sizes)).astype(int)
+        self.counts = np.diff(ends, prepend=0).tolist()
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    def __iter__(self) -> Iterator[int]:
+        drawn, start = [], 0
+        for size, count in zip(self.sizes, self.counts, strict=True):
+            passes = [start + torch.randperm(size) for _ in range(-(-count // size))]
+            drawn.append(torch.cat([*passes, torch.empty(0, dtype=torch.int64)])[:count])
+            start += size
+        indices = torch.cat(drawn)
+        return iter(indices[torch.randperm(len(indices))].tolist())

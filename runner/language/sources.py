@@ -16,17 +16,19 @@ from accel.machine.errors import ConfigError, nearest, unknown_choice
 from runner.data.datasets import Data
 from runner.language import readers
 from runner.language.cache import VERSION, cached, file_digest
-from runner.language.packing import Layout, Padding, TooLong
-from runner.language.readers import Opening, Record, SampleBy, Source
-from runner.language.rows import (
+from runner.language.packing import (
+    Layout,
     Mixture,
+    Padding,
     RecordStream,
     Rows,
     RowStream,
+    TooLong,
     labels_of,
     write_rows,
     write_tokens,
 )
+from runner.language.readers import Opening, Record, SampleBy, Source
 from runner.language.samples import Tokens, chat_tokens, prompt_tokens, text_tokens
 from runner.language.tokenizer import TRAINED, load_tokenizer
 from runner.runs.json_files import digest, read_json

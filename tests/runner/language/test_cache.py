@@ -1,4 +1,4 @@
-"""The cache of tokenized text: a killed writer, two writers at once, changed content."""
+"""R2, R4: the cache of tokenized text: a killed writer, two writers at once, changed content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text data: each token once, labels and positions of rows, weights, streams, what is refused."""
+"""R1, R2, C1, E2: text data: each token once, labels and positions of rows, weights, streams, what is refused."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from accel.machine.errors import ConfigError
 from runner.data.batches import TrainBatches
 from runner.data.datasets import Data, num_samples
-from runner.language.packing import IGNORED, Layout
-from runner.language.rows import Mixture
+from runner.language.packing import IGNORED, Layout, Mixture
 from runner.language.tokenizer import load_tokenizer
 from runner.recipe.batch_plan import plan_batches
 from runner.runs import directory
