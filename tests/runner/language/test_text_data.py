@@ -1,4 +1,4 @@
-"""R1, R2, C1, E2: text data: each token once, labels and positions of rows, weights, streams, what is refused."""
+"""R1, R2, C1, E2: rows hold each token once; labels, weights, streams, what is refused."""
 
 from __future__ import annotations
 
