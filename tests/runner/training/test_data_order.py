@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import WeightedRandomSampler, default_collate
 
 from runner.data.datasets import Data
-from runner.training.run import Callback
 from tests.helpers import about, run_distributed
-from tests.runner import loops
+from tests.runner import loops, plain_loops
 from tests.runner.loops import losses, recipe_of, weights
 
 LENGTHS = [1 + 7 * index % 13 for index in range(40)]
 SAMPLED = {"trainer__micro_batch_tokens": 20, "dataloader__group_by_length": True}
 SETTINGS = {"trainer__epochs": 2, "checkpoint__every_steps": 4, "checkpoint__every_epochs": None}
-
-
-class Killer(Callback):
-    def on_step(self, loop: Any) -> None:
-        if loop.state.step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def data(streamed: bool = False) -> Data:
@@ -37,10 +26,12 @@ def data(streamed: bool = False) -> Data:
     return Data(loops.Points(40, noisy=True), sampler=sampler, lengths=LENGTHS)
 
 
-def train(folder: str, workers: int = 3, streamed: bool = False, **kwargs: Any) -> None:
+def train(
+    folder: str, workers: int = 3, streamed: bool = False, killed_after: int | None = None
+) -> None:
     changes = {**SETTINGS, **({} if streamed else SAMPLED), "dataloader__num_workers": workers}
-    recipe = recipe_of(**changes)
-    loops.run(Path(folder), recipe, data=data(streamed), make_scheduler=None, **kwargs)
+    given = {"data": data(streamed), "make_scheduler": None}
+    plain_loops.go_on(folder, recipe_of(**changes), killed_after, **given)
 
 
 def test_a_run_with_a_sampler_and_tokens_is_a_plain_loop(tmp_path: Path) -> None:
@@ -67,17 +58,12 @@ def test_a_run_with_a_sampler_and_tokens_is_a_plain_loop(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_killed_run_ends_with_the_same_bits(streamed: bool, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(str(whole), 0, streamed)
-    kwargs = {"callbacks": {"killer": Killer()}}
-    arguments = (str(killed), 3, streamed)
-    fork = multiprocessing.get_context("fork")
-    (process := fork.Process(target=train, args=arguments, kwargs=kwargs)).start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    train(str(killed), 3, streamed, resume_from=loops.newest(killed))
-    assert losses(killed) == losses(whole)
-    found = weights(killed)
-    assert all(torch.equal(tensor, found[name]) for name, tensor in weights(whole).items())
+def test_a_killed_run_ends_with_the_same_bits(
+    streamed: bool, num_processes: int, tmp_path: Path
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run_distributed(train, num_processes, str(whole), 0, streamed)
+    plain_loops.killed(train, num_processes, str(cut), 3, streamed, after=7)
+    plain_loops.equal_runs(whole, cut)

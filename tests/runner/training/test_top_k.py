@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ from runner.recipe.schema import Checkpoint, Recipe
 from runner.runs.resumable import require_reach
 from runner.training.loop import Loop
 from runner.training.run import Callback
-from tests.helpers import run_distributed
+from tests.helpers import WorkerError, run_distributed
 from tests.runner.loops import Fit, Spy, newest, recipe_of, records, run, weights
 
 VALUES = (0.5, 0.3, 0.9, 0.3, 0.2, 0.8, math.nan, 0.25, 0.7, 0.6)  # of steps 2, 4, …, 20
@@ -87,6 +86,10 @@ def test_a_checkpoint_is_written_each_time_interval(tmp_path: Path) -> None:
     assert steps_saved(tmp_path)[-2:] == [19, 20]
 
 
+def reduced(folder: Path, resume: Path | None = None) -> None:
+    train(folder, resume, weights_only=True)
+
+
 def _killed(folder: Path, nth: int) -> None:
     """Train, and be killed instead of the `nth` rename or removal of a directory."""
     count = 0
@@ -104,20 +107,19 @@ def _killed(folder: Path, nth: int) -> None:
     import shutil
 
     os.rename, shutil.rmtree = counted(os.rename), counted(shutil.rmtree)
-    train(folder, weights_only=True)
+    reduced(folder)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("nth", [1, 2, 4, 6, 7, 9, 11, 14])
 def test_killed_while_checkpoints_change_and_resumed_the_same_stay(
-    tmp_path: Path, nth: int
+    nth: int, num_processes: int, tmp_path: Path
 ) -> None:
-    train(tmp_path / "whole", weights_only=True)
+    run_distributed(reduced, num_processes, tmp_path / "whole")
     folder = tmp_path / "killed"
-    child = multiprocessing.get_context("spawn").Process(target=_killed, args=(folder, nth))
-    child.start()
-    child.join(120)
-    assert child.exitcode == -signal.SIGKILL
+    with pytest.raises(WorkerError, match=r"died \(exit code -9\)"):
+        run_distributed(_killed, num_processes, folder, nth)
     complete = []
     for path in checkpoints(folder / "checkpoints"):
         try:
@@ -128,7 +130,7 @@ def test_killed_while_checkpoints_change_and_resumed_the_same_stay(
         best = complete[-1].metadata["best"]
         steps = [manifest.metadata["step"] for manifest in complete]
         assert best is None or best["step"] in steps
-    train(folder, newest(folder) if complete else None, weights_only=True)
+    run_distributed(reduced, num_processes, folder, newest(folder) if complete else None)
     assert steps_saved(folder) == steps_saved(tmp_path / "whole")
     assert all(torch.equal(v, weights(folder)[n]) for n, v in weights(tmp_path / "whole").items())
 
