@@ -62,8 +62,7 @@ class Averaging(Callback):
         averages, weights = [], []
         for _, tensor in stepped:
             if tensor not in self._averages:
-                kind = torch.promote_types(tensor.dtype, torch.float32)
-                self._averages[tensor] = tensor.detach().to(kind, copy=True)
+                self._averages[tensor] = _begun(tensor)
             averages.append(local(self._averages[tensor]))
             weights.append(local(tensor).to(averages[-1].dtype))
         torch._foreach_lerp_(averages, weights, weight)
@@ -84,9 +83,8 @@ class Averaging(Callback):
             weights, average = _take(optimizer, tensor)
             if self._restored and weights is not None:
                 trained[tensor] = weights
-                average = tensor.detach().clone() if average is None else average
-            if self._restored and average is not None:
-                self._averages[tensor] = average
+            if self._restored and self.num_updates:
+                self._averages[tensor] = _begun(tensor) if average is None else average
         if trained:
             _write(loop, trained)
 
@@ -102,7 +100,10 @@ class Averaging(Callback):
     def on_save_start(self, loop: Run) -> None:
         """Give the models the averages, and the optimizers' state the training weights."""
         self._exchange(loop)
+        stateful = [each for each in loop.step.optimizers.values() if any(each.state.values())]
         for optimizer, tensor in _stepped(loop):
+            if optimizer in stateful and not optimizer.state.get(tensor):
+                continue  # It was not stepped yet, and no optimizer loads a part of its state.
             average = self._averages.get(tensor)
             if tensor in self._trained:
                 optimizer.state[tensor][TRAINED] = self._trained[tensor]
@@ -285,6 +286,12 @@ def _measure(loop: Run, layers: list[_BatchNorm]) -> None:
             buffer.copy_(value)
         elif buffer.is_floating_point():
             buffer.copy_(accelerator.reduce(buffer, "mean"))
+
+
+def _begun(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an average that begins as the weights of now."""
+    kind = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.detach().to(kind, copy=True)
 
 
 def _stepped(loop: Run) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor]]:

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests import commands
-from tests.helpers import about, with_path
+from tests.helpers import about, python, started, wait_until, with_path, write_file
 from tests.runner.loops import losses, records
+from tests.runner.plain_loops import equal_runs
+from tests.signals.cells import children
 
 SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_with=[]")
 PLAIN = (*SHORT, "trainer.max_steps=50", "model.dropout=0", "data.augment=false")
 TWO = ("distributed=multi_cpu", "distributed.num_processes=2")
+# Waits after a step for its end, where the working directory has a file that asks for it.
+WAIT = """
+import time
+from pathlib import Path
+from runner.training.run import Callback
+
+class Wait(Callback):
+    def on_step(self, loop):
+        if loop.state.step == 13 and Path("wait").exists():
+            Path(f"waits_{loop.accelerator.process_index}").touch()
+            time.sleep(1e6)
+"""
+FEATURES = (
+    *("--import", "wait", "callbacks.wait._target_=wait.Wait", "model.width=4"),
+    *("trainer.max_steps=20", "trainer.eval_every=5", "checkpoint.every_steps=5"),
+    *("checkpoint.keep_best=3", "callbacks.freeze.names=features.*", "callbacks.freeze.by=step"),
+    'callbacks.freeze.unfreeze={4: "features.5.*", 15: "features.2.*"}',
+    "optimizer.groups=[{match: '*.bias', lr_scale: 2.0, name: biases}]",
+)
 
 
 def run(*overrides: str, cwd: Path, code: int = 0) -> Path:
@@ -51,6 +75,35 @@ def test_what_a_run_leaves(straight: Path) -> None:
     test = records(straight, "test")
     assert len(test) == 1
     assert test[0]["accuracy"] > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["callbacks=[ema,freeze]", "scheduler=one_cycle"],
+        ["callbacks=[swa,freeze]", "callbacks.swa={start: 4, every: 2}", "scheduler=plateau"],
+    ],
+    ids=["ema", "swa"],
+)
+def test_a_killed_command_of_two_processes_goes_on(more: list[str], tmp_path: Path) -> None:
+    """The same command again has the values and the bits of one that was not killed."""
+    line = (*SHORT, *FEATURES, *TWO, *more, "resume=auto")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        write_file(folder / "wait.py", WAIT)
+    (cut / "wait").touch()
+    command = started(python("-m", "runner", *line), cut)
+    assert wait_until(lambda: len(list(cut.glob("waits_?"))) == 2 or command.poll() is not None)
+    for pid in [*children(command.pid), command.pid]:
+        with contextlib.suppress(ProcessLookupError):  # its parent is gone
+            os.kill(pid, signal.SIGKILL)
+    output, _ = command.communicate()
+    assert command.returncode == -signal.SIGKILL, output
+    (cut / "wait").unlink()
+    resumed = run(*line, cwd=cut)
+    assert (resumed / "sessions" / "0002").exists()
+    equal_runs(run(*line, cwd=whole), resumed, "optimizer.bin")
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,19 @@ from torch import nn
 
 from accel.checkpoint.load import read_model
 from accel.machine.errors import ConfigError
+from runner.callbacks.averaging import EMA
 from runner.callbacks.freezing import Freeze
+from runner.training.run import Callback
 from tests.helpers import run_distributed
 from tests.runner import loops, plain_loops
 from tests.runner.training.test_strategies import ENGINES
 
 STEPS = 12  # each an epoch
 UNFREEZE: dict[str, dict[str, Any]] = {  # at the same steps
-    "epoch": {"unfreeze": {5: ["0.w*"], "9": "3.bias"}},
-    "step": {"unfreeze": {4: ["0.w*"], 8: "3.bias"}, "by": "step"},
+    "epoch": {"unfreeze": {4: ["0.w*"], "9": "3.bias"}},
+    "step": {"unfreeze": {3: ["0.w*"], 8: "3.bias"}, "by": "step"},  # and with averages
 }
-SINCE = {"0.weight": 4, "0.bias": STEPS, "3.bias": 8}
+SINCE = {"0.weight": 3, "0.bias": STEPS, "3.bias": 8}
 
 
 def train(folder: str, by: str, engine: str, killed_after: int | None = None) -> None:
@@ -31,7 +35,9 @@ def train(folder: str, by: str, engine: str, killed_after: int | None = None) ->
         checkpoint__every_epochs=3,
         **ENGINES[engine],
     )
-    callbacks = {"freeze": Freeze(["0.*", "3.b*"], **UNFREEZE[by])}
+    callbacks: dict[str, Callback] = {"freeze": Freeze(["0.*", "3.b*"], **UNFREEZE[by])}
+    if by == "step":
+        callbacks["ema"] = EMA(decay=0.7, warmup=False, every=2)
     plain_loops.go_on(folder, recipe, killed_after, callbacks=callbacks)
 
 
@@ -40,8 +46,8 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Identity(), nn.Tanh(), nn.Linear(8, 1))
 
 
-def check(folder: Path) -> None:
-    """Compare a run's weights with those of a plain loop."""
+def check(folder: Path, averaged: bool) -> None:
+    """Compare a run's weights, or their averages, with those of a plain loop."""
     model, data = network(), loops.Points(loops.NUM_TRAIN)
     optimizer, named = loops.optimizer(model), dict(model.named_parameters())
     scheduler = loops.scheduler(optimizer, STEPS)
@@ -52,8 +58,12 @@ def check(folder: Path) -> None:
         (model(data.x).squeeze(-1) - data.y).square().mean().backward()
         optimizer.step()
         scheduler.step()
+        if step == 0:
+            averages = copy.deepcopy(model.state_dict())
+        for name, value in model.state_dict().items() if step % 2 == 0 else ():
+            averages[name].lerp_(value, 0.3)
     weights = read_model(loops.newest(folder))
-    for name, value in model.state_dict().items():
+    for name, value in (averages if averaged else model.state_dict()).items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
 
 
@@ -61,7 +71,10 @@ def check(folder: Path) -> None:
     ("by", "engine", "num_processes"),
     [
         *((by, "ddp", 1) for by in UNFREEZE),
-        *(pytest.param("epoch", one, 2, marks=pytest.mark.slow) for one in ("ddp", "fsdp", "tp")),
+        *(
+            pytest.param(*pair, 2, marks=pytest.mark.slow)
+            for pair in product(UNFREEZE, ("ddp", "fsdp", "tp"))
+        ),
     ],
 )
 def test_frozen_layers_train_as_in_a_plain_loop_and_resume_exactly(
@@ -72,7 +85,7 @@ def test_frozen_layers_train_as_in_a_plain_loop_and_resume_exactly(
         cut = tmp_path / f"cut_{after}"
         plain_loops.killed(train, num_processes, str(cut), by, engine, after=after)
         plain_loops.equal_runs(tmp_path / "whole", cut, "optimizer.bin")
-    check(tmp_path / "whole")
+    check(tmp_path / "whole", averaged=by == "step")
 
 
 def refused_or_frozen(folder: str) -> bool:
