@@ -50,7 +50,9 @@ def _candidates(words: Sequence[str], word: str) -> Iterator[str]:
         yield from () if command in COMMANDS else long_flags()
     elif command == "factories":
         yield from factories.listed(words[1]) if words[1:] else factories.KINDS
-    elif command in COMMANDS and command not in (*OF_RECIPES, "new") and "=" not in word:
+    elif command == "data" and not words[1:]:
+        yield from ("show", "tokenizer")
+    elif command in COMMANDS and command not in (*OF_RECIPES, "new", "data") and "=" not in word:
         yield from _runs(word)
     elif word.startswith("resume="):
         yield "resume=auto"

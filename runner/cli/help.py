@@ -31,6 +31,8 @@ runner trains a PyTorch model that a recipe describes.
   runner list [DIR ...] [status=failed since=2d ...]  runs, newest first; their status and objective
   runner new DIR                                      a project: a model, data, a recipe, a test
   runner factories [optimizers [adamw]]               what a recipe can name, and its arguments
+  runner data show [key=value ...]                    samples of language data, and what counts
+  runner data tokenizer FILE ... --size 4096 --out D  train a byte-level BPE with a chat template
   runner show RUN_DIR | compare RUN_DIR RUN_DIR ...   one run in full | what differs between runs
   runner report DIR ...                               curves, swept keys: an HTML page
   runner again RUN_DIR [key=value ...]                a new run of what a directory describes

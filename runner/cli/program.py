@@ -38,6 +38,7 @@ SUBCOMMANDS = {
     "report": "runner.cli.look:report_runs",
     "new": "runner.cli.new:main",
     "factories": "runner.cli.factories:main",
+    "data": "runner.cli.data:main",
     "again": "runner.cli.again:main",
     "submit": "runner.cli.submit:main",
     "lr-find": "runner.cli.find:learning_rate",

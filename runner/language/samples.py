@@ -14,6 +14,7 @@ from accel.machine.errors import ConfigError, text_of
 
 Message = Mapping[str, Any]
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+OTHER = "\ue000"  # a content unlike any other
 MARKED = (
     "Mark what the assistant writes with {% generation %} … {% endgeneration %} in the template."
 )
@@ -80,23 +81,23 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Message]) -> Tokens:
     """Return the tokens of a conversation by the tokenizer's chat template; the assistant's count.
 
     They are those of the template's ``{% generation %}`` blocks. In a template without such blocks
-    they are what each reply adds to the prompt of generation, up to its end token.
+    they are what each reply adds to the prompt of generation, up to its end token; where the
+    template renders earlier messages otherwise once later ones follow, the content and its end.
 
     Args:
         tokenizer: a fast tokenizer of transformers with a chat template.
         messages: mappings with `role`, `content`, and what else the template reads.
 
     Raises:
-        ConfigError: if there is no template, it refuses the messages, or the tokens of the
-            assistant cannot be told: the conversation does not begin with the text of its first
-            messages.
+        ConfigError: if there is no template, it refuses the messages, or it has no generation
+            blocks and changes what the assistant said.
     """
     from jinja2 import TemplateError
 
     try:
         conversation = [dict(message) for message in messages]
         if not GENERATION.search(tokenizer.get_chat_template()):
-            return _by_prefixes(tokenizer, conversation)
+            return _by_rendering(tokenizer, conversation)
         found = tokenizer.apply_chat_template(
             conversation,
             return_dict=True,
@@ -118,38 +119,46 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Message]) -> Tokens:
     return Tokens(list(found["input_ids"]), counted)
 
 
-def _by_prefixes(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Tokens:
-    """Return the tokens of a conversation; those that a reply adds to its prompt count."""
+def _by_rendering(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Tokens:
+    """Return the tokens of a conversation by a template without generation blocks."""
 
-    def rendered(count: int, prompt: bool = False) -> str:
-        part = list(messages[:count])
+    def rendered(part: Sequence[dict[str, Any]], prompt: bool = False) -> str:
         return str(
-            tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=prompt)
+            tokenizer.apply_chat_template(list(part), tokenize=False, add_generation_prompt=prompt)
         )
 
-    text = rendered(len(messages))
+    text = rendered(messages)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     places = found["offset_mapping"]
     added = set(tokenizer.get_added_vocab().values())
-    ends = [
-        end for token, (_, end) in zip(found["input_ids"], places, strict=True) if token in added
-    ]
+    pairs = zip(found["input_ids"], places, strict=True)
+    marks = [place for token, place in pairs if token in added]
     spans = []
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        prompt, reply = rendered(index, prompt=True), rendered(index + 1)
-        if not (text.startswith(reply) and reply.startswith(prompt)):
-            rule = "the chat template has no generation blocks, and renders the conversation "
-            rule += f"otherwise than its first {index + 1} messages: the assistant's tokens are "
-            rule += "unknown"
+        prompt, reply = rendered(messages[:index], prompt=True), rendered(messages[: index + 1])
+        if text.startswith(reply) and reply.startswith(prompt):
+            start, end = len(prompt), len(reply)
+            # Generation stops at the end token: white space behind it is the template's.
+            last = max((last for _, last in marks if start < last <= end), default=end)
+            spans.append((start, end if text[last:end].strip() else last))
+            continue
+        other = [*messages[:index], message | {"content": OTHER}, *messages[index + 1 :]]
+        before, _, behind = rendered(other).partition(OTHER)
+        start, end = len(before), len(text) - len(behind)
+        if f"{before}{text[start:end]}{behind}" != text or _differ(message, text[start:end]):
+            rule = "the chat template has no generation blocks, renders the conversation otherwise "
+            rule += f"than its first {index + 1} messages, and the last of these not as it is"
             raise ConfigError.of(_shown(messages), rule, MARKED)
-        start, end = len(prompt), len(reply)
-        # Generation stops at the end token: white space behind it is the template's.
-        last = max((place for place in ends if start < place <= end), default=end)
-        spans.append((start, end if text[last:end].strip() else last))
+        after = (last for first, last in marks if first >= end and not text[end:first].strip())
+        spans.append((start, next(after, end)))
     counted = [any(start < last and first < end for first, last in spans) for start, end in places]
     return Tokens(list(found["input_ids"]), counted)
+
+
+def _differ(message: Message, text: str) -> bool:
+    return str(message.get("content")).strip() != text.strip()
 
 
 def _shown(messages: object) -> str:

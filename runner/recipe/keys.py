@@ -28,7 +28,7 @@ NAMED_NODES = {"callbacks": "callback", "metrics": "metric"}
 OF_RECIPES = ("submit", "lr-find", "batch-size-find")  # commands that take a recipe
 COMMANDS = (
     *("eval", "predict", "generate", "export", "list", "show", "compare", "report", "again"),
-    *("factories", "new"),
+    *("factories", "new", "data"),
     *OF_RECIPES,
 )
 # -- what people type from habit ------------------------------------------------------------

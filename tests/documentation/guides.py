@@ -44,7 +44,7 @@ SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
 SECONDS = 300.0
 MODULES = {"runner": "runner", "accel": "accel.commands", "torchrun": "torch.distributed.run"}
 # Commands of `runner` that take no `--cfg job`.
-NAMES = "factories new list show compare report eval predict generate export again lr-find \
+NAMES = "factories new data list show compare report eval predict generate export again lr-find \
 batch-size-find"
 LOOKING = [[name] for name in NAMES.split()]
 LOOKS = ("--cfg", "--help", "--dry-run")  # flags that start nothing

@@ -32,6 +32,8 @@ LINES = {
     "runner -m hydra/sweeper=o": ["hydra/sweeper=optuna"],
     "runner factories s": ["schedules", "steps"],
     "runner factories schedules co": ["constant", "cosine"],
+    "runner data s": ["show"],
+    "runner data show trainer.log": ["trainer.log_every="],
     "runner lr-find trainer.log": ["trainer.log_every="],
     "runner batch": ["batch-size-find"],
     "runner sub": ["submit", "submit.", "submit="],

@@ -6,54 +6,43 @@ from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from accel.machine.errors import ConfigError
 from runner.language.samples import Tokens, chat_tokens, prompt_tokens, text_tokens
 from tests.runner.language.chats import FORMATS, chat_tokenizer
 
 tokenizer_of = cache(chat_tokenizer)
-QUESTION, REPLY = "Hello, who are you?", "I am a 🦙 é"
-SYSTEM = "You are a system."
-SPOKEN = (("user", QUESTION), ("assistant", REPLY), ("user", "And 42?"), ("assistant", "42\nis"))
-
-# What each format makes of SPOKEN, written by hand: pieces that are not counted, and that are,
-# by turns. The system's message follows the first piece.
+SPOKEN = (("user", "Who?"), ("assistant", "I am a 🦙 é"), ("user", "Hm"), ("assistant", "42\nis"))
+# What each format makes of SPOKEN, written by hand: the beginning, that of a conversation with a
+# system's message, and pieces that do not count and that do by turns.
+HEAD, EOT = "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"
+USER, ASSISTANT = HEAD.format("user"), HEAD.format("assistant")
 BY_HAND = {
     "chatml": (
-        ("", "<|im_start|>system\nYou are a system.<|im_end|>\n"),
-        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
-        f"{REPLY}<|im_end|>",
-        "\n<|im_start|>user\nAnd 42?<|im_end|>\n<|im_start|>assistant\n",
-        "42\nis<|im_end|>",
-        "\n",
+        *("", "<|im_start|>system\nBe.<|im_end|>\n"),
+        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n",
+        "I am a 🦙 é<|im_end|>",
+        "\n<|im_start|>user\nHm<|im_end|>\n<|im_start|>assistant\n",
+        *("42\nis<|im_end|>", "\n"),
     ),
     "llama": (
-        (
-            "<|begin_of_text|>",
-            "<|start_header_id|>system<|end_header_id|>\n\nYou are a system.<|eot_id|>",
-        ),
-        f"<|start_header_id|>user<|end_header_id|>\n\n{QUESTION}<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        f"{REPLY}<|eot_id|>",
-        "<|start_header_id|>user<|end_header_id|>\n\nAnd 42?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        "42\nis<|eot_id|>",
-        "",
+        *("<|begin_of_text|>", f"<|begin_of_text|>{HEAD.format('system')}Be.{EOT}"),
+        *(f"{USER}Who?{EOT}{ASSISTANT}", f"I am a 🦙 é{EOT}"),
+        *(f"{USER}Hm{EOT}{ASSISTANT}", f"42\nis{EOT}"),
     ),
     "mistral": (
-        ("<s> [INST] ", "You are a system.\n\n"),
-        f"{QUESTION} [/INST]",
-        f" {REPLY}</s>",
-        " [INST] And 42? [/INST]",
-        " 42\nis</s>",
-        "",
+        *("<s> [INST] ", "<s> [INST] Be.\n\n"),
+        *("Who? [/INST]", " I am a 🦙 é</s>", " [INST] Hm [/INST]", " 42\nis</s>"),
     ),
 }
 
 
 def messages_of(spoken: Any = SPOKEN, system: bool = False) -> list[dict[str, str]]:
     """Return a conversation as a record has it."""
-    said = (("system", SYSTEM), *spoken) if system else spoken
+    said = (("system", "Be."), *spoken) if system else spoken
     return [{"role": role, "content": content} for role, content in said]
 
 
@@ -61,29 +50,23 @@ def pieces(tokenizer: Any, tokens: Tokens) -> list[str]:
     """Return the text of runs of tokens, those that do not count and those that do by turns."""
     runs: list[list[int]] = [[]]
     for token, counted in zip(tokens.input_ids, tokens.counted, strict=True):
-        if counted != bool((len(runs) - 1) % 2):
+        if counted == bool(len(runs) % 2):
             runs.append([])
         runs[-1].append(token)
     return [tokenizer.decode(run) for run in runs]
 
 
 @pytest.mark.parametrize("system", [False, True], ids=["", "system"])
-@pytest.mark.parametrize("generation", [True, False], ids=["blocks", "prefixes"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_assistants_tokens_count_as_in_a_template_rendered_by_hand(
-    name: str, generation: bool, system: bool
+    name: str, system: bool
 ) -> None:
-    tokenizer = tokenizer_of(name, generation)
-    (before, of_system), first, *rest = BY_HAND[name]
-    expected = [before + (of_system if system else "") + first, *rest]
-    got = pieces(tokenizer, chat_tokens(tokenizer, messages_of(system=system)))
-    assert got == [piece for piece in expected if piece]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_blocks_and_prefixes_give_the_same_tokens(name: str) -> None:
+    begin, begin_with_system, first, *rest = BY_HAND[name]
+    expected = [(begin_with_system if system else begin) + first, *rest]
     marked, unmarked = (tokenizer_of(name, generation) for generation in (True, False))
-    assert chat_tokens(marked, messages_of()) == chat_tokens(unmarked, messages_of())
+    found = chat_tokens(marked, messages_of(system=system))
+    assert pieces(marked, found) == expected
+    assert chat_tokens(unmarked, messages_of(system=system)) == found
 
 
 def test_a_block_that_ends_within_a_character_of_several_tokens_counts_all_of_them() -> None:
@@ -91,75 +74,90 @@ def test_a_block_that_ends_within_a_character_of_several_tokens_counts_all_of_th
     end = "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
     bare = "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"
     tokenizer.chat_template = tokenizer.chat_template.replace(end, bare)
-    got = pieces(
-        tokenizer, chat_tokens(tokenizer, messages_of([*SPOKEN[:1], ("assistant", "é🦙")]))
-    )
-    assert got[1:] == ["é🦙", "<|im_end|>\n"]
+    messages = messages_of([SPOKEN[0], ("assistant", "é🦙")])
+    assert pieces(tokenizer, chat_tokens(tokenizer, messages))[1:] == ["é🦙", "<|im_end|>\n"]
 
 
-def test_a_conversation_that_changes_its_beginning_later_is_refused() -> None:
+def test_of_a_template_whose_prefixes_do_not_agree_contents_count_or_it_is_refused() -> None:
     tokenizer = chat_tokenizer("chatml", generation=False)
-    last = "{% if loop.last %}{{ message['content'] }}{% else %}{{ '(older)' }}{% endif %}"
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ message['content'] + ", last + "{{ "
-    )
-    with pytest.raises(ConfigError) as refused:
-        chat_tokens(tokenizer, messages_of())
-    assert "otherwise than its first 2 messages" in str(refused.value)
-    assert "{% generation %}" in str(refused.value)
-
-
-def test_messages_that_the_template_refuses_are_named_with_its_reason() -> None:
-    wrong = messages_of([SPOKEN[0], SPOKEN[0]])
-    with pytest.raises(ConfigError, match=r"Hello, who are you.*roles must alternate"):
-        chat_tokens(tokenizer_of("mistral", True), wrong)
-    with pytest.raises(ConfigError, match="does not render them"):
-        chat_tokens(tokenizer_of("chatml", True), [{"role": "user"}])
-    with pytest.raises(ConfigError, match="empty conversation"):
-        chat_tokens(tokenizer_of("chatml", True), [])
-
-
-def test_a_tokenizer_without_a_template_is_refused() -> None:
-    tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="chat_template"):
+    plain, content = tokenizer.chat_template, "{{ message['content'] + "
+    thought = "{{ '<think></think>' if loop.last else '' }}"
+    tokenizer.chat_template = plain.replace(content, thought + content, 1)
+    _, _, *expected = BY_HAND["chatml"]
+    expected[-2] = f"<think></think>{expected[-2]}"
+    assert pieces(tokenizer, chat_tokens(tokenizer, messages_of())) == expected
+    dropped = "{{ message['content'] if loop.last else '(older)' }}{{ "
+    tokenizer.chat_template = plain.replace(content, dropped, 1)
+    with pytest.raises(ConfigError, match=r"than its first 2 messages.*\{% generation %\}"):
         chat_tokens(tokenizer, messages_of())
 
 
-def test_all_of_a_text_counts_but_its_first_token_which_nothing_predicts() -> None:
-    tokenizer = tokenizer_of("chatml", True)
-    tokens = text_tokens(tokenizer, "Hello 🦙")
-    assert tokenizer.decode(tokens.input_ids) == "Hello 🦙<|im_end|>"
-    assert tokens.counted == [False] + [True] * (len(tokens.input_ids) - 1)
+@pytest.mark.parametrize(
+    ("name", "spoken", "reason"),
+    [
+        ("mistral", [SPOKEN[0], SPOKEN[0]], r"Who\?.*roles must alternate"),
+        ("chatml", [], "empty conversation"),
+        ("chatml", [("user", None)], "does not render them"),
+        ("none", SPOKEN, "chat_template"),
+    ],
+)
+def test_messages_that_no_template_renders_are_refused_with_its_reason(
+    name: str, spoken: Any, reason: str
+) -> None:
+    tokenizer = chat_tokenizer("chatml" if name == "none" else name)
+    tokenizer.chat_template = None if name == "none" else tokenizer.chat_template
+    with pytest.raises(ConfigError, match=reason):
+        chat_tokens(tokenizer, messages_of(spoken))
 
 
-@pytest.mark.parametrize("prompt", ["The answer is", "The answer is ", "Hello\n", ""])
-def test_the_completion_and_the_end_count_after_the_prompts_own_tokens(prompt: str) -> None:
-    tokenizer = tokenizer_of("chatml", True)
-    tokens = prompt_tokens(tokenizer, prompt, "42.\n\nHello")
-    alone = tokenizer(prompt).input_ids
+@pytest.mark.parametrize("prompt", ["The answer is", "The answer is ", "Hello\n", "", None])
+def test_what_follows_the_prompts_own_tokens_counts_but_never_a_first_token(
+    prompt: str | None,
+) -> None:
+    tokenizer, text = tokenizer_of("chatml"), "42.\n\nHello 🦙"
+    alone = tokenizer(prompt or "").input_ids
+    made = text_tokens(tokenizer, text)
+    tokens = made if prompt is None else prompt_tokens(tokenizer, prompt, text)
     assert tokens.input_ids[: len(alone)] == alone
-    assert tokenizer.decode(tokens.input_ids) == prompt + "42.\n\nHello<|im_end|>"
+    assert tokenizer.decode(tokens.input_ids) == (prompt or "") + text + "<|im_end|>"
     first = max(len(alone), 1)
     assert tokens.counted == [place >= first for place in range(len(tokens.input_ids))]
 
 
 def test_a_tokenizer_that_ends_texts_itself_gives_one_end() -> None:
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer = chat_tokenizer("llama")
-    begin, end = tokenizer.convert_tokens_to_ids(["<|begin_of_text|>", tokenizer.eos_token])
+    begin, end = "<|begin_of_text|>", tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"<|begin_of_text|> $A {tokenizer.eos_token}",
-        special_tokens=[("<|begin_of_text|>", begin), (tokenizer.eos_token, end)],
+        single=f"{begin} $A {end}",
+        special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in (begin, end)],
     )
     for tokens in (text_tokens(tokenizer, "Hello"), prompt_tokens(tokenizer, "Hel", "lo")):
-        assert tokenizer.decode(tokens.input_ids) == "<|begin_of_text|>Hello<|im_end|>"
+        assert tokenizer.decode(tokens.input_ids) == f"{begin}Hello{end}"
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     tokenizer = chat_tokenizer("chatml")
     tokenizer.eos_token = None
-    for made in (lambda: text_tokens(tokenizer, "a"), lambda: prompt_tokens(tokenizer, "a", "b")):
-        with pytest.raises(ConfigError, match="end-of-sequence"):
-            made()
+    with pytest.raises(ConfigError, match="end-of-sequence"):
+        text_tokens(tokenizer, "a")
+
+
+CONTENT = st.text(st.characters(exclude_categories=["Cs"]))
+CHATS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", [True, False], ids=["blocks", "prefixes"])
+@pytest.mark.parametrize("name", FORMATS)
+@given(said=CHATS)
+def test_what_counts_is_each_reply_and_its_end_whatever_is_said(
+    name: str, generation: bool, said: list[tuple[str, str]]
+) -> None:
+    tokenizer = tokenizer_of(name, generation)
+    spoken = [turn for ask, reply in said for turn in (("user", ask), ("assistant", reply))]
+    tokens = chat_tokens(tokenizer, messages_of(spoken))
+    start, end = {"chatml": ("", "<|im_end|>"), "llama": ("", EOT), "mistral": (" ", "</s>")}[name]
+    replies = [reply.strip() if name == "llama" else reply for _, reply in said]
+    assert pieces(tokenizer, tokens)[1::2] == [f"{start}{reply}{end}" for reply in replies]
+    whole = tokenizer.apply_chat_template(messages_of(spoken), tokenize=False)
+    assert tokenizer.decode(tokens.input_ids) == whole
