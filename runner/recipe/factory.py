@@ -118,7 +118,12 @@ class _Register:
 
     model = Registry(
         "model",
-        {"cnn": "runner.builtin.digits:cnn", "byte_gpt": "runner.builtin.bytes_gpt:byte_gpt"},
+        {
+            "cnn": "runner.builtin.digits:cnn",
+            "byte_gpt": "runner.builtin.bytes_gpt:byte_gpt",
+            "hf_causal_lm": "runner.language.models:hf_causal_lm",
+            "hf_sequence_classification": "runner.language.models:hf_sequence_classification",
+        },
     )
     data = Registry(
         "data",
@@ -136,6 +141,8 @@ class _Register:
         {
             "classification": "runner.builtin.digits:Classification",
             "next_byte": "runner.builtin.bytes_gpt:NextByte",
+            "causal_lm": "runner.language.objectives:CausalLM",
+            "sequence_classification": "runner.language.objectives:SequenceClassification",
         },
     )
     step = Registry(
