@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from runner.data.datasets import Data
-    from runner.recipe.schema import Recipe
 
 NOT_COUNTED = -100  # label of a token that the loss does not count
 COUNTED, OTHER, TITLE = "green", "dim", "bold cyan"
@@ -43,6 +43,7 @@ def show(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: if the recipe or an option is refused, or the data are no tokens.
     """
+    from runner.data.datasets import num_samples
     from runner.reporting import run_table
     from runner.training import build
 
@@ -63,32 +64,36 @@ def show(arguments: Sequence[str]) -> int:
     if found.split not in data.sizes():
         rule = "the data have no such split"
         raise ConfigError.of(f"--split {found.split}", rule, nearest(found.split, data.sizes()))
-    size = data.sizes()[found.split]
+    split, _, name = found.split.partition("/")
+    dataset = data.sets(split)[name]
+    size = num_samples(dataset)
     if found.count < 1 or not 0 <= found.index < (found.index + 1 if size is None else size):
         value = f"--index {found.index} --count {found.count}"
         rule = f"{found.split} has {'a stream of' if size is None else size} samples"
         raise ConfigError.of(value, rule, "Count from 0, and show one or more.")
     viewer = _Viewer(data, run_table.console_for_tables())
-    batches = _batches(examined.recipe, data, found.split, found.index)
+    batches = _batches(examined.recipe.seed, dataset, data.collate_fn, found.index)
     for number, batch in enumerate(itertools.islice(batches, found.count), start=found.index):
         viewer.show(f"{found.split}[{number}]", batch)
-    viewer.summarize(found.split)
+    viewer.summarize(f"{'a stream' if size is None else size} in {found.split}")
+    if split == "train" and data.lengths is not None:
+        lengths = [int(length) for length in data.lengths]
+        told = f"{min(lengths)} to {max(lengths)} tokens, median {statistics.median_low(lengths)}"
+        print(f"all rows: {told}")
     return DONE
 
 
-def _batches(recipe: Recipe, data: Data, split: str, first: int) -> Iterator[Any]:
+def _batches(seed: int, dataset: Any, function: Any, first: int) -> Iterator[Any]:
     """Yield batches of one sample, in the order of the data set."""
     from runner.data.datasets import Collate, SeededDataset, SeededStream, num_samples
 
-    split, _, name = split.partition("/")
-    dataset: Any = data.sets(split)[name]
-    collate = Collate(data.collate_fn)
+    collate = Collate(function)
     if (size := num_samples(dataset)) is None:
-        stream = SeededStream(dataset, recipe.seed)
+        stream = SeededStream(dataset, seed)
         stream.skip = first
         yield from (collate([sample]) for sample in stream)
     else:
-        seeded = SeededDataset(dataset, recipe.seed)
+        seeded = SeededDataset(dataset, seed)
         yield from (collate([seeded[index]]) for index in range(first, size))
 
 
@@ -154,23 +159,15 @@ class _Viewer:
         runs = itertools.groupby(zip(ids, counted, strict=True), key=lambda pair: pair[1])
         self._line((self.tokenizer.decode([one for one, _ in run]), key) for key, run in runs)
         if cut:
-            self._print(f"── cut at {len(ids)} tokens, before the end token", "yellow")
+            told = f"── no end token: cut at {len(ids)} tokens, or continued in another row"
+            self._print(told, "yellow")
 
-    def summarize(self, split: str) -> None:
-        """Print what was shown, of how many, and how long training samples are."""
+    def summarize(self, of: str) -> None:
+        """Print what was shown, of how many rows."""
         totals = self.totals
-        size = self.data.sizes()[split]
         shares = _share(totals["tokens"] - totals["filled"], totals["counted"])
-        self._print(
-            f"{totals['rows']} rows of {'a stream' if size is None else size} in {split}: {shares};"
-            f" {totals['samples']} samples, {totals['cut']} cut, {totals['filled']} of padding",
-            TITLE,
-        )
-        if split == "train" and self.data.lengths is not None:
-            lengths = sorted(map(int, self.data.lengths))
-            median = lengths[len(lengths) // 2]
-            told = f"all rows: {lengths[0]} to {lengths[-1]} tokens, median {median}"
-            self._print(told, TITLE)
+        told = f"{totals['samples']} samples, {totals['cut']} cut, {totals['filled']} of padding"
+        self._print(f"{totals['rows']} rows of {of}: {shares}; {told}", TITLE)
 
     def _add(self, **counts: int) -> None:
         self.totals.update(counts)

@@ -65,7 +65,7 @@ def test_a_padded_row_is_one_sample_and_a_cut_one_is_told(show: Show) -> None:
     cut = "validation[1]: 40 tokens, 6 counted (15.0%)\n"
     whole, begin = by_hand(CHATS[0]), by_hand(CHATS[1]).partition("ssistant\n⟦So.")[0]
     assert f"validation[0]: 26 tokens, 4 counted (15.4%)\n{whole}\n{cut}{begin}" in out
-    assert out.count("── cut at 40 tokens, before the end token\n") == 1
+    assert out.count("── no end token: cut at 40 tokens, or continued in another row\n") == 1
     assert out.endswith(": 92 tokens, 14 counted (15.2%); 3 samples, 1 cut, 0 of padding\n")
 
 
