@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         yield staged
         for file in staged.rglob("*"):
             if file.is_file():
+                file.chmod(staged.stat().st_mode & 0o666)  # safetensors' are for their owner alone
                 checkpoints.flush_file(file)
         checkpoints.publish(staged, target)
     finally:
@@ -83,9 +85,13 @@ def _new_folder(target: Path) -> Iterator[Path]:
 
 
 def _merged(model: Any) -> Any:
+    """Return the base model of one with adapters, which are merged into its weights."""
     if not hasattr(model, "merge_and_unload"):
-        rule = "the model has no adapters to merge"
-        raise ConfigError.of("--merge", rule, "Leave it out.")
+        raise ConfigError.of("--merge", "the model has no adapters to merge", "Leave it out.")
+    if getattr(model.get_base_model(), "is_quantized", False):
+        rule = "the weights of the base are quantized, and the sums would be rounded to a few bits"
+        remedy = "Leave it out, and merge the adapters into the base as it was before."
+        raise ConfigError.of("--merge", rule, remedy)
     return model.merge_and_unload()
 
 
@@ -98,15 +104,23 @@ def _write_model(model: Any, folder: Path, form: str, tokenizer: Path | None) ->
     if not hasattr(model, "save_pretrained"):
         rule = f"{type(model).__name__} is no model of transformers"
         raise ConfigError.of("--format hf", rule, "Give --format safetensors.")
-    if tokenizer is not None and hasattr(model, "generation_config"):
-        _end_as_trained(model.generation_config, tokenizer)
+    for adapter in getattr(model, "peft_config", {}).values():
+        if not adapter.base_model_name_or_path:
+            rule = "adapters are exported alone, and their base was not read from files"
+            raise ConfigError.of("--format hf", rule, "Add --merge.")
+        if Path(adapter.base_model_name_or_path).is_dir():  # relative to where it was trained
+            adapter.base_model_name_or_path = os.path.abspath(adapter.base_model_name_or_path)
+    if tokenizer is not None:
+        _name_tokens(model, tokenizer)
     model.save_pretrained(folder)
 
 
-def _end_as_trained(config: Any, folder: Path) -> None:
+def _name_tokens(model: Any, folder: Path) -> None:
     """Let generation end with the tokens that texts of the run end with."""
     from runner.language import generation
 
     tokenizer = generation.tokenizer_of(folder)
-    config.bos_token_id, config.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
-    config.eos_token_id = generation.end_tokens(tokenizer) or None
+    ends = generation.end_tokens(tokenizer)
+    for config in (model.config, getattr(model, "generation_config", model.config)):
+        config.bos_token_id, config.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+        config.eos_token_id = ends[0] if len(ends) == 1 else ends or None

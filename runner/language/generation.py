@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.machine.errors import ConfigError
-from runner.runs.json_files import ARTIFACTS
+from runner.language.samples import text_tokens
+from runner.runs.directory import ARTIFACTS
 from runner.training.evaluation import evaluation_mode
 from runner.training.run import Callback
 
@@ -84,8 +85,8 @@ def prompts_of(
 def _of_line(place: str, line: str) -> Prompt:
     try:
         record = json.loads(line)
-        prompt: Prompt = record["messages"] if "messages" in record else record["prompt"]
-    except (ValueError, TypeError, KeyError):
+        prompt: Prompt = record.get("messages") or record["prompt"]
+    except (ValueError, AttributeError, KeyError):
         rule = "a line of prompts is a JSON object with prompt or messages"
         raise ConfigError.of(place, rule, 'Write {"prompt": "Once upon a time"}, say.') from None
     return prompt
@@ -126,7 +127,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
 def texts(
     model: torch.nn.Module,
     tokenizer: Any,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt | list[int]],
     sampling: Sampling,
     own: torch.nn.Module | None = None,
     synced: bool = False,
@@ -139,7 +140,7 @@ def texts(
     Args:
         model: prepared or not; it is called as in training, whatever is wrapped around it.
         tokenizer: of transformers.
-        prompts: texts or conversations.
+        prompts: texts, conversations, or token ids.
         sampling: how tokens are chosen.
         own: the module inside `model`, which has `generate`; None: `model`.
         synced: whether ranks that have ended their text go on until all have.
@@ -154,7 +155,7 @@ def texts(
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         eos_token_id=ends or None,
-        pad_token_id=tokenizer.pad_token_id if ends == [] else ends[0],
+        pad_token_id=ends[0] if ends else tokenizer.pad_token_id,
         **chosen,
     )
     generating = _calling(model, model if own is None else own)
@@ -172,10 +173,11 @@ def texts(
         yield tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def _ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+def _ids(tokenizer: Any, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt)["input_ids"]
-        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+        return text_tokens(tokenizer, prompt).input_ids[:-1]  # as in training, without the end
+    if isinstance(prompt[0], int):
+        return list(prompt)
     if not tokenizer.chat_template:
         rule = "the tokenizer has no chat template"
         raise ConfigError.of("a prompt of messages", rule, "Give texts, without chat.")
@@ -244,7 +246,7 @@ class Generate(Callback):
             ConfigError: if the run has none, or no validation data, or a model cannot generate.
         """
         loop.require_validation("callbacks.generate")
-        self.tokenizer = tokenizer_of(getattr(loop.data, "artifacts", {}).get(TOKENIZER))
+        self.tokenizer = tokenizer_of(loop.data.artifacts.get(TOKENIZER))
         for model in loop.step.models.values():
             require_generate(model)
 

@@ -6,6 +6,7 @@ Shapes: B samples (rows) in the batch of one process, T tokens of a row, C class
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from accel.machine.errors import ConfigError
 from accel.precision.wrapping import own_module
+from runner.language import generation
 from runner.language.models import IGNORED, token_losses
 from runner.training.step import Objective
 
 # The tensors of a batch that a model gets.
 INPUTS = ("input_ids", "attention_mask", "position_ids")
+PREDICTIONS = ("loss", "text", "logits")
 # Of what samples of a row do to each other without separation: this much is rounding.
 ROUNDING = 0.01
 
@@ -29,12 +32,32 @@ class CausalLM(Objective):
     A batch maps `input_ids` and `labels` [B, T] (the token itself where it counts, -100 where not;
     not shifted), and `attention_mask` of padded or `position_ids` of packed rows. The model is one
     of `hf_causal_lm`, or one that returns logits [B, T, V].
+
+    Args:
+        predict: of `runner predict`: "loss" (of each sample, and its tokens), "text" (what the
+            model writes after the prompt, beside what stands there), or "logits" [T, V].
+        tokenizer: folder of the tokenizer, for "text".
+        max_new_tokens: length of a text in tokens, at most.
+
+    Raises:
+        ConfigError: if there is no such prediction, or no tokenizer for it.
     """
 
     monitor = "loss"
     mode = "min"
 
-    def __init__(self) -> None:
+    def __init__(
+        self, predict: str = "loss", tokenizer: str | None = None, max_new_tokens: int = 64
+    ) -> None:
+        if predict not in PREDICTIONS:
+            rule = f"it is one of {', '.join(PREDICTIONS)}"
+            raise ConfigError.of(f"objective.predict={predict}", rule, "Choose one of them.")
+        if predict == "text" and tokenizer is None:
+            rule = "texts need the tokenizer"
+            remedy = "Give objective.tokenizer=RUN_DIR/artifacts/tokenizer."
+            raise ConfigError.of("objective.predict=text", rule, remedy)
+        self._predict, self._folder, self._tokenizer = predict, tokenizer, None
+        self._sampling = generation.Sampling(max_new_tokens)
         self._packs: bool | None = None
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,10 +78,36 @@ class CausalLM(Objective):
         found = super().summarize(values)
         return {**found, "perplexity": float(torch.tensor(found["loss"]).exp())}
 
-    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the mean loss of each row in nats per token, and its tokens that count: [B]."""
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what is asked for; by default the mean loss of each row in nats per token [B]."""
+        if self._predict == "text":
+            return self._texts(model, batch)
+        if self._predict == "logits":
+            output = model(**_inputs(model, batch))
+            return {"logits": getattr(output, "logits", output)}
         weights = self.weights(batch)
         return {"loss": self.losses(model, batch)["loss"] / weights.clamp(min=1), "tokens": weights}
+
+    def _texts(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, list[str]]:
+        """Return for each row the prompt, what the model writes after it, and what stands there."""
+        if "position_ids" in batch:
+            rule = "a text is written for each sample, and packed rows hold several"
+            raise ConfigError.of("objective.predict=text", rule, "Add data.packing=false.")
+        generation.require_generate(own := own_module(model))
+        if self._tokenizer is None:
+            self._tokenizer = generation.tokenizer_of(Path(str(self._folder)))
+        tokenizer: Any = self._tokenizer
+        ends = batch["attention_mask"].sum(dim=1).tolist()
+        starts = (batch["labels"] != IGNORED).int().argmax(dim=1).tolist()
+        rows = list(zip(batch["input_ids"].tolist(), starts, ends, strict=True))
+        prompts = [ids[:start] for ids, start, _ in rows]
+        return {
+            "prompt": tokenizer.batch_decode(prompts, skip_special_tokens=True),
+            "text": list(generation.texts(model, tokenizer, prompts, self._sampling, own)),
+            "target": tokenizer.batch_decode(
+                [ids[start:end] for ids, start, end in rows], skip_special_tokens=True
+            ),
+        }
 
     @staticmethod
     def _check(batch: object) -> None:

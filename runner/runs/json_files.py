@@ -24,7 +24,6 @@ Fields = Mapping[str, Any]  # the same, to be read
 
 METRICS = "metrics.jsonl"
 MEDIA = "media"  # folder of text, pictures and tables, by step
-ARTIFACTS = "artifacts"  # folder of what belongs to the trained model, such as a tokenizer
 HISTOGRAM = ("from", "to", "count")  # columns of a histogram there
 SUMMARY = "summary.json"
 SWEEP = "sweep.json"  # describes a folder of runs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,73 +11,54 @@ import pytest
 import torch
 
 import runner
-from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.machine.errors import ConfigError
 from runner import cli
-from runner.language.generation import Generate, Sampling, end_tokens, prompts_of, shown, texts
-from tests.helpers import run_distributed
+from runner.data.datasets import Data
+from runner.language.generation import (
+    Generate,
+    Sampling,
+    end_tokens,
+    prompts_of,
+    shown,
+    texts,
+    tokenizer_of,
+)
 from tests.runner import loops
-from tests.runner.language import tiny_runs
-from tests.runner.training import test_strategies as engines
+from tests.runner.language import rows, tiny_runs
 
-PROMPTS = ("the cat", "a dog ran far")
-ENGINES: dict[str, dict[str, Any]] = {
-    **{name: engines.ENGINES[name] for name in ("ddp", "fsdp", "zero3")},
-    "tp": {"tensor_parallel": TorchTensorParallelPlugin(tp_size=2)},
-}
+PROMPTS = ["text 3", "doki"]
+GENERATE = {"name": "generate", "prompts": PROMPTS, "max_new_tokens": 10}
 
 
-def train(folder: str, engine: str, temperature: float = 0.0, generates: bool = True) -> Any:
-    """Train some steps; return the texts by step, and the weights at the end."""
-    run_dir = Path(folder)
-    recipe = loops.recipe_of(
-        trainer__max_steps=4,
-        trainer__epochs=None,
-        trainer__eval_every=2,
-        trainer__eval_first=True,
-        **ENGINES[engine],
-    )
-    torch.manual_seed(3)
-    generate = Generate(PROMPTS, max_new_tokens=10, temperature=temperature)
-    loops.run(
-        run_dir,
-        recipe,
-        data=tiny_runs.data(run_dir / "tokenizer"),
-        model=tiny_runs.model(dropout=0.2),
-        objective=tiny_runs.NextToken(),
-        callbacks={"generate": generate} if generates else {},
-    )
-    loops.forget()
-    written = sorted(run_dir.glob("media/*/generated.txt"))
-    return {path.parent.name: path.read_text() for path in written}, loops.weights(run_dir)
-
-
-def on(num_processes: int, function: Callable[..., Any], *args: Any) -> Any:
-    if num_processes == 1:
-        return function(*args)
-    return run_distributed(function, num_processes, *args)[0]
+def texts_of(run_dir: Path) -> dict[str, str]:
+    return {path.parent.name: path.read_text() for path in run_dir.glob("media/*/generated.txt")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", tiny_runs.ENGINES)
 def test_texts_are_those_of_one_process_and_training_does_not_notice(
-    engine: str, tmp_path: Path
+    engine: str, tmp_path: Path, tokenizer: str
 ) -> None:
-    whole, _ = train(str(tmp_path / "one"), "ddp")
-    found, weights = on(2, train, str(tmp_path / engine), engine)
-    assert whole["0"] == found["0"], "from the same weights"
+    def train(name: str, engine: str, num_processes: int, *callbacks: str) -> Path:
+        made = {"callbacks": {one: GENERATE for one in callbacks}}
+        recipe = tiny_runs.recipe_of(tmp_path / "files", tokenizer, engine, **made)
+        return tiny_runs.trained(tmp_path / name, recipe, num_processes)
+
+    one = texts_of(train("one", "ddp", 1, "generate"))
+    run_dir = train("two", engine, 2, "generate")
+    found = texts_of(run_dir)
     assert set(found) == {"0", "2", "4"}
-    assert found["0"].startswith("> the cat\n")
-    _, plain = on(2, train, str(tmp_path / "plain"), engine, 0.0, False)
-    assert all(torch.equal(plain[name], value) for name, value in weights.items())
+    assert found["0"] == one["0"], "from the same weights"
+    assert found["0"].startswith("> text 3\n")
+    plain = loops.weights(train("plain", engine, 2))
+    assert all(torch.equal(plain[name], value) for name, value in loops.weights(run_dir).items())
 
 
-def test_sampled_texts_follow_the_seed_alone() -> None:
-    torch.manual_seed(1)
-    model, tokenizer = tiny_runs.model().eval(), tiny_runs.tokenizer()
+def test_sampled_texts_follow_the_seed_alone(tokenizer: str) -> None:
+    model, own = rows.tiny(config=tiny_runs.CONFIG).eval(), tokenizer_of(Path(tokenizer))
 
     def drawn(*prompts: str, **settings: Any) -> list[str]:
-        return list(texts(model, tokenizer, prompts, Sampling(max_new_tokens=20, **settings)))
+        return list(texts(model, own, prompts, Sampling(max_new_tokens=20, **settings)))
 
     greedy = drawn(*PROMPTS)
     assert greedy == drawn(*PROMPTS, seed=9)
@@ -90,12 +70,11 @@ def test_sampled_texts_follow_the_seed_alone() -> None:
     assert drawn(*PROMPTS, temperature=1.5, top_p=1e-6) == greedy
 
 
-def test_a_text_ends_with_the_end_of_a_reply() -> None:
-    own = tiny_runs.tokenizer()
-    assert end_tokens(own) == [0]
-    own.eos_token = "<user>"  # the template ends a reply with another token
-    assert end_tokens(own) == [1, 0]
-    assert end_tokens(tiny_runs.tokenizer(None)) == [0]
+def test_a_text_ends_with_the_end_of_a_reply(tokenizer: str) -> None:
+    own = tokenizer_of(Path(tokenizer))
+    assert end_tokens(own) == [own.eos_token_id]
+    own.eos_token = "<|pad|>"  # the template ends a reply with another token
+    assert own.convert_ids_to_tokens(end_tokens(own)) == ["<|pad|>", "<|im_end|>"]
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
@@ -133,44 +112,48 @@ def test_a_file_without_prompts_is_refused(
         Generate(["a"], temperature=-1)
 
 
-@pytest.mark.parametrize(
-    ("folder", "model", "message"),
-    [
-        (None, None, "the run keeps no tokenizer"),
-        ("tokenizer", None, "Sequential: texts are generated by models of transformers"),
-    ],
-)
 def test_a_run_that_cannot_generate_is_refused_before_its_first_step(
-    folder: str | None, model: Any, message: str, tmp_path: Path
+    tmp_path: Path, tokenizer: str
 ) -> None:
-    data = tiny_runs.data(folder and tmp_path / folder)
-    with pytest.raises(ConfigError, match=message):
-        loops.build(tmp_path, loops.recipe_of(), data=data, callbacks={"it": Generate(["a"])})
+    for artifacts, message in (
+        ({}, "the run keeps no tokenizer"),
+        ({"tokenizer": Path(tokenizer)}, "Sequential: texts are generated by models of transform"),
+    ):
+        data = Data(loops.Points(40), loops.Points(13), artifacts=artifacts)
+        with pytest.raises(ConfigError, match=message):
+            loops.build(tmp_path, loops.recipe_of(), data=data, callbacks={"it": Generate(["a"])})
 
 
 @pytest.mark.slow
-def test_the_command_prints_what_the_best_weights_generate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_commands_use_the_best_weights_and_the_tokenizer_of_the_run(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir = tmp_path / "run"
-    recipe = loops.recipe_of(trainer__max_steps=1, trainer__epochs=None)
-    loops.run(
-        run_dir,
-        recipe,
-        data=tiny_runs.data(None),
-        model=tiny_runs.model(),
-        objective=tiny_runs.NextToken(),
-    )
+    recipe = tiny_runs.recipe_of(tmp_path, tokenizer)
+    run_dir = tiny_runs.trained(tmp_path / "run", recipe)
     line = ["generate", str(run_dir), *PROMPTS, "--max-new-tokens", "5"]
-    tiny_runs.finish(run_dir, recipe)
     capsys.readouterr()
     assert cli.main(line) == 0
     printed = capsys.readouterr().out
     model, _ = runner.load(run_dir)
-    expected = list(texts(model, tiny_runs.tokenizer(), PROMPTS, Sampling(5)))
-    assert printed.endswith(f"{shown(PROMPTS, expected)}\n\n")
+    own = tokenizer_of(Path(tokenizer))
+    expected = shown(PROMPTS, list(texts(model, own, PROMPTS, Sampling(5))))
+    assert printed.endswith(f"{expected}\n\n")
     assert cli.main([*line, "--chat"]) == 0
-    assert shown(PROMPTS, expected) not in capsys.readouterr().out
+    assert expected not in capsys.readouterr().out
+
+    output, held_out = tmp_path / "p.jsonl", Path(recipe.data["validation"])
+    line = ["predict", str(run_dir), "--output", str(output), "objective.predict=text"]
+    assert cli.main(line) == 2
+    assert "Give objective.tokenizer=RUN_DIR/artifacts/tokenizer." in capsys.readouterr().err
+    line += [f"objective.tokenizer={tokenizer}", "objective.max_new_tokens=5"]
+    assert cli.main(line) == 2
+    assert "packed rows hold several. Add data.packing=false." in capsys.readouterr().err
+    assert cli.main([*line, "data.packing=false"]) == 0
+    row, sample = (json.loads(path.read_text().splitlines()[0]) for path in (output, held_out))
+    assert row["prompt"] + row["target"] == sample["text"]
+    assert row["text"] in texts(model, own, [row["prompt"]], Sampling(5))
+
+    line = ["generate", str(run_dir), "a"]
     shutil.rmtree(run_dir / "artifacts")
     assert cli.main(line) == 2
     assert "artifacts/tokenizer: the run keeps no tokenizer" in capsys.readouterr().err

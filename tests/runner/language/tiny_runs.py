@@ -1,104 +1,76 @@
-"""Tiny language models and tokenizers, and runs of them, for the tests of texts and exports."""
+"""Runs of a tiny Llama on texts, for the tests of what is made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import Dataset
 
-from runner.data.datasets import Data
-from runner.recipe.factory import register
+from accel.config.deepspeed import DeepSpeedPlugin
+from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from runner.recipe.schema import Recipe
+from runner.runs import directory
 from runner.runs.job import Job
-from runner.training.step import Objective
+from runner.training import build
+from tests.helpers import run_distributed
+from tests.runner import loops
+from tests.runner.language import rows, texts
 
-WORDS = (
-    *("<end>", "<user>", "<reply>", "the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran"),
-    *("far", "from", "here", ".", "to", "be"),
-)
-TEMPLATE = (
-    "{% for m in messages %}<{{ 'user' if m.role == 'user' else 'reply' }}> {{ m.content }} <end>"
-    "{% endfor %}{% if add_generation_prompt %}<reply>{% endif %}"
-)
-LENGTH = 12
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"fsdp": FullyShardedDataParallelPlugin()},
+    "zero3": {"deepspeed": DeepSpeedPlugin(zero_stage=3)},
+    "tp": {"tensor_parallel": TorchTensorParallelPlugin(tp_size=2)},
+}
+CONFIG = {**rows.LLAMA, "vocab_size": 300, "attention_dropout": 0.2, "initializer_range": 0.3}
 
 
-def tokenizer(template: str | None = TEMPLATE) -> Any:
-    """Return a tokenizer of words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="."))
-    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    own.add_special_tokens(list(WORDS[:3]))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=own, eos_token="<end>", pad_token="<end>", chat_template=template
+def recipe_of(folder: Path, tokenizer: str, engine: str = "ddp", **nodes: Any) -> Recipe:
+    """Return a recipe of four steps, with an evaluation before them and after each other one."""
+    given = {"name": "jsonl", "tokenizer": tokenizer, "context": 32, "cache_dir": str(folder / "c")}
+    for split, seed in (("train", 0), ("validation", 99)):
+        folder.mkdir(exist_ok=True)
+        given[split] = texts.texts_of(folder / f"{split}.jsonl", [9] * 16, seed)
+    nodes = {"model": {"name": "hf_causal_lm", "config": CONFIG}, **ENGINES[engine], **nodes}
+    return loops.recipe_of(
+        trainer__max_steps=4,
+        trainer__epochs=None,
+        trainer__eval_every=2,
+        trainer__eval_first=True,
+        step={"name": "supervised"},
+        data=given,
+        objective={"name": "causal_lm"},
+        optimizer={"name": "adamw"},
+        **nodes,
     )
 
 
-def model(dropout: float = 0.0) -> Any:
-    """Return a Llama whose weights are drawn from torch's generator."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=len(WORDS) + 1,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=dropout,
-        initializer_range=0.3,
+def train(folder: str, recipe: Recipe) -> None:
+    """Train in this process, which may be one of several."""
+    loops.forget()
+    torch.manual_seed(3)
+    data, step = build.build_data(recipe), build.build_step(recipe)
+    callbacks = build.build_callbacks(recipe)
+    loop = loops.build(
+        Path(folder),
+        recipe,
+        data=data,
+        model=step.models["model"],
+        objective=step.objective,  # type: ignore[attr-defined]
+        callbacks=callbacks,
     )
-    return LlamaForCausalLM(config)
+    loop.run()
+    directory.keep_artifacts(Path(folder), data.artifacts)
+    loops.forget()
 
 
-class Rows(Dataset[Any]):
-    """Rows of words in an order that repeats."""
-
-    def __init__(self, size: int) -> None:
-        self.ids = (torch.arange(size)[:, None] + torch.arange(LENGTH)) % (len(WORDS) - 3) + 3
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
-def data(folder: Path | None, size: int = 40) -> Data:
-    """Return rows, and a tokenizer in a folder."""
-    made = Data(Rows(size), Rows(8))
-    if folder is not None:
-        tokenizer().save_pretrained(folder)
-        made.artifacts = {"tokenizer": folder}  # type: ignore[attr-defined]
-    return made
-
-
-class NextToken(Objective):
-    def losses(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
-        losses = nn.functional.cross_entropy(
-            logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none"
-        )
-        return losses.sum(1)
-
-    def weights(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return (batch["labels"][:, 1:] != -100).sum(1)
-
-
-register.model("tiny_llama")(model)
-register.objective("tiny_next_token")(NextToken)
-
-
-def finish(run_dir: Path, recipe: Recipe) -> None:
-    """Write what a run keeps beside its checkpoints, so that it can be used."""
-    recipe.model, recipe.objective = {"name": "tiny_llama"}, {"name": "tiny_next_token"}
-    recipe.step, recipe.data = {"name": "supervised"}, {"name": "digits"}
-    recipe.optimizer = {"name": "adamw"}
+def trained(run_dir: Path, recipe: Recipe, num_processes: int = 1) -> Path:
+    """Train a run, and return its directory."""
+    if num_processes == 1:
+        train(str(run_dir), recipe)
+    else:
+        run_distributed(train, num_processes, str(run_dir), recipe)
     Job(run_dir, overrides=(), cwd=str(run_dir)).save(recipe)
-    tokenizer().save_pretrained(run_dir / "artifacts" / "tokenizer")
+    return run_dir
