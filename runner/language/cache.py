@@ -13,8 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -73,51 +72,17 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-class Arrays:
-    """Flat ``.npy`` files of a folder that are written piece by piece, in constant memory.
+def append(file: BinaryIO, values: ArrayLike) -> int:
+    """Write values behind a flat array, in the type that its file's name ends with."""
+    return file.write(np.asarray(values, dtype_of(file.name)).tobytes())
 
-    Args:
-        folder: where they are written.
-        dtypes: type of each file's elements by its name.
-    """
 
-    def __init__(self, folder: Path, **dtypes: str) -> None:
-        self._files = {name: (folder / f"{name}.npy").open("wb") for name in dtypes}
-        self._dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
-        self.lengths = dict.fromkeys(dtypes, 0)
-
-    def __enter__(self) -> Self:
-        self._write_headers()
-        return self
-
-    def extend(self, name: str, values: ArrayLike) -> None:
-        """Append values to the array `name`."""
-        array = np.asarray(values, self._dtypes[name])
-        self._files[name].write(array.tobytes())
-        self.lengths[name] += len(array)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for file in self._files.values():
-            file.seek(0)
-        self._write_headers()
-        for file in self._files.values():
-            file.close()
-
-    def _write_headers(self) -> None:
-        # NumPy leaves room for a first axis that grows: the header's length stays the same.
-        for name, file in self._files.items():
-            shape = (self.lengths[name],)
-            header = {"descr": self._dtypes[name].str, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the type of a flat array by its file's name, such as tokens.int32."""
+    return np.dtype(name.rpartition(".")[2])
 
 
 @cache
 def load(folder: Path, name: str) -> NDArray[Any]:
-    """Return an array of an entry, mapped into memory."""
-    found: NDArray[Any] = np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r"))
-    return found
+    """Return a flat array of an entry, mapped into memory."""
+    return np.asarray(np.memmap(folder / name, dtype_of(name), mode="r"))

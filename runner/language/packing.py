@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from accel.machine.errors import ConfigError
-from runner.language.cache import Arrays, load
+from runner.language.cache import append, load
 from runner.language.readers import Record, Source
 from runner.language.samples import Tokens
 
@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 Encode = Callable[[str, Record], tuple[Tokens, Any]]
 Row = dict[str, Tensor]
 BUFFER = 1024  # records of a stream that are packed together
-LABELS = "labels.json"
+# Files of an entry with tokens: for all samples, one behind another; of each sample.
+TOKENS, COUNTED, LENGTHS, LABELS = "tokens.int32", "counted.bool", "lengths.int64", "labels.json"
+SPANS, SIZES = "spans.int64", "sizes.int64"  # files of an entry with rows: [S, 3], [R]
 IGNORED = -100  # label of a token that does not count
 TooLong = Literal["split", "cut", "drop"]
 Indices = NDArray[np.int64]
@@ -154,16 +156,19 @@ def write_tokens(source: Source, encode: Encode, folder: Path) -> None:
     """Write the tokens of a source's records: `tokens`, `counted` [all tokens], `lengths` [N]."""
     logger.info("Tokenizing %s", source.key)
     labels = []
-    with Arrays(folder, tokens="int32", counted="bool", lengths="int64") as arrays:
+    with (
+        (folder / TOKENS).open("wb") as tokens,
+        (folder / COUNTED).open("wb") as counted,
+        (folder / LENGTHS).open("wb") as lengths,
+    ):
         for place, record in source.read():
             sample, label = encode(place, record)
-            arrays.extend("tokens", sample.input_ids)
-            arrays.extend("counted", sample.counted)
-            arrays.extend("lengths", [len(sample.input_ids)])
+            append(tokens, sample.input_ids)
+            append(counted, sample.counted)
+            append(lengths, [len(sample.input_ids)])
             labels.append(label)
+        logger.info("%s: %d samples, %d tokens", source.key, len(labels), tokens.tell() // 4)
     (folder / LABELS).write_text(json.dumps(labels if labels[0] is not None else []))
-    sizes = arrays.lengths
-    logger.info("%s: %d samples, %d tokens", source.key, sizes["lengths"], sizes["tokens"])
 
 
 def labels_of(tokens: Path) -> list[Any]:
@@ -185,7 +190,7 @@ def write_rows(tokens: Path, layout: Layout, fraction: float, key: str, folder: 
     Raises:
         ConfigError: if no row is left.
     """
-    lengths = load(tokens, "lengths")
+    lengths = load(tokens, LENGTHS)
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).numpy()
     num_held_out = round(abs(fraction) * len(lengths))
     chosen = np.sort(order[:num_held_out] if fraction < 0 else order[num_held_out:])
@@ -195,9 +200,8 @@ def write_rows(tokens: Path, layout: Layout, fraction: float, key: str, folder: 
         rule = f"none of {len(lengths)} samples is left with data.context={layout.context}"
         remedy = "Raise data.context, or set data.too_long=cut."
         raise ConfigError.of(key, rule, remedy)
-    with Arrays(folder, spans="int64", sizes="int64") as arrays:
-        arrays.extend("spans", spans[list(itertools.chain(*rows))].ravel())
-        arrays.extend("sizes", [len(row) for row in rows])
+    spans[list(itertools.chain(*rows))].tofile(folder / SPANS)
+    np.array([len(row) for row in rows]).tofile(folder / SIZES)
     kept, given = int(spans[:, 2].sum()), int(lengths[chosen].sum())
     logger.info("%s: %d rows of %d tokens of %d", key, len(rows), kept, given)
 
@@ -220,7 +224,7 @@ class Rows(Dataset[Row]):
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:
-        return np.cumsum(load(self.rows, "sizes"))
+        return np.cumsum(load(self.rows, SIZES))
 
     @cached_property
     def _labels(self) -> list[int]:
@@ -232,13 +236,13 @@ class Rows(Dataset[Row]):
         return {name: value for name, value in vars(self).items() if name[0] != "_"}
 
     def __len__(self) -> int:
-        return len(load(self.rows, "sizes"))
+        return len(load(self.rows, SIZES))
 
     def __getitem__(self, index: int) -> Row:
         end = self._ends[index]
-        spans = load(self.rows, "spans").reshape(-1, 3)
-        mine = spans[end - load(self.rows, "sizes")[index] : end]
-        row = self.layout.row(load(self.tokens, "tokens"), load(self.tokens, "counted"), mine)
+        spans = load(self.rows, SPANS).reshape(-1, 3)
+        mine = spans[end - load(self.rows, SIZES)[index] : end]
+        row = self.layout.row(load(self.tokens, TOKENS), load(self.tokens, COUNTED), mine)
         if self._labels:
             row["labels"] = torch.tensor(self._labels[mine[0][0]])
         return row
@@ -248,7 +252,7 @@ class Rows(Dataset[Row]):
         """The number of tokens of each row: [R]."""
         if self.layout.packing:
             return torch.full((len(self),), self.layout.context)
-        return torch.from_numpy(load(self.rows, "spans").reshape(-1, 3)[:, 2].copy())
+        return torch.from_numpy(load(self.rows, SPANS).reshape(-1, 3)[:, 2].copy())
 
 
 # -- streams -------------------------------------------------------------------------------

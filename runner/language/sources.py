@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -39,16 +39,22 @@ COLUMNS = {
     **{"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)},
     "label": ("text", "label"),
 }
+MAKE = {"text": text_tokens, "prompt": prompt_tokens, "chat": chat_tokens}
+# What the recipe may say of one of several sources.
+OF_SOURCES = ("subset", "weight", "format", "columns")
 CACHE = "~/.cache/runner/text"
+MODEL_LIMIT = "max_position_embeddings"  # in the config.json of a model
 
-# -- factories -----------------------------------------------------------------------------
 
-
-def text(
+def text_data(
     tokenizer: str,
     train: Any,
     validation: Any = None,
     test: Any = None,
+    path: str | None = None,
+    subset: str | None = None,
+    format: Format = "text",
+    columns: Mapping[str, str] | None = None,
     sample_by: SampleBy = "document",
     context: int = 1024,
     packing: bool = True,
@@ -56,17 +62,25 @@ def text(
     stream: bool = False,
     cache_dir: str = CACHE,
 ) -> Data:
-    """Return plain text of files, tokenized.
+    """Return tokenized records of text, JSONL or Parquet files, or of a data set of Hugging Face.
 
     Args:
         tokenizer: a folder, a file tokenizer.json, an id of the hub, or `bpe:4096`, which trains
             one on the training text.
-        train: a file, a glob, `stdlib:*.py` (of Python's library), or a list of these; with
-            weights [{path: …, weight: 2}, …], the shares of samples (of packed rows) in an epoch.
+        train: a file, a glob, `stdlib:*.py` (of Python's library), a split, or a list of these;
+            with weights [{path: …, weight: 2}, {path: …, split: …, weight: 1}], the shares of
+            samples (of packed rows) in an epoch. Each may have `format` and `columns` of its own.
         validation: likewise; several by name {easy: …, hard: …}; or the fraction of the training
             samples that is held out.
         test: likewise, no fraction.
-        sample_by: what a sample is: document (a file), paragraph or line.
+        path: data set of the hub, or folder of `save_to_disk`, of which `train`, `validation` and
+            `test` name splits; null: they name files, whose endings say how they are read.
+        subset: configuration of that data set.
+        format: of records: text, prompt (prompt and completion, of which the completion counts),
+            chat (messages, of which the assistant's count), label (a text and its class).
+        columns: other names of the columns text, prompt, completion, messages, label; a name
+            with braces is a template, such as "{instruction}\\n{input}".
+        sample_by: a sample of a text file: document (all of it), paragraph or line.
         context: tokens of a row, the most of a sample.
         packing: whether rows hold several samples; false: each is padded.
         too_long: split a longer sample, cut it, or drop it; null: split plain text, cut others.
@@ -76,147 +90,11 @@ def text(
     Raises:
         ConfigError: for what is missing, malformed or empty, and for too large a context.
     """
-    settings = Settings(tokenizer, "text", {}, context, packing, too_long, stream, cache_dir)
-    opening = partial(readers.of_files, partial(readers.text_records, sample_by))
-    keys = ("path", "weight")
-    return _data(settings, (opening, keys), f"text by {sample_by}", train, validation, test)
-
-
-def jsonl(
-    tokenizer: str,
-    train: Any,
-    validation: Any = None,
-    test: Any = None,
-    format: Format = "text",
-    columns: Mapping[str, str] | None = None,
-    context: int = 1024,
-    packing: bool = True,
-    too_long: TooLong | None = None,
-    stream: bool = False,
-    cache_dir: str = CACHE,
-) -> Data:
-    """Return records of JSONL files, tokenized.
-
-    Args:
-        tokenizer: as of `text`.
-        train: as of `text`; a source of a list may have `format` and `columns` of its own.
-        validation: likewise, or by name, or a fraction.
-        test: likewise.
-        format: of records: text, prompt (prompt and completion, of which the completion counts),
-            chat (messages, of which the assistant's count), label (a text and its class).
-        columns: other names of the columns text, prompt, completion, messages, label; a name
-            with braces is a template, such as "{instruction}\\n{input}".
-        context: as of `text`.
-        packing: as of `text`.
-        too_long: as of `text`.
-        stream: as of `text`.
-        cache_dir: as of `text`.
-
-    Raises:
-        ConfigError: for what is missing, malformed or empty, and for too large a context.
-    """
-    settings = Settings(
-        tokenizer, format, columns or {}, context, packing, too_long, stream, cache_dir
-    )
-    opening = partial(readers.of_files, readers.json_records)
-    keys = ("path", "weight", "format", "columns")
-    return _data(settings, (opening, keys), "jsonl", train, validation, test)
-
-
-def parquet(
-    tokenizer: str,
-    train: Any,
-    validation: Any = None,
-    test: Any = None,
-    format: Format = "text",
-    columns: Mapping[str, str] | None = None,
-    context: int = 1024,
-    packing: bool = True,
-    too_long: TooLong | None = None,
-    stream: bool = False,
-    cache_dir: str = CACHE,
-) -> Data:
-    """Return records of Parquet files, tokenized; the arguments are those of `jsonl`."""
-    settings = Settings(
-        tokenizer, format, columns or {}, context, packing, too_long, stream, cache_dir
-    )
-    opening = partial(readers.of_files, readers.parquet_records)
-    keys = ("path", "weight", "format", "columns")
-    return _data(settings, (opening, keys), "parquet", train, validation, test)
-
-
-def hf_dataset(
-    tokenizer: str,
-    path: str,
-    subset: str | None = None,
-    train: Any = "train",
-    validation: Any = None,
-    test: Any = None,
-    format: Format = "text",
-    columns: Mapping[str, str] | None = None,
-    context: int = 1024,
-    packing: bool = True,
-    too_long: TooLong | None = None,
-    stream: bool = False,
-    cache_dir: str = CACHE,
-) -> Data:
-    """Return records of a data set of Hugging Face, tokenized.
-
-    Args:
-        tokenizer: as of `text`.
-        path: id of the hub, or a folder of `save_to_disk`.
-        subset: name of a configuration of the data set.
-        train: name of a split, such as `train` or `train[:1%]`, or a list of sources with weights:
-            [{path: …, subset: …, split: …, weight: 2}, …].
-        validation: likewise, or by name, or a fraction.
-        test: likewise.
-        format: as of `jsonl`.
-        columns: as of `jsonl`.
-        context: as of `text`.
-        packing: as of `text`.
-        too_long: as of `text`.
-        stream: as of `text`; the data set is not downloaded first.
-        cache_dir: as of `text`.
-
-    Raises:
-        ConfigError: for what is missing or empty, and for too large a context.
-    """
-    settings = Settings(
-        tokenizer, format, columns or {}, context, packing, too_long, stream, cache_dir
-    )
-    opening = partial(readers.of_splits, path, subset, stream)
-    keys = ("split", "path", "subset", "weight", "format", "columns")
-    return _data(settings, (opening, keys), "hf", train, validation, test)
-
-
-# -- settings ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How records become samples; the arguments of the factories tell them."""
-
-    tokenizer: str
-    format: Format
-    columns: Mapping[str, str]
-    context: int
-    packing: bool
-    too_long: TooLong | None
-    stream: bool
-    cache_dir: str
-
-    def check(self) -> None:
-        """Raise a ConfigError for settings that contradict each other."""
-        if self.format == "label" and (self.packing or self.stream):
-            value = f"data.{'packing' if self.packing else 'stream'}=true"
-            rule = "a row has one label, and all labels are known before training"
-            remedy = f"Set {value.replace('true', 'false')}."
-            raise ConfigError.of(f"{value} with data.format=label", rule, remedy)
-
-    def entry(self, kind: str, *content: object) -> Path:
-        """Return the folder of an entry of the cache, which has this content."""
-        name = f"{kind}-{digest([VERSION, *content])[:32]}"
-        return Path(self.cache_dir).expanduser().absolute() / name
+    encoder = Encoder(None, format, columns or {}, context)
+    opening = partial(readers.source, sample_by, path, subset, stream)
+    keys = (*(("path", "split") if path is None else ("split", "path")), *OF_SOURCES)
+    maker = _Maker(tokenizer, encoder, packing, too_long, stream, cache_dir, opening, keys)
+    return maker.data(train, validation, test)
 
 
 @dataclass(frozen=True)
@@ -255,9 +133,7 @@ class Encoder:
             if self.format == "label":
                 ids = self.tokenizer(values[0], truncation=True, max_length=self.context).input_ids
                 return Tokens(ids, [False] * len(ids)), values[1]
-            make: Any = {"text": text_tokens, "prompt": prompt_tokens, "chat": chat_tokens}[
-                self.format
-            ]
+            make: Any = MAKE[self.format]
             return make(self.tokenizer, *values), None
         except ConfigError as error:
             problems = (replace(one, value=f"{place}: {one.value}") for one in error.problems)
@@ -291,126 +167,125 @@ class Encoder:
 # -- from sources to Data ------------------------------------------------------------------
 
 
-def _data(
-    settings: Settings,
-    opening: tuple[Opening, Sequence[str]],
-    kind: str,
-    train: Any,
-    validation: Any,
-    test: Any,
-) -> Data:
-    settings.check()
-    fraction = validation if isinstance(validation, float) else 0.0
-    if isinstance(validation, float) and (settings.stream or not 0 < fraction < 1):
-        rule = "a fraction between 0 and 1 of samples that are all known is held out"
-        remedy = "Set data.stream=false, or name files for validation."
-        raise ConfigError.of(f"data.validation={validation}", rule, remedy)
-    sources = readers.opened("data.train", train, *opening)
-    tokenizer, folder = _tokenizer(settings, sources)
-    _check_context(settings, tokenizer)
-    maker = _Maker(settings, kind, tokenizer, folder.name)
-    found = Data(maker.made(sources, fraction), artifacts={"tokenizer": folder})
-    found.facts = {
-        **{"vocab_size": len(tokenizer), "pad_token_id": maker.layout.pad_token_id},
-        **{name: getattr(tokenizer, name) for name in ("eos_token_id", "bos_token_id")},
-        **{"context": settings.context, **maker.label_facts},
-    }
-    for split, given in {"validation": validation, "test": test}.items():
-        if isinstance(given, Mapping) and not set(given) & set(opening[1]):
-            named = {
-                name: readers.opened(f"data.{split}.{name}", one, *opening)
-                for name, one in given.items()
-            }
-            setattr(found, split, {name: maker.made(one) for name, one in named.items()})
-        elif given is not None:
-            held = given is validation and fraction > 0
-            of = sources if held else readers.opened(f"data.{split}", given, *opening)
-            setattr(found, split, maker.made(of, -fraction if held else 0.0))
-    if not settings.packing:
-        # The main process joins the batches of a stream for all: they have one shape.
-        length = settings.context if settings.stream else 0
-        found.collate_fn = Padding(maker.layout.pad_token_id, length)
-    if not settings.stream:
-        parts: list[Any] = getattr(found.train, "datasets", [found.train])
-        found.lengths = torch.cat([part.lengths for part in parts])
-        if "weight" in sources[0].node:
-            weights = [source.node["weight"] for source in sources]
-            found.sampler = Mixture([len(part) for part in parts], weights)
-    return found
+@dataclass
+class _Maker:
+    """Makes data sets of sources; `encoder` is that of records without a format of their own."""
 
+    name: str  # of the tokenizer
+    encoder: Encoder
+    packing: bool
+    too_long: TooLong | None
+    stream: bool
+    cache_dir: str
+    opening: Opening
+    keys: Sequence[str]  # that a source may have
+    classes: list[Any] = field(default_factory=list)
 
-def _tokenizer(settings: Settings, sources: Sequence[Source]) -> tuple[Any, Path]:
-    """Return the tokenizer and the folder of the cache that keeps it."""
-    name = settings.tokenizer
-    if name.startswith(TRAINED):
-        encoders = [_encoder(settings, None, source) for source in sources]
+    def data(self, train: Any, validation: Any, test: Any) -> Data:
+        """Return the data sets that the arguments of a factory name."""
+        fraction = validation if isinstance(validation, float) else 0.0
+        self._check(validation, fraction)
+        sources = self._opened("data.train", train)
+        self.tokenizer, self.folder = self._load_tokenizer(sources)
+        self.layout = self._layout()
+        found = Data(self._made(sources, fraction), artifacts={"tokenizer": self.folder})
+        for split, given in {"validation": validation, "test": test}.items():
+            key, made = f"data.{split}", None
+            if isinstance(given, Mapping) and not set(given) & set(self.keys):
+                made = {n: self._made(self._opened(f"{key}.{n}", g)) for n, g in given.items()}
+            elif given is not None:
+                held_out = split == "validation" and fraction > 0
+                of = sources if held_out else self._opened(key, given)
+                made = self._made(of, -fraction if held_out else 0.0)
+            setattr(found, split, made)
+        found.facts = {
+            **{"vocab_size": len(self.tokenizer), "pad_token_id": self.layout.pad_token_id},
+            **{name: getattr(self.tokenizer, name) for name in ("eos_token_id", "bos_token_id")},
+            **{"context": self.layout.context},
+        }
+        if self.classes:
+            found.facts |= {"num_classes": len(self.classes), "classes": self.classes}
+        if not self.packing:
+            # The main process joins the batches of a stream for all: they have one shape.
+            length = self.layout.context if self.stream else 0
+            found.collate_fn = Padding(self.layout.pad_token_id, length)
+        if not self.stream:
+            parts: list[Any] = getattr(found.train, "datasets", [found.train])
+            found.lengths = torch.cat([part.lengths for part in parts])
+            if weights := [one.node["weight"] for one in sources if "weight" in one.node]:
+                found.sampler = Mixture([len(part) for part in parts], weights)
+        return found
+
+    def _check(self, validation: Any, fraction: float) -> None:
+        if self.encoder.format == "label" and (self.packing or self.stream):
+            value = f"data.{'packing' if self.packing else 'stream'}=true"
+            rule = "a row has one label, and all labels are known before training"
+            remedy = f"Set {value.replace('true', 'false')}."
+            raise ConfigError.of(f"{value} with data.format=label", rule, remedy)
+        if isinstance(validation, float) and (self.stream or not 0 < fraction < 1):
+            rule = "a fraction between 0 and 1 of samples that are all known is held out"
+            remedy = "Set data.stream=false, or name files for validation."
+            raise ConfigError.of(f"data.validation={validation}", rule, remedy)
+
+    def _opened(self, key: str, given: Any) -> list[Source]:
+        return readers.opened(key, given, self.opening, self.keys)
+
+    def _encoder(self, source: Source, tokenizer: Any) -> Encoder:
+        own = {name: source.node[name] for name in ("format", "columns") if name in source.node}
+        return replace(self.encoder, tokenizer=tokenizer, **own)
+
+    def _entry(self, kind: str, *content: object) -> Path:
+        """Return the folder of an entry of the cache, which has this content."""
+        name = f"{kind}-{digest([VERSION, *content])[:32]}"
+        return Path(self.cache_dir).expanduser().absolute() / name
+
+    def _load_tokenizer(self, sources: Sequence[Source]) -> tuple[Any, Path]:
+        """Return the tokenizer, which is trained where it is asked for, and its entry."""
+        if not self.name.startswith(TRAINED):
+            tokenizer = load_tokenizer(self.name)
+            content = (tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)
+            folder = self._entry("tokenizer", *content, tokenizer.special_tokens_map)
+            return tokenizer, cached(folder, tokenizer.save_pretrained)
+        encoders = [self._encoder(source, None) for source in sources]
+        formats = [[encoder.format, encoder.columns] for encoder in encoders]
+        folder = self._entry("tokenizer", self.name, formats, [*map(_content, sources)])
 
         def texts() -> Iterator[str]:
             for source, encoder in zip(sources, encoders, strict=True):
                 for _, record in source.read():
                     yield from encoder.texts(record)
 
-        formats = [[encoder.format, encoder.columns] for encoder in encoders]
-        folder = settings.entry("tokenizer", name, formats, [_content(one) for one in sources])
-        cached(folder, lambda staged: load_tokenizer(name, texts).save_pretrained(staged))
+        cached(folder, lambda staged: load_tokenizer(self.name, texts).save_pretrained(staged))
         return load_tokenizer(str(folder)), folder
-    tokenizer = load_tokenizer(name)
-    content = (tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)
-    folder = settings.entry("tokenizer", *content, tokenizer.special_tokens_map)
-    return tokenizer, cached(folder, lambda staged: tokenizer.save_pretrained(staged))
 
+    def _layout(self) -> Layout:
+        """Return the layout of rows; a ConfigError if a model beside takes none as long."""
+        context = self.encoder.context
+        beside = read_json(Path(self.name).expanduser() / "config.json").get(MODEL_LIMIT)
+        limit = min(self.tokenizer.model_max_length, beside or sys.maxsize)
+        if not 2 <= context <= limit:
+            rule = f"{self.name} has at least 2 and at most {limit} positions"
+            raise ConfigError.of(
+                f"data.context={context}", rule, f"Set data.context={min(limit, 1024)}."
+            )
+        too_long = self.too_long or ("split" if self.encoder.format == "text" else "cut")
+        return Layout(context, too_long, self.packing, self.tokenizer.pad_token_id or 0)
 
-def _encoder(settings: Settings, tokenizer: Any, source: Source) -> Encoder:
-    own = {name: source.node.get(name, getattr(settings, name)) for name in ("format", "columns")}
-    return Encoder(tokenizer, **own, context=settings.context)
-
-
-def _content(source: Source) -> list[str]:
-    return [source.name, *map(file_digest, source.files)]
-
-
-def _check_context(settings: Settings, tokenizer: Any) -> None:
-    """Raise a ConfigError if rows are longer than the tokenizer, or a model beside it, allows."""
-    beside = read_json(Path(settings.tokenizer).expanduser() / "config.json")
-    limit = min(tokenizer.model_max_length, beside.get("max_position_embeddings") or sys.maxsize)
-    if not 2 <= settings.context <= limit:
-        rule = f"{settings.tokenizer} has at least 2 and at most {limit} positions"
-        remedy = f"Set data.context={min(limit, 1024)}."
-        raise ConfigError.of(f"data.context={settings.context}", rule, remedy)
-
-
-class _Maker:
-    """Makes data sets of sources."""
-
-    def __init__(self, settings: Settings, kind: str, tokenizer: Any, identity: str) -> None:
-        self.settings, self.kind = settings, kind
-        self.tokenizer, self.identity = tokenizer, identity
-        too_long = settings.too_long or ("split" if settings.format == "text" else "cut")
-        pad = tokenizer.pad_token_id or 0
-        self.layout = Layout(settings.context, too_long, settings.packing, pad)
-        self.classes: list[Any] = []
-
-    @property
-    def label_facts(self) -> dict[str, object]:
-        """The facts of labels; empty: the format has none."""
-        return {"num_classes": len(self.classes), "classes": self.classes} if self.classes else {}
-
-    def made(self, sources: Sequence[Source], fraction: float = 0.0) -> Any:
+    def _made(self, sources: Sequence[Source], fraction: float = 0.0) -> Any:
         """Return the data set of sources.
 
         Args:
             sources: one after another.
             fraction: of samples that are left out; below 0: that alone are in it.
         """
-        encoders = [_encoder(self.settings, self.tokenizer, source) for source in sources]
+        encoders = [self._encoder(source, self.tokenizer) for source in sources]
         for source, encoder in zip(sources, encoders, strict=True):
-            first = next(iter(source.read()), None)
-            if first is None:
+            if (first := next(iter(source.read()), None)) is None:
                 rule, remedy = "it has no samples", "Name files that have some."
                 raise ConfigError.of(source.key, rule, remedy)
             encoder(*first)
-        if self.settings.stream:
-            whole = self.layout.packing or self.layout.too_long != "cut"
+        if self.stream:
+            whole = self.packing or self.layout.too_long != "cut"
             return (RowStream if whole else RecordStream)(sources, encoders, self.layout)
         folders = [self._tokens(*pair) for pair in zip(sources, encoders, strict=True)]
         labels = {label for folder in folders for label in labels_of(folder)}
@@ -427,10 +302,15 @@ class _Maker:
 
     def _tokens(self, source: Source, encoder: Encoder) -> Path:
         context = encoder.context if encoder.format == "label" else None
-        settings = (self.kind, self.identity, encoder.format, encoder.columns, context)
-        folder = self.settings.entry("tokens", *settings, _content(source))
+        settings = (self.folder.name, encoder.format, encoder.columns, context)
+        folder = self._entry("tokens", *settings, _content(source))
         return cached(folder, partial(write_tokens, source, encoder))
 
     def _rows(self, tokens: Path, fraction: float, key: str) -> Path:
-        folder = self.settings.entry("rows", tokens.name, asdict(self.layout), fraction)
+        folder = self._entry("rows", tokens.name, asdict(self.layout), fraction)
         return cached(folder, partial(write_rows, tokens, self.layout, fraction, key))
+
+
+def _content(source: Source) -> list[str]:
+    """Return what tells the records of a source from others: names, endings, and digests."""
+    return [source.name, *(f"{path.suffix} {file_digest(path)}" for path in source.files)]

@@ -130,10 +130,9 @@ class _Register:
         {
             "digits": "runner.builtin.digits:digits",
             "stdlib_bytes": "runner.builtin.bytes_gpt:stdlib_bytes",
-            **{
-                name: f"runner.language.sources:{name}"
-                for name in ("text", "jsonl", "parquet", "hf_dataset")
-            },
+            **dict.fromkeys(
+                ("text", "jsonl", "parquet", "hf_dataset"), "runner.language.sources:text_data"
+            ),
         },
     )
     objective = Registry(

@@ -3,102 +3,72 @@
 from __future__ import annotations
 
 import itertools
-import json
+import multiprocessing
 import os
-import subprocess
+import signal
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from accel.machine.errors import ConfigError
-from runner.language.cache import Arrays, cached
-from tests.helpers import python
+from runner.language import cache, packing
+from runner.language.cache import cached
+from runner.language.packing import Layout
 from tests.runner.language.texts import made, texts_of, words, write_jsonl
 
-# Forks a child for each moment, which is killed there; then a last one that is not.
-KILLED = """
-import json, os, pathlib, signal, sys
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-from transformers import AutoTokenizer, PreTrainedTokenizerFast  # once, before the forks
-from runner.language import cache
-from tests.runner.language.texts import made
-folder, path, out = map(pathlib.Path, sys.argv[1:])
-
-def kill_at(owner, name, count, after):
-    kept, calls = getattr(owner, name), []
-    def told(*args, **kwargs):
-        calls.append(1)
-        if not after and len(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        found = kept(*args, **kwargs)
-        if len(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return found
-    setattr(owner, name, told)
-
-# Each ends the process; the entries before it exist by then.
-of_tokenizer = [
-    (cache.directory, "stage", 1, True), (cache.directory, "flush_file", 2, True),
-    (cache.directory, "publish", 1, False), (cache.directory, "publish", 1, True),
-]
-of_tokens = [
-    (cache.directory, "tidy", 1, True), (cache.Arrays, "extend", 1, False),
-    (cache.Arrays, "extend", 40, True), (cache.Arrays, "_write_headers", 2, False),
-    (cache.directory, "publish", 1, False), (cache.directory, "publish", 1, True),
-]
-of_rows = [
-    (cache.Arrays, "extend", 2, False), (cache.directory, "publish", 1, False),
+FORK = multiprocessing.get_context("fork")
+# Where a writer is killed: a function, at which call of it, and whether behind it. The entries
+# before are written by then: the tokenizer, tokens, rows.
+MOMENTS: list[tuple[Any, str, int, bool]] = [
+    *((cache.directory, "stage", 1, True), (cache.directory, "flush_file", 2, True)),
+    *((cache.directory, "publish", 1, False), (cache.directory, "publish", 1, True)),
+    *((cache.directory, "tidy", 1, True), (packing, "append", 1, False)),
+    *((packing, "append", 100, True), (cache.directory, "flush_file", 1, False)),
+    *((cache.directory, "publish", 1, False), (cache.directory, "publish", 1, True)),
+    *((Layout, "rows", 1, True), (cache.directory, "publish", 1, False)),
     (cache.directory, "publish", 2, False),
 ]
-ends = []
-for moment in [*of_tokenizer, *of_tokens, *of_rows, None]:
-    pid = os.fork()
-    if pid == 0:
-        if moment:
-            kill_at(*moment)
-        data = made(folder, tokenizer="bpe:300", train=str(path), validation=0.2)
-        out.write_text(json.dumps([row["input_ids"].tolist() for row in data.train]))
-        os._exit(0)
-    ends.append(os.waitpid(pid, 0)[1])
-print(ends)
-"""
-
-# Two children that start at once; each entry of the cache that is written leaves a line.
-AT_ONCE = """
-import json, os, pathlib, sys
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-from transformers import AutoTokenizer, PreTrainedTokenizerFast  # once, before the forks
-from runner.language import cache
-from tests.runner.language.texts import made
-folder, path, out = map(pathlib.Path, sys.argv[1:])
-kept = cache.directory.publish
-def publish(staged, final):
-    with out.open("a") as file:
-        file.write(f"{final.name}\\n")
-    kept(staged, final)
-cache.directory.publish = publish
-waiting, go = os.pipe()
-pids = []
-for _ in range(2):
-    pids.append(os.fork())
-    if pids[-1] == 0:
-        os.close(go)
-        os.read(waiting, 1)
-        made(folder, tokenizer="bpe:300", train=str(path))
-        os._exit(0)
-os.close(go)
-assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
-"""
 
 
-def ran(code: str, *arguments: object) -> str:
-    command = [*python("-c", code), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def killed(moment: tuple[Any, str, int, bool], folder: Path, path: str) -> None:
+    """Make the data, and be killed at that moment."""
+    owner, name, count, behind = moment
+    kept, calls = getattr(owner, name), itertools.count(1)
+
+    def call(*args: Any) -> Any:
+        last = next(calls) == count
+        if last and not behind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = kept(*args)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, name, call)
+    made(folder, tokenizer="bpe:300", train=path, validation=0.2)
+
+
+def write_at_once(barrier: Any, folder: Path, path: str) -> None:
+    """Make the data when the others do; leave a line for each entry that this process writes."""
+    kept = cache.directory.publish
+
+    def publish(staged: Path, final: Path) -> None:
+        with (folder / "written").open("a") as file:
+            file.write(f"{final.name}\n")
+        kept(staged, final)
+
+    cache.directory.publish = publish
+    barrier.wait()
+    made(folder, tokenizer="bpe:300", train=path)
+
+
+def ends_of(*processes: Any) -> list[int]:
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
 
 
 def entries(folder: Path) -> set[str]:
@@ -108,19 +78,24 @@ def entries(folder: Path) -> set[str]:
 @pytest.mark.slow
 def test_what_a_killed_writer_leaves_is_never_read(tmp_path: Path) -> None:
     path = texts_of(tmp_path / "a.jsonl", [5 + n % 40 for n in range(60)])
-    ends = json.loads(ran(KILLED, tmp_path, path, tmp_path / "rows.json"))
-    assert ends == [9] * 13 + [0]
-    undisturbed = made(tmp_path / "other", tokenizer="bpe:300", train=path, validation=0.2)
-    wanted = [row["input_ids"].tolist() for row in undisturbed.train]
-    assert json.loads((tmp_path / "rows.json").read_text()) == wanted
-    assert entries(tmp_path) == entries(tmp_path / "other")
+    given = {"tokenizer": "bpe:300", "train": path, "validation": 0.2}
+    wanted = made(tmp_path / "undisturbed", **given)
+    for moment in MOMENTS:
+        process = FORK.Process(target=killed, args=(moment, tmp_path, path))
+        assert ends_of(process) == [-signal.SIGKILL], moment
+    found = made(tmp_path, **given)
+    assert entries(tmp_path) == entries(tmp_path / "undisturbed")
     assert not list((tmp_path / "cache").glob(".*partial*"))
+    for index in range(len(wanted.train)):
+        assert found.train[index]["input_ids"].equal(wanted.train[index]["input_ids"])
 
 
 @pytest.mark.slow
-def test_two_processes_that_start_at_once_tokenize_once(tmp_path: Path) -> None:
+def test_processes_that_start_at_once_tokenize_once(tmp_path: Path) -> None:
     path = texts_of(tmp_path / "a.jsonl", [200] * 60)
-    ran(AT_ONCE, tmp_path, path, tmp_path / "written")
+    given = (FORK.Barrier(3), tmp_path, path)
+    processes = [FORK.Process(target=write_at_once, args=given) for _ in range(3)]
+    assert ends_of(*processes) == [0, 0, 0]
     written = (tmp_path / "written").read_text().split()
     assert sorted(name.partition("-")[0] for name in written) == ["rows", "tokenizer", "tokens"]
     assert set(written) == entries(tmp_path)
@@ -152,21 +127,6 @@ def test_other_content_or_settings_make_other_entries(tmp_path: Path, tokenizer:
     assert new() == ["rows", "tokens"]
     assert made(tmp_path, **given).train[0]["input_ids"].tolist() != row.tolist()
     assert first < entries(tmp_path)
-
-
-@settings(max_examples=30)
-@given(st.lists(st.lists(st.integers(-9, 9), max_size=50), max_size=20))
-def test_arrays_that_are_written_piece_by_piece_are_read_back(tmp_path_factory, pieces) -> None:
-    folder = tmp_path_factory.mktemp("arrays")
-    with Arrays(folder, values="int32", signs="bool") as arrays:
-        for piece in pieces:
-            arrays.extend("values", piece)
-            arrays.extend("signs", [value > 0 for value in piece])
-    wanted = np.array([*itertools.chain(*pieces)], np.int32)
-    values, signs = (np.load(folder / f"{name}.npy") for name in ("values", "signs"))
-    assert values.dtype == np.int32
-    assert (values == wanted).all()
-    assert (signs == (wanted > 0)).all()
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_labels_of_texts_are_classes(tmp_path: Path, tokenizer: str) -> None:
 # -- sources -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # datasets is imported
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, tokenizer: str) -> None:
     import datasets
 
@@ -182,20 +183,18 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, tokenizer: str) 
     cases: list[dict[str, Any]] = [
         {"train": plain},
         {"train": f"{tmp_path}/a.jsonl.gz"},
-        {"kind": "text", "train": f"{tmp_path}/lines.txt", "sample_by": "line"},
-        {"kind": "text", "train": f"{tmp_path}/paragraphs.txt", "sample_by": "paragraph"},
-        {"kind": "text", "train": f"{tmp_path}/files/*.txt"},
-        {"kind": "parquet", "train": f"{tmp_path}/a.parquet"},
-        {"kind": "hf_dataset", "path": f"{tmp_path}/saved"},
-        {"kind": "hf_dataset", "path": f"{tmp_path}/folder"},
+        {"train": f"{tmp_path}/a.parquet"},
+        {"train": f"{tmp_path}/lines.txt", "sample_by": "line"},
+        {"train": f"{tmp_path}/paragraphs.txt", "sample_by": "paragraph"},
+        {"train": f"{tmp_path}/files/*.txt"},
+        {"train": "train", "path": f"{tmp_path}/saved"},
+        {"train": [{"path": f"{tmp_path}/folder", "split": "train"}]},
     ]
     wanted = rows(made(tmp_path, tokenizer=tokenizer, **cases[0]).train)
-    for case in cases:
-        for stream in (False, True):
-            found = rows(made(tmp_path, tokenizer=tokenizer, stream=stream, **case).train)
-            assert len(found) == len(wanted)
-            for one, other in zip(found, wanted, strict=True):
-                assert all(one[name].equal(other[name]) for name in other), case
+    for case, stream in itertools.product(cases, (False, True)):
+        found = rows(made(tmp_path, tokenizer=tokenizer, stream=stream, **case).train)
+        for one, other in zip(found, wanted, strict=True):
+            assert all(one[name].equal(other[name]) for name in other), case
 
 
 def test_a_fraction_is_held_out_of_every_source(tmp_path: Path, tokenizer: str) -> None:
@@ -348,10 +347,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": "{}/bad.jsonl"}, r"bad.jsonl:2: each line is one JSON object.*Expecting"),
     ({"train": "{}/array.jsonl"}, r"array.jsonl:1: .*a list.*jq"),
     ({"train": "{}/empty.jsonl"}, r"data.train=.*empty.jsonl: it has no samples"),
-    ({"train": "{}/latin.txt", "kind": "text"}, "latin.txt: text files are in UTF-8"),
-    ({"train": "{}/texts.jsonl", "kind": "parquet"}, "it is no Parquet file"),
-    ({"train": "tset", "kind": "hf_dataset", "path": "{}/saved"}, "data.train=tset of .*saved"),
-    ({"kind": "hf_dataset", "path": "{}/nothing"}, "datasets cannot load it"),
+    ({"train": "{}/latin.txt"}, "latin.txt: text files are in UTF-8"),
+    ({"train": "{}/bad.parquet"}, "it is no Parquet file"),
+    ({"train": "tset", "path": "{}/saved"}, "data.train=tset of .*saved"),
+    ({"train": "train", "path": "{}/nothing"}, "datasets cannot load it"),
     ({"context": 1}, "data.context=1: .* has at least 2"),
     ({"context": 4096}, "data.context=4096: .* at most 512 positions. Set data.context=512"),
     ({"context": 8, "too_long": "drop"}, "none of 3 samples is left with data.context=8"),
@@ -359,7 +358,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"validation": 0.5, "stream": True}, "data.validation=0.5: a fraction"),
     ({"format": "label"}, "data.packing=true with data.format=label"),
     ({"format": "label", "packing": False, "stream": True}, "data.stream=true with"),
-    ({"train": [{"path": "{}/texts.jsonl", "wieght": 2}]}, r"train\[0\].wieght=2.*'weight'"),
+    ({"train": [{"path": "{}/texts.jsonl", "wieght": 2}]}, "data.train: wieght: .*'weight'"),
     ({"train": [{"path": "{}/texts.jsonl", "weight": 0}]}, "a weight above 0"),
     ({"train": ["{}/texts.jsonl", {"path": "{}/texts.jsonl", "weight": 1}]}, "or none has"),
     ({"train": [{"path": "{}/texts.jsonl", "format": "tezt"}]}, "data.format='tezt'.*'text'"),
@@ -374,6 +373,7 @@ def test_mistakes_are_refused(tmp_path: Path, tokenizer: str, arguments, message
     write_jsonl(tmp_path / "texts.jsonl", [{"text": words(8, n), "number": n} for n in range(3)])
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "array.jsonl").write_text('[{"text": "a"}]\n')
+    (tmp_path / "bad.parquet").write_text("a")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     if "saved" in str(arguments):
@@ -383,8 +383,6 @@ def test_mistakes_are_refused(tmp_path: Path, tokenizer: str, arguments, message
     limited.model_max_length = 512
     limited.save_pretrained(tmp_path / "limited")
     given = {"tokenizer": f"{tmp_path}/limited", "train": f"{tmp_path}/texts.jsonl", **arguments}
-    if given.get("kind") == "hf_dataset" and "train" not in arguments:
-        given["train"] = "train"
     filled = json.loads(json.dumps(given).replace("{}/", f"{tmp_path}/"))
     with pytest.raises(ConfigError, match=message) as refused:
         made(tmp_path, **filled)

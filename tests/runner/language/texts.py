@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.data.datasets import Data
-from runner.language import sources
+from runner.language.sources import text_data
 from runner.language.tokenizer import train_bpe
 
 SYLLABLES = ("ba", "do", "ki", "lu", "me", "no", "pe", "ra", "so", "tu")
@@ -38,7 +38,6 @@ def texts_of(path: Path, sizes: Iterable[int], seed: int = 0) -> str:
     return write_jsonl(path, [{"text": words(n, seed + i)} for i, n in enumerate(sizes)])
 
 
-def made(folder: Path, kind: str = "jsonl", **arguments: Any) -> Data:
-    """Return the data of a factory, with a cache of the test's own."""
-    given = {"context": 64, "cache_dir": str(folder / "cache"), **arguments}
-    return getattr(sources, kind)(**given)
+def made(folder: Path, **arguments: Any) -> Data:
+    """Return the data of the factory, with a cache of the test's own."""
+    return text_data(**{"context": 64, "cache_dir": str(folder / "cache"), **arguments})
