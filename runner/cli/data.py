@@ -211,23 +211,12 @@ def train_tokenizer(arguments: Sequence[str]) -> int:
     found = parser.parse_args(list(arguments))
     if found.out.exists() and (not found.out.is_dir() or any(found.out.iterdir())):
         raise ConfigError.of(f"--out {found.out}", "it is there, and not empty", "Name a new one.")
-    sources = [readers.of_files(_records, "FILE", {"path": name}) for name in found.files]
+    sources = [readers.of_files("document", "FILE", {"path": name}) for name in found.files]
     texts = (text for one in sources for _, record in one.read() for text in _texts(record))
     tokenizer = train_bpe(texts, found.size)
     tokenizer.save_pretrained(found.out)
     print(f"{found.out}: {len(tokenizer)} tokens. Use it: data.tokenizer={found.out}")
     return DONE
-
-
-def _records(path: Path) -> Any:
-    from runner.language import readers
-
-    names = path.name.removesuffix(".gz")
-    if names.endswith((".jsonl", ".ndjson")):
-        return readers.json_records(path)
-    if names.endswith(".parquet"):
-        return readers.parquet_records(path)
-    return readers.text_records("document", path)
 
 
 def _texts(value: object) -> Iterator[str]:

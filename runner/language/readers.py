@@ -82,12 +82,16 @@ def source(
 ) -> Source:
     """Return the source of files, or of a split where the node or `path` names a data set."""
     if path is None and "split" not in node:
-        return _of_files(sample_by, key, node)
+        return of_files(sample_by, key, node)
     return _of_split({"path": path, "subset": subset, "split": "train", **node}, stream, key)
 
 
-def _of_files(sample_by: SampleBy, key: str, node: Mapping[str, Any]) -> Source:
-    """Return the source of the files that a path or a glob names, in the order of their names."""
+def of_files(sample_by: SampleBy, key: str, node: Mapping[str, Any]) -> Source:
+    """Return the source of the files that a path or a glob names, in the order of their names.
+
+    Raises:
+        ConfigError: if there is none.
+    """
     path = Path(pattern := str(node.get("path"))).expanduser()
     if pattern.startswith(STDLIB):
         path = Path(sysconfig.get_path("stdlib"), pattern.removeprefix(STDLIB))
