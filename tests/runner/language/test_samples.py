@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -16,28 +17,24 @@ from tests.runner.language.chats import FORMATS, chat_tokenizer
 
 tokenizer_of = cache(chat_tokenizer)
 SPOKEN = (("user", "Who?"), ("assistant", "I am a 🦙 é"), ("user", "Hm"), ("assistant", "42\nis"))
-# What each format makes of SPOKEN, written by hand: the beginning, that of a conversation with a
-# system's message, and pieces that do not count and that do by turns.
+# What each format makes of SPOKEN with a system's message, written by hand; ⟦ ⟧ is around what
+# counts. The system's message is between two #.
 HEAD, EOT = "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"
-USER, ASSISTANT = HEAD.format("user"), HEAD.format("assistant")
+USER, REPLY = HEAD.format("user"), HEAD.format("assistant")
 BY_HAND = {
-    "chatml": (
-        *("", "<|im_start|>system\nBe.<|im_end|>\n"),
-        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n",
-        "I am a 🦙 é<|im_end|>",
-        "\n<|im_start|>user\nHm<|im_end|>\n<|im_start|>assistant\n",
-        *("42\nis<|im_end|>", "\n"),
-    ),
-    "llama": (
-        *("<|begin_of_text|>", f"<|begin_of_text|>{HEAD.format('system')}Be.{EOT}"),
-        *(f"{USER}Who?{EOT}{ASSISTANT}", f"I am a 🦙 é{EOT}"),
-        *(f"{USER}Hm{EOT}{ASSISTANT}", f"42\nis{EOT}"),
-    ),
-    "mistral": (
-        *("<s> [INST] ", "<s> [INST] Be.\n\n"),
-        *("Who? [/INST]", " I am a 🦙 é</s>", " [INST] Hm [/INST]", " 42\nis</s>"),
-    ),
+    "chatml": "#<|im_start|>system\nBe.<|im_end|>\n#<|im_start|>user\nWho?<|im_end|>\n<|im_start|>"
+    "assistant\n⟦I am a 🦙 é<|im_end|>⟧\n<|im_start|>user\nHm<|im_end|>\n<|im_start|>assistant\n"
+    "⟦42\nis<|im_end|>⟧\n",
+    "llama": f"<|begin_of_text|>#{HEAD.format('system')}Be.{EOT}#{USER}Who?{EOT}{REPLY}⟦I am a 🦙 é"
+    f"{EOT}⟧{USER}Hm{EOT}{REPLY}⟦42\nis{EOT}",
+    "mistral": "<s> [INST] #Be.\n\n#Who? [/INST]⟦ I am a 🦙 é</s>⟧ [INST] Hm [/INST]⟦ 42\nis</s>",
 }
+
+
+def by_hand(name: str, system: bool = False) -> list[str]:
+    """Return the pieces of a conversation that do not count and that do, by turns."""
+    begin, of_system, rest = BY_HAND[name].split("#")
+    return re.split("[⟦⟧]", begin + (of_system if system else "") + rest)
 
 
 def messages_of(spoken: Any = SPOKEN, system: bool = False) -> list[dict[str, str]]:
@@ -61,11 +58,9 @@ def pieces(tokenizer: Any, tokens: Tokens) -> list[str]:
 def test_the_assistants_tokens_count_as_in_a_template_rendered_by_hand(
     name: str, system: bool
 ) -> None:
-    begin, begin_with_system, first, *rest = BY_HAND[name]
-    expected = [(begin_with_system if system else begin) + first, *rest]
     marked, unmarked = (tokenizer_of(name, generation) for generation in (True, False))
     found = chat_tokens(marked, messages_of(system=system))
-    assert pieces(marked, found) == expected
+    assert pieces(marked, found) == by_hand(name, system)
     assert chat_tokens(unmarked, messages_of(system=system)) == found
 
 
@@ -83,7 +78,7 @@ def test_of_a_template_whose_prefixes_do_not_agree_contents_count_or_it_is_refus
     plain, content = tokenizer.chat_template, "{{ message['content'] + "
     thought = "{{ '<think></think>' if loop.last else '' }}"
     tokenizer.chat_template = plain.replace(content, thought + content, 1)
-    _, _, *expected = BY_HAND["chatml"]
+    expected = by_hand("chatml")
     expected[-2] = f"<think></think>{expected[-2]}"
     assert pieces(tokenizer, chat_tokens(tokenizer, messages_of())) == expected
     dropped = "{{ message['content'] if loop.last else '(older)' }}{{ "
@@ -92,20 +87,19 @@ def test_of_a_template_whose_prefixes_do_not_agree_contents_count_or_it_is_refus
         chat_tokens(tokenizer, messages_of())
 
 
-@pytest.mark.parametrize(
-    ("name", "spoken", "reason"),
-    [
-        ("mistral", [SPOKEN[0], SPOKEN[0]], r"Who\?.*roles must alternate"),
-        ("chatml", [], "empty conversation"),
-        ("chatml", [("user", None)], "does not render them"),
-        ("none", SPOKEN, "chat_template"),
-    ],
-)
-def test_messages_that_no_template_renders_are_refused_with_its_reason(
-    name: str, spoken: Any, reason: str
-) -> None:
-    tokenizer = chat_tokenizer("chatml" if name == "none" else name)
-    tokenizer.chat_template = None if name == "none" else tokenizer.chat_template
+REFUSED = {
+    r"Who\?.*roles must alternate": ("mistral", [SPOKEN[0], SPOKEN[0]]),
+    "empty conversation": ("chatml", []),
+    "does not render them": ("chatml", [("user", None)]),
+    "chat_template": ("", SPOKEN),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_messages_that_no_template_renders_are_refused_with_its_reason(reason: str) -> None:
+    name, spoken = REFUSED[reason]
+    tokenizer = chat_tokenizer(name or "chatml")
+    tokenizer.chat_template = tokenizer.chat_template if name else None
     with pytest.raises(ConfigError, match=reason):
         chat_tokens(tokenizer, messages_of(spoken))
 
@@ -124,7 +118,7 @@ def test_what_follows_the_prompts_own_tokens_counts_but_never_a_first_token(
     assert tokens.counted == [place >= first for place in range(len(tokens.input_ids))]
 
 
-def test_a_tokenizer_that_ends_texts_itself_gives_one_end() -> None:
+def test_a_tokenizer_that_ends_texts_itself_gives_one_end_and_one_without_is_refused() -> None:
     tokenizer = chat_tokenizer("llama")
     begin, end = "<|begin_of_text|>", tokenizer.eos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -133,13 +127,9 @@ def test_a_tokenizer_that_ends_texts_itself_gives_one_end() -> None:
     )
     for tokens in (text_tokens(tokenizer, "Hello"), prompt_tokens(tokenizer, "Hel", "lo")):
         assert tokenizer.decode(tokens.input_ids) == f"{begin}Hello{end}"
-
-
-def test_a_tokenizer_without_an_end_is_refused() -> None:
-    tokenizer = chat_tokenizer("chatml")
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="end-of-sequence"):
-        text_tokens(tokenizer, "a")
+        text_tokens(tokenizer, "Hello")
 
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]))

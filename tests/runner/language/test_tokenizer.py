@@ -21,13 +21,12 @@ ANY_TEXT = [
     *("", " ", "\n\n\t x", "naïve façade – “quoted”", "日本語の", "🦙👩\u200d👧", "\x00\x07\x7f"),
     *("e\u0301 is not \u00e9", "a , b . c 's", "<|im_end|> in text", "\r\n\u2028\ufeff"),
 ]
-IN_A_PROCESS = """
-import hashlib, json, pathlib
-from runner.language.tokenizer import train_bpe
-files = sorted(pathlib.Path(json.__file__).parents[1].glob("*.py"))[:40]
-made = train_bpe((file.read_text(errors="replace") for file in files), 2000)
-print(hashlib.sha256(made.backend_tokenizer.to_str().encode()).hexdigest())
-"""
+
+
+def trained() -> str:
+    """Return the digest of a tokenizer."""
+    tokenizer = train_bpe((path.read_text(errors="replace") for path in STDLIB[:40]), 2000)
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 @pytest.mark.slow
@@ -41,13 +40,12 @@ def test_a_bpe_of_the_standard_librarys_text_encodes_any_text_without_loss() -> 
 
 @pytest.mark.slow
 def test_the_same_texts_give_the_same_tokenizer_in_other_processes() -> None:
-    command = [sys.executable, "-c", IN_A_PROCESS]
-    ran = {
-        subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout.strip()
-        for env in ({"RAYON_NUM_THREADS": n, "PYTHONHASHSEED": n, "PATH": ""} for n in ("1", "3"))
-    }
-    here = train_bpe((path.read_text(errors="replace") for path in STDLIB[:40]), 2000)
-    assert ran == {hashlib.sha256(here.backend_tokenizer.to_str().encode()).hexdigest()}
+    code = f"import {__name__} as here; print(here.trained())"
+    command = [sys.executable, "-c", code]
+    for threads in ("1", "3"):
+        env = {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads, "PATH": ""}
+        ran = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+        assert ran.stdout == trained() + "\n"
 
 
 def test_a_tokenizer_is_loaded_again_from_its_folder_or_file(tmp_path: Path) -> None:
@@ -67,17 +65,18 @@ def test_a_tokenizer_is_loaded_again_from_its_folder_or_file(tmp_path: Path) -> 
     assert (alone("Who?").input_ids, alone.eos_token) == (trained("Who?").input_ids, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "texts", "reason"),
-    [
-        ("./no/such", None, "no folder, file tokenizer.json or id of the hub"),
-        (".", None, "tokenizer=.: no folder"),
-        ("bpe:100", TEXTS, "259 tokens or more"),
-        ("bpe:many", TEXTS, "bpe:N trains N tokens"),
-        ("bpe:4096", None, "on the texts of a data set"),
-    ],
-)
+REFUSED = {
+    "no folder, file tokenizer.json or id of the hub": ("./no/such", None),
+    "tokenizer=.: no folder": (".", None),
+    "259 tokens or more": ("bpe:100", TEXTS),
+    "bpe:N trains N tokens": ("bpe:many", TEXTS),
+    "on the texts of a data set": ("bpe:4096", None),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
 @pytest.mark.usefixtures("elsewhere")
-def test_what_is_no_tokenizer_is_refused(name: str, texts: list[str] | None, reason: str) -> None:
+def test_what_is_no_tokenizer_is_refused(reason: str) -> None:
+    name, texts = REFUSED[reason]
     with pytest.raises(ConfigError, match=reason):
         load_tokenizer(name, None if texts is None else lambda: texts)
