@@ -255,6 +255,8 @@ def plateau(
         cooldown: evaluations after a reduction that do not count.
         min_lr: lower bound of the rate.
     """
+    bounds = {"patience": patience, "cooldown": cooldown, "min_lr": min_lr}
+    check_ranges("scheduler", **{name: (value, 0, math.inf) for name, value in bounds.items()})
     options: Any = {"cooldown": cooldown, "min_lr": min_lr}
     mode = _run(num_steps).mode
     return ReduceLROnPlateau(optimizer, mode, factor, patience, threshold, **options)

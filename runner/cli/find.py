@@ -180,7 +180,13 @@ def _trained(one: Examined, node: Fields, trainer: Fields, may_say: Sequence[str
             profile=None,
             callbacks={**(recipe.callbacks or {}), node["name"]: node},
             trainer=replace(recipe.trainer, **short),
-            checkpoint=Checkpoint(every_epochs=None, at_end=False, keep_best=0),
+            checkpoint=Checkpoint(
+                every_epochs=None,
+                at_end=False,
+                keep_best=0,
+                monitor=recipe.checkpoint.monitor,
+                mode=recipe.checkpoint.mode,
+            ),
             tracker=Tracker(log_with=[]),
             distributed=replace(recipe.distributed, max_restarts=0),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import pickle
 import random
 from collections import deque
@@ -325,7 +326,7 @@ class SeededOrder(Sampler[int]):
             seed_draws(self.seed, self.epoch, 0)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(mix_seeds(self.seed, self.epoch))
-            indices = [int(index) for index in self.sampler]
+            indices = [operator.index(index) for index in self.sampler]
             return iter(self._grouped(indices) if self.lengths else indices)
 
     def _grouped(self, indices: list[int]) -> list[int]:

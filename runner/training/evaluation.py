@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.comm.ops import broadcast_object_list
+from accel.comm.ops import broadcast, broadcast_object_list
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError, nearest
 from accel.optimizer import unwrap_optimizer
@@ -116,6 +116,22 @@ def _check_counts(step: Step, values: Mapping[str, torch.Tensor], num_samples: i
         remedy = "Return one row per sample of the batch, [B, ...], from `evaluate`."
         name = type(_measuring(step)).__name__
         raise ConfigError.of(f"{name}.evaluate measured {counts}", rule, remedy)
+
+
+def share_buffers(step: Step) -> None:
+    """Give each rank the buffers of rank 0, such as BatchNorm's statistics: checkpoints hold these.
+
+    Of ranks that share a model's weights, each sees its own part of the data. Every process must
+    call this together.
+    """
+    own = [
+        buffer
+        for model in step.models.values()
+        for buffer in model.buffers()
+        if buffer.is_floating_point() and not hasattr(buffer, "to_local")
+    ]
+    for buffer, first in zip(own, broadcast(own), strict=True):
+        buffer.data.copy_(first)
 
 
 @contextmanager
@@ -260,6 +276,7 @@ class Evaluations:
             watched = run.watch.paused("evaluation")
             with watched, stop_flag.progress.in_phase(f"evaluation ({split})"):
                 given = (run.accelerator, run.step, self._sets[split], on_batch)
+                share_buffers(run.step)
                 run.notify("on_evaluation_start", split)
                 try:
                     return evaluate_sets(*given, metrics=self._metrics)

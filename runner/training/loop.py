@@ -25,7 +25,7 @@ from runner.training import gradient_check, initial_weights
 from runner.training import summary as summaries
 from runner.training.checkpointing import RunState
 from runner.training.due import Due
-from runner.training.evaluation import Evaluations, evaluation_weights
+from runner.training.evaluation import Evaluations, evaluation_weights, share_buffers
 from runner.training.hyperparameters import Hyperparameters, find_plateaus, make_schedulers
 from runner.training.metrics import NonFiniteError, Recorder
 from runner.training.run import Run
@@ -297,6 +297,7 @@ class Loop(Run):
         self._saving = True
         with self.watch.paused("saving"), self.stop_flag.progress.in_phase("saving"):
             try:
+                share_buffers(self.step)
                 self.notify("on_save_start")
                 with evaluation_weights(self.step):
                     path = self.saver.save(summaries.metadata_of(self), self.monitor)

@@ -84,6 +84,28 @@ def test_a_run_goes_on_under_another_engine(first: str, second: str, tmp_path: P
         assert f"engine     {names.get(name, 'ddp')} ·" in header
 
 
+def with_statistics() -> torch.nn.Module:
+    torch.manual_seed(3)
+    layers = (torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh())
+    return torch.nn.Sequential(*layers, torch.nn.Linear(8, 1))
+
+
+def train_statistics(folder: str, engine: str) -> None:
+    recipe = recipe_with(engine, trainer__epochs=None, trainer__max_steps=5)
+    loops.run(Path(folder), recipe, model=with_statistics(), make_scheduler=None)
+    loops.forget()
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
+def test_each_rank_evaluates_the_statistics_that_are_saved(engine: str, tmp_path: Path) -> None:
+    run_distributed(train_statistics, 2, str(tmp_path), engine)
+    model, data = with_statistics().eval(), loops.Points(loops.NUM_VALIDATION)
+    model.load_state_dict(loops.weights(tmp_path))
+    with torch.no_grad():
+        expected = (model(data.x).squeeze(-1) - data.y).square().mean().item()
+    assert loops.records(tmp_path, "validation")[-1]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def settings_of(folder: str, plugin: DeepSpeedPlugin) -> dict[str, Any]:
     """Return what the engine of a run is configured with."""
     recipe = loops.recipe_of(deepspeed=plugin, trainer__clip_grad_norm=0.5)
