@@ -200,7 +200,7 @@ def train_tokenizer(arguments: Sequence[str]) -> int:
         ConfigError: if a file cannot be read, the size is too small, or the folder is not empty.
     """
     from runner.language import readers
-    from runner.language.tokenizer import train_bpe
+    from runner.language.tokenizer import load_tokenizer
 
     parser = CommandParser("data tokenizer", "Train a byte-level BPE with a ChatML template.")
     add = parser.add_argument
@@ -213,7 +213,7 @@ def train_tokenizer(arguments: Sequence[str]) -> int:
         raise ConfigError.of(f"--out {found.out}", "it is there, and not empty", "Name a new one.")
     sources = [readers.of_files("document", "FILE", {"path": name}) for name in found.files]
     texts = (text for one in sources for _, record in one.read() for text in _texts(record))
-    tokenizer = train_bpe(texts, found.size)
+    tokenizer = load_tokenizer(f"bpe:{found.size}", lambda: texts)
     tokenizer.save_pretrained(found.out)
     print(f"{found.out}: {len(tokenizer)} tokens. Use it: data.tokenizer={found.out}")
     return DONE

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from accel.machine.errors import ConfigError, text_of
+from accel.machine.errors import ConfigError, MissingPackageError, text_of
+from accel.machine.imports import is_available
 
 TRAINED = "bpe:"
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -38,7 +39,10 @@ def load_tokenizer(name: str, texts: Callable[[], Iterable[str]] | None = None) 
 
     Raises:
         ConfigError: if there is no such tokenizer, or N is no size.
+        MissingPackageError: if transformers is not installed.
     """
+    if not is_available("transformers"):
+        raise MissingPackageError("transformers", f"tokenizer={name}", extra="hf")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if name.startswith(TRAINED):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from accel.machine.errors import ConfigError
+from accel.machine.errors import ConfigError, MissingPackageError
+from runner.language import tokenizer as tokenizers
 from runner.language.samples import chat_tokens
 from runner.language.tokenizer import load_tokenizer, train_bpe
 from tests.runner.language.chats import TEXTS
@@ -80,3 +81,9 @@ def test_what_is_no_tokenizer_is_refused(reason: str) -> None:
     name, texts = REFUSED[reason]
     with pytest.raises(ConfigError, match=reason):
         load_tokenizer(name, None if texts is None else lambda: texts)
+
+
+def test_without_transformers_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "is_available", lambda name: False)
+    with pytest.raises(MissingPackageError, match=r"accel-runner\[hf\]"):
+        load_tokenizer("bpe:300", lambda: TEXTS)
