@@ -235,6 +235,30 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return values.view(*targets.shape, 3)
 
 
+class _OfFrozen(torch.autograd.Function):
+    """Losses of a chunk by a frozen output embedding, as beside adapters.
+
+    Their gradient is computed at once, so that logits are not computed again for it. Nats of a
+    token depend on its own hidden state only: what comes back for each scales its gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        with torch.enable_grad():
+            part = hidden.detach().requires_grad_()
+            values = compute(part, targets)
+            (gradient,) = torch.autograd.grad(values[..., 0].sum(), part)
+        ctx.save_for_backward(gradient)
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[..., :1].to(gradient.dtype), None, None
+
+
 def _losses_in_chunks(head: nn.Module, hidden: Tensor) -> Tensor:
     """Be the forward pass of an output embedding: [B, T, 3] instead of logits if it has targets.
 
@@ -254,6 +278,8 @@ def _losses_in_chunks(head: nn.Module, hidden: Tensor) -> Tensor:
     wanted = targets.flatten().split(head.chunk)
     if len(parts) == 1 or not torch.is_grad_enabled():
         values = [compute(*pair) for pair in zip(parts, wanted, strict=True)]
+    elif not is_dtensor and not any(weight.requires_grad for weight in head.parameters()):
+        values = [_OfFrozen.apply(*pair, compute) for pair in zip(parts, wanted, strict=True)]
     else:
         values = [
             checkpoint(compute, *pair, use_reentrant=False, preserve_rng_state=False)

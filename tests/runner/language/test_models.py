@@ -30,9 +30,10 @@ def nats(model: Any, batch: rows.Row) -> torch.Tensor:
     return F.cross_entropy(logits, batch["labels"][:, 1:], reduction="none").sum(dim=1)
 
 
+@pytest.mark.parametrize("frozen", [False, True])  # as beside adapters
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"model_type": "gemma2"}])
 def test_losses_in_chunks_are_those_of_whole_logits(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "CHUNK", 7 * VOCABULARY)
     sizes, token_losses = [], models.token_losses
@@ -42,15 +43,19 @@ def test_losses_in_chunks_are_those_of_whole_logits(
         lambda logits, t: sizes.append(logits.numel()) or token_losses(logits, t),
     )
     model, batch = tiny(config={**LLAMA, **SPECIAL, **changes}), batch_of(rows.padded())
+    model.get_output_embeddings().requires_grad_(not frozen)
+    trained, factors = [w for w in model.parameters() if w.requires_grad], torch.rand(8)
     found = []
     for loss in (CausalLM().losses(model, batch)["loss"], nats(model, batch)):
         model.zero_grad()
-        loss.sum().backward()
-        found.append([loss.detach(), *(weight.grad.clone() for weight in model.parameters())])
+        (loss * factors).sum().backward()
+        found.append([loss.detach(), *(weight.grad.clone() for weight in trained)])
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= 1e-6 * other.abs().max()
     assert model.changes_logits is ("model_type" in changes)  # which bounds its logits
     assert model.changes_logits or max(sizes) == 7 * VOCABULARY
+    twice = 1 if frozen else 2  # the backward pass computes those of a trained embedding again
+    assert model.changes_logits or sum(sizes) == twice * batch["labels"].numel() * VOCABULARY
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
