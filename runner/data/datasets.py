@@ -76,6 +76,7 @@ class Data:
     artifacts: Mapping[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.artifacts = {name: Path(path) for name, path in self.artifacts.items()}
         # Numbers of NumPy and of torch, as counting gives them.
         self.facts = {k: v.item() if hasattr(v, "item") else v for k, v in self.facts.items()}
 

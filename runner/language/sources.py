@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -128,16 +129,13 @@ class Encoder:
         Raises:
             ConfigError: for a missing column, or one of another type; it names the place.
         """
-        try:
+        with _at(place):
             values = [self.column(name, record) for name in COLUMNS[self.format]]
             if self.format == "label":
                 ids = self.tokenizer(values[0], truncation=True, max_length=self.context).input_ids
                 return Tokens(ids, [False] * len(ids)), values[1]
             make: Any = MAKE[self.format]
             return make(self.tokenizer, *values), None
-        except ConfigError as error:
-            problems = (replace(one, value=f"{place}: {one.value}") for one in error.problems)
-            raise ConfigError(*problems) from error
 
     def column(self, name: str, record: Record) -> Any:
         """Return what a record has in a column; a name with braces is a template of others."""
@@ -155,13 +153,23 @@ class Encoder:
             raise ConfigError.of(value, rule, f"The columns are {', '.join(record)}.")
         return found
 
-    def texts(self, record: Record) -> Iterator[str]:
-        """Yield the texts of a record, of which a tokenizer is trained."""
-        for name in COLUMNS[self.format]:
-            if isinstance(found := self.column(name, record), str):
-                yield found
-            elif name == "messages":
-                yield from (str(message.get("content") or "") for message in found)
+    def texts(self, place: str, record: Record) -> list[str]:
+        """Return the texts of a record, of which a tokenizer is trained."""
+        with _at(place):
+            values = [self.column(name, record) for name in COLUMNS[self.format]]
+        if self.format == "chat":
+            return [str(message.get("content") or "") for message in values[0]]
+        return [value for value in values if isinstance(value, str)]
+
+
+@contextlib.contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Name the place of a record in problems with it."""
+    try:
+        yield
+    except ConfigError as error:
+        problems = (replace(one, value=f"{place}: {one.value}") for one in error.problems)
+        raise ConfigError(*problems) from error
 
 
 # -- from sources to Data ------------------------------------------------------------------
@@ -252,8 +260,8 @@ class _Maker:
 
         def texts() -> Iterator[str]:
             for source, encoder in zip(sources, encoders, strict=True):
-                for _, record in source.read():
-                    yield from encoder.texts(record)
+                for place, record in source.read():
+                    yield from encoder.texts(place, record)
 
         cached(folder, lambda staged: load_tokenizer(self.name, texts).save_pretrained(staged))
         return load_tokenizer(str(folder)), folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import logging
 import os
 import secrets
@@ -320,6 +321,9 @@ def keep_artifacts(run_dir: Path, artifacts: Mapping[str, Path]) -> None:
     for name, source in artifacts.items():
         final = run_dir / ARTIFACTS / name
         if final.exists():
+            names = [path.name for path in source.glob("*")]
+            if any(filecmp.cmpfiles(source, final, names)[1:]):
+                logger.warning("%s differs from %s, with which the run began.", source, final)
             continue
         checkpoints.tidy(final)
         staged = checkpoints.stage(final)

@@ -82,6 +82,10 @@ def _data(place: str, value: Data) -> Iterator[Problem]:
         if not is_plain(told):
             rule, remedy = "YAML holds it: numbers, texts, lists", "Convert it."
             yield Problem(f"{place} returned Data with facts[{fact!r}] {shown(told)}", rule, remedy)
+    for name, path in value.artifacts.items():
+        if not path.exists():
+            where = f"{place} returned Data with artifacts[{name!r}]={path}"
+            yield Problem(where, "there is no such file or folder", "Write it first.")
     if value.collate_fn is not None and not callable(value.collate_fn):
         where = f"{place} returned Data with collate_fn {shown(value.collate_fn)}"
         yield Problem(where, "it is a function of a list of samples", "Leave it out.")

@@ -24,6 +24,7 @@ from runner.language.packing import IGNORED, Layout, Mixture
 from runner.language.tokenizer import load_tokenizer
 from runner.recipe.batch_plan import plan_batches
 from runner.runs import directory
+from runner.training import factory_results
 from tests.helpers import run_distributed
 from tests.runner.data.test_batches import batches_of, recipe_of
 from tests.runner.language.texts import made, texts_of, words, write_jsonl
@@ -318,7 +319,9 @@ def test_a_padded_stream_tokenizes_only_the_samples_it_needs(
 # -- artifacts -----------------------------------------------------------------------------
 
 
-def test_a_run_keeps_its_tokenizer(tmp_path: Path, tokenizer: str) -> None:
+def test_a_run_keeps_its_tokenizer(
+    tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = texts_of(tmp_path / "a.jsonl", [4] * 4)
     data = made(tmp_path, tokenizer=tokenizer, train=path)
     (tmp_path / "words.txt").write_text("ba do")
@@ -328,10 +331,17 @@ def test_a_run_keeps_its_tokenizer(tmp_path: Path, tokenizer: str) -> None:
     directory.keep_artifacts(run, artifacts)
     (tmp_path / "words.txt").write_text("other")
     directory.keep_artifacts(run, artifacts)
+    assert caplog.messages == []
+    other = made(tmp_path, tokenizer="bpe:280", train=path).artifacts
+    directory.keep_artifacts(run, other)
+    assert "differs from" in caplog.text
     assert sorted(path.name for path in (run / "artifacts").iterdir()) == ["tokenizer", "words"]
     assert (run / "artifacts" / "words").read_text() == "ba do"
     kept = load_tokenizer(str(run / "artifacts" / "tokenizer"))
     assert kept("ba do").input_ids == load_tokenizer(tokenizer)("ba do").input_ids
+    lacking = Data(data.train, artifacts={"tokenizer": str(tmp_path / "no")})
+    with pytest.raises(ConfigError, match=r"artifacts\['tokenizer'\]=.*no: there is no such file"):
+        factory_results.check("data", "data.name=mine", lacking)
 
 
 # -- mistakes ------------------------------------------------------------------------------
