@@ -17,13 +17,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel.machine.errors import ConfigError, nearest, text_of
+from runner.recipe import paths
 
 Record = Mapping[str, Any]
 Records = Iterable[tuple[str, Record]]
 SampleBy = Literal["document", "paragraph", "line"]
 JSON = (".jsonl", ".json", ".ndjson")
 SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves in a folder
-STDLIB = "stdlib:"  # before a glob: in the folder of Python's standard library
+# Before a colon and a glob: the folder of Python's standard library, or of the examples.
+FOLDERS = {
+    "stdlib": lambda: Path(sysconfig.get_path("stdlib")),
+    "examples": lambda: paths.conf_folder().parent / "examples",
+}
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,9 @@ def of_files(sample_by: SampleBy, key: str, node: Mapping[str, Any]) -> Source:
     Raises:
         ConfigError: if there is none.
     """
-    path = Path(pattern := str(node.get("path"))).expanduser()
-    if pattern.startswith(STDLIB):
-        path = Path(sysconfig.get_path("stdlib"), pattern.removeprefix(STDLIB))
+    pattern = str(node.get("path"))
+    head, _, rest = pattern.partition(":")
+    path = FOLDERS[head]() / rest if head in FOLDERS else Path(pattern).expanduser()
     found = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
     files = sorted(file for file in found if file.is_file())
     if not files:
