@@ -23,9 +23,7 @@ def loader(samples: int = 6, batch_size: int = 2) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(samples * 2.0).view(samples, 2)), batch_size)
 
 
-def parts(
-    lr: float = 0.1,
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader, object]:
+def parts(lr: float = 0.1) -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader, object]:
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)

@@ -17,11 +17,7 @@ from accel.machine.env import Environment
 from accel.machine.errors import ConfigError
 from accel.plan.arguments import Arguments
 from accel.plan.plan import resolve
-from accel.state import (
-    AcceleratorState,
-    GradientState,
-    PartialState,
-)
+from accel.state import AcceleratorState, GradientState, PartialState
 from tests.helpers import run_distributed
 
 # -- one process -------------------------------------------------------------------------------

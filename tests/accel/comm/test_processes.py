@@ -240,18 +240,12 @@ def expected(places: list[int], few: list[str]) -> dict[str, Any]:
 
 def test_each_process_gets_its_part() -> None:
     assert on_each(share_out, 1, False) == [expected([0, 1, 2], ["only"])]
-    assert on_each(share_out, 2, False) == [
-        expected([0, 1], ["only"]),
-        expected([2], []),
-    ]
+    assert on_each(share_out, 2, False) == [expected([0, 1], ["only"]), expected([2], [])]
 
 
 def test_short_parts_are_completed_with_the_last_element() -> None:
     assert on_each(share_out, 1, True) == [expected([0, 1, 2], ["only"])]
-    assert on_each(share_out, 2, True) == [
-        expected([0, 1], ["only"]),
-        expected([2, 2], ["only"]),
-    ]
+    assert on_each(share_out, 2, True) == [expected([0, 1], ["only"]), expected([2, 2], ["only"])]
 
 
 # -- agreeing to stop --------------------------------------------------------------------------

@@ -91,8 +91,7 @@ SLOW = {"zero1", "zero3"}
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(s, marks=[pytest.mark.slow] if s in SLOW else []) for s in STRATEGIES],
+    "strategy", [pytest.param(s, marks=[pytest.mark.slow] if s in SLOW else []) for s in STRATEGIES]
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_estimate_is_what_a_strategy_holds(strategy: str, precision: str) -> None:

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from accel.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs
-from accel.config.handlers import (
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    ProfileKwargs,
-)
+from accel.config.handlers import DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import (
@@ -141,8 +137,7 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [(kind, *row) for kind, rows in WRONG.items() for row in rows],
+    ("kind", "arguments", "message"), [(kind, *row) for kind, rows in WRONG.items() for row in rows]
 )
 def test_wrong_values_are_named(kind: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:

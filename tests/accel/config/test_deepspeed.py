@@ -13,11 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from accel.config.deepspeed import (
-    DeepSpeedPlugin,
-    active,
-    get_active_deepspeed_plugin,
-)
+from accel.config.deepspeed import DeepSpeedPlugin, active, get_active_deepspeed_plugin
 from accel.config.deepspeed_json import HfDeepSpeedConfig
 from accel.config.training import GradientAccumulationPlugin
 from accel.machine.env import Environment, patched

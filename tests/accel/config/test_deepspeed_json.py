@@ -39,10 +39,7 @@ def test_values_that_a_configuration_cannot_have_are_named(
 
 @pytest.mark.parametrize(
     ("key", "known"),
-    [
-        ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
-        ("FP16", "fp16"),
-    ],
+    [("train_micro_batch_size", "train_micro_batch_size_per_gpu"), ("FP16", "fp16")],
 )
 def test_a_mistyped_key_is_named(key: str, known: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}: unknown key. Did you mean '{known}'?"):

@@ -221,10 +221,7 @@ def test_arguments_go_before_variables() -> None:
 
 def test_wrong_variables_are_named() -> None:
     values = {"FSDP_MIN_NUM_PARAMS": "many", "FSDP_OFFLOAD_PARAMS": "perhaps"}
-    with (
-        patched(ACCELERATE_USE_FSDP="1", **values),
-        pytest.raises(ConfigError) as caught,
-    ):
+    with patched(ACCELERATE_USE_FSDP="1", **values), pytest.raises(ConfigError) as caught:
         resolve(Arguments(cpu=True), Environment.read())
     assert "FSDP_MIN_NUM_PARAMS='many'" in str(caught.value)
     assert "FSDP_OFFLOAD_PARAMS='perhaps'" in str(caught.value)
@@ -246,8 +243,7 @@ def test_inputs_are_cast_as_the_policy_says() -> None:
 
 def test_objects_of_torch_are_taken() -> None:
     plugin = Plugin(
-        cpu_offload=CPUOffload(offload_params=True),
-        mixed_precision_policy=MixedPrecision(),
+        cpu_offload=CPUOffload(offload_params=True), mixed_precision_policy=MixedPrecision()
     )
     assert plugin.cpu_offload.offload_params
 

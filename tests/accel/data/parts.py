@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel.data.prepare import prepare_data_loader
 

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches

@@ -8,11 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    DataLoader,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import DataLoader, SequentialSampler, SubsetRandomSampler
 
 from accel.data.loaders import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
 from accel.data.prepare import prepare_data_loader

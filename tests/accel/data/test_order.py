@@ -266,10 +266,7 @@ def test_a_sampler_with_a_generator_of_its_own_is_told_at_the_resume(tmp_path: P
 def test_persistent_workers_are_warned_of() -> None:
     loader = prepare_data_loader(
         DataLoader(
-            Learned(2),
-            num_workers=1,
-            persistent_workers=True,
-            multiprocessing_context="fork",
+            Learned(2), num_workers=1, persistent_workers=True, multiprocessing_context="fork"
         )
     )
     flat(loader)

@@ -26,13 +26,7 @@ class Sized(Stream):
 
 
 @settings(max_examples=300)
-@given(
-    st.integers(0, 200),
-    st.integers(1, 9),
-    st.integers(1, 8),
-    st.booleans(),
-    st.booleans(),
-)
+@given(st.integers(0, 200), st.integers(1, 9), st.integers(1, 8), st.booleans(), st.booleans())
 def test_shares_are_whole_batches_and_hold_every_sample(
     n: int, size: int, count: int, split: bool, drop_last: bool
 ) -> None:
@@ -191,11 +185,7 @@ class Placed(Divided):
         self.at = state["at"]
 
 
-KINDS: dict[str, Any] = {
-    "stream": Divided,
-    "placed": Placed,
-    "map": lambda: range(SAMPLES),
-}
+KINDS: dict[str, Any] = {"stream": Divided, "placed": Placed, "map": lambda: range(SAMPLES)}
 
 
 SAMPLES = 40

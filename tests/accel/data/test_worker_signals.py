@@ -118,8 +118,7 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"),
-    [pytest.param("exit", 0, marks=pytest.mark.slow), ("kill", -signal.SIGKILL)],
+    ("ending", "code"), [pytest.param("exit", 0, marks=pytest.mark.slow), ("kill", -signal.SIGKILL)]
 )
 def test_no_worker_outlives_its_parent(ending: str, code: int) -> None:
     ended = subprocess.run(

@@ -118,11 +118,6 @@ def test_dicts_are_merged_in_place() -> None:
     source = {"a": {"b": 1, "c": {"e": 2}}, "x": 1, "new": {"y": 3}}
     destination: dict[str, Any] = {"a": {"b": 0, "d": 4, "c": 9}, "z": 6}
     assert tree.merge_dicts(source, destination) is destination
-    assert destination == {
-        "a": {"b": 1, "c": {"e": 2}, "d": 4},
-        "x": 1,
-        "new": {"y": 3},
-        "z": 6,
-    }
+    assert destination == {"a": {"b": 1, "c": {"e": 2}, "d": 4}, "x": 1, "new": {"y": 3}, "z": 6}
     destination["new"]["y"] = 0
     assert source["new"] == {"y": 3}

@@ -86,10 +86,7 @@ def test_everything_wrong_is_told_at_once() -> None:
     plugins = {"a": DeepSpeedPlugin(), "b": object()}
     arguments = Arguments(
         cpu=True,
-        plugins={
-            "deepspeed_plugins": plugins,
-            "torch_tp_plugin": TorchTensorParallelPlugin(3),
-        },
+        plugins={"deepspeed_plugins": plugins, "torch_tp_plugin": TorchTensorParallelPlugin(3)},
         strategy_plugins=[3],
         mixed_precision="bf61",
     )

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from accel.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accel.config.handlers import (
-    AutocastKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-)
+from accel.config.handlers import AutocastKwargs, InitProcessGroupKwargs, KwargsHandler
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,

@@ -72,9 +72,7 @@ class Session:
 
     def __init__(self) -> None:
         self.accelerator = Accelerator(
-            cpu=True,
-            strategy_plugins=[plugin(order="large")],
-            gradient_accumulation_steps=2,
+            cpu=True, strategy_plugins=[plugin(order="large")], gradient_accumulation_steps=2
         )
         torch.manual_seed(self.accelerator.process_index)
         model = net()

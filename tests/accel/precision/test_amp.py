@@ -8,9 +8,7 @@ import torch
 from accel import Accelerator
 from accel.config.handlers import AutocastKwargs, GradScalerKwargs
 from accel.machine.errors import StateError
-from accel.precision.amp import (
-    get_mixed_precision_context_manager,
-)
+from accel.precision.amp import get_mixed_precision_context_manager
 from accel.precision.base import Precision
 from accel.state import AcceleratorState
 

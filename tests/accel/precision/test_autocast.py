@@ -49,10 +49,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero0": {"deepspeed_plugin": {"zero_stage": 0}},
     "zero3": {"deepspeed_plugin": {"zero_stage": 3}},
 }
-PLUGINS = {
-    "fsdp_plugin": FullyShardedDataParallelPlugin,
-    "deepspeed_plugin": DeepSpeedPlugin,
-}
+PLUGINS = {"fsdp_plugin": FullyShardedDataParallelPlugin, "deepspeed_plugin": DeepSpeedPlugin}
 
 
 def build(engine: str, **arguments: Any) -> Accelerator:

@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accel import (
-    Accelerator,
-    DistributedDataParallelKwargs,
-)
+from accel import Accelerator, DistributedDataParallelKwargs
 from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import ConfigError, StateError
 from tests.helpers import gloo_threads, gloo_threads_left, run_distributed

@@ -14,14 +14,7 @@ from accel.machine.errors import ConfigError
 from accel.precision.fp8 import import_torchao
 from accel.utils import DummyOptim, FullyShardedDataParallelPlugin
 from tests.accel.precision.float8 import needs_torchao
-from tests.accel.strategies.training import (
-    BATCH,
-    Model,
-    build,
-    data,
-    difference,
-    loss_of,
-)
+from tests.accel.strategies.training import BATCH, Model, build, data, difference, loss_of
 from tests.helpers import run_distributed
 
 

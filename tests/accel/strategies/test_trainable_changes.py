@@ -303,10 +303,7 @@ def steps_under_zero(stage: int, precision: str, folder: str) -> None:
     accelerator.end_training()
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [(1, "no"), (3, "bf16")],
-)
+@pytest.mark.parametrize(("stage", "precision"), [(1, "no"), (3, "bf16")])
 def test_zero_refuses_to_leave_layers_behind(stage: int, precision: str, tmp_path: Any) -> None:
     run_distributed(steps_under_zero, 2, stage, precision, str(tmp_path))
 

@@ -54,10 +54,7 @@ class Fake:
 
 
 def library(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    submodules: Iterable[str] = (),
-    **answers: Any,
+    monkeypatch: pytest.MonkeyPatch, name: str, submodules: Iterable[str] = (), **answers: Any
 ) -> Fake:
     """Put a fake in the place of a library and of its submodules, and return it."""
     fake = Fake(name, [], {path.replace("__", "."): found for path, found in answers.items()})

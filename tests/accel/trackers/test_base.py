@@ -11,12 +11,7 @@ import torch
 
 from accel import Accelerator
 from accel.machine.enums import LoggerType
-from accel.trackers.base import (
-    detached,
-    images_of,
-    plain,
-    scalars_and_texts,
-)
+from accel.trackers.base import detached, images_of, plain, scalars_and_texts
 from accel.tracking import GeneralTracker
 
 

@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from accel.big_modeling import attach_layerwise_casting_hooks
-from accel.hooks import (
-    LayerwiseCastingHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-)
+from accel.hooks import LayerwiseCastingHook, add_hook_to_module, remove_hook_from_module
 from tests.accel.weights.models import inputs, net
 
 

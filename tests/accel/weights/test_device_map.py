@@ -21,10 +21,7 @@ from accel import (
 )
 from accel.machine.errors import ConfigError
 from accel.utils import check_device_map, get_balanced_memory, get_max_memory
-from accel.utils.modeling import (
-    compute_module_sizes,
-    get_state_dict_offloaded_model,
-)
+from accel.utils.modeling import compute_module_sizes, get_state_dict_offloaded_model
 from accel.weights.device_map import Filler, lies_in
 from accel.weights.sizes import own_parts
 from accel.weights.tensors import find_tied_parameters

@@ -25,15 +25,7 @@ from accel.machine.errors import ConfigError, StateError
 from accel.utils import OffloadedWeightsLoader, offload_state_dict, set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model
 from accel.weights.hooks import hooks_of
-from tests.accel.weights.models import (
-    TO_DISK,
-    Direct,
-    Dispatch,
-    hook_of,
-    inputs,
-    net,
-    on_meta,
-)
+from tests.accel.weights.models import TO_DISK, Direct, Dispatch, hook_of, inputs, net, on_meta
 
 HALF = {"0": "cpu", "1": "disk"}
 PARAMETERS = {name for name, _ in net().named_parameters()}

@@ -178,8 +178,7 @@ def test_a_checkpoint_that_is_written_again_is_not_mixed_in(folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "device_map",
-    [{"": "disk"}, {"": "cpu"}, {"2": "cpu", "": "disk"}, {"0": "disk", "": "cpu"}],
+    "device_map", [{"": "disk"}, {"": "cpu"}, {"2": "cpu", "": "disk"}, {"0": "disk", "": "cpu"}]
 )
 @pytest.mark.filterwarnings("ignore:load_checkpoint_in_model")
 def test_weights_that_nothing_has_values_for_are_told(

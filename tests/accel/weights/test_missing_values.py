@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel import (
-    Accelerator,
-    cpu_offload,
-    disk_offload,
-    dispatch_model,
-    load_checkpoint_in_model,
-)
+from accel import Accelerator, cpu_offload, disk_offload, dispatch_model, load_checkpoint_in_model
 from accel.machine.errors import ConfigError, StateError
 from tests.accel.weights.models import inputs, net
 

@@ -18,11 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from accel import Accelerator, cpu_offload, disk_offload, dispatch_model, load_checkpoint_in_model
-from accel.hooks import (
-    AlignDevicesHook,
-    add_hook_to_module,
-    remove_hook_from_submodules,
-)
+from accel.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 from accel.machine.errors import StateError
 from accel.utils import align_module_device, set_module_tensor_to_device
 from accel.utils.modeling import get_state_dict_offloaded_model

@@ -9,9 +9,7 @@ import torch
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
-from accel.config.handlers import (
-    GradScalerKwargs,
-)
+from accel.config.handlers import GradScalerKwargs
 from accel.machine.errors import ConfigError, StateError
 from accel.strategies.deepspeed.settings import plan_problems
 from tests.accel.strategies.deepspeed.helpers import (

@@ -6,14 +6,7 @@ import torch
 
 from accel import Accelerator
 from accel.config.deepspeed import DeepSpeedPlugin
-from tests.accel.strategies.deepspeed.helpers import (
-    GLOBAL_BATCH,
-    adamw,
-    build,
-    data,
-    plain,
-    train,
-)
+from tests.accel.strategies.deepspeed.helpers import GLOBAL_BATCH, adamw, build, data, plain, train
 from tests.helpers import run_distributed
 
 

@@ -25,10 +25,7 @@ from tests.helpers import run_distributed
 
 
 def trained(
-    plugin: DeepSpeedPlugin,
-    accumulation: int = 1,
-    precision: str = "no",
-    clip: float | None = None,
+    plugin: DeepSpeedPlugin, accumulation: int = 1, precision: str = "no", clip: float | None = None
 ) -> tuple[list[float], dict[str, Any], Any]:
     """Losses, weights and engine of the documented loop."""
     accelerator = Accelerator(
@@ -94,10 +91,7 @@ def test_accumulation_clipping_and_offload_train_as_a_plain_loop() -> None:
 
 
 def a_student_and_a_teacher() -> None:
-    plugins = {
-        "student": DeepSpeedPlugin(zero_stage=2),
-        "teacher": DeepSpeedPlugin(zero_stage=3),
-    }
+    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
     state = AcceleratorState()
     assert state.deepspeed_plugin is state.get_deepspeed_plugin("student") is plugins["student"]

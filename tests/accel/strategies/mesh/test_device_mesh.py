@@ -9,15 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.machine.errors import StateError
-from tests.accel.strategies.training import (
-    BATCH,
-    Model,
-    adamw,
-    build,
-    data,
-    local_sizes,
-    steps_of,
-)
+from tests.accel.strategies.training import BATCH, Model, adamw, build, data, local_sizes, steps_of
 from tests.helpers import run_distributed
 
 Engines = dict[str, Any]

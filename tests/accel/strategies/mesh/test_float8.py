@@ -10,11 +10,7 @@ import torch
 from accel import Accelerator
 from accel.machine.errors import ConfigError
 from accel.strategies.mesh.hooks import reshard
-from accel.utils import (
-    AORecipeKwargs,
-    FullyShardedDataParallelPlugin,
-    TorchTensorParallelPlugin,
-)
+from accel.utils import AORecipeKwargs, FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from tests.accel.precision.float8 import (
     Net,
     batches,

@@ -17,14 +17,7 @@ from accel.machine.enums import DistributedType
 from accel.machine.errors import ConfigError
 from accel.state import PartialState
 from accel.strategies.mesh.gradients import ShardedStepScaler, get_grad_scaler
-from tests.accel.strategies.training import (
-    Model,
-    adamw,
-    build,
-    data,
-    difference,
-    loss_of,
-)
+from tests.accel.strategies.training import Model, adamw, build, data, difference, loss_of
 from tests.helpers import run_distributed
 
 SCALE = 1024.0

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from accel.machine.errors import ConfigError
-from tests.accel.strategies.training import (
-    Model,
-    assert_as_plain,
-    build,
-    difference,
-)
+from tests.accel.strategies.training import Model, assert_as_plain, build, difference
 from tests.helpers import run_distributed
 
 

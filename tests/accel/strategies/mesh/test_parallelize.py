@@ -8,12 +8,7 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 from accel.config.training import GradientAccumulationPlugin
-from tests.accel.strategies.training import (
-    Model,
-    build,
-    data,
-    loss_of,
-)
+from tests.accel.strategies.training import Model, build, data, loss_of
 from tests.helpers import run_distributed
 
 

@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from tests.accel.strategies.training import (
-    BATCH,
-    Model,
-    adamw,
-    build,
-    data,
-    largest,
-    loss_of,
-)
+from tests.accel.strategies.training import BATCH, Model, adamw, build, data, largest, loss_of
 from tests.helpers import run_distributed
 
 CLOSE = 1e-5

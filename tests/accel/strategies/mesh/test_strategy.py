@@ -175,10 +175,7 @@ def check_refusals() -> None:
     accelerator.backward(loss_of(model, *data().tensors))
     with pytest.raises(ConfigError, match="clip_grad_norm_"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
-    with (
-        pytest.raises(ConfigError, match="even_batches"),
-        accelerator.join_uneven_inputs([model]),
-    ):
+    with pytest.raises(ConfigError, match="even_batches"), accelerator.join_uneven_inputs([model]):
         pass
 
 

@@ -11,13 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.strategies.mesh.units import find_units
-from tests.accel.strategies.training import (
-    WIDTH,
-    Block,
-    Model,
-    assert_as_plain,
-    build,
-)
+from tests.accel.strategies.training import WIDTH, Block, Model, assert_as_plain, build
 from tests.helpers import run_distributed
 
 
