@@ -259,13 +259,17 @@ class _OfFrozen(torch.autograd.Function):
         return gradient * upstream[..., :1].to(gradient.dtype), None, None
 
 
-def _losses_in_chunks(head: nn.Module, hidden: Tensor) -> Tensor:
+def _hand_targets(head: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Add `targets` to a call of an output embedding, so that a recomputed call has them, too."""
+    return args, kwargs if head.targets is None else {**kwargs, "targets": head.targets}
+
+
+def _losses_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
     """Be the forward pass of an output embedding: [B, T, 3] instead of logits if it has targets.
 
     It is computed here because every strategy has the weight gathered here, and nowhere else.
     """
     own = functools.partial(type(head).forward, head)
-    targets = head.__dict__.get("targets")
     if targets is None:
         return own(hidden)
     is_dtensor = hasattr(hidden, "full_tensor")  # where the vocabulary is sharded
@@ -327,6 +331,7 @@ def _give_targets(model: Any) -> nn.Module:
     if head is not None:
         head.chunk = max(1, CHUNK // model.config.get_text_config().vocab_size)
         head.targets = None
+        head.register_forward_pre_hook(_hand_targets, with_kwargs=True)
         head.forward = types.MethodType(_losses_in_chunks, head)
     model.takes_targets, model.changes_logits = True, None if head is not None else True
     model.forward = types.MethodType(_taking_targets(type(model).forward), model)

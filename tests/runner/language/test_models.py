@@ -35,7 +35,6 @@ def nats(model: Any, batch: rows.Row) -> torch.Tensor:
 def test_losses_in_chunks_are_those_of_whole_logits(
     changes: dict[str, Any], frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "CHUNK", 7 * VOCABULARY)
     sizes, token_losses = [], models.token_losses
     monkeypatch.setattr(
         models,
@@ -61,11 +60,11 @@ def test_losses_in_chunks_are_those_of_whole_logits(
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("layout", [rows.padded, rows.samples])
 def test_packed_rows_train_as_others(layout: Any, checkpointing: bool, tmp_path: Path) -> None:
-    expected = rows.train(str(tmp_path / "packed"), rows.packed())
+    expected = rows.train(str(tmp_path / "packed"), rows.packed)
     accumulation = GradientAccumulationPlugin(num_steps=len(rows.LENGTHS))
     model = tiny(gradient_checkpointing=checkpointing)
     changes = {"trainer__accumulation": accumulation, "trainer__eval_batch_size": 1}
-    found = rows.train(str(tmp_path / "other"), layout(), model, **changes)
+    found = rows.train(str(tmp_path / "other"), layout, model, **changes)
     assert found == pytest.approx(expected, rel=1e-6)
     assert 1 <= found[-2] == pytest.approx(torch.tensor(found[-1]).log().item(), rel=1e-6)
 
@@ -73,9 +72,9 @@ def test_packed_rows_train_as_others(layout: Any, checkpointing: bool, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_processes_train_as_one(engine: str, tmp_path: Path) -> None:
-    expected = rows.train(str(tmp_path / "one"), rows.packed())
+    expected = rows.train(str(tmp_path / "one"), rows.packed)
     train = functools.partial(rows.train, **ENGINES[engine])
-    found = run_distributed(train, 2, str(tmp_path / "two"), rows.packed())
+    found = run_distributed(train, 2, str(tmp_path / "two"), rows.packed)
     assert found[0] == pytest.approx(expected, rel=1e-6)
 
 
