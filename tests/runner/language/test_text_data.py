@@ -39,17 +39,6 @@ def rows(data: Any) -> list[dict[str, torch.Tensor]]:
     return [data[i] for i in range(len(data))] if num_samples(data) else list(data)
 
 
-def samples_of(row: dict[str, torch.Tensor]) -> list[list[int]]:
-    """Return the tokens of each sample of a packed row; padding at its end is none."""
-    starts = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), len(row["input_ids"])]
-    parts = [slice(*pair) for pair in itertools.pairwise(starts)]
-    return [
-        row["input_ids"][part].tolist()
-        for part in parts
-        if len(row["labels"][part]) == 1 or (row["labels"][part] != IGNORED).any()
-    ]
-
-
 # -- rows ----------------------------------------------------------------------------------
 
 
@@ -92,26 +81,16 @@ def test_each_token_is_in_one_row_once(lengths, context, too_long, packing) -> N
         assert all(a + b > context for a, b in itertools.pairwise(fill))
 
 
-def test_packed_rows_hold_the_samples_of_a_file(tmp_path: Path, tokenizer: str) -> None:
+def test_packed_rows_hold_the_tokens_of_a_file(tmp_path: Path, tokenizer: str) -> None:
     path = texts_of(tmp_path / "train.jsonl", [3, 9, 30, 1, 14, 5, 22, 8])
     data = made(tmp_path, tokenizer=tokenizer, train=path, context=80)
-    encode = load_tokenizer(tokenizer)
-    wanted = [
-        [*encode(json.loads(line)["text"]).input_ids, 2]
-        for line in Path(path).read_text().splitlines()
-    ]
-    wanted = [ids[at : at + 80] for ids in wanted for at in range(0, len(ids), 80)]
-    found = list(itertools.chain.from_iterable(map(samples_of, rows(data.train))))
-    assert sorted(found) == sorted(wanted)
-    assert data.facts == {
-        **{"vocab_size": 300, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None},
-        "context": 80,
-    }
+    lines = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
+    wanted = [id for ids in load_tokenizer(tokenizer)(lines).input_ids for id in [*ids, 2]]
+    found = torch.cat([row["input_ids"] for row in pickle.loads(pickle.dumps(rows(data.train)))])
+    assert sorted(found[found != 0].tolist()) == sorted(wanted)
+    ids = {"vocab_size": 300, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
+    assert data.facts == {**ids, "context": 80}
     assert data.lengths.tolist() == [80] * len(data.train)
-    assert data.collate_fn is None
-    assert pickle.loads(pickle.dumps(data.train))[0]["input_ids"].equal(
-        rows(data.train)[0]["input_ids"]
-    )
 
 
 def test_padded_rows_are_joined_with_a_mask(tmp_path: Path, tokenizer: str) -> None:
@@ -169,25 +148,21 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, tokenizer: str) 
     import datasets
 
     texts = [words(5 + n, n) for n in range(7)]
-    plain = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    (tmp_path / "folder").mkdir()
+    plain = write_jsonl(tmp_path / "folder" / "train.jsonl", [{"text": text} for text in texts])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(Path(plain).read_bytes()))
     (tmp_path / "lines.txt").write_text("\n".join(texts))
     (tmp_path / "paragraphs.txt").write_text("\n\n\n".join(texts) + "\n")
-    (tmp_path / "files").mkdir()
     for number, text in enumerate(texts):
-        (tmp_path / "files" / f"{number}.txt").write_text(text)
+        (tmp_path / f"{number}.md").write_text(text)
     columns = datasets.Dataset.from_dict({"text": texts})
     columns.to_parquet(tmp_path / "a.parquet")
     datasets.DatasetDict({"train": columns}).save_to_disk(tmp_path / "saved")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "train.jsonl").write_text(Path(plain).read_text())
+    names = (plain, *(f"{tmp_path}/{name}" for name in ("a.jsonl.gz", "a.parquet", "*.md")))
     cases: list[dict[str, Any]] = [
-        {"train": plain},
-        {"train": f"{tmp_path}/a.jsonl.gz"},
-        {"train": f"{tmp_path}/a.parquet"},
+        *({"train": name} for name in names),
         {"train": f"{tmp_path}/lines.txt", "sample_by": "line"},
         {"train": f"{tmp_path}/paragraphs.txt", "sample_by": "paragraph"},
-        {"train": f"{tmp_path}/files/*.txt"},
         {"train": "train", "path": f"{tmp_path}/saved"},
         {"train": [{"path": f"{tmp_path}/folder", "split": "train"}]},
     ]
@@ -199,25 +174,18 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, tokenizer: str) 
 
 
 def test_a_fraction_is_held_out_of_every_source(tmp_path: Path, tokenizer: str) -> None:
-    first = texts_of(tmp_path / "a.jsonl", [4] * 40)
-    second = texts_of(tmp_path / "b.jsonl", [4] * 60, seed=100)
-    given = {"tokenizer": tokenizer, "train": [first, second], "packing": False}
-    data = made(tmp_path, validation=0.1, **given)
-    whole = Counter(str(row["input_ids"]) for row in rows(made(tmp_path, **given).train))
+    paths = [texts_of(tmp_path / f"{n}.jsonl", [4] * (40 + 20 * n), n * 100) for n in (0, 1)]
+    given = {"tokenizer": tokenizer, "train": paths, "packing": False}
+    by_name = {"one": paths[0], "both": paths}
+    data, whole = made(tmp_path, validation=0.1, **given), made(tmp_path, test=by_name, **given)
     parts = [
         Counter(str(row["input_ids"]) for row in rows(part))
-        for part in (data.train, data.validation)
+        for part in (data.train, data.validation, whole.train)
     ]
-    assert [part.total() for part in parts] == [90, 10]
-    assert parts[0] + parts[1] == whole
+    assert [part.total() for part in parts] == [90, 10, 100]
+    assert parts[0] + parts[1] == parts[2]
     assert len(data.lengths) == 90
-
-
-def test_validation_sets_have_names(tmp_path: Path, tokenizer: str) -> None:
-    first, second = (texts_of(tmp_path / f"{n}.jsonl", [4] * 3, n * 10) for n in (1, 2))
-    by_name = {"one": first, "both": [first, second]}
-    data = made(tmp_path, tokenizer=tokenizer, train=first, validation=by_name, packing=False)
-    assert data.sizes() == {"train": 3, "validation/one": 3, "validation/both": 6}
+    assert whole.sizes() == {"train": 100, "test/one": 40, "test/both": 100}
 
 
 @settings(max_examples=40)
@@ -246,29 +214,16 @@ def test_a_weighted_stream_has_its_shares_at_every_length(tmp_path: Path, tokeni
 
 # -- steps of a run ------------------------------------------------------------------------
 
-SOURCES = {
-    "packed": {"packing": True},
-    "padded": {"packing": False, "too_long": "cut"},
-    "packed stream": {"packing": True, "stream": True},
-    "padded stream": {"packing": False, "too_long": "cut", "stream": True},
-}
-CASES: list[tuple[str, dict[str, Any], int | None]] = [
-    ("packed", {}, None),
-    ("packed", {"num_workers": 2}, None),
-    ("padded", {"group_by_length": True}, None),
-    ("padded", {"num_workers": 1}, 120),
-    ("packed stream", {}, None),
-    ("padded stream", {"num_workers": 2}, None),
+PADDED = {"packing": False, "too_long": "cut"}
+STREAM = {"stream": True}
+CASES: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [
+    *(({}, {}, None), ({}, {"num_workers": 2}, None), (PADDED, {"group_by_length": True}, None)),
+    *((PADDED, {"num_workers": 1}, 120), (STREAM, {}, None)),
+    (PADDED | STREAM, {"num_workers": 2}, None),
 ]
 
 
-def weighted_data(folder: Path, tokenizer: str, kind: str) -> Data:
-    paths = [str(folder / f"{n}.jsonl") for n in (1, 2)]
-    train = [{"path": path, "weight": n} for n, path in enumerate(paths, start=1)]
-    return made(folder, tokenizer=tokenizer, train=train, **SOURCES[kind])
-
-
-def steps_of(folder: Path, tokenizer: str, kind: str, loader: dict, tokens: int | None, skip: int):
+def steps_of(folder: Path, given: dict, loader: dict, tokens: int | None, skip: int) -> list:
     """Return the texts of each optimizer step that this process sees after `skip` of them."""
     from accel.accelerator import Accelerator
 
@@ -276,7 +231,7 @@ def steps_of(folder: Path, tokenizer: str, kind: str, loader: dict, tokens: int 
         multiprocessing.set_start_method("fork", force=True)  # a worker of the pool would spawn
     recipe = recipe_of(None, loader, global_batch_size=8, micro_batch_tokens=tokens)
     accelerator = Accelerator(cpu=True, dataloader_config=recipe.dataloader)
-    data = weighted_data(folder, tokenizer, kind)
+    data = made(folder, **given)
     plan = plan_batches(recipe.trainer, accelerator.num_processes, data.num_train_samples)
     windows = TrainBatches(accelerator, data, recipe, plan).epoch(1, skip)
     return [list(itertools.chain.from_iterable(map(texts, w.micro_batches))) for w in windows]
@@ -289,24 +244,25 @@ def texts(micro: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "loader", "tokens"), CASES)
+@pytest.mark.parametrize(("options", "loader", "tokens"), CASES)
 def test_a_run_that_resumes_on_two_processes_sees_the_samples_of_one(
-    tmp_path: Path, tokenizer: str, kind: str, loader: dict, tokens: int | None
+    tmp_path: Path, tokenizer: str, options: dict, loader: dict, tokens: int | None
 ) -> None:
-    for number in (1, 2):
-        texts_of(tmp_path / f"{number}.jsonl", [2 + n % 7 for n in range(37)], number * 100)
+    train = [
+        {"path": texts_of(tmp_path / f"{n}", [2 + i % 7 for i in range(37)], n * 100), "weight": n}
+        for n in (1, 2)
+    ]
+    given = {"tokenizer": tokenizer, "train": train, "sample_by": "line", **options}
     ordering = {name: loader[name] for name in ("group_by_length",) if name in loader}
-    alone = steps_of(tmp_path, tokenizer, kind, ordering, None, 0)
-    ranks = run_distributed(steps_of, 2, tmp_path, tokenizer, kind, loader, tokens, 1)
+    alone = steps_of(tmp_path, given, ordering, None, 0)
+    ranks = run_distributed(steps_of, 2, tmp_path, given, loader, tokens, 1)
     assert len(alone) > 2
     assert [sorted(a + b) for a, b in zip(*ranks, strict=True)] == [sorted(s) for s in alone[1:]]
 
 
-def test_a_padded_stream_tokenizes_only_the_samples_it_needs(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_padded_stream_tokenizes_only_what_it_needs(tmp_path: Path, tokenizer: str) -> None:
     path = texts_of(tmp_path / "a.jsonl", [4] * 12)
-    data = made(tmp_path, tokenizer=tokenizer, train=path, **SOURCES["padded stream"])
+    data = made(tmp_path, tokenizer=tokenizer, train=path, **PADDED, stream=True)
     encoded = []
     kept = data.train.encoders[0]
     data.train.encoders = [lambda place, record: encoded.append(place) or kept(place, record)]
