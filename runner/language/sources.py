@@ -40,6 +40,8 @@ COLUMNS = {
     **{"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)},
     "label": ("text", "label"),
 }
+MESSAGE = ("role", "content")  # names in a message, which may be others, too
+ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT has them
 MAKE = {"text": text_tokens, "prompt": prompt_tokens, "chat": chat_tokens}
 # What the recipe may say of one of several sources.
 OF_SOURCES = ("subset", "weight", "format", "columns")
@@ -79,8 +81,8 @@ def text_data(
         subset: configuration of that data set.
         format: of records: text, prompt (prompt and completion, of which the completion counts),
             chat (messages, of which the assistant's count), label (a text and its class).
-        columns: other names of the columns text, prompt, completion, messages, label; a name
-            with braces is a template, such as "{instruction}\\n{input}".
+        columns: other names of the columns text, prompt, completion, messages, label, and of role
+            and content in messages; one with braces is a template: "{instruction}\\n{input}".
         sample_by: a sample of a text file: document (all of it), paragraph or line.
         context: tokens of a row, the most of a sample.
         packing: whether rows hold several samples; false: each is padded.
@@ -117,7 +119,7 @@ class Encoder:
     def __post_init__(self) -> None:
         if self.format not in COLUMNS:
             raise ConfigError(unknown_choice("data.format", self.format, COLUMNS))
-        known = COLUMNS[self.format]
+        known = COLUMNS[self.format] + (MESSAGE if self.format == "chat" else ())
         for name in set(self.columns) - set(known):
             value = f"data.columns.{name}={self.columns[name]}"
             rule = f"data.format={self.format} reads the columns {', '.join(known)}"
@@ -142,7 +144,12 @@ class Encoder:
         column = self.columns.get(name, name)
         value = f"data.columns.{name}={column}"
         try:
-            found = column.format_map(record) if "{" in column else record[column]
+            found: Any = column.format_map(record) if "{" in column else record[column]
+            if name == "messages" and set(MESSAGE) & set(self.columns):
+                role, content = (self.columns.get(part, part) for part in MESSAGE)
+                found = [
+                    {"role": ROLES.get(m[role], m[role]), "content": m[content]} for m in found
+                ]
         except KeyError as error:
             missing = str(error.args[0])
             rule = f"there is no column {missing!r}"

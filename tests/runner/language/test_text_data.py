@@ -120,6 +120,9 @@ def test_each_format_counts_what_it_says(tmp_path: Path, tokenizer: str) -> None
     assert counted("prompt", templated, prompt="{instruction}\n{input}\n", completion="output") == (
         "ki<|im_end|>"
     )
+    talk = [{"from": "human", "value": "ba"}, {"from": "gpt", "value": "do"}]
+    names = {"messages": "talk", "role": "from", "content": "value"}
+    assert counted("chat", {"talk": talk}, **names) == "do<|im_end|>"
     assert counted("chat", {"messages": CHAT}) == "ki lu<|im_end|>pe ra<|im_end|>"
 
 
