@@ -202,9 +202,12 @@ def _calling(model: torch.nn.Module, own: torch.nn.Module) -> Any:
 
 
 def shown(prompts: Sequence[Prompt], generated: Sequence[str]) -> str:
-    """Return prompts and what was generated for them as one text."""
+    """Return prompts and what was generated for them as one text that a terminal can show."""
     asked = (p if isinstance(p, str) else str(p[-1].get("content")) for p in prompts)
-    return "\n\n".join(f"> {a}\n{text}" for a, text in zip(asked, generated, strict=True))
+    text = "\n\n".join(f"> {a}\n{one}" for a, one in zip(asked, generated, strict=True))
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 class Generate(Callback):

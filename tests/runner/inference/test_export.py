@@ -33,7 +33,7 @@ def test_transformers_loads_the_model_of_the_run(engine: str, tmp_path: Path) ->
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = texts.save_tokenizer(tmp_path / "tokenizer")
-    recipe = tiny_runs.recipe_of(tmp_path / "files", tokenizer, engine)
+    recipe = tiny_runs.recipe_of(tmp_path, tokenizer, engine)
     run_dir = tiny_runs.trained(tmp_path / "run", recipe, 2)
     assert cli.main(["export", str(run_dir), "--format", "hf"]) == 0
     out = run_dir / "export"

@@ -41,7 +41,7 @@ def test_texts_are_those_of_one_process_and_training_does_not_notice(
 ) -> None:
     def train(name: str, engine: str, num_processes: int, *callbacks: str) -> Path:
         made = {"callbacks": {one: GENERATE for one in callbacks}}
-        recipe = tiny_runs.recipe_of(tmp_path / "files", tokenizer, engine, **made)
+        recipe = tiny_runs.recipe_of(tmp_path, tokenizer, engine, **made)
         return tiny_runs.trained(tmp_path / name, recipe, num_processes)
 
     one = texts_of(train("one", "ddp", 1, "generate"))
@@ -88,28 +88,22 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     found = prompts_of("prompts", (), records)
     assert found == ["a", chat]
     assert shown(found, ["b", "c"]) == "> a\nb\n\n> the cat\nc"
+    assert shown(["a"], ["\x1b[2J\tb"]) == "> a\n\ufffd[2J\tb", "no escape sequences"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("empty.txt", "\n", "empty.txt: there is no prompt. Give prompts, or a file"),
-        ("no.jsonl", '{"text": "a"}', "no.jsonl:1: a line of prompts is a JSON object with"),
-        ("text.jsonl", "a", "text.jsonl:1: a line of prompts is a JSON object with"),
-        ("missing.txt", None, "missing.txt: there is no such file"),
-    ],
-)
-def test_a_file_without_prompts_is_refused(
-    name: str, content: str | None, message: str, tmp_path: Path
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        Generate(file=str(tmp_path / name))
-    with pytest.raises(ConfigError, match="there is no prompt"):
-        Generate()
-    with pytest.raises(ConfigError, match="a text has at least 1 token"):
-        Generate(["a"], temperature=-1)
+def test_mistakes_in_prompts_are_refused(tmp_path: Path) -> None:
+    for content, given, message in (
+        ("\n", {"file": "a.txt"}, "a.txt: there is no prompt. Give prompts, or a file"),
+        ('{"text": "a"}', {"file": "a.jsonl"}, "a.jsonl:1: a line of prompts is a JSON object"),
+        ('{"messages": []}', {"file": "a.jsonl"}, "a.jsonl:1: a line of prompts is a JSON object"),
+        ("", {"file": "b"}, "b: there is no such file"),
+        ("", {"prompts": ["a"], "temperature": -1}, "a text has at least 1 token"),
+    ):
+        for name in ("a.txt", "a.jsonl"):
+            (tmp_path / name).write_text(content)
+        file = {"file": str(tmp_path / given["file"])} if "file" in given else {}
+        with pytest.raises(ConfigError, match=message):
+            Generate(**{**given, **file})
 
 
 def test_a_run_that_cannot_generate_is_refused_before_its_first_step(
