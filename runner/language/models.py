@@ -23,6 +23,9 @@ from accel.weights.tensors import as_dtype
 
 IGNORED = -100  # a target that does not count
 CHUNK = 2**26  # logits that exist at once: 256 MiB in fp32
+# Kernels that keep samples apart in a batch of one row only.
+# Source: https://huggingface.co/docs/transformers/main_classes/data_collator
+ONE_ROW = "flash"
 # What the output embedding returns beside nats and hits, to see whether the model changes it.
 MARK = 3.0
 # The factory of transformers for each kind of model.
@@ -264,7 +267,7 @@ def _hand_targets(head: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[A
     return args, kwargs if head.targets is None else {**kwargs, "targets": head.targets}
 
 
-def _losses_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+def _losses_in_chunks(head: Any, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
     """Be the forward pass of an output embedding: [B, T, 3] instead of logits if it has targets.
 
     It is computed here because every strategy has the weight gathered here, and nowhere else.
@@ -276,7 +279,10 @@ def _losses_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor | None = 
 
     def compute(part: Tensor, wanted: Tensor) -> Tensor:
         logits = own(part)
-        return token_losses(logits.full_tensor() if is_dtensor else logits, wanted)
+        logits = logits.full_tensor() if is_dtensor else logits
+        if (bound := head.bound) is not None:
+            logits = torch.tanh(logits / bound) * bound
+        return token_losses(logits, wanted)
 
     parts = hidden.flatten(0, 1).split(head.chunk)
     wanted = targets.flatten().split(head.chunk)
@@ -303,23 +309,35 @@ def _taking_targets(forward: Callable[..., Any]) -> Callable[..., Any]:
     def with_targets(self: Any, *args: Any, targets: Tensor | None = None, **kwargs: Any) -> Any:
         if targets is None:
             return forward(self, *args, **kwargs)
-        head = self.get_output_embeddings()
-        if self.changes_logits or "chunk" not in head.__dict__:  # as where an adapter wraps it
-            values = token_losses(forward(self, *args, **kwargs).logits, targets)
-            return {"nats": values[..., 0], "hits": values[..., 1]}
-        head.targets = targets
-        try:
-            values = forward(self, *args, **kwargs).logits
-        finally:
-            head.targets = None
-        if self.changes_logits is None:
-            # Some models scale or bound their logits: nats must not go through that.
-            self.changes_logits = bool((values[..., 2] != MARK).any())
-            if self.changes_logits:
-                return with_targets(self, *args, targets=targets, **kwargs)
+        shape = targets.shape
+        if "position_ids" in kwargs and ONE_ROW in self.config._attn_implementation:
+            kwargs |= {name: kwargs[name].view(1, -1) for name in ("input_ids", "position_ids")}
+            targets = targets.view(1, -1)
+        values = _whole_or_chunks(self, functools.partial(forward, self, *args, **kwargs), targets)
+        values = values.view(*shape, 3)
         return {"nats": values[..., 0], "hits": values[..., 1]}
 
     return with_targets
+
+
+def _whole_or_chunks(model: Any, forward: Callable[[], Any], targets: Tensor) -> Tensor:
+    """Return nats and hits, in chunks where the output embedding's logits are the model's."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    if model.changes_logits or "chunk" not in head.__dict__:  # as where an adapter wraps it
+        return token_losses(forward().logits, targets)
+    head.targets = targets
+    if head.bound is not None:
+        config.final_logit_softcapping = None
+    try:
+        values: Tensor = forward().logits
+    finally:
+        head.targets = None
+        if head.bound is not None:
+            config.final_logit_softcapping = head.bound
+    if model.changes_logits is None:
+        # Some models scale their logits, which nats must not go through.
+        model.changes_logits = bool((values[..., 2] != MARK).any())
+    return _whole_or_chunks(model, forward, targets) if model.changes_logits else values
 
 
 def _give_targets(model: Any) -> nn.Module:
@@ -327,10 +345,10 @@ def _give_targets(model: Any) -> nn.Module:
 
     Methods are bound to the instances, so that deep copies call their own.
     """
-    head = model.get_output_embeddings()
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
     if head is not None:
-        head.chunk = max(1, CHUNK // model.config.get_text_config().vocab_size)
-        head.targets = None
+        head.chunk, head.targets = max(1, CHUNK // config.vocab_size), None
+        head.bound = getattr(config, "final_logit_softcapping", None)
         head.register_forward_pre_hook(_hand_targets, with_kwargs=True)
         head.forward = types.MethodType(_losses_in_chunks, head)
     model.takes_targets, model.changes_logits = True, None if head is not None else True

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,10 @@ from tests.runner.language.rows import LLAMA, VOCABULARY, batch_of, tiny
 from tests.runner.language.tiny_runs import ENGINES
 
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+CHANGES: list[dict[str, Any]] = [
+    *({}, {"tie_word_embeddings": True}, {"model_type": "gemma2", "final_logit_softcapping": 1.0}),
+    {"model_type": "granite", "logits_scaling": 2.0},
+]
 
 
 def nats(model: Any, batch: rows.Row) -> torch.Tensor:
@@ -31,7 +36,7 @@ def nats(model: Any, batch: rows.Row) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("frozen", [False, True])  # as beside adapters
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"model_type": "gemma2"}])
+@pytest.mark.parametrize("changes", CHANGES)
 def test_losses_in_chunks_are_those_of_whole_logits(
     changes: dict[str, Any], frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,22 +56,41 @@ def test_losses_in_chunks_are_those_of_whole_logits(
         found.append([loss.detach(), *(weight.grad.clone() for weight in trained)])
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= 1e-6 * other.abs().max()
-    assert model.changes_logits is ("model_type" in changes)  # which bounds its logits
+    assert model.changes_logits is ("logits_scaling" in changes)
     assert model.changes_logits or max(sizes) == 7 * VOCABULARY
     twice = 1 if frozen else 2  # the backward pass computes those of a trained embedding again
     assert model.changes_logits or sum(sizes) == twice * batch["labels"].numel() * VOCABULARY
 
 
+def with_lora(model: Any) -> Any:
+    """Return a model with adapters whose weights are all drawn, so that they matter from step 1."""
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False))
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("wrap", [lambda model: model, with_lora], ids=["whole", "lora"])
 @pytest.mark.parametrize("layout", [rows.padded, rows.samples])
-def test_packed_rows_train_as_others(layout: Any, checkpointing: bool, tmp_path: Path) -> None:
-    expected = rows.train(str(tmp_path / "packed"), rows.packed)
+def test_packed_rows_train_as_others(
+    layout: Any, wrap: Any, checkpointing: bool, tmp_path: Path
+) -> None:
+    expected = rows.train(str(tmp_path / "packed"), rows.packed, wrap(tiny()))
     accumulation = GradientAccumulationPlugin(num_steps=len(rows.LENGTHS))
-    model = tiny(gradient_checkpointing=checkpointing)
+    model = wrap(tiny(gradient_checkpointing=checkpointing))
     changes = {"trainer__accumulation": accumulation, "trainer__eval_batch_size": 1}
     found = rows.train(str(tmp_path / "other"), layout, model, **changes)
     assert found == pytest.approx(expected, rel=1e-6)
     assert 1 <= found[-2] == pytest.approx(torch.tensor(found[-1]).log().item(), rel=1e-6)
+
+
+def test_kernels_of_one_row_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, model, batch = [], tiny(), batch_of(rows.packed())
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    expected = CausalLM().losses(model, batch)["loss"]
+    monkeypatch.setattr(models, "ONE_ROW", "sdpa")
+    torch.testing.assert_close(CausalLM().losses(model, batch)["loss"], expected)
+    assert shapes[-1] == (1, batch["labels"].numel())
 
 
 @pytest.mark.slow
