@@ -247,6 +247,10 @@ class _Maker:
 
     def _encoder(self, source: Source, tokenizer: Any) -> Encoder:
         own = {name: source.node[name] for name in ("format", "columns") if name in source.node}
+        kinds = {self.encoder.format, own.get("format", self.encoder.format)}
+        if "label" in kinds and len(kinds) > 1:
+            rule = "each of several sources has labels, or none has"
+            raise ConfigError.of(source.key, rule, "Set data.format=label for all of them.")
         return replace(self.encoder, tokenizer=tokenizer, **own)
 
     def _entry(self, kind: str, *content: object) -> Path:

@@ -331,6 +331,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": [{"path": "{}/texts.jsonl", "weight": 0}]}, "a weight above 0"),
     ({"train": ["{}/texts.jsonl", {"path": "{}/texts.jsonl", "weight": 1}]}, "or none has"),
     ({"train": [{"path": "{}/texts.jsonl", "format": "tezt"}]}, "data.format='tezt'.*'text'"),
+    ({"train": [{"path": "{}/texts.jsonl", "format": "label"}]}, "has labels, or none has"),
     ({"tokenizer": "{}/nothing"}, "tokenizer="),
 ]
 
