@@ -23,7 +23,13 @@ RECIPES = "recipes"
 FACTORY_KEYS = ("name", "_target_")
 # The group of `conf/` for each word of the command line; all but that of recipes have a registry.
 KINDS = {
-    **{"models": "model", "data": "data", "objectives": "objective", "steps": "step"},
+    **{
+        "models": "model",
+        "peft": "peft",
+        "data": "data",
+        "objectives": "objective",
+        "steps": "step",
+    },
     **{"optimizers": "optimizer", "schedules": "scheduler", "callbacks": "callbacks"},
     "metrics": "metrics",
     RECIPES: "experiment",

@@ -78,15 +78,20 @@ def restored_step(
     device has room for, some in `folder`; the recipe's model is then built without memory.
 
     Raises:
-        CheckpointError: if the checkpoint does not fit.
+        CheckpointError: if the checkpoint does not fit, or is of adapters on another base.
+        ConfigError: if adapters are to be placed.
     """
     from accel import init_empty_weights
     from accel.checkpoint.load import read_model
     from accel.comm.rng import preserved
-    from runner.training import build
+    from runner.training import base_weights, build
 
     with preserved():
         step = build.build_step(recipe, None if placement is None else init_empty_weights())
+    base_weights.require_same(step.models, path)
+    if placement is not None and base_weights.named(step.models):
+        rule = "the weights of the base are not in the checkpoint, and have to be in memory"
+        raise ConfigError.of(f"--device-map {placement.device_map}", rule, "Leave it out.")
     for index, (name, model) in enumerate(step.models.items()):
         try:
             if placement is not None:

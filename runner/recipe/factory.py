@@ -9,6 +9,7 @@ without importing torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import types
@@ -125,6 +126,7 @@ class _Register:
             "hf_sequence_classification": "runner.language.models:hf_sequence_classification",
         },
     )
+    peft = Registry("peft")
     data = Registry(
         "data",
         {
@@ -220,7 +222,8 @@ def name_and_arguments(
         if name is None:
             rule = "nothing is chosen: it names a factory by `name` or `_target_`"
         known = ", ".join(registry.names())
-        raise ConfigError.of(f"{key}={dict(node)}", rule, f"Set {key}.name to one of: {known}.")
+        remedy = f"Set {key}.name to one of: {known}." if known else f"Choose {key}=… first."
+        raise ConfigError.of(f"{key}={dict(node)}", rule, remedy)
     return name, None if target is None else str(target), arguments
 
 
@@ -382,6 +385,9 @@ def check_factories(recipe: Recipe) -> list[Problem]:
         if getattr(recipe, key) is None:
             names = ", ".join(getattr(register, key).names())
             problems.add(f"{key}=null", "a run needs it", f"Choose {key}.name from: {names}.")
+    if recipe.peft is not None and recipe.model is None:
+        rule = "adapters are put on the model of the recipe"
+        problems.add("peft with model=null", rule, "Choose model=…, or set peft=null.")
     if "step" in found:
         problems += _step_problems(recipe, found["step"].label, read(found["step"].function))
     return problems
@@ -486,6 +492,9 @@ def read(
             break
     else:  # some built-in functions have no signature
         return Signature({}, True)
+    if dataclasses.is_dataclass(factory):  # whose fields may be annotated in several modules
+        hints = typing.get_type_hints(factory)
+        parameters = [p.replace(annotation=hints.get(p.name, p.annotation)) for p in parameters]
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     own = {p.name: p for p in parameters[num_given:] if p.kind in named and p.name not in given}
     return Signature(own, any(p.kind is Parameter.VAR_KEYWORD for p in parameters))

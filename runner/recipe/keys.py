@@ -21,7 +21,7 @@ from runner.recipe.schema import Recipe
 _NODES: dict[type, dict[str, type | None]] = {}  # cache of `nodes`
 UNKNOWN = "a recipe has no such key"
 # Nodes that name a factory: their other keys are its arguments, checked against its signature.
-FACTORY_NODES = ("step", "model", "data", "objective", "optimizer", "scheduler")
+FACTORY_NODES = ("step", "model", "peft", "data", "objective", "optimizer", "scheduler")
 # Nodes that map names to such nodes, and the attribute of `register` that has their factories.
 NAMED_NODES = {"callbacks": "callback", "metrics": "metric"}
 

@@ -457,6 +457,7 @@ class Recipe:
         dataloader: how batches are read and divided over processes.
         step: how one optimizer step is made; `supervised` uses the four nodes after `data`.
         model: factory of the model.
+        peft: adapters that are trained in place of the model's weights; null: none.
         data: factory of the data sets.
         objective: what is minimised and measured.
         optimizer: ``_target_`` of an optimizer and its arguments.
@@ -484,6 +485,7 @@ class Recipe:
     dataloader: DataLoader = field(default_factory=DataLoader)
     step: Any = None
     model: Any = None
+    peft: Any = None
     data: Any = None
     objective: Any = None
     optimizer: Any = None

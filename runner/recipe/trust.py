@@ -25,13 +25,14 @@ from runner.recipe import paths
 VARIABLE = "RUNNER_IMPORTS"
 ALLOWED = (
     *("accel", "runner", "torch.nn", "torch.optim", "torchmetrics"),
-    *("torchao.optim", "bitsandbytes.optim"),
+    *("torchao.optim", "bitsandbytes.optim", "peft"),
 )
+EXTRAS = {"peft": "hf"}  # of this distribution, that bring optional packages
 # Modules whose classes and functions a recipe may call. Those of our own packages are parts of a
 # run: none imports by name, starts processes or changes the environment.
 DEFINED_IN = (
     *("torch.nn", "torch._C._nn", "torch.optim", "torchmetrics"),
-    *("torchao.optim", "bitsandbytes.optim"),
+    *("torchao.optim", "bitsandbytes.optim", "peft.tuners"),
     *("accel.data", "accel.optimizer", "accel.scheduler", "accel.trackers"),
     *(
         "runner.builtin",
@@ -127,6 +128,8 @@ def _import(module: str, value: str) -> types.ModuleType:
         own = f"{module}.".startswith(f"{error.name}.")
         rule = "there is no such package" if own else f"importing it needs {error.name!r}"
         where = ", or run from the folder that it lies in." if own else "."
+        if error.name in EXTRAS:
+            where = f": pip install 'accel-runner[{EXTRAS[error.name]}]'"
         raise ConfigError.of(value, rule, f"Install {error.name!r}{where}") from error
     except SystemExit as error:  # with 0 an untrained run would look complete
         rule = f"importing {module} ended in SystemExit({error.code!r})"

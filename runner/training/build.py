@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.machine.errors import ConfigError, Problem, Problems
+from accel.machine.imports import load_attribute
 from runner.recipe import accelerator_arguments, facts, serialization
 from runner.recipe.batch_plan import BatchPlan, plan_batches
 from runner.recipe.factory import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Nodes that decide what is built of a step and its evaluation.
-BUILT = ("step", "model", "objective", "optimizer", "precision", "metrics")
+BUILT = ("step", "model", "peft", "objective", "optimizer", "precision", "metrics")
 STOCHASTIC = "Add optimizer.stochastic_rounding=true (optimizer=adamw)"
 
 
@@ -67,7 +68,7 @@ def check_steps(jobs: Sequence[Examined]) -> None:
     from runner.training.step import SupervisedStep
 
     def model_node(recipe: Recipe) -> str:
-        return repr(recipe.model)
+        return repr((recipe.model, recipe.peft))
 
     problems: dict[Problem, None] = {}
     recipes = {repr([getattr(job.recipe, key) for key in BUILT]): job.recipe for job in jobs}
@@ -82,10 +83,9 @@ def check_steps(jobs: Sequence[Examined]) -> None:
                 if step.function is not SupervisedStep:
                     continue
                 if model is None:
-                    with init_empty_weights():
-                        model = _step_part(recipe, "model", step)
-                _step_part(recipe, "objective", step)
-                _step_part(recipe, "optimizer", step)(model)
+                    model = _model(recipe, step, init_empty_weights())
+                _step_part(recipe, "objective")
+                _step_part(recipe, "optimizer")(model)
             except ConfigError as error:
                 if "meta" not in str(error):  # torch's code computes with weights
                     problems.update(dict.fromkeys(error.problems))
@@ -106,7 +106,7 @@ def rehearse(jobs: Sequence[Examined]) -> list[str]:
     seen: set[str] = set()
     for examined in jobs:
         recipe = examined.recipe
-        keys = ("data", "metrics", "step", *STEP_PARTS)
+        keys = ("data", "metrics", "step", "peft", *STEP_PARTS)
         nodes = repr([getattr(recipe, key) for key in keys])
         if nodes in seen:
             continue
@@ -251,18 +251,37 @@ def build_step(recipe: Recipe, around_model: AbstractContextManager[object] | No
     for key in STEP_PARTS:
         handed_on = wanted.open and getattr(recipe, key) is not None
         if key in wanted.parameters or handed_on:
-            with (key == "model" and around_model) or nullcontext():
-                parts[key] = _step_part(recipe, key, factory)
-    made: Step = _checked(factory, factory(**parts))
-    _check_weights(recipe, made.models, made.optimizers)
+            made = key == "model" and recipe.model is not None
+            parts[key] = _model(recipe, factory, around_model) if made else _step_part(recipe, key)
+    step: Step = _checked(factory, factory(**parts))
+    _check_weights(recipe, step.models, step.optimizers)
+    return step
+
+
+def _model(
+    recipe: Recipe, step: Factory, around: AbstractContextManager[object] | None
+) -> torch.nn.Module:
+    """Return the recipe's model, with its adapters if it names any, for the factory of a step."""
+    from runner.training import factory_results
+    from runner.training.step import SupervisedStep
+
+    factory = _factory(recipe, "model")
+    with around or nullcontext():
+        made: torch.nn.Module = _checked(factory, factory())
+    if recipe.peft is not None:
+        # Adapters are initialized in full: what shards a model shards them later.
+        node = _factory(recipe, "peft")
+        made = load_attribute("runner.language.adapters:wrap")(made, node(), node.place)
+    if isinstance(step.function, type) and issubclass(step.function, SupervisedStep):
+        factory_results.check_trainable(factory.place, made)
+    if recipe.precision.weights is not None:
+        _cast(made)
     return made
 
 
-def _step_part(recipe: Recipe, key: str, step: Factory) -> Any:
+def _step_part(recipe: Recipe, key: str) -> Any:
     """Return a part of a step: an object, or the function that makes an optimizer or a schedule."""
-    from runner.training import factory_results
     from runner.training.parameter_groups import regroup
-    from runner.training.step import SupervisedStep
     from runner.training.timed_schedule import TimedLR
 
     if getattr(recipe, key) is None:
@@ -289,13 +308,7 @@ def _step_part(recipe: Recipe, key: str, step: Factory) -> Any:
         return make_optimizer
     if key == "scheduler":
         return make_scheduler
-    made = _checked(factory, factory())
-    if key == "model":
-        if isinstance(step.function, type) and issubclass(step.function, SupervisedStep):
-            factory_results.check_trainable(factory.place, made)
-        if recipe.precision.weights is not None:
-            _cast(made)
-    return made
+    return _checked(factory, factory())
 
 
 def _factory(recipe: Recipe, key: str) -> Factory:

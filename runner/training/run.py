@@ -13,7 +13,7 @@ from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError
 from runner.recipe.batch_plan import BatchPlan, Position, plan_batches
 from runner.recipe.units import parse_duration
-from runner.training import media
+from runner.training import base_weights, media
 from runner.training.checkpointing import Saver
 from runner.training.console import Display
 from runner.training.speed import Speed
@@ -65,6 +65,7 @@ class Run:
         speed: measures steps, their operations and the ranks.
         deadline: value of `time.monotonic` at which time is up; None: never.
         num_parameters: parameters of all models: (all, trainable).
+        base: the files of weights that checkpoints leave out, by model.
     """
 
     recipe: Recipe
@@ -98,6 +99,7 @@ class Run:
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self._samples_before, self._seconds_before = 0, 0.0
         self.num_parameters = count_parameters(accelerator, step.models)
+        self.base = base_weights.begin(self)
         self.saver = Saver(accelerator, recipe.checkpoint, self.state, self.run_dir)
 
     def _plan(self) -> BatchPlan:

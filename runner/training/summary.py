@@ -13,6 +13,7 @@ import torch
 from runner.recipe.units import counted
 from runner.runs import directory
 from runner.runs.json_files import TIME_IS_UP, WEIGHTS_STEP
+from runner.training import base_weights
 from runner.training.console import clock, number, shown_rates, shown_shares
 from runner.training.speed import SLOW, slowest_rank
 
@@ -152,6 +153,7 @@ def metadata_of(loop: Run) -> dict[str, object]:
         "monitor": loop.monitor,
         "mode": loop.mode,
         "metrics": loop.metrics.get("validation", {}),
+        base_weights.KEY: loop.base,
     }
 
 

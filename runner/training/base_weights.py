@@ -1,0 +1,100 @@
+"""The files that hold the weights which a model's checkpoints leave out.
+
+Such a model, one with adapters on a pretrained base, has the folder as its `base_weights`. A
+checkpoint names it and the SHA-256 of its files; it is loaded onto no other base.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.checkpoint import directory as checkpoints
+from accel.comm.base import together
+
+if TYPE_CHECKING:
+    import torch
+
+    from runner.training.run import Run
+
+KEY = "base"  # of a checkpoint's metadata
+FORMATS = ("*.safetensors", "*.bin")  # in the order in which libraries look for them
+
+
+def named(models: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
+    """Return path and digests of the base of each model, by its name, as far as it has one.
+
+    Args:
+        models: that are not prepared yet.
+
+    Returns:
+        For each `path`, and `sha256` by file name.
+    """
+    folders = {name: getattr(model, "base_weights", None) for name, model in models.items()}
+    return {
+        name: {"path": str(folder), "sha256": digests(folder)}
+        for name, folder in folders.items()
+        if folder is not None
+    }
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each weight file in a folder, by name.
+
+    Args:
+        folder: of a pretrained model.
+    """
+    found = next((files for kind in FORMATS if (files := sorted(folder.glob(kind)))), [])
+    states = ((file, file.stat()) for file in found)
+    return {file.name: _sha256(file, one.st_size, one.st_mtime_ns) for file, one in states}
+
+
+@functools.cache
+def _sha256(file: Path, size: int, modified: int) -> str:
+    """Return the digest of a file in this state; gigabytes are read once."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def require_same(models: Mapping[str, torch.nn.Module], checkpoint: str | Path) -> None:
+    """Refuse a checkpoint whose base had other weights than the models' has.
+
+    Args:
+        models: that are not prepared yet.
+        checkpoint: that is to be loaded.
+
+    Raises:
+        CheckpointError: naming the base of both.
+    """
+    then, now = checkpoints.read_manifest(checkpoint).metadata.get(KEY) or {}, named(models)
+    for name in sorted({*then, *now}):
+        saved, found = then.get(name) or {}, now.get(name) or {}
+        if saved.get("sha256") != found.get("sha256"):
+            place, other = (one.get("path", "no base") for one in (saved, found))
+            rule = f"the adapters of {name!r} were trained on the weights of {place}, and those of "
+            rule += f"{other} differ"
+            remedy = "Give model.path the base as it was, or train the adapters again."
+            raise checkpoints.broken(checkpoint, rule, remedy)
+
+
+def begin(run: Run) -> dict[str, Any]:
+    """Return what a run's checkpoints say of the base; refuse a resume on another one.
+
+    The first process of each machine reads it; all processes call this.
+
+    Args:
+        run: with models that are not prepared yet.
+
+    Raises:
+        CheckpointError: if the base has changed since the checkpoint.
+    """
+    models, accelerator = run.step.models, run.accelerator
+    with together(accelerator.comm, "reading the weights that checkpoints leave out"):
+        if not accelerator.is_local_main_process:
+            return {}
+        if run.resume_from is not None:
+            require_same(models, run.resume_from)
+        return named(models)
