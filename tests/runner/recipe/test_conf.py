@@ -27,7 +27,7 @@ ALONE = {
         f"data={name}": ["data.tokenizer=gpt2", f"data.{'path' if name[0] == 'h' else 'train'}=x"]
         for name in ("text", "jsonl", "parquet", "hf_dataset")
     },
-    "peft=qlora": ["~model.quantization"],
+    "peft=qlora": ["model=hf_causal_lm", "model.path=base"],
     "deepspeed=config_file": ["deepspeed.hf_ds_config=ds.json"],
 }
 
