@@ -56,7 +56,7 @@ def wrap(model: torch.nn.Module, config: Any, place: str) -> torch.nn.Module:
         for module in model.modules():
             # An evaluation would pack the weights for inference, and training go on with them.
             if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False
+                module.__dict__["support_avx512bf16_for_cpu"] = False
     if config.task_type is None:  # it keeps the new head of a classifier trainable
         named = zip(TASKS, ("CAUSAL_LM", "SEQ_CLS"), strict=True)
         config.task_type = next((t for end, t in named if type(model).__name__.endswith(end)), None)
