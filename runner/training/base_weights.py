@@ -18,7 +18,7 @@ from accel.comm.base import together
 if TYPE_CHECKING:
     import torch
 
-    from runner.training.run import Run
+    from accel import Accelerator
 
 KEY = "base"  # of a checkpoint's metadata
 FORMATS = ("*.safetensors", "*.bin")  # in the order in which libraries look for them
@@ -80,21 +80,24 @@ def require_same(models: Mapping[str, torch.nn.Module], checkpoint: str | Path) 
             raise checkpoints.broken(checkpoint, rule, remedy)
 
 
-def begin(run: Run) -> dict[str, Any]:
+def begin(
+    accelerator: Accelerator, models: Mapping[str, torch.nn.Module], resume_from: str | None
+) -> dict[str, Any]:
     """Return what a run's checkpoints say of the base; refuse a resume on another one.
 
     The first process of each machine reads it; all processes call this.
 
     Args:
-        run: with models that are not prepared yet.
+        accelerator: of the run.
+        models: that are not prepared yet.
+        resume_from: the checkpoint to go on from; None: none.
 
     Raises:
         CheckpointError: if the base has changed since the checkpoint.
     """
-    models, accelerator = run.step.models, run.accelerator
     with together(accelerator.comm, "reading the weights that checkpoints leave out"):
         if not accelerator.is_local_main_process:
             return {}
-        if run.resume_from is not None:
-            require_same(models, run.resume_from)
+        if resume_from is not None:
+            require_same(models, resume_from)
         return named(models)

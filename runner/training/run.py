@@ -99,7 +99,7 @@ class Run:
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self._samples_before, self._seconds_before = 0, 0.0
         self.num_parameters = count_parameters(accelerator, step.models)
-        self.base = base_weights.begin(self)
+        self.base = base_weights.begin(accelerator, step.models, self.resume_from)
         self.saver = Saver(accelerator, recipe.checkpoint, self.state, self.run_dir)
 
     def _plan(self) -> BatchPlan:
