@@ -71,7 +71,7 @@ def wrap(model: torch.nn.Module, config: Any, place: str) -> torch.nn.Module:
         wrapped.base_weights = folder
         parameters = wrapped.named_parameters(remove_duplicate=False)
         _leave_out(wrapped, {n for n, p in parameters if id(p) in base and not p.requires_grad})
-    return wrapped
+    return wrapped.train()  # the layers of a base that was read from files are in eval mode
 
 
 def _require_modules(model: torch.nn.Module, config: Any, place: str) -> None:

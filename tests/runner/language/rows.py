@@ -78,7 +78,13 @@ def batch_of(rows: Sequence[Row]) -> Row:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def train(folder: str, layout: Callable[[], Any], model: Any = None, **changes: Any) -> list[float]:
+def train(
+    folder: str,
+    layout: Callable[[], Any],
+    model: Any = None,
+    resume_from: str | None = None,
+    **changes: Any,
+) -> list[float]:
     """Train three steps, each on all rows; return their losses, and the last evaluation."""
     rows = layout()
     known = {"trainer__global_batch_size": len(rows), "trainer__clip_grad_norm": 1.0}
@@ -88,7 +94,8 @@ def train(folder: str, layout: Callable[[], Any], model: Any = None, **changes: 
         "objective": CausalLM(),
         "make_optimizer": lambda m: SGD(m.parameters(), lr=0.3),
     }
-    loops.run(Path(folder), recipe, data=Data(rows, rows), **parts)
+    parts |= {"data": Data(rows, rows), "resume_from": resume_from}
+    loops.run(Path(folder), recipe, **parts)
     records = [*loops.records(Path(folder)), loops.records(Path(folder), "validation")[-1]]
     loops.forget()
     return [record[name] for record in records for name in NAMES if name in record]
