@@ -10,7 +10,8 @@ content of that file. Marks may follow a block's language:
 - ``skip="REASON"``: not played.
 
 Commands in the tables of a document are played once each, as a ``short`` block at its end; in
-continuous integration a fifth of them, another one for each commit.
+continuous integration a fifth of them, another one for each commit. A document that has the comment
+`COMPOSED` has their recipes checked instead.
 
 The run directories of the texts, ``runs/NAME/20260101-120000-1a2b``, stand for the newest run of
 that name. Machines without a GPU start the processes of ``multi_gpu`` on the CPU.
@@ -41,6 +42,7 @@ FILE = re.compile(r"(?:# @package _global_\n)?# ([\w./]+\.\w+)\n")
 ROW = re.compile(r"^\|.*\|$", re.M)
 COMMAND = re.compile(r"`((?:runner|torchrun) [^`]+)`")
 SHORT = ("trainer.max_steps=4", "trainer.limit_eval_batches=1")
+COMPOSED = "<!-- The commands of this table are composed, not run. -->"
 SECONDS = 300.0
 MODULES = {"runner": "runner", "accel": "accel.commands", "torchrun": "torch.distributed.run"}
 # Commands of `runner` that take no `--cfg job`.
@@ -107,7 +109,8 @@ def blocks(document: Path) -> list[Block]:
         )
         for found in BLOCK.finditer(text)
     ]
-    return [*listed, Block("bash", {"table": "", "short": ""}, "\n".join(table), 0)]
+    marks = {"table": "", "composed" if COMPOSED in text else "short": ""}
+    return [*listed, Block("bash", marks, "\n".join(table), 0)]
 
 
 class Reader:
@@ -144,9 +147,9 @@ class Reader:
         elif block.language not in ("bash", "console"):
             if block.language not in ("text", "diff"):
                 yield f"a block of {block.language} that names no file"
-        elif self.real and "cluster" not in block.marks:
+        elif self.real and not {"cluster", "composed"} & block.marks.keys():
             yield from self._commands(block)
-        elif "table" not in block.marks:  # to compose each takes a second
+        elif self.real or "table" not in block.marks:  # to compose each takes a second
             yield from self._checks(block)
 
     def _python(self, block: Block) -> Iterator[str]:
