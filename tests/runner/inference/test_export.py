@@ -15,7 +15,7 @@ from accel.checkpoint.load import read_model
 from runner import cli
 from runner.language.tokenizer import CHATML
 from tests.runner import loops
-from tests.runner.language import texts, tiny_runs
+from tests.runner.language import rows, texts, tiny_runs
 from tests.runner.trained_runs import make_run
 
 IDS = torch.arange(3, 13)[None]
@@ -46,6 +46,36 @@ def test_transformers_loads_the_model_of_the_run(engine: str, tmp_path: Path) ->
     assert all(torch.equal(value, stored[n]) for n, value in exported.state_dict().items())
     assert own.chat_template == CHATML
     assert exported.generation_config.eos_token_id == own.eos_token_id
+
+
+@pytest.mark.slow
+def test_adapters_are_exported_alone_or_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokenizer, base = texts.save_tokenizer(tmp_path / "tokenizer"), tmp_path / "base"
+    rows.tiny(config=tiny_runs.LLAMA).save_pretrained(base)
+    monkeypatch.chdir(tmp_path)
+    nodes = {"model": {"name": "hf_causal_lm", "path": "base"}, "peft": tiny_runs.LORA}
+    recipe = tiny_runs.recipe_of(tmp_path, tokenizer, **nodes)
+    run_dir = tiny_runs.trained(tmp_path / "run", recipe)
+    expected = logits(runner.load(run_dir)[0])
+    for flags, difference in (("--merge", 1e-6), (None, 0)):
+        out = tmp_path / f"out{flags}"
+        line = ["export", str(run_dir), "--format", "hf", "--out", str(out)]
+        assert cli.main([*line, *([flags] if flags else [])]) == 0
+        monkeypatch.chdir(out)  # the base is found from anywhere
+        found = logits(AutoModelForCausalLM.from_pretrained(out))
+        assert (found - expected).abs().max() <= difference * expected.abs().max()
+        assert (out / "adapter_model.safetensors").exists() == (not flags)
+        monkeypatch.chdir(tmp_path)
+    assert (expected - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.01
+
+    recipe = tiny_runs.recipe_of(tmp_path, tokenizer, peft=tiny_runs.LORA)
+    capsys.readouterr()
+    assert cli.main(["export", str(tiny_runs.trained(tmp_path / "new", recipe)), *line[2:4]]) == 2
+    assert "their base was not read from files. Add --merge." in capsys.readouterr().err
 
 
 @pytest.mark.slow

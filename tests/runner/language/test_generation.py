@@ -35,12 +35,14 @@ def texts_of(run_dir: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", tiny_runs.ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "peft"), [*((one, None) for one in tiny_runs.ENGINES), ("fsdp", tiny_runs.LORA)]
+)
 def test_texts_are_those_of_one_process_and_training_does_not_notice(
-    engine: str, tmp_path: Path, tokenizer: str
+    engine: str, peft: Any, tmp_path: Path, tokenizer: str
 ) -> None:
     def train(name: str, engine: str, num_processes: int, *callbacks: str) -> Path:
-        made = {"callbacks": {one: GENERATE for one in callbacks}}
+        made = {"callbacks": {one: GENERATE for one in callbacks}, "peft": peft}
         recipe = tiny_runs.recipe_of(tmp_path, tokenizer, engine, **made)
         return tiny_runs.trained(tmp_path / name, recipe, num_processes)
 

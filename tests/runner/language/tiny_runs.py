@@ -19,6 +19,7 @@ from tests.runner.training import test_strategies as engines
 
 ENGINES: dict[str, Any] = {name: engines.ENGINES[name] for name in ("ddp", "fsdp", "zero3")}
 ENGINES["tp"] = {"tensor_parallel": TorchTensorParallelPlugin(tp_size=2)}
+LORA = {"_target_": "peft.LoraConfig", "r": 4, "target_modules": "all-linear"}
 LLAMA = {**rows.LLAMA, "vocab_size": 300}
 CONFIG = {**LLAMA, "attention_dropout": 0.2, "initializer_range": 0.3}
 
