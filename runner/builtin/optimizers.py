@@ -110,10 +110,15 @@ def decay_groups(
 
     A group without parameters is dropped.
     """
-    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    decayed = [parameter for parameter in parameters if num_dims(parameter) >= 2]
+    others = [parameter for parameter in parameters if num_dims(parameter) < 2]
     groups = [(decayed, weight_decay), (others, 0.0)]
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def num_dims(parameter: torch.nn.Parameter) -> int:
+    """Return the dims of a parameter, also if it was partitioned while its model was built."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def supports_fused(parameters: Sequence[torch.Tensor]) -> bool:
@@ -204,7 +209,7 @@ def muon(
         apart = {module.weight for module in (*embeddings, *linear[-1:])}
     else:
         apart = {p for p, name in trainable.items() if any(fnmatchcase(name, one) for one in adamw)}
-    matrices = [p for p in trainable if p.dim() == 2 and p not in apart]
+    matrices = [p for p in trainable if num_dims(p) == 2 and p not in apart]
     if not matrices:
         raise ConfigError.of(
             f"optimizer=muon with {type(model).__name__}",

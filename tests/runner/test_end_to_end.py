@@ -111,3 +111,13 @@ def test_a_run_out_of_time_is_to_be_resumed_and_a_job_of_a_sweep_is_done(tmp_pat
     out_of_time = run(*SHORT, "trainer.max_time=1e-9", cwd=tmp_path, code=75)
     run(f"resume={out_of_time}", "trainer.max_steps=3", cwd=tmp_path)
     run("-m", *SHORT, "seed=1,2", "trainer.max_time=1e-9", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_partitioned_weights_are_loaded_after_an_evaluation(tmp_path: Path) -> None:
+    """ZeRO-3 ends an evaluation with weights on their way; the best ones, of step 4, come next."""
+    best = ("checkpoint.monitor=loss", "checkpoint.mode=max")
+    steps = ("trainer.max_steps=8", "trainer.eval_every=4", "trainer.limit_eval_batches=2")
+    given = ("experiment=bytes_gpt", *SHORT[2:], *TWO, "deepspeed=zero3", *steps, *best)
+    summary = json.loads((run(*given, cwd=tmp_path) / "summary.json").read_text())
+    assert summary["best"]["step"] == 4

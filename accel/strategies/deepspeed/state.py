@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import torch
 
@@ -102,6 +102,8 @@ class ZeroState(StateIO):
         if wrong:
             raise RuntimeError(", ".join(wrong))
         found = self._fragments(model)
+        if found:  # an evaluation may have ended with parameters on their way to be gathered
+            cast("DeepSpeedEngine", model).empty_partition_cache()
         with SwappedState(model) as swapped:
             for name, value in both.items():
                 self._write(value, state[name])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.machine.errors import ConfigError
-from runner.builtin.optimizers import adamw, check_ranges
+from runner.builtin.optimizers import adamw, check_ranges, decay_groups
 from tests.accel.precision.float8 import needs_torchao
 
 
@@ -84,3 +84,9 @@ def test_every_number_outside_of_its_range_is_named() -> None:
         "it must be from 1 to 4",
         "it must be finite and at least 0",
     ]
+
+
+def test_a_matrix_that_was_partitioned_while_it_was_built_is_decayed() -> None:
+    matrix = torch.nn.Parameter(torch.empty(0))
+    matrix.ds_shape = (3, 2)  # type: ignore[attr-defined] # of ZeRO-3
+    assert decay_groups([matrix], 0.1) == [{"params": [matrix], "weight_decay": 0.1}]
