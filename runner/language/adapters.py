@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,8 @@ def wrap(model: torch.nn.Module, config: Any, place: str) -> torch.nn.Module:
         value = f"peft.init_lora_weights={config.init_lora_weights}"
         raise ConfigError.of(value, rule, "Set peft.init_lora_weights=true.")
     base = {id(parameter) for parameter in model.parameters()}
-    if getattr(model, "is_quantized", False):
+    quantized = getattr(model, "is_quantized", False)
+    if quantized:
         model = peft.prepare_model_for_kbit_training(
             model,
             use_gradient_checkpointing=model.is_gradient_checkpointing,
@@ -67,6 +69,10 @@ def wrap(model: torch.nn.Module, config: Any, place: str) -> torch.nn.Module:
     except ValueError as error:
         remedy = f"Choose peft.target_modules from: {listed(_layers(model))}."
         raise ConfigError.of(place, text_of(error).splitlines()[0].rstrip("."), remedy) from error
+    whole = {"quantized weights": quantized, "DoRA": getattr(config, "use_dora", False)}
+    wrapped.__dict__["kept_whole"] = next((what for what, is_so in whole.items() if is_so), None)
+    if plan := getattr(model, "tp_plan", None):
+        wrapped.__dict__["tp_plan"] = _plan_with_adapters(wrapped, plan)
     if folder is not None:
         wrapped.base_weights = folder
         parameters = wrapped.named_parameters(remove_duplicate=False)
@@ -94,6 +100,27 @@ def _layers(model: torch.nn.Module) -> list[str]:
         if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
     )
     return list(dict.fromkeys(found))
+
+
+def _plan_with_adapters(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the plan by which a base is divided for the names of the modules that wrap it.
+
+    Of LoRA the matrix at the divided side of a layer is divided as the layer is.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        own = name.removeprefix("base_model.model.")
+        style = next((plan[one] for one in plan if fnmatchcase(own, one)), None)
+        if style is None:
+            continue
+        if not hasattr(module, "base_layer"):
+            found[name] = style
+            continue
+        found[f"{name}.base_layer"] = style
+        matrix = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style.partition("_")[0])
+        for adapter in getattr(module, matrix, ()) if matrix else ():
+            found[f"{name}.{matrix}.{adapter}"] = style
+    return found
 
 
 def _leave_out(model: torch.nn.Module, names: Collection[str]) -> None:

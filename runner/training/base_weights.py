@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel.checkpoint import directory as checkpoints
 from accel.comm.base import together
+from accel.machine.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,12 @@ def begin(
 
     Raises:
         CheckpointError: if the base has changed since the checkpoint.
+        ConfigError: if layers are divided over processes that have to be whole (`kept_whole`).
     """
+    for what in (getattr(model, "kept_whole", None) for model in models.values()):
+        if what is not None and accelerator.parallel_dims.model_size > 1:
+            value, rule = f"{what} of a model that is divided", "each process has whole layers"
+            raise ConfigError.of(value, rule, "Shard parameters in place of dividing layers.")
     with together(accelerator.comm, "reading the weights that checkpoints leave out"):
         if not accelerator.is_local_main_process:
             return {}
