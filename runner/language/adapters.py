@@ -21,6 +21,7 @@ from accel.machine.imports import require
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
 
+PLAN = "tp_plan"  # attribute of transformers' models: how layers are divided, by name
 TASKS = ("CausalLM", "SequenceClassification")  # ends of class names of transformers
 # Initial values of LoRA that leave the weights of the base as they are.
 PLAIN_INITS = (True, False, "gaussian", "orthogonal")
@@ -71,8 +72,8 @@ def wrap(model: torch.nn.Module, config: Any, place: str) -> torch.nn.Module:
         raise ConfigError.of(place, text_of(error).splitlines()[0].rstrip("."), remedy) from error
     whole = {"quantized weights": quantized, "DoRA": getattr(config, "use_dora", False)}
     wrapped.__dict__["kept_whole"] = next((what for what, is_so in whole.items() if is_so), None)
-    if plan := getattr(model, "tp_plan", None):
-        wrapped.__dict__["tp_plan"] = _plan_with_adapters(wrapped, plan)
+    if plan := getattr(model, PLAN, None):
+        wrapped.__dict__[PLAN] = _plan_with_adapters(wrapped, plan)
     if folder is not None:
         wrapped.base_weights = folder
         parameters = wrapped.named_parameters(remove_duplicate=False)

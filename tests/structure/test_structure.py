@@ -27,6 +27,7 @@ NAMING = {
     "accel/run/settings.py": 13,
     "accel/state.py": 25,
     "accel/strategies/optimizers.py": 1,
+    "runner/language/adapters.py": 1,
 }
 
 
