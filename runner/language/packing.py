@@ -192,7 +192,7 @@ def write_rows(tokens: Path, layout: Layout, fraction: float, key: str, folder: 
     """
     lengths = load(tokens, LENGTHS)
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).numpy()
-    num_held_out = round(abs(fraction) * len(lengths))
+    num_held_out = max(round(abs(fraction) * len(lengths)), int(fraction != 0))
     chosen = np.sort(order[:num_held_out] if fraction < 0 else order[num_held_out:])
     spans = layout.spans(lengths, chosen)
     rows = layout.rows(spans[:, 2])

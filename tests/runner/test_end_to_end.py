@@ -9,10 +9,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import commands
 from tests.helpers import about, python, started, wait_until, with_path, write_file
-from tests.runner.loops import losses, records
+from tests.runner.loops import losses, records, weights
 from tests.runner.plain_loops import equal_runs
 from tests.signals.cells import children
 
@@ -31,12 +32,25 @@ class Wait(Callback):
             Path(f"waits_{loop.accelerator.process_index}").touch()
             time.sleep(1e6)
 """
+WAITING = (
+    *("--import", "wait", "callbacks.wait._target_=wait.Wait", "trainer.max_steps=20"),
+    *("trainer.eval_every=5", "checkpoint.every_steps=5", "checkpoint.keep_best=3"),
+)
 FEATURES = (
-    *("--import", "wait", "callbacks.wait._target_=wait.Wait", "model.width=4"),
-    *("trainer.max_steps=20", "trainer.eval_every=5", "checkpoint.every_steps=5"),
-    *("checkpoint.keep_best=3", "callbacks.freeze.names=features.*", "callbacks.freeze.by=step"),
+    *("model.width=4", "callbacks.freeze.names=features.*", "callbacks.freeze.by=step"),
     'callbacks.freeze.unfreeze={4: "features.5.*", 15: "features.2.*"}',
     "optimizer.groups=[{match: '*.bias', lr_scale: 2.0, name: biases}]",
+)
+# Language models as the recipes have them, shorter.
+LANGUAGE = (
+    *("data.cache_dir=cache", "data.context=64", "trainer.epochs=null", "trainer.max_steps=20"),
+    *("trainer.limit_eval_batches=2", "trainer.log_every=1", "tracker.log_with=[]"),
+    *("trainer.global_batch_size=8", "callbacks.generate.max_new_tokens=2"),
+)
+PRETRAIN = (
+    *("experiment=lm_pretrain", *LANGUAGE, "data.train=stdlib:a*.py"),
+    "data.tokenizer=bpe:300",
+    "data.validation=0.3",
 )
 
 
@@ -81,14 +95,16 @@ def test_what_a_run_leaves(straight: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        ["callbacks=[ema,freeze]", "scheduler=one_cycle"],
-        ["callbacks=[swa,freeze]", "callbacks.swa={start: 4, every: 2}", "scheduler=plateau"],
+        [*SHORT, "callbacks=[ema,freeze]", "scheduler=one_cycle", *FEATURES],
+        [*SHORT, *FEATURES, "callbacks=[swa,freeze]", "callbacks.swa.start=4", "scheduler=plateau"],
+        ["experiment=lm_sft_chat", *LANGUAGE, "fsdp=full_shard"],
+        [*PRETRAIN, "deepspeed=zero3"],
     ],
-    ids=["ema", "swa"],
+    ids=["ema", "swa", "chat", "pretrain"],
 )
 def test_a_killed_command_of_two_processes_goes_on(more: list[str], tmp_path: Path) -> None:
     """The same command again has the values and the bits of one that was not killed."""
-    line = (*SHORT, *FEATURES, *TWO, *more, "resume=auto")
+    line = (*more, *WAITING, *TWO, "resume=auto")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         write_file(folder / "wait.py", WAIT)
@@ -103,7 +119,31 @@ def test_a_killed_command_of_two_processes_goes_on(more: list[str], tmp_path: Pa
     (cut / "wait").unlink()
     resumed = run(*line, cwd=cut)
     assert (resumed / "sessions" / "0002").exists()
-    equal_runs(run(*line, cwd=whole), resumed, "optimizer.bin")
+    straight = run(*line, cwd=whole)
+    # The header of a file with tied weights has its entries in any order.
+    equal_runs(straight, resumed, "optimizer.bin", ".safetensors")
+    saved = weights(resumed)
+    assert all(torch.equal(value, saved[name]) for name, value in weights(straight).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        list(PRETRAIN),
+        ["experiment=lm_sft_chat", *LANGUAGE],
+        ["experiment=text_classification", *LANGUAGE[:-1]],
+    ],
+    ids=["pretrain", "chat", "classification"],
+)
+def test_two_processes_train_the_language_model_of_one(recipe: list[str], tmp_path: Path) -> None:
+    """R1: the recipes' metrics do not depend on the number of processes."""
+    off = "text_classification" in recipe[0] and ["+model.config.hidden_dropout_prob=0"]
+    off = [*off, "+model.config.attention_probs_dropout_prob=0"] if off else []
+    one, two = (run(*recipe, *off, *more, cwd=tmp_path) for more in ((), TWO))
+    assert losses(two) == about(losses(one))
+    found = [json.loads((folder / "summary.json").read_text())["metrics"] for folder in (one, two)]
+    assert found[1]["validation"] == about(found[0]["validation"])
 
 
 @pytest.mark.slow
