@@ -37,7 +37,7 @@ def run(command: list[str], cwd: Path, **environment: str) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the tree as it stands, built from a copy without what lies around."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("accel", "runner", "hydra_plugins", "conf", "examples/myproject"):
+    for name in ("accel", "runner", "hydra_plugins", "conf", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
@@ -48,17 +48,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_the_wheel_holds(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    held = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in held if ".dist-info" not in name}
     assert tops == {"accel", "runner", "hydra_plugins"}
-    plugins = {name for name in names if name.startswith("hydra_plugins/")}
+    plugins = {name for name in held if name.startswith("hydra_plugins/")}
     assert "hydra_plugins/accel_runner.py" in plugins
     assert "hydra_plugins/__init__.py" not in plugins  # a namespace, which other packages share
-    shipped = {name.removeprefix("runner/conf/") for name in names if name.endswith(".yaml")}
-    example = "runner/examples/myproject/conf/experiment/myproject.yaml"
+    shipped = {name.removeprefix("runner/conf/") for name in held if name.endswith(".yaml")}
+    names = ("myproject/conf/experiment/myproject", "lm_sft_chat/conf/experiment/mine")
+    names += ("text_classification/conf/experiment/mine",)
+    examples = {f"runner/examples/{name}.yaml" for name in names}
     conf = {path.relative_to(ROOT / "conf").as_posix() for path in _yaml_files()}
-    assert shipped == {*conf, example}
-    assert "accel/py.typed" in names
+    assert shipped == {*conf, *examples}
+    assert "accel/py.typed" in held
 
 
 def _yaml_files() -> list[Path]:
