@@ -123,7 +123,7 @@ def _build(
     if bool(path) == bool(fields):
         given = "neither model.path nor model.config" if not path else "model.path and .config"
         rule = "weights are read from files, or drawn for a configuration"
-        remedy = "Give one of model.path=DIR and model.config.model_type=llama."
+        remedy = "Give one of model.path=DIR and model.config.model_type=llama; the other is null."
         raise ConfigError.of(given, rule, remedy)
     if quantization and not path:
         rule, remedy = "trained weights are quantized, new ones are not", "Give model.path=DIR."
