@@ -136,18 +136,21 @@ def _build(
         raise ConfigError.of(
             f"model_type={config.model_type}", rule, nearest(config.model_type, names)
         )
-    as_given = _dtype(dtype, config)
+    as_given, auto = _dtype(dtype, config), getattr(transformers, AUTO[kind])
     # Weights that a context puts on the meta device come from elsewhere: no file is read for them.
     if not path or nn.ParameterList([torch.empty(0)])[0].is_meta:
         config.dtype = as_given
-        # Drawn whole and in fp32, so that a seed gives the same weights under every strategy.
-        model = known[type(config)](config)
+        # Drawn whole and in fp32, so that a seed gives the same weights under every strategy. A
+        # classifier's class cannot: where transformers partitions weights, it does so inside.
+        if kind == "CAUSAL_LM":
+            model = known[type(config)](config)
+        else:
+            model = auto.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(as_given)
     else:
         more = {"quantization_config": _quantization(quantization)} if quantization else {}
-        load = getattr(transformers, AUTO[kind]).from_pretrained
-        model = load(path, config=config, dtype=as_given, **more)
+        model = auto.from_pretrained(path, config=config, dtype=as_given, **more)
     if attention is not None:
         try:
             model.set_attn_implementation(attention)
