@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from accel.checkpoint.directory import read_manifest
 from accel.checkpoint.load import read_model
 from accel.machine.errors import ConfigError
 from runner.language.adapters import wrap
+from runner.recipe import trust
 from tests import commands
 from tests.helpers import WorkerError, run_distributed, with_path, write_file
 from tests.runner import loops
@@ -85,6 +87,19 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 def test_mistakes_name_what_exists(fields: dict[str, Any], message: str, base: str) -> None:
     with pytest.raises(ConfigError, match=message):
         adapted(base, fields)
+
+
+def test_weights_of_the_base_are_not_lost_in_silence(base: str) -> None:
+    model = adapted(base, {})
+    model.get_parameter("base_model.model.lm_head.weight").requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight: it is trained"):
+        model.state_dict()
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"Install 'peft': pip install 'accel-runner\[hf\]'"):
+        trust.resolve("peft.LoraConfig", "peft._target_")
 
 
 @pytest.mark.slow
