@@ -155,7 +155,7 @@ def _build(
         try:
             model.set_attn_implementation(attention)
         except (ImportError, ValueError) as error:
-            value, rule = f"model.attn_implementation={attention}", " ".join(str(error).split())
+            value, rule = f"model.attn_implementation={attention}", str(error).rstrip(".")
             raise ConfigError.of(value, rule, "Choose sdpa or eager, or install it.") from error
     model.base_path = _folder(path) if path else None
     if gradient_checkpointing:
