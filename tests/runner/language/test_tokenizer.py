@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,12 +21,6 @@ ANY_TEXT = [
 ]
 
 
-def trained() -> str:
-    """Return the digest of a tokenizer."""
-    tokenizer = train_bpe((path.read_text(errors="replace") for path in STDLIB[:40]), 2000)
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
 @pytest.mark.slow
 def test_a_bpe_of_the_standard_librarys_text_encodes_any_text_without_loss() -> None:
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in STDLIB]
@@ -37,16 +28,6 @@ def test_a_bpe_of_the_standard_librarys_text_encodes_any_text_without_loss() -> 
     assert len(tokenizer) == 4096
     for text in (*ANY_TEXT, *texts):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
-@pytest.mark.slow
-def test_the_same_texts_give_the_same_tokenizer_in_other_processes() -> None:
-    code = f"import {__name__} as here; print(here.trained())"
-    command = [sys.executable, "-c", code]
-    for threads in ("1", "3"):
-        env = {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads, "PATH": ""}
-        ran = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
-        assert ran.stdout == trained() + "\n"
 
 
 def test_a_tokenizer_is_loaded_again_from_its_folder_or_file(tmp_path: Path) -> None:
