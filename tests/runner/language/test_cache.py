@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from accel.machine.errors import ConfigError
 from runner.language import cache, packing
-from runner.language.cache import cached
 from runner.language.packing import Layout
 from tests.runner.language.texts import made, texts_of, words, write_jsonl
 
@@ -127,18 +125,3 @@ def test_other_content_or_settings_make_other_entries(tmp_path: Path, tokenizer:
     assert new() == ["rows", "tokens"]
     assert made(tmp_path, **given).train[0]["input_ids"].tolist() != row.tolist()
     assert first < entries(tmp_path)
-
-
-def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
-        (folder / "part").write_text("half")
-        raise RuntimeError("no more")
-
-    entry = tmp_path / "entry"
-    with pytest.raises(RuntimeError, match="no more"):
-        cached(entry, fail)
-    assert [path.name for path in tmp_path.iterdir()] == [".entry.lock"]
-    assert cached(entry, lambda folder: None) == entry
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"data.cache_dir=.*file: .*under a lock"):
-        cached(tmp_path / "file" / "entry", fail)

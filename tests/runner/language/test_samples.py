@@ -7,8 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from accel.machine.errors import ConfigError
@@ -130,24 +128,3 @@ def test_a_tokenizer_that_ends_texts_itself_gives_one_end_and_one_without_is_ref
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="end-of-sequence"):
         text_tokens(tokenizer, "Hello")
-
-
-CONTENT = st.text(st.characters(exclude_categories=["Cs"]))
-CHATS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("generation", [True, False], ids=["blocks", "prefixes"])
-@pytest.mark.parametrize("name", FORMATS)
-@given(said=CHATS)
-def test_what_counts_is_each_reply_and_its_end_whatever_is_said(
-    name: str, generation: bool, said: list[tuple[str, str]]
-) -> None:
-    tokenizer = tokenizer_of(name, generation)
-    spoken = [turn for ask, reply in said for turn in (("user", ask), ("assistant", reply))]
-    tokens = chat_tokens(tokenizer, messages_of(spoken))
-    start, end = {"chatml": ("", "<|im_end|>"), "llama": ("", EOT), "mistral": (" ", "</s>")}[name]
-    replies = [reply.strip() if name == "llama" else reply for _, reply in said]
-    assert pieces(tokenizer, tokens)[1::2] == [f"{start}{reply}{end}" for reply in replies]
-    whole = tokenizer.apply_chat_template(messages_of(spoken), tokenize=False)
-    assert tokenizer.decode(tokens.input_ids) == whole

@@ -296,7 +296,6 @@ def test_a_run_keeps_its_tokenizer(
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": "{}/texst.jsonl"}, r"data.train=.*texst.jsonl: no file.*'texts.jsonl'"),
     ({"columns": {"text": "txt"}}, r"texts.jsonl:1: data.columns.text=txt: .*mean 'text'"),
-    ({"columns": {"text": "{txt}!"}}, "no column 'txt'.*mean 'text'"),
     ({"columns": {"prompt": "text"}}, "columns.prompt=text: data.format=text reads the columns"),
     ({"columns": {"text": "number"}}, "does not read a int there. The columns are text, number"),
     ({"format": "chat"}, "no column 'messages'"),
@@ -304,18 +303,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": "{}/array.jsonl"}, r"array.jsonl:1: .*a list.*jq"),
     ({"train": "{}/empty.jsonl"}, r"data.train=.*empty.jsonl: it has no samples"),
     ({"train": "{}/latin.txt"}, "latin.txt: text files are in UTF-8"),
-    ({"train": "{}/bad.parquet"}, "it is no Parquet file"),
     ({"train": "tset", "path": "{}/saved"}, "data.train=tset of .*saved"),
-    ({"context": 1}, "data.context=1: .* has at least 2"),
     ({"context": 4096}, "data.context=4096: .* at most 512 positions. Set data.context=512"),
     ({"context": 8, "too_long": "drop"}, "none of 3 samples is left with data.context=8"),
     ({"validation": 1.5}, "data.validation=1.5: a fraction"),
     ({"format": "label"}, "data.packing=true with data.format=label"),
-    ({"format": "label", "packing": False, "stream": True}, "data.stream=true with"),
     ({"train": [{"path": "{}/texts.jsonl", "wieght": 2}]}, "data.train: wieght: .*'weight'"),
-    ({"train": [{"path": "{}/texts.jsonl", "weight": 0}]}, "a weight above 0"),
     ({"train": ["{}/texts.jsonl", {"path": "{}/texts.jsonl", "weight": 1}]}, "or none has"),
-    ({"train": [{"path": "{}/texts.jsonl", "format": "tezt"}]}, "data.format='tezt'.*'text'"),
     ({"train": [{"path": "{}/texts.jsonl", "format": "label"}]}, "has labels, or none has"),
     ({"tokenizer": "{}/nothing"}, "tokenizer="),
 ]
@@ -328,7 +322,6 @@ def test_mistakes_are_refused(tmp_path: Path, tokenizer: str, arguments, message
     write_jsonl(tmp_path / "texts.jsonl", [{"text": words(8, n), "number": n} for n in range(3)])
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "array.jsonl").write_text('[{"text": "a"}]\n')
-    (tmp_path / "bad.parquet").write_text("a")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     if "saved" in str(arguments):
