@@ -5,6 +5,7 @@ Shapes: B samples (rows) in the batch of one process, T tokens of a row, C class
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,13 @@ class CausalLM(Objective):
         self._predict, self._folder, self._tokenizer = predict, tokenizer, None
         self._sampling = generation.Sampling(max_new_tokens)
         self._packs: bool | None = None
+        self._fits = False
 
     def losses(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the nats of each row, summed over its targets, and how many were the likeliest."""
         self._check(batch)
+        if not self._fits:
+            self._fits = _fits(model, batch["input_ids"])
         if "position_ids" in batch and not self._packs:
             self._packs = _separates(model, batch["input_ids"])
         nats, hits = _token_losses(model, batch, _targets(batch))
@@ -115,6 +119,19 @@ class CausalLM(Objective):
             rule = "a batch maps input_ids and labels to tensors [B, T]"
             remedy = "Choose data=text, jsonl, parquet or hf_dataset, or return such batches."
             raise ConfigError.of("objective=causal_lm", rule, remedy)
+
+
+def _fits(model: nn.Module, ids: Tensor) -> bool:
+    """Refuse tokens that the model does not have: a device would only tell of an index."""
+    find = getattr(own_module(model), "get_input_embeddings", None)
+    known, most = find().num_embeddings if find else math.inf, int(ids.max())
+    if most >= known:
+        rule = f"the model has {known} tokens: the data's tokenizer is that of another"
+        remedy = (
+            "Give data.tokenizer=DIR of the model, or model.config.vocab_size=${facts:vocab_size}."
+        )
+        raise ConfigError.of(f"token {most} of the data", rule, remedy)
+    return True
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor:

@@ -188,7 +188,7 @@ def write_rows(tokens: Path, layout: Layout, fraction: float, key: str, folder: 
         folder: where it is written.
 
     Raises:
-        ConfigError: if no row is left.
+        ConfigError: if no row is left, or there is nothing to learn in them.
     """
     lengths = load(tokens, LENGTHS)
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).numpy()
@@ -199,6 +199,11 @@ def write_rows(tokens: Path, layout: Layout, fraction: float, key: str, folder: 
     if not rows:
         rule = f"none of {len(lengths)} samples is left with data.context={layout.context}"
         remedy = "Raise data.context, or set data.too_long=cut."
+        raise ConfigError.of(key, rule, remedy)
+    counted = load(tokens, COUNTED)
+    if not labels_of(tokens) and not any(counted[at : at + size].any() for _, at, size in spans):
+        rule = "none of its tokens counts in the loss: of conversations, the assistant's do"
+        remedy = "Call the role assistant, or name the columns: data.columns.role=…"
         raise ConfigError.of(key, rule, remedy)
     spans[list(itertools.chain(*rows))].tofile(folder / SPANS)
     np.array([len(row) for row in rows]).tofile(folder / SIZES)

@@ -165,6 +165,9 @@ def test_mistakes_are_refused(mistake: str) -> None:
 def test_the_missing_package_and_other_batches_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"objective=causal_lm: a batch maps input_ids"):
         CausalLM().weights((torch.zeros(1), torch.zeros(1)))  # type: ignore[arg-type]
+    ids = torch.tensor([[1, VOCABULARY]])
+    with pytest.raises(ConfigError, match=f"token {VOCABULARY} of the data: the model has"):
+        CausalLM().losses(tiny(), {"input_ids": ids, "labels": ids})
     monkeypatch.setattr(models, "is_available", lambda package: False)
     with pytest.raises(ConfigError, match=r"pip install 'accel-runner\[hf\]'"):
         tiny()

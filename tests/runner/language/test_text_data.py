@@ -312,6 +312,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": ["{}/texts.jsonl", {"path": "{}/texts.jsonl", "weight": 1}]}, "or none has"),
     ({"train": [{"path": "{}/texts.jsonl", "format": "label"}]}, "has labels, or none has"),
     ({"tokenizer": "{}/nothing"}, "tokenizer="),
+    ({"format": "chat", "train": "{}/user.jsonl"}, "none of its tokens counts in the loss"),
 ]
 
 
@@ -323,6 +324,7 @@ def test_mistakes_are_refused(tmp_path: Path, tokenizer: str, arguments, message
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "array.jsonl").write_text('[{"text": "a"}]\n')
     (tmp_path / "empty.jsonl").write_text("\n\n")
+    write_jsonl(tmp_path / "user.jsonl", [{"messages": CHAT[:1]}])
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     if "saved" in str(arguments):
         saved = datasets.Dataset.from_dict({"text": ["a"]})
