@@ -53,7 +53,7 @@ class Averaging(Callback):
         Raises:
             ConfigError: if the engine does not keep those of an optimizer between its steps.
         """
-        stepped = [pair for pair in _stepped(loop) if pair[1] in self._averages or _trains(pair[1])]
+        stepped = list(_stepped(loop))
         for name, optimizer in loop.step.optimizers.items() if not self._averages else ():
             if optimizer not in [owner for owner, _ in stepped]:
                 rule = "the engine gives it weights during a step only, and it has no state of them"
@@ -303,11 +303,6 @@ def _stepped(loop: Run) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor]]:
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         held += [key for key in optimizer.state if isinstance(key, torch.Tensor)]
         yield from ((optimizer, tensor) for tensor in dict.fromkeys(held))
-
-
-def _trains(tensor: torch.Tensor) -> bool:
-    """Return whether an optimizer changes a tensor: a frozen parameter needs no average."""
-    return tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
 
 
 def _value(name: str, optimizer: torch.optim.Optimizer) -> str:

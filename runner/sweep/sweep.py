@@ -35,8 +35,8 @@ Plain = Mapping[str, Any]  # a recipe as plain containers
 # How long another command may take to write `sweep.json`, or to choose jobs.
 WAIT_SECONDS = 30.0
 MOST_DIFFERENCES = 12
-# Interpolations whose values are not in the files of a recipe.
-RESOLVER = re.compile(rb"\$\{[^}]*:")
+# Interpolations whose values are not in the files of a recipe; facts are the data's, in a job.
+RESOLVER = re.compile(rb"\$\{(?!facts:)[^}]*:")
 
 
 @dataclass(frozen=True)
