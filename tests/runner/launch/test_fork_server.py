@@ -41,6 +41,7 @@ def wait(path: str) -> int:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     monkeypatch.setenv("RUNNER_IMPORTS", "")
+    monkeypatch.delenv(fork_server.NVML_CHECK, raising=False)  # DeepSpeed's import sets it
     found = ForkServer(modules=("json", "not_installed_anywhere"))
     yield found
     found.close()
