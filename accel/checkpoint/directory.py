@@ -236,7 +236,7 @@ def _differences(places: list[Path], manifest: Manifest) -> list[str]:
             wrong.append(f"{name} is missing")
         elif file.stat().st_size != entry.size:
             wrong.append(f"{name} has {file.stat().st_size} bytes, not {entry.size}")
-        elif _sha256(file) != entry.sha256:
+        elif file_digest(file) != entry.sha256:
             wrong.append(f"{name} was altered (its digest differs)")
     return wrong
 
@@ -325,7 +325,7 @@ def seal(staged: Path, engine: Mapping[str, object], metadata: Mapping[str, obje
 def entries(folder: Path) -> dict[str, Entry]:
     """Return size and digest of every file in `folder`, by relative path."""
     return {
-        file.relative_to(folder).as_posix(): Entry(file.stat().st_size, _sha256(file))
+        file.relative_to(folder).as_posix(): Entry(file.stat().st_size, file_digest(file))
         for file in _files(folder)
     }
 
@@ -379,6 +379,20 @@ def repair(final: str | os.PathLike[str]) -> bool:
 def discard(staged: Path) -> None:
     """Remove what was written so far."""
     shutil.rmtree(staged, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """Give a folder to write in, which takes the name `final` once all in it is on the disk."""
+    tidy(final)
+    staged = stage(final)
+    try:
+        yield staged
+        for file in _files(staged):
+            flush_file(file)
+        publish(staged, final)
+    finally:
+        discard(staged)
 
 
 # -- rotation ------------------------------------------------------------------------------
@@ -468,6 +482,7 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _sha256(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,13 +14,13 @@ from runner.cli import arguments as command_line
 from runner.cli import program
 from runner.cli.arguments import CommandParser
 from runner.exit_codes import DONE
+from runner.language.samples import IGNORED
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from runner.data.datasets import Data
 
-NOT_COUNTED = -100  # label of a token that the loss does not count
 COUNTED, OTHER, TITLE = "green", "dim", "bold cyan"
 MARKS = "⟦", "⟧"  # around what counts, where there are no colours
 
@@ -131,8 +131,8 @@ class _Viewer:
         if isinstance(labels, int):
             classes = self.data.facts.get("classes")
             label = f", label {classes[labels] if classes else labels}"
-            labels = [NOT_COUNTED] * length
-        counted = [label != NOT_COUNTED for label in labels[:length]]
+            labels = [IGNORED] * length
+        counted = [label != IGNORED for label in labels[:length]]
         positions = row.get("position_ids", range(length))
         starts = [place for place, position in enumerate(positions) if position == 0]
         spans = list(itertools.pairwise([*starts, length]))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +49,8 @@ def export_run(
     job, recipe = Job.load(directory.existing(run_dir))
     target = (job.run_dir / FOLDER if out is None else out).absolute()
     tokenizer = generation.tokenizer_folder(job.run_dir)
-    with _new_folder(target) as folder:
+    _require_new(target)
+    with checkpoints.new_folder(target) as folder:
         path = find_checkpoint(job.run_dir, checkpoint)
         models = restored_step(path, recipe).models
         for name, model in models.items():
@@ -63,25 +62,13 @@ def export_run(
     return path, target
 
 
-@contextlib.contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to write to, which takes the name `target` when all is on the disk."""
+def _require_new(target: Path) -> None:
+    """Refuse a folder that holds something; remove an empty one."""
     if target.exists():
         if not target.is_dir() or any(target.iterdir()):
             rule = "it exists and is not empty: nothing is overwritten"
             raise ConfigError.of(f"--out {target}", rule, "Remove it, or name another folder.")
         target.rmdir()
-    checkpoints.tidy(target)
-    staged = checkpoints.stage(target)
-    try:
-        yield staged
-        for file in staged.rglob("*"):
-            if file.is_file():
-                file.chmod(staged.stat().st_mode & 0o666)  # safetensors' are for their owner alone
-                checkpoints.flush_file(file)
-        checkpoints.publish(staged, target)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
 
 
 def _merged(model: Any) -> Any:

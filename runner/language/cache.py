@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,12 +21,6 @@ from accel.checkpoint import directory
 from accel.machine.errors import ConfigError
 
 VERSION = 1  # of what entries hold: a change makes others
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cached(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -44,16 +37,8 @@ def cached(folder: Path, write: Callable[[Path], None]) -> Path:
         return folder
     with _locked(folder):
         if not folder.is_dir():
-            directory.tidy(folder)
-            staged = directory.stage(folder)
-            try:
+            with directory.new_folder(folder) as staged:
                 write(staged)
-                for file in filter(Path.is_file, staged.rglob("*")):
-                    directory.flush_file(file)
-                directory.publish(staged, folder)
-            except BaseException:
-                directory.discard(staged)
-                raise
     return folder
 
 

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from accel.machine.errors import ConfigError, Problems, nearest, text_of
 from accel.machine.imports import is_available
 from accel.weights.tensors import as_dtype
+from runner.language.samples import IGNORED
 
-IGNORED = -100  # a target that does not count
 CHUNK = 2**26  # logits that exist at once: 256 MiB in fp32
 # Kernels that keep samples apart in a batch of one row only.
 # Source: https://huggingface.co/docs/transformers/main_classes/data_collator

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from accel.machine.errors import ConfigError
 from accel.precision.wrapping import own_module
 from runner.language import generation
-from runner.language.models import IGNORED, token_losses
+from runner.language.models import token_losses
+from runner.language.samples import IGNORED
 from runner.training.step import Objective
 
 # The tensors of a batch that a model gets.

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from accel.machine.errors import ConfigError
 from runner.language.cache import append, load
 from runner.language.readers import Record, Source
-from runner.language.samples import Tokens
+from runner.language.samples import IGNORED, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ BUFFER = 1024  # records of a stream that are packed together
 # Files of an entry with tokens: for all samples, one behind another; of each sample.
 TOKENS, COUNTED, LENGTHS, LABELS = "tokens.int32", "counted.bool", "lengths.int64", "labels.json"
 SPANS, SIZES = "spans.int64", "sizes.int64"  # files of an entry with rows: [S, 3], [R]
-IGNORED = -100  # label of a token that does not count
 TooLong = Literal["split", "cut", "drop"]
 Indices = NDArray[np.int64]
 

@@ -13,6 +13,7 @@ from typing import Any
 from accel.machine.errors import ConfigError, text_of
 
 Message = Mapping[str, Any]
+IGNORED = -100  # label of a token that the loss does not count
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 OTHER = "\ue000"  # a content unlike any other
 MARKED = (

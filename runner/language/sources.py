@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import ConcatDataset
 
+from accel.checkpoint.directory import file_digest
 from accel.machine.errors import ConfigError, nearest, unknown_choice
 from runner.data.datasets import Data
 from runner.language import readers
-from runner.language.cache import VERSION, cached, file_digest
+from runner.language.cache import VERSION, cached
 from runner.language.packing import (
     Layout,
     Mixture,

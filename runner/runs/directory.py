@@ -325,15 +325,13 @@ def keep_artifacts(run_dir: Path, artifacts: Mapping[str, Path]) -> None:
             if any(filecmp.cmpfiles(source, final, names)[1:]):
                 logger.warning("%s differs from %s, with which the run began.", source, final)
             continue
-        checkpoints.tidy(final)
-        staged = checkpoints.stage(final)
+        final.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, staged, dirs_exist_ok=True)
-            checkpoints.publish(staged, final)
+            with checkpoints.new_folder(final) as staged:
+                shutil.copytree(source, staged, dirs_exist_ok=True)
         else:
-            shutil.copyfile(source, staged / name)
-            checkpoints.publish(staged / name, final)
-            staged.rmdir()
+            with checkpoints.replacing(final) as partial:
+                shutil.copyfile(source, partial)
 
 
 def remove_partials(run_dir: Path) -> None:

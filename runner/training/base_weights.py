@@ -7,7 +7,6 @@ checkpoint names it and the SHA-256 of its files; it is loaded onto no other bas
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,8 +55,7 @@ def digests(folder: Path) -> dict[str, str]:
 @functools.cache
 def _sha256(file: Path, size: int, modified: int) -> str:
     """Return the digest of a file in this state; gigabytes are read once."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return checkpoints.file_digest(file)
 
 
 def require_same(models: Mapping[str, torch.nn.Module], checkpoint: str | Path) -> None:
