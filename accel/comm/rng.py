@@ -14,7 +14,7 @@ import torch
 
 from accel.config.checks import check_whole
 from accel.machine import env
-from accel.machine.device import default_device_type
+from accel.machine.device import default_device_type, device_kind
 from accel.machine.enums import RNGType
 from accel.machine.errors import CheckpointError, ConfigError, unknown_choice
 from accel.machine.imports import require
@@ -75,11 +75,11 @@ def _dp_rank() -> int:
     return AcceleratorState().plan.parallel_dims.dp_rank
 
 
-def _accelerator() -> ModuleType | None:
-    """Return the torch module of this process's accelerator (`torch.cuda`, …), if it has one."""
+def _accelerator() -> tuple[str, ModuleType | None]:
+    """Return the kind of this process's device, and the module of its generator, if it has one."""
     built = bool(PartialState._shared_state)
     kind = PartialState().device.type if built else default_device_type()
-    return None if kind == "cpu" else getattr(torch, kind)
+    return kind, device_kind(kind).generator()
 
 
 # -- ranks agree -------------------------------------------------------------------------------
@@ -177,11 +177,13 @@ def capture() -> dict[str, Any]:
     The accelerator's is that of the current device. Plain containers and tensors, so that
     ``torch.load(weights_only=True)`` reads them.
     """
-    accelerator = _accelerator()
+    kind, accelerator = _accelerator()
     if accelerator is None:
         return {**capture_host(), "accelerator": None}
-    state = {"kind": _kind(accelerator), "state": accelerator.get_rng_state()}
-    return {**capture_host(), "accelerator": state}
+    return {
+        **capture_host(),
+        "accelerator": {"kind": kind, "state": accelerator.get_rng_state()},
+    }
 
 
 def capture_host() -> dict[str, object]:
@@ -225,10 +227,6 @@ def as_plain(python: tuple[Any, ...], numpy: Any, torch_state: torch.Tensor) -> 
     }
 
 
-def _kind(module: ModuleType) -> str:
-    return str(module.__name__.rpartition(".")[2])
-
-
 def restore(state: Mapping[str, Any]) -> None:
     """Set all generators to what `capture` returned.
 
@@ -246,29 +244,28 @@ def restore(state: Mapping[str, Any]) -> None:
 
 
 def _restore_accelerator(state: Mapping[str, Any] | None) -> None:
-    accelerator = _accelerator()
-    here = None if accelerator is None else _kind(accelerator)
-    there = None if state is None else state["kind"]
+    here, accelerator = _accelerator()
+    there = "cpu" if state is None else state["kind"]
     if accelerator is not None and state is not None and here == there:
         accelerator.set_rng_state(state["state"])
     elif here != there:
         warnings.warn(
-            f"The random state was saved on {there or 'cpu'} and this run computes on "
-            f"{here or 'cpu'}: draws on the device continue from its present state.",
+            f"The random state was saved on {there} and this run computes on {here}: draws on the "
+            "device continue from its present state.",
             stacklevel=3,
         )
 
 
 def torch_states() -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the states of torch's CPU generator and the accelerator's; None without one."""
-    accelerator = _accelerator()
+    _, accelerator = _accelerator()
     return torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
 
 
 def set_torch_states(states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     """Set torch's generators to what `torch_states` returned on this machine."""
     torch.set_rng_state(states[0])
-    accelerator = _accelerator()
+    _, accelerator = _accelerator()
     if accelerator is not None and states[1] is not None:
         accelerator.set_rng_state(states[1])
 

@@ -1,12 +1,113 @@
-"""Where a process computes. Any device that torch knows; no other module asks for its kind."""
+"""Where a process computes: a table of device kinds; no other module asks for a kind."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 
 from accel.machine.errors import ConfigError, Problem, unknown_choice
 
-KNOWN = ("cpu", "cuda", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu")
+
+class DeviceKind:
+    """Operations on one kind of device; the defaults are those of torch's accelerators.
+
+    Args:
+        name: type of its `torch.device`.
+
+    Attributes:
+        copies_in_order: whether copies to it need not be waited for. They are queued before the
+            kernels that read them, and the host's memory is kept until then.
+    """
+
+    copies_in_order = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def count(self) -> int:
+        """Return how many devices of this kind the process can use."""
+        module = getattr(torch, self.name, None)
+        return int(module.device_count()) if module is not None and module.is_available() else 0
+
+    def choose(self, index: int | None, local_rank: int, own_devices: int | None) -> torch.device:
+        """Return the device of a process; arguments as of `resolve_device`."""
+        count = self.count()
+        default = 0 if own_devices == count else local_rank
+        wanted = default if index is None else index
+        if wanted >= count:
+            raise ConfigError(_too_few(self.name, count, wanted))
+        return self.numbered(wanted)
+
+    def numbered(self, index: int) -> torch.device:
+        """Return the device `index`."""
+        return torch.device(self.name, index)
+
+    def generator(self) -> ModuleType | None:
+        """Return the module with the device's `get_rng_state`; None for the CPU."""
+        found: ModuleType = getattr(torch, self.name)
+        return found
+
+    def backend(self) -> str:
+        """Return the backend through which processes exchange tensors on the device."""
+        return str(torch.distributed.get_default_backend_for_device(self.name))
+
+    def use(self, device: torch.device) -> None:
+        """Make `device` the current one of its kind."""
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until all work queued on `device` is done."""
+        torch.accelerator.synchronize(device)
+
+
+class Cpu(DeviceKind):
+    """The CPU, which processes share and which queues nothing."""
+
+    copies_in_order = False
+
+    def generator(self) -> None:
+        return None
+
+    def choose(self, index: int | None, local_rank: int, own_devices: int | None) -> torch.device:
+        return torch.device(self.name)
+
+    def use(self, device: torch.device) -> None:
+        pass
+
+    def synchronize(self, device: torch.device) -> None:
+        pass
+
+
+class Mps(DeviceKind):
+    """Apple's GPU, the only one of its machine."""
+
+    copies_in_order = False
+
+    def numbered(self, index: int) -> torch.device:
+        return torch.device(self.name)
+
+    def use(self, device: torch.device) -> None:
+        pass
+
+
+KINDS = {
+    "cpu": Cpu("cpu"),
+    "mps": Mps("mps"),
+    **{n: DeviceKind(n) for n in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu")},
+}
+
+
+def device_kind(name: str) -> DeviceKind:
+    """Return a row of the table, or raise `ConfigError` for an unknown kind."""
+    if name not in KINDS:
+        raise ConfigError(unknown_choice("device", name, KINDS))
+    return KINDS[name]
+
+
+def _kind_of(device: torch.device) -> DeviceKind:
+    return KINDS.get(device.type) or DeviceKind(device.type)
 
 
 def resolve_device(
@@ -27,14 +128,8 @@ def resolve_device(
     if kind in (None, "auto"):
         kind = default_device_type()
     name, _, index = str(kind).partition(":")
-    if name == "cpu":
-        return torch.device("cpu")
-    count = device_count(name)
-    default = 0 if own_devices == count else local_rank
-    wanted = int(index) if index.isdigit() else default
-    if wanted >= count:
-        raise ConfigError(_too_few(name, count, wanted))
-    return torch.device(name) if name == "mps" else torch.device(name, wanted)
+    number = int(index) if index.isdigit() else None
+    return device_kind(name).choose(number, local_rank, own_devices)
 
 
 def default_device_type() -> str:
@@ -48,12 +143,7 @@ def default_device_type() -> str:
 
 def device_count(name: str) -> int:
     """Return how many devices of a kind there are, or raise `ConfigError` for an unknown kind."""
-    if name not in KNOWN:
-        raise ConfigError(unknown_choice("device", name, KNOWN))
-    module = getattr(torch, name, None)
-    if module is None or not module.is_available():
-        return 0
-    return int(module.device_count())
+    return device_kind(name).count()
 
 
 def _too_few(name: str, count: int, wanted: int) -> Problem:
@@ -76,24 +166,19 @@ def process_group_backend(device_type: str) -> str:
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#backends
     """
-    return str(torch.distributed.get_default_backend_for_device(device_type))
+    return device_kind(device_type).backend()
 
 
 def use_device(device: torch.device) -> None:
     """Make `device` the current one of its kind, so that libraries allocate there."""
-    if device.type not in ("cpu", "mps") and device.index is not None:
-        torch.accelerator.set_device_index(device.index)
+    _kind_of(device).use(device)
 
 
 def copies_in_order(device: torch.device) -> bool:
-    """Return whether copies to `device` need not be waited for.
-
-    They are queued before the kernels that read them, and the host's memory is kept until then.
-    """
-    return device.type not in ("cpu", "mps")
+    """Return whether copies to `device` need not be waited for."""
+    return _kind_of(device).copies_in_order
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until all work queued on `device` is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    _kind_of(device).synchronize(device)

@@ -157,7 +157,9 @@ class Choice:
         )
 
 
-def choose(arguments: Arguments, environment: Environment, found: Problems) -> Choice:
+def choose(
+    arguments: Arguments, environment: Environment, device_type: str, found: Problems
+) -> Choice:
     """Return the strategy that is switched on; an argument goes before the environment.
 
     `found` takes what is wrong: two strategies on, a plugin of another class.
@@ -178,7 +180,7 @@ def choose(arguments: Arguments, environment: Environment, found: Problems) -> C
         rule, remedy = "they cannot be combined", f"Switch {first} or {second} off."
         found.add(f"{first} with {second}", rule, remedy)
     _apply_sizes(on, parallelism(arguments, environment, found), found)
-    return selected(on, environment.world_size)
+    return selected(on, environment.world_size, device_type)
 
 
 def parallelism(
@@ -220,10 +222,11 @@ def check_sizes(sizes: ParallelismConfig, dims: ParallelDims, found: Problems) -
     )
 
 
-def selected(on: Plugins, world_size: int) -> Choice:
-    """Return the strategy of the plugins that are on, or the default of so many processes."""
-    spec = next((spec for spec in specs() if spec.leading(on)), None)
-    return Choice(spec or next(spec for spec in specs() if spec.is_default(world_size)), on)
+def selected(on: Plugins, world_size: int, device_type: str = "cpu") -> Choice:
+    """Return the strategy of the plugins that are on, or the default of processes on a device."""
+    chosen = (spec for spec in specs() if spec.leading(on))
+    default = (spec for spec in specs() if spec.is_default(world_size, device_type))
+    return Choice(next(chosen, None) or next(default), on)
 
 
 def conflicts(names: Iterable[str]) -> Iterator[tuple[str, str]]:

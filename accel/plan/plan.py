@@ -125,10 +125,10 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     """
     found = Problems()
     arguments = arguments.checked(found)
-    choice = choose(arguments, environment, found)
+    device = _device(arguments, environment, found)
+    choice = choose(arguments, environment, device.type, found)
     _check_world(environment, found)
     handlers = _handlers(arguments.kwargs_handlers or (), found)
-    device = _device(arguments, environment, found)
     mixed_precision, fp8 = _mixed_precision(arguments, environment, handlers, choice, device, found)
     dims = choice.dims(environment, found)
     sizes = parallelism(arguments, environment, Problems())

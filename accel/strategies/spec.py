@@ -156,7 +156,8 @@ class StrategySpec:
         name: of the strategy.
         place: ``"module:class"`` of its `Strategy`, called with (plan, comm, device, precision).
         plugins: what switches it on. The first one that is on names the run.
-        is_default: whether a run that switches no plugin on is of this strategy, by world size.
+        is_default: whether a run that switches no plugin on is of this strategy, by its world size
+            and kind of device.
         handlers: kwargs handlers that no strategy reads but those that name them here.
         owns_precision: whether it casts weights by itself, below autocast, and scales losses
             where that is wanted.
@@ -182,7 +183,7 @@ class StrategySpec:
     name: str
     place: str
     plugins: tuple[PluginSpec, ...] = ()
-    is_default: Callable[[int], bool] = lambda world_size: False
+    is_default: Callable[[int, str], bool] = lambda world_size, device_type: False
     handlers: tuple[type[KwargsHandler], ...] = ()
     owns_precision: bool = False
     owns_accumulation: bool = False

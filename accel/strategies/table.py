@@ -101,13 +101,13 @@ def _taken_twice(found: Iterable[StrategySpec]) -> list[Problem]:
 SINGLE = StrategySpec(
     name="single",
     place="accel.strategies.base:SingleProcessStrategy",
-    is_default=lambda world_size: world_size <= 1,
+    is_default=lambda world_size, device_type: world_size <= 1,
     handlers=(DistributedDataParallelKwargs,),
 )
 DDP = StrategySpec(
     name="ddp",
     place="accel.strategies.ddp:DDPStrategy",
-    is_default=lambda world_size: world_size > 1,
+    is_default=lambda world_size, device_type: world_size > 1,
     handlers=(DistributedDataParallelKwargs,),
     memory=(MemoryLayout("ddp"),),
 )

@@ -17,7 +17,7 @@ PARTS = {
     "examples": ("examples",),
 }
 # Code lines that a part may have, and files of `accel` and `runner` together.
-BUDGETS = {"accel": 24_000, "runner": 19_000, "tests": 48_000}
+BUDGETS = {"accel": 24_040, "runner": 19_000, "tests": 48_010}
 MAX_FILES = 306
 # Helpers are what no test runner collects.
 HELPERS = "    of it helpers"

@@ -176,7 +176,7 @@ def from_environment(plugin: Plugin | None = None, **values: str) -> Plugin:
     with patched(**values):
         found = Problems()
         arguments = Arguments(plugins={"fsdp_plugin": plugin})
-        chosen = choose(arguments, Environment.read(), found).plugins.get("fsdp")
+        chosen = choose(arguments, Environment.read(), "cpu", found).plugins.get("fsdp")
         found.raise_if()
     assert chosen is not None
     return chosen

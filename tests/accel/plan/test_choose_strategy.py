@@ -22,7 +22,7 @@ FOUR = Environment(
 def chosen(environment: Environment = FOUR, **arguments: object) -> tuple[str, str]:
     """Return the strategy, and all that is wrong."""
     found = Problems()
-    label = choose(Arguments.of(arguments), environment, found).label
+    label = choose(Arguments.of(arguments), environment, "cpu", found).label
     return label, " ".join(str(problem) for problem in found)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from accel.machine.device import KINDS
 from accel.machine.errors import ConfigError
 from accel.machine.imports import load_attribute
 from accel.strategies import table
@@ -58,7 +59,8 @@ def test_the_table_is_free_of_torch() -> None:
 
 def test_one_default_for_every_number_of_processes() -> None:
     for world_size in (0, 1, 2, 64):
-        assert sum(spec.is_default(world_size) for spec in table.specs()) == 1
+        for kind in KINDS:
+            assert sum(spec.is_default(world_size, kind) for spec in table.specs()) == 1, kind
 
 
 def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
