@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
@@ -36,9 +36,12 @@ class PreparedLoader(OrderedLoader):
             -1 if that is not known.
         reading: an object that identifies the pass under way, None where there is none.
         use_stateful_dataloader: whether it is a loader of torchdata that has a state.
+        transform: changes each batch once it is on the device, as a strategy needs it; None: does
+            not.
     """
 
     use_stateful_dataloader = False
+    transform: Callable[[Any], Any] | None = None
     _own_arguments: tuple[str, ...] = ()  # the keyword arguments that only this class takes
 
     def __init__(
@@ -97,11 +100,13 @@ class PreparedLoader(OrderedLoader):
         loader._skipped = loader._skipped_now = self._skipped + entries
         loader._order = self._order
         loader._resumes = True
+        loader.transform = self.transform
         return loader
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if not self._order.read_elsewhere:
-            return self._pass()
+            batches, transform = self._pass(), self.transform
+            return batches if transform is None else (transform(batch) for batch in batches)
         self._order.read_elsewhere = False
         self._pass_over()
         return iter(())
@@ -128,7 +133,7 @@ class PreparedLoader(OrderedLoader):
 
     def __getstate__(self) -> dict[str, object]:
         # Live workers and process groups are not pickled; the shard of a rank is known before.
-        nothing = {"_iterator": None, "torch_device_mesh": None, "reading": None}
+        nothing = dict.fromkeys(("_iterator", "torch_device_mesh", "reading", "transform"))
         return {**self.__dict__, **nothing, "_passes": [], "_rests": []}
 
     @property

@@ -203,7 +203,7 @@ class Preparation:
         places: Iterable[bool],
         slice_fn: Callable[..., object] | None,
     ) -> list[Any]:
-        return [
+        prepared = (
             prepare_for(
                 self.plan,
                 loader,
@@ -212,7 +212,8 @@ class Preparation:
                 slice_fn_for_dispatch=slice_fn,
             )
             for position, (loader, place) in enumerate(zip(loaders, places, strict=True))
-        ]
+        )
+        return [self.strategy.wrap_loader(loader) for loader in prepared]
 
     def _places(
         self, args: Sequence[object], given: Sequence[bool | None] | None

@@ -349,6 +349,10 @@ class Strategy(ABC):
             optimizer, device_placement=place, scaler=gradients.scaler, admit=gradients.admit
         )
 
+    def wrap_loader(self, loader: Any) -> Any:
+        """Return a prepared loader as this run reads it; ``loader.transform`` changes batches."""
+        return loader
+
     def init_context(self) -> AbstractContextManager[None]:
         """Return the context in which models are built: sharded, or without memory, if need be."""
         return contextlib.nullcontext()

@@ -17,7 +17,7 @@ PARTS = {
     "examples": ("examples",),
 }
 # Code lines that a part may have, and files of `accel` and `runner` together.
-BUDGETS = {"accel": 24_040, "runner": 19_000, "tests": 48_010}
+BUDGETS = {"accel": 24_050, "runner": 19_000, "tests": 48_020}
 MAX_FILES = 306
 # Helpers are what no test runner collects.
 HELPERS = "    of it helpers"

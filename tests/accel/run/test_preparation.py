@@ -57,6 +57,23 @@ def test_other_objects_come_back_with_a_warning() -> None:
     assert same is numbers
 
 
+def test_a_strategy_changes_the_batches_of_prepared_loaders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrap_loader(loader: DataLoaderShard) -> DataLoaderShard:
+        loader.transform = lambda batch: -batch
+        return loader
+
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator.strategy, "wrap_loader", wrap_loader)
+    batches = accelerator.prepare(DataLoader(range(1, 7), batch_size=2))
+    ends = []
+    for batch in accelerator.skip_first_batches(batches, 1):
+        ends.append((batch.tolist(), accelerator.gradient_state.end_of_dataloader))
+    assert ends == [([-3, -4], False), ([-5, -6], True)]
+    assert accelerator._dataloaders == [batches]
+
+
 class Average:
     """Has a step and a state, and is no scheduler: an average of weights, say."""
 
