@@ -3,15 +3,16 @@
 # Which Python: VENV=<folder> if given; else an active environment that already has a torch the project
 # supports (it is used as it is: its torch is never replaced); else .venv, made here from constraints.txt.
 
-.PHONY: train test check mutants parity bench format clean
+.PHONY: train test test-xla check mutants parity bench format clean
 .DEFAULT_GOAL := help
 
 ARGS ?=
 JOBS ?= 4
+XLA_VENV ?= .venv-xla
 PYTHON = $$(tests/setup.sh $(1))
 
 help:
-	@sed -n '/^[a-z]*:.*##/s/\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 14
+	@sed -n '/^[a-z-]*:.*##/s/\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 14
 
 train: ## train the default recipe (ARGS="precision=bf16 seed=1" overrides values)
 	@python=$(call PYTHON,run) && exec "$$python" -m runner $(ARGS)
@@ -19,6 +20,16 @@ train: ## train the default recipe (ARGS="precision=bf16 seed=1" overrides value
 # Hundreds of processes import the project, each of which would compile it anew without bytecode.
 test: ## run the tests, JOBS=4 files at once (ARGS="-k name" chooses some, ARGS="-m slow" the slow ones)
 	@python=$(call PYTHON,test) && exec env -u PYTHONDONTWRITEBYTECODE "$$python" -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# An environment of its own, made once: some 7 GB, most of it torch's CUDA libraries.
+test-xla: $(XLA_VENV)/.installed ## test training through torch_xla, on one device of the CPU and on two
+	@for number in 1 2; do PJRT_DEVICE=CPU CPU_NUM_DEVICES=$$number \
+	  $(XLA_VENV)/bin/python -m pytest -m xla tests/accel/strategies/xla $(ARGS) || exit 1; done
+
+$(XLA_VENV)/.installed: tests/xla_requirements.txt
+	python3 -m venv $(XLA_VENV)
+	$(XLA_VENV)/bin/python -m pip install -q -r tests/xla_requirements.txt
+	@touch $@
 
 check: ## lint, format and types
 	@python=$(call PYTHON,check) && "$$python" -m ruff check . && "$$python" -m ruff format --check . && "$$python" -m mypy

@@ -25,6 +25,7 @@ from tests.helpers import close_pools, pool_pids, reset_accel
 IGNORED_VARIABLES = {
     *("PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "COLUMNS"),
     *("TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"),
+    "XLA_USE_SPMD",  # of torch_xla, with several devices
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # deepspeed, which transformers imports to save a model
 }
 GPU_CHOSEN = re.compile(r"(?<!not )\bgpu\b")

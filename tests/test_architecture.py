@@ -57,12 +57,13 @@ BACKEND_ROOMS: dict[str, tuple[str, ...]] = {
         *("accel/strategies/deepspeed/", "accel/config/deepspeed.py", "accel/machine/imports.py"),
     ),
     "transformer_engine": ("accel/precision/", "accel/machine/imports.py"),
-    "torch_xla": ("accel/strategies/xla.py", "accel/comm/xla.py", "accel/machine/imports.py"),
+    "torch_xla": ("accel/strategies/xla/", "accel/machine/imports.py"),
     "torch.distributed.fsdp": SHARDS,
     "torch.distributed.tensor": SHARDS,
     "torch.distributed._composable": SHARDS,
     "accel.strategies.mesh": SHARDS,
     "accel.strategies.deepspeed": ("accel/strategies/deepspeed/",),
+    "accel.strategies.xla": ("accel/strategies/xla/",),
     "accel.strategies.ddp": (),
 }
 BACKEND_NAMES = {"single", "ddp", "fsdp", "tp", "deepspeed", "megatron", "xla"}

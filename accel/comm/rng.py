@@ -62,6 +62,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     np.random.seed(seed % SEED_LIMIT)
     torch.manual_seed(seed)
+    device_kind(_accelerator()[0]).seed(seed)
     if deterministic:
         if torch.cuda.is_available() and env.read("CUBLAS_WORKSPACE_CONFIG") is None:
             env.set_values({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS needs it, see Source
@@ -91,7 +92,9 @@ def _get_state(rng_type: str, generator: torch.Generator | None) -> torch.Tensor
     if rng_type == RNGType.GENERATOR:
         return _require(generator).get_state()
     state = _device_module(rng_type).get_rng_state()
-    return state if isinstance(state, torch.Tensor) else torch.tensor([state]).view(torch.uint8)
+    if isinstance(state, torch.Tensor):
+        return state
+    return torch.tensor([state], dtype=torch.uint64).view(torch.uint8)
 
 
 def _set_state(rng_type: str, generator: torch.Generator | None, state: torch.Tensor) -> None:
@@ -101,7 +104,7 @@ def _set_state(rng_type: str, generator: torch.Generator | None, state: torch.Te
         _require(generator).set_state(state)
     else:
         number = rng_type == RNGType.XLA  # the state of an XLA device is one integer
-        value = int(state.view(torch.int64)) if number else state
+        value = int(state.view(torch.uint64)) if number else state
         _device_module(rng_type).set_rng_state(value)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 
+from accel.machine import env
 from accel.machine.errors import ConfigError, Problem, unknown_choice
+from accel.machine.imports import is_available, require
 
 
 class DeviceKind:
@@ -52,6 +56,9 @@ class DeviceKind:
         """Return the backend through which processes exchange tensors on the device."""
         return str(torch.distributed.get_default_backend_for_device(self.name))
 
+    def seed(self, seed: int) -> None:
+        """Seed the generator of the process's device."""
+
     def use(self, device: torch.device) -> None:
         """Make `device` the current one of its kind."""
         if device.index is not None:
@@ -92,15 +99,73 @@ class Mps(DeviceKind):
         pass
 
 
+class Xla(DeviceKind):
+    """All TPU cores of the machine, as one device of one process (SPMD), through torch_xla.
+
+    With ``PJRT_DEVICE=CPU`` it is the CPU, in CPU_NUM_DEVICES devices.
+
+    Source: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
+    """
+
+    copies_in_order = False
+
+    def count(self) -> int:
+        return int(is_available("torch_xla"))
+
+    def choose(self, index: int | None, local_rank: int, own_devices: int | None) -> torch.device:
+        self._module("runtime")
+        return super().choose(index, local_rank, own_devices)
+
+    def numbered(self, index: int) -> torch.device:
+        runtime = self._module("runtime")
+        processes = max(runtime.process_count(), runtime.world_size())
+        if processes > 1:
+            raise ConfigError.of(
+                f"device='xla' in {processes} processes of torch_xla",
+                "one process drives all devices of its machine, and there is one machine",
+                "Call the function without torch_xla.launch, on a single machine.",
+            )
+        if runtime.addressable_runtime_device_count() > 1 and not runtime.is_spmd():
+            runtime.use_spmd()
+        found: torch.device = importlib.import_module("torch_xla").device()
+        return found
+
+    def generator(self) -> ModuleType:
+        return self._module("core.xla_model")
+
+    def backend(self) -> str:
+        return "gloo"  # of one process, that an engine or a launcher wants a group of
+
+    def seed(self, seed: int) -> None:
+        device = str(self.numbered(0))
+        self.generator().set_rng_state(seed, device)
+
+    def use(self, device: torch.device) -> None:
+        pass
+
+    def synchronize(self, device: torch.device) -> None:
+        self._module("core.xla_model").wait_device_ops()
+
+    def _module(self, name: str) -> Any:
+        return require(f"torch_xla.{name}", "device='xla'", package="torch_xla", extra="xla")
+
+
 KINDS = {
     "cpu": Cpu("cpu"),
     "mps": Mps("mps"),
+    "xla": Xla("xla"),
     **{n: DeviceKind(n) for n in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu")},
 }
 
 
 def device_kind(name: str) -> DeviceKind:
     """Return a row of the table, or raise `ConfigError` for an unknown kind."""
+    if name == "tpu":  # of torch-tpu, the successor of torch_xla
+        raise ConfigError.of(
+            "device='tpu'",
+            "it is the device of torch-tpu, under which nothing has been tried yet",
+            "Uninstall torch-tpu, install accel-runner[xla], and use device='xla'.",
+        )
     if name not in KINDS:
         raise ConfigError(unknown_choice("device", name, KINDS))
     return KINDS[name]
@@ -134,6 +199,8 @@ def resolve_device(
 
 def default_device_type() -> str:
     """Return the kind of this machine's accelerator, or "cpu"."""
+    if env.read("PJRT_DEVICE") and is_available("torch_xla"):
+        return "xla"
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None:

@@ -180,7 +180,12 @@ def choose(
         rule, remedy = "they cannot be combined", f"Switch {first} or {second} off."
         found.add(f"{first} with {second}", rule, remedy)
     _apply_sizes(on, parallelism(arguments, environment, found), found)
-    return selected(on, environment.world_size, device_type)
+    choice = selected(on, environment.world_size, device_type)
+    own = selected({}, environment.world_size, device_type).spec
+    if choice.spec is not own and own is not selected({}, environment.world_size).spec:
+        rule = f"models are distributed by {own.name} there"
+        found.add(f"{choice.label} on {device_type}", rule, "Leave it out, or use cpu=True.")
+    return choice
 
 
 def parallelism(

@@ -454,8 +454,9 @@ def _backend(
 
 def _distributed_type(choice: Choice, world_size: int, device_type: str) -> DistributedType:
     leading = choice.spec.leading(choice.plugins)
-    if leading is not None and leading.reported is not None:
-        return leading.reported
+    reported = choice.spec.reported if leading is None else leading.reported
+    if reported is not None:
+        return reported
     if world_size == 1:
         return DistributedType.NO
     special = DISTRIBUTED_TYPES.get(device_type)

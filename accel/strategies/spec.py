@@ -158,6 +158,7 @@ class StrategySpec:
         plugins: what switches it on. The first one that is on names the run.
         is_default: whether a run that switches no plugin on is of this strategy, by its world size
             and kind of device.
+        reported: the `DistributedType` of runs without a plugin; None: that of their device.
         handlers: kwargs handlers that no strategy reads but those that name them here.
         owns_precision: whether it casts weights by itself, below autocast, and scales losses
             where that is wanted.
@@ -184,6 +185,7 @@ class StrategySpec:
     place: str
     plugins: tuple[PluginSpec, ...] = ()
     is_default: Callable[[int, str], bool] = lambda world_size, device_type: False
+    reported: DistributedType | None = None
     handlers: tuple[type[KwargsHandler], ...] = ()
     owns_precision: bool = False
     owns_accumulation: bool = False

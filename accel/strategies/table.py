@@ -27,6 +27,7 @@ STRATEGIES = (
     "accel.strategies.table:DDP",
     "accel.strategies.mesh.spec:SPEC",
     "accel.strategies.deepspeed.spec:SPEC",
+    "accel.strategies.xla.spec:SPEC",
     "accel.strategies.table:MEGATRON",
 )
 
@@ -98,16 +99,18 @@ def _taken_twice(found: Iterable[StrategySpec]) -> list[Problem]:
     ]
 
 
+# Kinds of device with a strategy of their own.
+OWN_STRATEGY = ("xla",)
 SINGLE = StrategySpec(
     name="single",
     place="accel.strategies.base:SingleProcessStrategy",
-    is_default=lambda world_size, device_type: world_size <= 1,
+    is_default=lambda size, device_type: size <= 1 and device_type not in OWN_STRATEGY,
     handlers=(DistributedDataParallelKwargs,),
 )
 DDP = StrategySpec(
     name="ddp",
     place="accel.strategies.ddp:DDPStrategy",
-    is_default=lambda world_size, device_type: world_size > 1,
+    is_default=lambda size, device_type: size > 1 and device_type not in OWN_STRATEGY,
     handlers=(DistributedDataParallelKwargs,),
     memory=(MemoryLayout("ddp"),),
 )

@@ -17,8 +17,8 @@ PARTS = {
     "examples": ("examples",),
 }
 # Code lines that a part may have, and files of `accel` and `runner` together.
-BUDGETS = {"accel": 24_050, "runner": 19_000, "tests": 48_020}
-MAX_FILES = 306
+BUDGETS = {"accel": 24_210, "runner": 19_000, "tests": 48_230}
+MAX_FILES = 309
 # Helpers are what no test runner collects.
 HELPERS = "    of it helpers"
 

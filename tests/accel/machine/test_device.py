@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.machine import device
-from accel.machine.errors import ConfigError
+from accel.machine import device, imports
+from accel.machine.errors import ConfigError, MissingPackageError
 
 
 @pytest.fixture
@@ -57,6 +57,25 @@ def test_no_such_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_kind() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'cuda'"):
         device.resolve_device("cdua", 0)
+
+
+def test_a_tpu_wants_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "is_available", lambda package: False)
+    monkeypatch.setattr(imports, "is_available", lambda package: False)
+    with pytest.raises(MissingPackageError, match=r"device='xla'.*torch_xla.*accel-runner\[xla\]"):
+        device.resolve_device("xla", 0)
+    with pytest.raises(ConfigError, match=r"device='tpu'.*torch-tpu.*accel-runner\[xla\]"):
+        device.resolve_device("tpu", 0)
+
+
+def test_torch_xla_is_the_default_where_its_runtime_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setattr(device, "is_available", lambda package: package == "torch_xla")
+    assert (device.default_device_type(), device.device_count("xla")) == ("xla", 1)
+    monkeypatch.setattr(device, "is_available", lambda package: False)
+    assert device.default_device_type() != "xla"
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("xpu", "xccl")])

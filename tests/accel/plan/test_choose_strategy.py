@@ -8,11 +8,14 @@ from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import AutocastKwargs, DistributedDataParallelKwargs
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
+from accel.config.training import TorchDynamoPlugin
 from accel.machine.enums import DistributedType
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problems
 from accel.plan.arguments import Arguments, choose
 from accel.plan.plan import resolve
+from accel.strategies.spec import Request
+from accel.strategies.table import named
 
 FOUR = Environment(
     rank=0, local_rank=0, world_size=4, local_world_size=4, master_addr="localhost", master_port=1
@@ -47,6 +50,23 @@ def test_a_plugin_switches_its_engine_on(
     plan = resolve(Arguments.of({"cpu": True, **arguments}), FOUR)
     assert plan.strategy == strategy
     assert plan.distributed_type == reported
+
+
+def test_a_kind_of_device_may_have_a_strategy_of_its_own() -> None:
+    found = Problems()
+    assert choose(Arguments(), Environment(), "xla", found).label == "xla"
+    assert not found
+    plugin = FullyShardedDataParallelPlugin()
+    choose(Arguments(strategy_plugins=[plugin]), Environment(), "xla", found)
+    assert "fsdp on xla: models are distributed by xla there" in str(found[0])
+
+
+def test_what_training_on_xla_cannot_do() -> None:
+    request = Request({}, FOUR, "xla", "fp16", TorchDynamoPlugin(backend="inductor"))
+    text = " ".join(map(str, named("xla").problems(request)))
+    assert "4 processes on xla: one process drives all devices" in text
+    assert "mixed_precision='fp16' on xla: torch_xla computes in fp32 or bf16" in text
+    assert "torch.compile on xla" in text
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed"])

@@ -1,0 +1,1 @@
+"""Training on TPUs through torch_xla."""

@@ -1,0 +1,36 @@
+"""The spec of training through torch_xla. Free of torch."""
+
+from __future__ import annotations
+
+from accel.machine.enums import DistributedType, DynamoBackend, PrecisionType
+from accel.machine.errors import Problem
+from accel.strategies.spec import Request, StrategySpec
+
+FORMATS = (PrecisionType.NO, PrecisionType.BF16)
+
+
+def _problems(request: Request) -> list[Problem]:
+    found = []
+    world_size = request.environment.world_size
+    if world_size > 1:
+        rule = "one process drives all devices of the machine, and there is one machine"
+        remedy = "Start one process: accel launch --tpu train.py, or distributed=tpu."
+        found.append(Problem(f"{world_size} processes on xla", rule, remedy))
+    if request.mixed_precision not in FORMATS:
+        rule = "torch_xla computes in fp32 or bf16"
+        remedy = "Use mixed_precision='bf16'."
+        found.append(Problem(f"mixed_precision={request.mixed_precision!r} on xla", rule, remedy))
+    if request.dynamo.backend != DynamoBackend.NO:
+        rule = "XLA compiles each step by itself"
+        found.append(Problem("torch.compile on xla", rule, "Leave the dynamo backend out."))
+    return found
+
+
+SPEC = StrategySpec(
+    name="xla",
+    place="accel.strategies.xla.strategy:XlaStrategy",
+    is_default=lambda world_size, device_type: device_type == "xla",
+    reported=DistributedType.XLA,
+    packages=("torch_xla",),
+    problems=_problems,
+)

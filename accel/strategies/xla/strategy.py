@@ -1,0 +1,105 @@
+"""Training through torch_xla: steps are recorded, compiled by XLA, and run by all its devices.
+
+Nothing of a step is computed before it is dispatched: where the optimizer has stepped, and where
+the next batch arrives. Both return at once; only reading a value waits for the device. Several
+devices are one to the program (SPMD): each batch is sharded over them, weights are replicated, and
+XLA's compiler puts the all-reduce of gradients where they are summed.
+
+Source: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import numpy as np
+import torch
+import torch_xla
+from torch.__future__ import (
+    get_swap_module_params_on_conversion,
+    set_swap_module_params_on_conversion,
+)
+from torch_xla import runtime
+from torch_xla.distributed import spmd
+
+from accel.comm.ops import send_to_device
+from accel.machine.tree import iterate
+from accel.optimizer import unwrap_optimizer
+from accel.strategies.base import StateIO, Strategy
+
+if TYPE_CHECKING:
+    from accel.checkpoint.optimizer_state import ParameterNames
+    from accel.comm.base import Communicator
+    from accel.plan.plan import Plan
+    from accel.precision.base import Precision
+
+AXIS = "data"
+Batch = TypeVar("Batch")
+
+
+class XlaState(StateIO):
+    """State dicts in the host's memory, as files are written from there."""
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the full tensors of a model by parameter name; tied ones are one tensor."""
+        live = self.unwrap(model).state_dict(keep_vars=True)
+        copies: dict[int, torch.Tensor] = {}
+        for name, value in super().model_state(model).items():
+            if id(live[name]) not in copies:
+                copies[id(live[name])] = value.cpu()
+        return {name: copies[id(tensor)] for name, tensor in live.items()}
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, names: ParameterNames
+    ) -> dict[str, Any]:
+        return send_to_device(super().optimizer_state(optimizer, names), "cpu")
+
+
+@final
+class XlaStrategy(Strategy):
+    """Each device computes its part of a batch by the same weights."""
+
+    def __init__(
+        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+    ) -> None:
+        super().__init__(plan, comm, device, precision)
+        self.state = XlaState()
+        self._num_devices = runtime.global_runtime_device_count()
+        self._mesh = None
+        if self._num_devices > 1:
+            self._mesh = spmd.Mesh(np.arange(self._num_devices), (self._num_devices,), (AXIS,))
+
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` on the device; its parameters stay the objects that optimizers hold."""
+        before = get_swap_module_params_on_conversion()
+        set_swap_module_params_on_conversion(True)
+        try:
+            return super().wrap_model(model, place, evaluation)
+        finally:
+            set_swap_module_params_on_conversion(before)
+
+    def wrap_loader(self, loader: Any) -> Any:
+        """Return `loader`, each batch of which is sharded and ends the graph of what was before."""
+        loader.transform = self._received
+        return loader
+
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, place: bool = True
+    ) -> torch.optim.Optimizer:
+        """Return `optimizer`, each step of which is dispatched."""
+        unwrap_optimizer(optimizer).register_step_post_hook(lambda *_: torch_xla.sync())
+        return super().wrap_optimizer(optimizer, place)
+
+    def _place(self, batch: Batch, moves: bool) -> Batch:
+        return self._received(super()._place(batch, moves))
+
+    def _received(self, batch: Batch) -> Batch:
+        """Shard a batch over the devices, and dispatch what was recorded before it."""
+        for tensor in iterate(batch) if self._mesh is not None else ():
+            divides = tensor.dim() > 0 and tensor.shape[0] % self._num_devices == 0
+            if tensor.device.type == self.device.type and divides:
+                spmd.mark_sharding(tensor, self._mesh, (AXIS, *[None] * (tensor.dim() - 1)))
+        torch_xla.sync()
+        return batch
