@@ -24,7 +24,7 @@ test: ## run the tests, JOBS=4 files at once (ARGS="-k name" chooses some, ARGS=
 # An environment of its own, made once: some 7 GB, most of it torch's CUDA libraries.
 test-xla: $(XLA_VENV)/.installed ## test training through torch_xla, on one device of the CPU and on two
 	@for number in 1 2; do PJRT_DEVICE=CPU CPU_NUM_DEVICES=$$number \
-	  $(XLA_VENV)/bin/python -m pytest -m xla tests/accel/strategies/xla $(ARGS) || exit 1; done
+	  $(XLA_VENV)/bin/python -m pytest -m xla tests/accel/strategies/xla tests/runner/test_xla.py $(ARGS) || exit 1; done
 
 $(XLA_VENV)/.installed: tests/xla_requirements.txt
 	python3 -m venv $(XLA_VENV)

@@ -27,6 +27,7 @@ PORT = 29500
 # Documented flags without a value, by the setting that each gives, those of strategies apart.
 SWITCHES = {
     "cpu": "use_cpu",
+    "tpu": "use_tpu",
     **dict.fromkeys(("multi_gpu", "debug", "enable_cpu_affinity", "same_network")),
     **dict.fromkeys(("dynamo_use_fullgraph", "dynamo_use_dynamic")),
     **dict.fromkeys(("dynamo_use_regional_compilation", "fp8_use_autocast_during_eval")),
@@ -38,12 +39,13 @@ VALUES = (
     "gradient_accumulation_steps",
     *(name for name in LAUNCHED if name != "fp8_use_autocast_during_eval"),
 )
-_TPU = "TPUs are not built yet"
+_POD = "the script starts on this machine, on all of its TPU cores"
 _PLUGINS = "give the plugins to the Accelerator of the script"
 # Documented flags that are refused, or beginnings of their names, and why.
 REFUSED = {
-    **dict.fromkeys(("tpu", "vm", "env", "main_training_function", "downcast_bf16"), _TPU),
-    **dict.fromkeys(("tpu_", "no_tpu_cluster"), _TPU),
+    **dict.fromkeys(("vm", "env", "tpu_", "no_tpu_cluster"), _POD),
+    "main_training_function": "the script runs from its first line",
+    "downcast_bf16": "torch_xla has no such option; use --mixed_precision=bf16",
     "ipex": "recent torch has Intel's optimizations built in",
     "use_parallelism_config": _PLUGINS,
     "parallelism_config_": _PLUGINS,
@@ -51,8 +53,8 @@ REFUSED = {
     "mpirun_hostfile": "start with mpirun -hostfile FILE python script.py",
 }
 DESCRIPTION = (
-    "Start a script on all GPUs of this machine, or on processes of the CPU. A flag goes before "
-    "the file of settings; names are written with dashes or underscores."
+    "Start a script on all GPUs or TPU cores of this machine, or on processes of the CPU. A flag "
+    "goes before the file of settings; names are written with dashes or underscores."
 )
 USAGE = "accel launch [flags] SCRIPT [the script's own arguments]"
 
@@ -80,10 +82,11 @@ def parse(arguments: Sequence[str]) -> Launch:
     given = {name: getattr(found, name) for name in (*_switches().values(), *_values())}
     given = {name: value for name, value in given.items() if value is not None}
     settings |= given
-    if found.multi_gpu:
-        if found.use_cpu:
-            raise ConfigError.of("--multi_gpu with --cpu", "both choose the device", "Give one.")
-        settings["use_cpu"] = False
+    devices = {"cpu": found.use_cpu, "tpu": found.use_tpu, "multi_gpu": found.multi_gpu}
+    if chosen := [f"--{name}" for name, is_given in devices.items() if is_given]:
+        if len(chosen) > 1:
+            raise ConfigError.of(" with ".join(chosen), "each chooses the device", "Give one.")
+        settings |= {"use_cpu": bool(found.use_cpu), "use_tpu": bool(found.use_tpu)}
     launched = Script(
         found.training_script, found.training_script_args, found.module, found.no_python
     )
@@ -314,6 +317,12 @@ def _rendezvous(settings: Mapping[str, object], machines: int, rank: int) -> lis
 def _local_processes(settings: Mapping[str, object], machines: int, found: Problems) -> int:
     """Return the number of processes on this machine."""
     total = settings.get("num_processes")
+    if settings.get("use_tpu"):
+        if machines > 1 or total not in (None, 0, 1):
+            rule = "one process drives all TPU cores of one machine, and batches are sharded"
+            value = f"num_processes={total}, num_machines={machines} with a TPU"
+            found.add(value, rule, "Give 1 of each, and the batch size of all cores together.")
+        return 1
     on_cpu = settings.get("use_cpu") in (True, "true", "True")
     ids = _gpu_ids(settings)
     if total is None or total == 0:
@@ -371,6 +380,9 @@ def _variables(settings: Mapping[str, object], local: int) -> dict[str, str | No
         for name, variable in names.items()
         if settings.get(name) is not None
     }
+    if settings.get("use_tpu"):
+        runtime = env.read("PJRT_DEVICE") or "TPU"
+        variables |= {"ACCELERATE_TORCH_DEVICE": "xla", "PJRT_DEVICE": runtime}
     if _gpu_ids(settings):
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(_gpu_ids(settings))
     if local > 1 and not env.read("OMP_NUM_THREADS"):

@@ -42,6 +42,7 @@ VARIABLES = {
 WHERE = (
     *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
     *("gpu_ids", "same_network", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval"),
+    "use_tpu",
 )
 FILE_HELP = "the settings of `accel launch` (default: in HF_HOME, else ~/.cache/huggingface)"
 DYNAMO, FP8 = "dynamo_config", "fp8_config"
@@ -53,16 +54,17 @@ FP8_KEYS = {
 }
 # Settings that say nothing where they have these values, and are not offered with others.
 EMPTY = (None, "", False, "no", "false", "none", 0)
-_TPU = "TPUs are not built yet: leave it out."
+_POD = "A script starts on this machine, on all of its TPU cores: leave it out."
 NOT_OFFERED = {
     "parallelism_config": "Give the plugins to the Accelerator of the script.",
     "ipex_config": "Recent torch has Intel's optimizations built in: leave it out.",
     "ipex": "Recent torch has Intel's optimizations built in: leave it out.",
     "mpirun_config": "Start with mpirun: mpirun -hostfile FILE python script.py.",
-    "downcast_bf16": _TPU,
-    **dict.fromkeys(("tpu_env", "tpu_name", "tpu_zone", "tpu_vm", "tpu_use_cluster"), _TPU),
-    **dict.fromkeys(("tpu_use_sudo", "commands", "command_file"), _TPU),
+    "downcast_bf16": "torch_xla has no such option: use mixed_precision: bf16.",
+    **dict.fromkeys(("tpu_env", "tpu_name", "tpu_zone", "tpu_vm", "tpu_use_cluster"), _POD),
+    **dict.fromkeys(("tpu_use_sudo", "commands", "command_file"), _POD),
 }
+TPUS = ("XLA", "TPU")  # the same type, by its older name, too
 # Settings of other machines, which change nothing on this one.
 WITHOUT_EFFECT = ("main_training_function", "use_xpu")
 
@@ -91,7 +93,7 @@ def basic_config(mixed_precision: str = "no") -> dict[str, object]:
     return {
         "compute_environment": str(ComputeEnvironment.LOCAL_MACHINE),
         "debug": False,
-        "distributed_type": "NO" if number == 1 else f"MULTI_{_maker(kind)}",
+        "distributed_type": _distributed_type(kind, number),
         "downcast_bf16": False,
         "enable_cpu_affinity": False,
         "machine_rank": 0,
@@ -107,8 +109,10 @@ def basic_config(mixed_precision: str = "no") -> dict[str, object]:
     }
 
 
-def _maker(kind: str) -> str:
-    return "GPU" if kind == "cuda" else kind.upper()
+def _distributed_type(kind: str, number: int) -> str:
+    if kind.upper() in TPUS:
+        return kind.upper()
+    return "NO" if number == 1 else f"MULTI_{'GPU' if kind == 'cuda' else kind.upper()}"
 
 
 def write_basic_config(
@@ -162,6 +166,8 @@ def read(path: Path) -> dict[str, object]:
         flat |= _section(settings, f"{chosen.name}_config") | {f"use_{chosen.name}": True}
     if kind == "MULTI_CPU":
         flat["use_cpu"] = True
+    if kind in TPUS:
+        flat["use_tpu"] = True
     if flat.get("mixed_precision") is False:  # what YAML makes of no
         flat["mixed_precision"] = str(PrecisionType.NO)
     known = {*VARIABLES, *WHERE, *(f"use_{name}" for name in strategies())}
@@ -176,9 +182,9 @@ def _check_place(path: Path, settings: Mapping[str, object], kind: str, found: P
         found.add(f"{path}: compute_environment={place}", "jobs start on this machine", remedy)
     kinds = [str(known) for known in DistributedType]
     chosen = strategies().get(kind.lower())
-    if kind in ("XLA", "TPU") or (chosen is not None and chosen.kind is None):
+    if chosen is not None and chosen.kind is None:
         found.add_not_built(f"{path}: distributed_type={kind}", "Use another one.")
-    elif kind not in kinds:
+    elif kind not in (*kinds, *TPUS):
         found.append(unknown_choice(f"{path}: distributed_type", kind, kinds))
 
 

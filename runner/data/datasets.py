@@ -32,6 +32,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from accel.comm.rng import mix_seeds, preserved
 from accel.data.samplers import SeedableRandomSampler, cycle_to
+from accel.machine.device import copies_in_order
 from accel.machine.errors import AccelError
 from runner.recipe import schema
 from runner.recipe.batch_plan import BatchPlan
@@ -485,7 +486,9 @@ def make_loader(
     draws from. Batches are page-locked for accelerators unless the node says. `kwargs` are the
     batch size and samplers.
     """
-    pinned = device_type not in ("cpu", "mps") if config.pin_memory is None else config.pin_memory
+    pinned = copies_in_order(torch.device(device_type))
+    if config.pin_memory is not None:
+        pinned = config.pin_memory
     return DataLoader(
         dataset,
         num_workers=config.num_workers,

@@ -64,10 +64,8 @@ class XlaStrategy(Strategy):
     ) -> None:
         super().__init__(plan, comm, device, precision)
         self.state = XlaState()
-        self._num_devices = runtime.global_runtime_device_count()
-        self._mesh = None
-        if self._num_devices > 1:
-            self._mesh = spmd.Mesh(np.arange(self._num_devices), (self._num_devices,), (AXIS,))
+        count = runtime.global_runtime_device_count()
+        spmd.set_global_mesh(spmd.Mesh(np.arange(count), (count,), (AXIS,)))
 
     def wrap_model(
         self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
@@ -76,9 +74,11 @@ class XlaStrategy(Strategy):
         before = get_swap_module_params_on_conversion()
         set_swap_module_params_on_conversion(True)
         try:
-            return super().wrap_model(model, place, evaluation)
+            wrapped = super().wrap_model(model, place, evaluation)
         finally:
             set_swap_module_params_on_conversion(before)
+        wrapped.register_forward_pre_hook(shard_inputs, with_kwargs=True)
+        return wrapped
 
     def wrap_loader(self, loader: Any) -> Any:
         """Return `loader`, each batch of which is sharded and ends the graph of what was before."""
@@ -89,7 +89,11 @@ class XlaStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, place: bool = True
     ) -> torch.optim.Optimizer:
         """Return `optimizer`, each step of which is dispatched."""
-        unwrap_optimizer(optimizer).register_step_post_hook(lambda *_: torch_xla.sync())
+        own = unwrap_optimizer(optimizer)
+        for group in own.param_groups:
+            if group.get("fused"):  # torch's kernels, which XLA has no need of
+                group["fused"] = False
+        own.register_step_post_hook(lambda *_: torch_xla.sync())
         return super().wrap_optimizer(optimizer, place)
 
     def _place(self, batch: Batch, moves: bool) -> Batch:
@@ -97,9 +101,22 @@ class XlaStrategy(Strategy):
 
     def _received(self, batch: Batch) -> Batch:
         """Shard a batch over the devices, and dispatch what was recorded before it."""
-        for tensor in iterate(batch) if self._mesh is not None else ():
-            divides = tensor.dim() > 0 and tensor.shape[0] % self._num_devices == 0
-            if tensor.device.type == self.device.type and divides:
-                spmd.mark_sharding(tensor, self._mesh, (AXIS, *[None] * (tensor.dim() - 1)))
+        shard(batch)
         torch_xla.sync()
         return batch
+
+
+def shard(batch: object) -> None:
+    """Shard tensors that are on the device along dim 0 where it divides by the devices.
+
+    XLA computes the same whatever is sharded, so a dim that is no batch does no harm.
+    """
+    mesh: Any = spmd.get_global_mesh()
+    for tensor in iterate(batch) if mesh.size() > 1 else ():
+        if tensor.device.type == "xla" and tensor.dim() and tensor.shape[0] % mesh.size() == 0:
+            spmd.mark_sharding(tensor, mesh, (AXIS, *[None] * (tensor.dim() - 1)))
+
+
+def shard_inputs(module: torch.nn.Module, args: object, kwargs: object) -> None:
+    """Shard the inputs of a forward pass: of loaders that were not prepared, too."""
+    shard((args, kwargs))

@@ -74,6 +74,21 @@ def test_flags_are_written_with_dashes_or_underscores() -> None:
     assert "--tee=3" in found.command
 
 
+def test_one_process_gets_all_tpu_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    file = tmp_path / "settings.yaml"
+    file.write_text("distributed_type: TPU\nnum_processes: 1\n")
+    for flags in (["--tpu"], ["--config_file", str(file)]):
+        found = launch.parse([*flags, "train.py"])
+        assert found.command == [sys.executable, "train.py"]
+        assert found.variables["PJRT_DEVICE"] == "TPU"
+        assert found.variables["ACCELERATE_TORCH_DEVICE"] == "xla"
+    found = launch.parse(["--config_file", str(file), "--cpu", "train.py"])
+    assert "PJRT_DEVICE" not in found.variables
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert launch.parse(["--tpu", "train.py"]).variables["PJRT_DEVICE"] == "CPU"
+
+
 def test_a_recipe_of_fp8_is_handed_to_the_script() -> None:
     flags = ["--mixed_precision=fp8", "--fp8-backend=te", "--fp8_format", "E4M3"]
     found = launch.parse([*flags, "--fp8_use_autocast_during_eval", "x.py"]).variables
@@ -104,13 +119,15 @@ def test_settings_of_fp8_are_checked_before_the_start(flags: list[str], problem:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--tpu"], "--tpu: TPUs are not built yet"),
-        (["--tpu-use-sudo"], "--tpu-use-sudo: TPUs"),
+        (["--tpu", "--num_processes=8"], "one process drives all TPU cores of one machine"),
+        (["--tpu", "--cpu"], "--cpu with --tpu: each chooses the device"),
+        (["--tpu-use-sudo"], "--tpu-use-sudo: the script starts on this machine"),
+        (["--downcast_bf16"], "use --mixed_precision=bf16"),
         (["--num_processes", "2", "--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree"),
         (["--mpirun_hostfile", "f"], "mpirun -hostfile"),
         (["--parallelism_config_tp_size=2"], "plugins to the Accelerator"),
         (["--deepspeed_hostfile=f"], "on each machine"),
-        (["--multi_gpu", "--cpu"], "both choose the device"),
+        (["--multi_gpu", "--cpu"], "each chooses the device"),
         (["--config_file", "/nowhere.yaml"], "it cannot be read"),
     ],
 )

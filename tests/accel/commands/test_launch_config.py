@@ -98,6 +98,8 @@ def test_all_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["use_cpu"] is False
     monkeypatch.setattr(launch_config.device, "device_count", lambda kind: 1)
     assert launch_config.basic_config()["distributed_type"] == "NO"
+    monkeypatch.setattr(launch_config.device, "default_device_type", lambda: "xla")
+    assert launch_config.basic_config()["distributed_type"] == "XLA"
 
 
 def test_the_place_follows_the_documented_variables(tmp_path: Path) -> None:
@@ -175,8 +177,8 @@ fp8_config:
         ("distributed_type: MULTI_GPUS", "distributed_type='MULTI_GPUS'.*'MULTI_GPU'"),
         ("num_proceses: 2", "num_proceses: unknown key. Did you mean 'num_processes'"),
         ("fsdp_config: {fsdp_versio: 2}", "fsdp_config.fsdp_versio: unknown key"),
-        ("tpu_name: mine", "tpu_name='mine'.*TPUs"),
-        ("downcast_bf16: 'yes'", "downcast_bf16='yes'"),
+        ("tpu_name: mine", "tpu_name='mine'.*all of its TPU cores"),
+        ("downcast_bf16: 'yes'", "downcast_bf16='yes'.*mixed_precision: bf16"),
         ("mpirun_config: {mpirun_hostfile: hosts}", "mpirun_config=.*mpirun -hostfile"),
         ("fp8_config: {backnd: TE}", "fp8_config.backnd: unknown key. Did you mean 'backend'"),
         ("[1, 2]", "it holds key: value lines"),
