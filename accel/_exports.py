@@ -164,6 +164,7 @@ EXPORTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "convert_model",
             "has_transformer_engine_layers",
         ),
+        "accel.strategies.context_parallel": ("shift_labels",),
         "accel.weights.quantize": ("load_and_quantize_model",),
     },
     "accel.utils.constants": {

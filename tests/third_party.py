@@ -43,7 +43,7 @@ from accel.strategies.spec import PluginSpec, StrategySpec
 from averaging.plugin import AveragingPlugin
 
 
-def dims(plugins, environment):
+def dims(plugins, environment, sizes):
     replicas = plugins["averaging"].replicas
     return ParallelDims(dp_replicate=replicas or environment.world_size)
 

@@ -134,10 +134,11 @@ class Manifest:
         return int(self.engine.get("dp_size", self.engine["world_size"]))
 
     @property
-    def dp_leaders(self) -> list[int]:
-        """The lowest rank of each data-parallel rank; consecutive ranks, if not recorded."""
+    def draw_leaders(self) -> list[int]:
+        """The lowest rank of each rank of draws; of each data-parallel one, if not recorded."""
         copies = self.engine["world_size"] // self.dp_size
-        return list(self.engine.get("dp_leaders", range(0, self.dp_size * copies, copies)))
+        leaders = self.engine.get("dp_leaders", range(0, self.dp_size * copies, copies))
+        return list(self.engine.get("draw_leaders", leaders))
 
     def to_json(self) -> str:
         """Return the text of `manifest.json`, its own digest included."""

@@ -216,7 +216,7 @@ def load(
         loaders = _matched(run, saved)
         _restore_objects(run, saved, loaders)
         _restore_positions(run, saved, loaders)
-        _restore_random_states(run.plan.parallel_dims.dp_rank, saved)
+        _restore_random_states(run.plan.parallel_dims.draw_rank, saved)
     _continue_numbering(run, path)
     with together(comm, "continuing the trackers' runs"):
         run.trackers.resume(saved.manifest.engine.get("trackers", {}))
@@ -394,19 +394,18 @@ def _restore_positions(run: RunObjects, saved: Saved, loaders: list[tuple[Any, i
     load_positions(comm, [loader for loader, _ in loaders], present)
 
 
-def _restore_random_states(dp_rank: int, saved: Saved) -> None:
-    """Restore the random states that the saved run had on the same data-parallel rank.
-
-    Ranks that compute the same samples (tensor parallelism) must draw the same.
-    """
+def _restore_random_states(draw_rank: int, saved: Saved) -> None:
+    """Restore the random states that the saved run had on the same rank of draws."""
     present = saved.manifest.files
-    name = directory.random_states_name(dict(enumerate(saved.manifest.dp_leaders)).get(dp_rank, -1))
+    name = directory.random_states_name(
+        dict(enumerate(saved.manifest.draw_leaders)).get(draw_rank, -1)
+    )
     if name in present:
         rng.restore(random_states(saved.plain(name)))
         return
-    # The data-parallel size was smaller: a stream of its own, the same at each load.
+    # There were fewer: a stream of its own, the same at each load.
     root = present[min(n for n in present if n.startswith("random_states_"))].sha256
-    rng.set_seed(int(hashlib.sha256(f"{root}:{dp_rank}".encode()).hexdigest()[:8], 16))
+    rng.set_seed(int(hashlib.sha256(f"{root}:{draw_rank}".encode()).hexdigest()[:8], 16))
 
 
 def _continue_numbering(run: RunObjects, path: Path) -> None:

@@ -198,7 +198,7 @@ def _facts(run: RunObjects) -> dict[str, Any]:
     return {
         "world_size": run.comm.world_size,
         "dp_size": run.plan.parallel_dims.dp_size,
-        "dp_leaders": run.plan.parallel_dims.dp_leaders,
+        "draw_leaders": run.plan.parallel_dims.draw_leaders,
         "strategy": run.plan.strategy,
         "mixed_precision": run.plan.mixed_precision,
         "torch": str(torch.__version__),

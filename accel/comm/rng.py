@@ -47,8 +47,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: the seed.
         device_specific: whether each process adds its index, so that all draw differently. Under
-            tensor parallelism (call it after the `Accelerator` is built) it is the data-parallel
-            rank: processes that compute the same samples draw the same.
+            tensor parallelism (call it after the `Accelerator` is built) processes that compute
+            parts of the same matrices draw the same.
         deterministic: whether torch uses only deterministic algorithms, and raises where it has
             none.
 
@@ -58,7 +58,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     check_whole(seed, "seed", "Give set_seed(42), say.")
-    seed = int(seed) + (_dp_rank() if device_specific else 0)
+    seed = int(seed) + (_draw_rank() if device_specific else 0)
     random.seed(seed)
     np.random.seed(seed % SEED_LIMIT)
     torch.manual_seed(seed)
@@ -69,11 +69,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def _dp_rank() -> int:
-    """Return the data-parallel rank of this process; without an `Accelerator`, its rank."""
+def _draw_rank() -> int:
+    """Return the rank of this process's draws; without an `Accelerator`, its rank."""
     if not AcceleratorState._shared_state:
         return PartialState().process_index
-    return AcceleratorState().plan.parallel_dims.dp_rank
+    return AcceleratorState().plan.parallel_dims.draw_rank
 
 
 def _accelerator() -> tuple[str, ModuleType | None]:

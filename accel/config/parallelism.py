@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 
 from accel.config.checks import check_choice, check_minimum, check_types
 from accel.machine import env
-from accel.machine.errors import Problems
+from accel.machine.errors import Problem, Problems
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Axes as the documentation names them, outermost first: the field of each is ``<axis>_size``.
-AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-NOT_BUILT = {"cp": "context parallelism", "sp": "sequence parallelism"}
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+# Over heads, by one all-to-all before and one after each attention; or around a ring, by torch.
+ULYSSES, RING = "ulysses", "ring"
 DEFAULTS = {
     **{f"{axis}_size": 1 for axis in AXES},
     "cp_backend": "torch",
@@ -49,19 +50,22 @@ class ParallelismConfig:
     or the only backend.
 
     A size above 1 switches what it names on where nothing else does: `dp_shard_size` FSDP2 with its
-    defaults, `tp_size` tensor parallelism by the model's own plan.
+    defaults (so does `cp_size`, whose ranks shard the model, too), `tp_size` tensor parallelism by
+    the model's own plan.
 
     Args:
         dp_replicate_size: replicas of the (sharded) model, each of which reads other samples.
         dp_shard_size: processes that shard one replica, each of which reads other samples.
         tp_size: processes that compute parts of the same matrices.
-        cp_size: processes that compute parts of the same sequences; not built yet above 1.
-        cp_backend: of context parallelism: torch.
-        sp_size: processes of sequence parallelism; not built yet above 1.
+        cp_size: processes that compute parts of the same sequences.
+        cp_backend: of context parallelism: "ulysses", also named "torch" (exchanges heads; exact
+            with any attention), or "ring" (torch's ring attention, on GPUs).
+        sp_size: the same as `cp_size`, under DeepSpeed.
         sp_backend: of sequence parallelism: deepspeed.
         tp_handler: settings of tensor parallelism; not built yet.
         cp_handler: settings of context parallelism; not built yet.
         sp_handler: settings of sequence parallelism; not built yet.
+        pp_size: pipeline stages.
 
     Raises:
         ConfigError: naming every size below 1 and every unknown backend.
@@ -82,23 +86,24 @@ class ParallelismConfig:
     tp_handler: object = None
     cp_handler: object = None
     sp_handler: object = None
+    pp_size: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         problems = Problems()
-        given = fields_of(env.prefixed(PREFIX), problems)
+        lacks = any(getattr(self, field) is None for field in DEFAULTS)
+        given = fields_of(env.prefixed(PREFIX), problems) if lacks else {}
         for field, default in DEFAULTS.items():
             if getattr(self, field) is None:
                 setattr(self, field, given.get(field, default))
         check_types(self, problems)
         for axis in AXES:
             check_minimum(self, f"{axis}_size", 1, problems)
-        check_choice(self, "cp_backend", ("torch",), problems)
+        check_choice(self, "cp_backend", ("torch", ULYSSES, RING), problems)
         check_choice(self, "sp_backend", ("deepspeed",), problems)
-        for axis, name in NOT_BUILT.items():
-            size: object = self.size(axis)
-            if isinstance(size, int) and size > 1:
-                value = f"ParallelismConfig.{axis}_size={size} ({name})"
-                problems.add_not_built(value, f"Leave {axis}_size out.")
+        if not problems and self.cp_enabled and self.sp_enabled:
+            value = f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size})"
+            rule = "both are ranks that compute parts of the same sequences"
+            problems.add(value, rule, "Give cp_size, or under DeepSpeed sp_size.")
         for axis in ("tp", "cp", "sp"):
             if (handler := getattr(self, f"{axis}_handler")) is not None:
                 value = f"ParallelismConfig.{axis}_handler={handler!r}"
@@ -109,7 +114,7 @@ class ParallelismConfig:
         """Return the number of processes along an axis.
 
         Args:
-            axis: dp_replicate, dp_shard, cp, sp or tp.
+            axis: pp, dp_replicate, dp_shard, cp, sp or tp.
         """
         return int(getattr(self, f"{axis}_size"))
 
@@ -159,6 +164,11 @@ class ParallelismConfig:
         """Whether sequence parallelism is on."""
         return self.sp_size > 1
 
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether the model is cut into pipeline stages."""
+        return self.pp_size > 1
+
     # -- axes of the mesh ----------------------------------------------------------------------
 
     def _on(self, *axes: str) -> list[str]:
@@ -177,7 +187,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Those of them along which processes compute the same samples."""
-        return self._on("cp", "sp", "tp")
+        return self._on("pp", "cp", "sp", "tp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -214,6 +224,24 @@ class ParallelismConfig:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes))
         join_axes(mesh)
         return mesh
+
+
+def sequence_problems(sizes: ParallelismConfig, device_type: str, compiles: bool) -> list[Problem]:
+    """Return what ranks that compute parts of sequences cannot do on a device."""
+    value, problems = f"ParallelismConfig(cp_size={sizes.cp_size})", []
+    if sizes.cp_backend == RING and device_type == "cpu":
+        rule = "torch has ring attention for kernels of GPUs alone"
+        value = f"ParallelismConfig(cp_backend={RING!r}) on a CPU"
+        problems.append(Problem(value, rule, f"Use cp_backend={ULYSSES!r}."))
+    if compiles:
+        rule = "a compiled graph would hold attention over this rank's part alone"
+        problems.append(Problem(f"{value} with torch.compile", rule, "Switch compilation off."))
+    return problems
+
+
+def one_of_each() -> ParallelismConfig:
+    """Return the sizes of a run that requests none, whatever the environment says."""
+    return ParallelismConfig(**DEFAULTS)  # type: ignore[arg-type]
 
 
 def join_axes(mesh: DeviceMesh) -> list[DeviceMesh]:

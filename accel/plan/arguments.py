@@ -11,7 +11,7 @@ from typing import Any
 
 from accel.config.checks import check_types
 from accel.config.handlers import KwargsHandler
-from accel.config.parallelism import SWITCH, ParallelismConfig
+from accel.config.parallelism import SWITCH, ParallelismConfig, one_of_each
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -21,7 +21,7 @@ from accel.config.training import (
 from accel.machine.enums import DynamoBackend, PrecisionType, RNGType
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problems, nearest
-from accel.plan.dims import AXES, ParallelDims
+from accel.plan.dims import AXES, CP, ParallelDims
 from accel.strategies.spec import Plugins, PluginSpec, StrategySpec
 from accel.strategies.table import plugins, specs
 
@@ -127,6 +127,7 @@ class Choice:
 
     spec: StrategySpec
     plugins: Plugins
+    sizes: ParallelismConfig | None = None
 
     @property
     def label(self) -> str:
@@ -144,15 +145,16 @@ class Choice:
 
     def fitting_dims(self, environment: Environment) -> ParallelDims:
         """Return the parallel dimensions, seen from rank 0; `ConfigError` where they do not fit."""
-        dims, world_size = self.spec.dims(self.plugins, environment), environment.world_size
+        sizes, world_size = self.sizes or one_of_each(), environment.world_size
+        dims = self.spec.dims(self.plugins, environment, sizes)
         if dims.world_size == world_size:
             return dims
         plugins = ", ".join(f"{name}={plugin!r}" for name, plugin in self.plugins.items())
-        sizes = " × ".join(f"{axis}={dims.size(axis)}" for axis in AXES if dims.size(axis) > 1)
+        product = " × ".join(f"{axis}={dims.size(axis)}" for axis in AXES if dims.size(axis) > 1)
         raise ConfigError.of(
             f"strategy {self.spec.name!r} with {plugins or 'no plugin'}",
-            f"its parallel dimensions ({sizes or 'all of size 1'}) need as many processes as their "
-            f"product, {dims.world_size}, and the world size is {world_size}",
+            f"its parallel dimensions ({product or 'all of size 1'}) need as many processes as "
+            f"their product, {dims.world_size}, and the world size is {world_size}",
             f"Start {dims.world_size}, or choose sizes whose product is {world_size}.",
         )
 
@@ -179,13 +181,14 @@ def choose(
     for first, second in conflicts(requested):
         rule, remedy = "they cannot be combined", f"Switch {first} or {second} off."
         found.add(f"{first} with {second}", rule, remedy)
-    _apply_sizes(on, parallelism(arguments, environment, found), found)
+    sizes = parallelism(arguments, environment, found)
+    _apply_sizes(on, sizes, found)
     choice = selected(on, environment.world_size, device_type)
     own = selected({}, environment.world_size, device_type).spec
     if choice.spec is not own and own is not selected({}, environment.world_size).spec:
         rule = f"models are distributed by {own.name} there"
         found.add(f"{choice.label} on {device_type}", rule, "Leave it out, or use cpu=True.")
-    return choice
+    return dataclasses.replace(choice, sizes=sizes)
 
 
 def parallelism(
@@ -210,10 +213,12 @@ def _apply_sizes(on: dict[str, object], sizes: ParallelismConfig | None, found: 
 
 def check_sizes(sizes: ParallelismConfig, dims: ParallelDims, found: Problems) -> None:
     """Note the axes that have another size than requested."""
+    wanted_sizes = {axis: sizes.size(axis) for axis in AXES}
+    wanted_sizes[CP] *= sizes.sp_size  # one axis of ranks that compute parts of a sequence
     wrong = {
-        axis: (sizes.size(axis), dims.size(axis))
-        for axis in (axis for axis in AXES if hasattr(sizes, f"{axis}_size"))
-        if sizes.size(axis) != dims.size(axis)
+        axis: (size, dims.size(axis))
+        for axis, size in wanted_sizes.items()
+        if size != dims.size(axis)
     }
     if not wrong:
         return

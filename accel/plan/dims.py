@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,21 @@ class ParallelDims:
             for replicate in range(self.dp_replicate)
             for shard in range(self.dp_shard)
         )
+
+    # -- random draws ----------------------------------------------------------------------
+
+    @cached_property
+    def draw_rank(self) -> int:
+        """Rank among those that draw numbers of their own: tensor-parallel ranks draw the same."""
+        at = self.coordinates
+        return (self.dp_rank * self.cp + at[CP]) * self.pp + at[PP]
+
+    @cached_property
+    def draw_leaders(self) -> tuple[int, ...]:
+        """The lowest rank of each `draw_rank`, in their order."""
+        every = (dataclasses.replace(self, rank=rank) for rank in range(self.world_size))
+        found = {dims.draw_rank: dims.rank for dims in every if dims.coordinates[TP] == 0}
+        return tuple(found[index] for index in sorted(found))
 
     # -- gradients and losses --------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from accel.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from accel.config.parallelism import ParallelismConfig
+from accel.config.parallelism import ParallelismConfig, sequence_problems
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -30,7 +30,7 @@ from accel.machine.device import process_group_backend, resolve_device
 from accel.machine.enums import DistributedType, PrecisionType, RNGType
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problems, nearest, unknown_choice
-from accel.plan.arguments import ONE_BY_DEFAULT, Arguments, Choice, check_sizes, choose, parallelism
+from accel.plan.arguments import ONE_BY_DEFAULT, Arguments, Choice, check_sizes, choose
 from accel.plan.dims import ParallelDims
 from accel.plan.fp8 import Float8, resolve_fp8
 from accel.strategies.spec import Plugins, Request, StrategySpec
@@ -130,8 +130,7 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     _check_world(environment, found)
     handlers = _handlers(arguments.kwargs_handlers or (), found)
     mixed_precision, fp8 = _mixed_precision(arguments, environment, handlers, choice, device, found)
-    dims = choice.dims(environment, found)
-    sizes = parallelism(arguments, environment, Problems())
+    dims, sizes = choice.dims(environment, found), choice.sizes
     if sizes is not None and not found:
         check_sizes(sizes, dims, found)
     dataloader = _dataloader(arguments, found)
@@ -140,6 +139,8 @@ def resolve(arguments: Arguments, environment: Environment) -> Plan:
     dynamo = _dynamo(arguments, found)
     request = Request(choice.plugins, environment, device.type, mixed_precision, dynamo)
     _check_strategy(choice, request, found)
+    if sizes is not None and dims.cp > 1:
+        found += sequence_problems(sizes, device.type, dynamo.backend != "no")
     rng_types = usable_rng_types(arguments.rng_types, device.type, found)
     init = _handler(handlers, InitProcessGroupKwargs)
     backend = _backend(init, device.type, environment, choice, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from accel.config.handlers import (
 from accel.config.parallelism import ParallelismConfig
 from accel.config.training import DataLoaderConfiguration, ProjectConfiguration
 from accel.machine.enums import FP8BackendType, RNGType
-from accel.machine.errors import ConfigError, NotBuiltError, Problems, not_built
+from accel.machine.errors import ConfigError, Problems
 from accel.plan.arguments import Arguments
 from accel.plan.dims import CP, DP_REPLICATE, DP_SHARD, PP, TP, ParallelDims
 from accel.plan.plan import usable_rng_types
@@ -233,7 +233,7 @@ class RunSettings:
         True on the ranks of the first replica: of a model that is not sharded, on rank 0 alone.
         """
         at = self.parallel_dims.coordinates
-        return at[DP_REPLICATE] == at[CP] == 0
+        return at[DP_REPLICATE] == 0
 
     def maybe_context_parallel(
         self,
@@ -243,30 +243,34 @@ class RunSettings:
     ) -> AbstractContextManager[None]:
         """Return the context in which sequences are sharded over the context-parallel ranks.
 
-        There is one such rank today (`ParallelismConfig` refuses more), so the context changes
-        nothing.
+        `buffers` are divided in place, and whole again afterwards. Forward and backward passes run
+        inside; attention is computed across the ranks, other layers on parts of sequences. Give
+        `labels` as those of the next token (`shift_labels`), divided alike. A model without
+        `position_ids` that counts positions itself needs them in a buffer. Without
+        context-parallel ranks, nothing changes.
 
         Args:
-            buffers: tensors with a sequence dim.
+            buffers: tensors with a sequence dim, of equal lengths.
             buffer_seq_dims: the sequence dim of each.
             no_restore_buffers: those of `buffers` that need not be restored afterwards.
-        """
-        return nullcontext()
-
-    def deepspeed_ulysses_dl_adapter(self, dl: object, model: object) -> NoReturn:
-        """Refuse: sequence parallelism is not built yet.
-
-        Args:
-            dl: a prepared loader.
-            model: the prepared model.
 
         Raises:
-            NotBuiltError: always.
+            ConfigError: if sequences cannot be divided evenly.
+            StateError: if no attention was computed across the ranks.
         """
-        remedy = "Leave sp_size out."
-        raise NotBuiltError(
-            not_built("deepspeed_ulysses_dl_adapter (sequence parallelism)", remedy)
-        )
+        return self.strategy.context(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: object) -> Any:
+        """Return a loader of this rank's parts of sequences, for `sp_size` or `cp_size` above 1.
+
+        Its batches are divided as by `maybe_context_parallel`, until the next one is asked for.
+
+        Args:
+            dl: a prepared loader, of batches [B, S, ...].
+            model: the prepared model.
+        """
+        ranks = self.strategy.context_parallel
+        return dl if ranks is None else ranks.loader(dl)
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, final
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from accel.machine.memory import Footprint
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
+    from accel.strategies.context_parallel import ContextParallel
     from accel.strategies.spec import StrategySpec
 
 
@@ -264,9 +265,11 @@ class Strategy(ABC):
         sync: when gradients are synchronized.
         gradients: how they are scaled and clipped.
         state: full state dicts, out and in.
+        context_parallel: what divides sequences over ranks; None: nothing does.
     """
 
     spec: StrategySpec
+    context_parallel: ContextParallel | None = None
 
     def __init__(
         self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
@@ -359,6 +362,23 @@ class Strategy(ABC):
 
     # -- the step --------------------------------------------------------------------------
 
+    def context(
+        self,
+        buffers: Sequence[torch.Tensor],
+        seq_dims: Sequence[int],
+        no_restore: Collection[torch.Tensor] = (),
+    ) -> AbstractContextManager[None]:
+        """Return the context in which `buffers` are divided over the ranks of a sequence."""
+        if self.context_parallel is None:
+            return contextlib.nullcontext()
+        return self.context_parallel.divided(buffers, seq_dims, no_restore)
+
+    def _part(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """Return the context of a micro-batch: of this rank's part of its sequences."""
+        if self.context_parallel is None:
+            return contextlib.nullcontext(batch)
+        return self.context_parallel.micro_batch(batch)
+
     def forward_backward(
         self,
         model: torch.nn.Module,
@@ -376,8 +396,12 @@ class Strategy(ABC):
         losses = []
         last = len(micro_batches) - 1
         for index, micro_batch in enumerate(micro_batches):
-            with accumulation.accumulate(model, sync_gradients=index == last):
-                loss = loss_fn(model, self._place(micro_batch, accumulation.device_placement))
+            placed = self._place(micro_batch, accumulation.device_placement)
+            with (
+                accumulation.accumulate(model, sync_gradients=index == last),
+                self._part(placed) as part,
+            ):
+                loss = loss_fn(model, part)
                 accumulation.backward(loss)
                 losses.append(loss.detach())
         return losses

@@ -120,12 +120,14 @@ class Request:
     dynamo: TorchDynamoPlugin
 
 
-def replicated(plugins: Plugins, environment: Environment) -> ParallelDims:
+def replicated(
+    plugins: Plugins, environment: Environment, sizes: ParallelismConfig
+) -> ParallelDims:
     """Return the dimensions of a run in which every process holds the model."""
     return data_parallel(environment.world_size, 0)
 
 
-def sharded(plugins: Plugins, environment: Environment) -> ParallelDims:
+def sharded(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -> ParallelDims:
     """Return the dimensions of a run in which all processes shard state."""
     return data_parallel(environment.world_size, 0, shard=True)
 
@@ -169,8 +171,9 @@ class StrategySpec:
             its repeated blocks unless the run says otherwise.
         clips_value: whether single gradient elements can be clipped.
         packages: distributions whose versions a run records.
-        dims: parallel dimensions of a run, seen from rank 0, from its plugins and the numbers of
-            processes; raises `ConfigError` where these do not fit.
+        dims: parallel dimensions of a run, seen from rank 0, from its plugins, the numbers of
+            processes and the sizes that were requested (1 where none was), which it may leave to
+            the caller to compare; raises `ConfigError` where these do not fit.
         precision: the mixed precision of a run, from its plugins and the one that was requested
             (lower case; None: none was), which is the answer unless a plugin implies another.
         accumulation_steps: micro-batches per optimizer step that a plugin implies; None: none.
@@ -193,7 +196,7 @@ class StrategySpec:
     hooks_inside: bool = False
     clips_value: bool = True
     packages: tuple[str, ...] = ()
-    dims: Callable[[Plugins, Environment], ParallelDims] = replicated
+    dims: Callable[[Plugins, Environment, ParallelismConfig], ParallelDims] = replicated
     precision: Callable[[Plugins, str | None], str | None] = lambda plugins, given: given
     accumulation_steps: Callable[[Plugins], int | None] = lambda plugins: None
     rank0_init: Callable[[Plugins], str] = lambda plugins: ""

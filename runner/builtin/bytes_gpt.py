@@ -230,9 +230,13 @@ class ByteGPT(nn.Module):
             if isinstance(module, MLP):
                 nn.init.zeros_(module.down_proj.weight)
 
-    def forward(self, values: Tensor) -> Tensor:
-        """Return logits of the byte after each: [B, T, V] of values [B, T] int64."""
-        rotation = rotary_tables(values.shape[1], self.head_dim, values.device)
+    def forward(self, values: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return logits of the byte after each: [B, T, V] of values [B, T] int64.
+
+        `position_ids` [B, T] are those of a part of the sequences; None: from 0.
+        """
+        start = 0 if position_ids is None else position_ids[:1, :1].flatten()
+        rotation = rotary_tables(values.shape[1], self.head_dim, values.device, start)
         x = self.embedding(values)
         for block in self.blocks:
             x = block(x, rotation)
@@ -240,14 +244,20 @@ class ByteGPT(nn.Module):
 
 
 def rotary_tables(
-    length: int, head_dim: int, device: torch.device, base: float = 10_000.0
+    length: int,
+    head_dim: int,
+    device: torch.device,
+    start: int | Tensor = 0,
+    base: float = 10_000.0,
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angle of each position and pair of dims: each [T, E / 2].
+
+    `start` is the first position.
 
     Source: J. Su et al., RoFormer, arXiv:2104.09864.
     """
     pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
-    positions = torch.arange(length, device=device, dtype=torch.float32)
+    positions = start + torch.arange(length, device=device, dtype=torch.float32)
     angles = positions.unsqueeze(1) * base ** (-pairs / head_dim)
     return angles.cos(), angles.sin()
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accel.machine.errors import ConfigError
 from accel.precision.wrapping import own_module
+from accel.strategies.context_parallel import shift_labels
 from runner.language import generation
 from runner.language.models import token_losses
 from runner.language.samples import IGNORED
@@ -137,7 +138,7 @@ def _fits(model: nn.Module, ids: Tensor) -> bool:
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the token after each position, [B, T]; none after the last."""
-    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return shift_labels(batch["labels"])
 
 
 def _inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,13 +170,14 @@ def _separates(model: nn.Module, like: Tensor) -> bool:
     Raises:
         ConfigError: if it mixes them.
     """
-    first, second = [0, 1, 0, 1], [0, 1, 1, 0]
+    # An odd length, which no part of a divided sequence has.
+    first, second = [0, 1, 0], [0, 1, 1, 0]
     rows = [first + second, first[::-1] + second] * 2
-    positions = [[0, 1, 2, 3] * 2] * 2 + [list(range(8))] * 2
+    positions = [[0, 1, 2, 0, 1, 2, 3]] * 2 + [list(range(7))] * 2
     ids = torch.tensor(rows, device=like.device)
     batch = {"input_ids": ids, "position_ids": torch.tensor(positions, device=like.device)}
     targets = torch.full_like(ids, IGNORED)
-    targets[:, 4:] = 1
+    targets[:, 3:] = 1
     training = model.training
     model.eval()
     nats, _ = _token_losses(model, batch, targets)

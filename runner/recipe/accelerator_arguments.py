@@ -35,6 +35,9 @@ def arguments(recipe: Recipe, batch_plan: BatchPlan | None) -> dict[str, Any]:
         "device": processes.device(recipe.distributed),
         "dataloader_config": recipe.dataloader,
         "strategy_plugins": chosen,
+        "parallelism_config": processes.parallelism(
+            recipe, processes.environment(recipe.distributed)
+        ),
         "rng_types": recipe.trainer.rng_types,
         "gradient_accumulation_plugin": accumulation,
         # The loop steps schedulers itself, once per optimizer step.

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from accel.config.parallelism import ParallelismConfig, one_of_each
 from accel.machine import env
 from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, MissingPackageError, Problem, Problems
 from accel.machine.imports import is_available
-from accel.plan.arguments import selected
+from accel.plan.arguments import Arguments, choose, selected
 from runner.recipe import machines
 from runner.recipe.keys import of_the_recipe
 from runner.recipe.schema import Distributed, Recipe
@@ -113,9 +114,21 @@ def restarts_of_new_runs() -> Problems:
 
 def dp_size(recipe: Recipe, num_processes: int) -> int:
     """Return the data-parallel size of a recipe; a ConfigError if its strategy does not fit."""
-    found = selected(recipe.plugins, num_processes)
+    here, found = Environment(world_size=num_processes), Problems()
     with of_the_recipe():
-        return found.fitting_dims(Environment(world_size=num_processes)).dp_size
+        choice, sizes = selected(recipe.plugins, num_processes), parallelism(recipe, here)
+        if sizes is not None:
+            asked = {"strategy_plugins": list(recipe.plugins.values())}
+            choice = choose(Arguments.of({**asked, "parallelism_config": sizes}), here, found)
+            found.raise_if()
+        return choice.fitting_dims(here).dp_size
+
+
+def parallelism(recipe: Recipe, here: Environment) -> ParallelismConfig | None:
+    """Return the sizes of all axes; those of data that the recipe leaves open as plugins say."""
+    choice = selected(recipe.plugins, here.world_size)
+    dims = choice.spec.dims(choice.plugins, here, one_of_each())
+    return recipe.parallelism.config(dims.dp_replicate, dims.dp_shard * dims.tp)
 
 
 def environment(distributed: Distributed) -> Environment:

@@ -7,7 +7,7 @@ factory's signature.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from accel.config.checks import check_choice, check_minimum
@@ -19,6 +19,7 @@ from accel.config.handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
+from accel.config.parallelism import RING, ULYSSES, ParallelismConfig
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -114,6 +115,57 @@ class Distributed:
 
 
 FP8_RECIPES = ("fp8_torchao", "fp8_te")
+
+
+@dataclass
+class Parallelism:
+    """Processes along each axis of the mesh, as of `ParallelismConfig`; their product is all.
+
+    Args:
+        dp_replicate_size: replicas of the model; None: what the other axes leave.
+        dp_shard_size: processes that shard each replica; None: what the other axes leave.
+        tp_size: processes that compute parts of the same matrices.
+        cp_size: processes that compute parts of the same sequences.
+        sp_size: the same under DeepSpeed.
+        cp_backend: how these compute attention: ulysses, or ring (on GPUs).
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int = 1
+    cp_size: int = 1
+    sp_size: int = 1
+    cp_backend: Any = ULYSSES
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        for name in (f.name for f in fields(self) if f.name.endswith("_size")):
+            check_minimum(self, name, 1, problems)
+        check_choice(self, "cp_backend", (ULYSSES, RING), problems)
+        problems.raise_if()
+
+    def config(self, replicas: int, shards: int) -> ParallelismConfig | None:
+        """Return the sizes of all axes; None where nothing is asked for.
+
+        Args:
+            replicas: of the model, if all processes read other samples.
+            shards: of each replica, likewise.
+        """
+        if self == Parallelism():
+            return None
+        data = max(1, replicas * shards // (self.tp_size * self.cp_size * self.sp_size))
+        wanted = self.dp_replicate_size or (replicas if shards > 1 else data)
+        sharded = self.dp_shard_size
+        if sharded is not None and self.dp_replicate_size is None:
+            wanted = max(1, data // sharded)
+        return ParallelismConfig(
+            dp_replicate_size=wanted,
+            dp_shard_size=sharded or max(1, data // wanted),
+            tp_size=self.tp_size,
+            cp_size=self.cp_size,
+            sp_size=self.sp_size,
+            cp_backend=self.cp_backend,
+        )
 
 
 @dataclass
@@ -454,6 +506,7 @@ class Recipe:
         tags: words to find the run by.
         distributed: where the processes live.
         precision: the number format.
+        parallelism: processes along each axis of the mesh.
         dataloader: how batches are read and divided over processes.
         step: how one optimizer step is made; `supervised` uses the four nodes after `data`.
         model: factory of the model.
@@ -482,6 +535,7 @@ class Recipe:
     tags: list[str] = field(default_factory=list)
     distributed: Distributed = field(default_factory=Distributed)
     precision: Precision = field(default_factory=Precision)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     dataloader: DataLoader = field(default_factory=DataLoader)
     step: Any = None
     model: Any = None

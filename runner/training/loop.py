@@ -253,7 +253,7 @@ class Loop(Run):
     def _resume(self) -> None:
         """Restore the checkpoint, or seed the generators that training draws from."""
         # Processes of one replica draw the same, the others differently.
-        set_seed(self.recipe.seed + self.accelerator.parallel_dims.dp_rank)
+        set_seed(self.recipe.seed + self.accelerator.parallel_dims.draw_rank)
         if self.resume_from is None:
             initial_weights.load(self)
             return

@@ -13,6 +13,7 @@ from typing import Any
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
 from accel.machine.imports import is_torchao_available
@@ -96,6 +97,16 @@ def _tensor_parallel(size: int | None = None) -> Callable[[Cell], dict[str, Any]
     return arguments
 
 
+def _sequences(size: int = 2, **plugins: Any) -> Callable[[Cell], dict[str, Any]]:
+    def arguments(cell: Cell) -> dict[str, Any]:
+        tp = plugins["torch_tp_plugin"].tp_size if plugins else 1
+        shards = cell.world_size // (size * tp)
+        config = ParallelismConfig(cp_size=size, tp_size=tp, dp_shard_size=shards)
+        return {"parallelism_config": config, **plugins}
+
+    return arguments
+
+
 def _deepspeed(stage: int, **fields: Any) -> Callable[[Cell], dict[str, Any]]:
     return lambda cell: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=stage, **fields)}
 
@@ -132,6 +143,10 @@ def _several(cell: Cell) -> str | None:
     return "DDP on one process is one process alone" if cell.world_size == 1 else None
 
 
+def _pairs(cell: Cell) -> str | None:
+    return "sequences are divided over two processes" if cell.world_size == 1 else None
+
+
 def _four(cell: Cell) -> str | None:
     return None if cell.world_size == 4 else "two times two processes are four"
 
@@ -152,6 +167,11 @@ def _sharded_backends() -> dict[str, Backend]:
         "fsdp_no_shard": engine(_fsdp(dp_replicate_size="all")),
         "fsdp_cpu_offload": engine(_fsdp(cpu_offload=True), max_share=SHARE),
         "fsdp_tp": engine(both, reason=_four),
+        "cp": engine(_sequences(), reason=_pairs),
+        "cp_tp": engine(
+            _sequences(torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2, tp_plan=TP_PLAN)),
+            reason=_four,
+        ),
         "tp": Backend(_tensor_parallel()),
         "tp_ddp": Backend(_tensor_parallel(2), reason=_four),
     }

@@ -28,6 +28,8 @@ FLOAT8_SABOTAGES = (
 # rounded, costs no more bits than the format. Where the largest value is 2**-16 of that, below the
 # least number of the format, all becomes 0.
 FAR_FROM_FP32 = ("scale of small values left out", "scale inverted")
+# Of sequences that are divided.
+SEQUENCES = ("a part counted twice", "keys of another rank backwards")
 # One of each engine; the others of its family share the code that the mistakes are in.
 BACKENDS = ("ddp", "fsdp_full_shard", "tp", "zero2", "zero3")
 
@@ -40,6 +42,8 @@ def controls(cells: Iterable[Cell]) -> Iterator[Cell]:
             mistakes = FLOAT8_SABOTAGES if every else FLOAT8_SABOTAGES[:1]
             yield from (replace(cell, sabotage=sabotage) for sabotage in mistakes)
         kind = cell.precision, cell.world_size, cell.accumulation
+        if (cell.backend, *kind, cell.variant) == ("cp", "no", 2, 2, ""):
+            yield from (replace(cell, sabotage=sabotage) for sabotage in SEQUENCES)
         if cell.backend not in BACKENDS or kind != ("no", 2, 2):
             continue
         for sabotage in SABOTAGES:

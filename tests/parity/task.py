@@ -93,14 +93,19 @@ class OwnLoss:
     """A forward pass that computes the loss, too, as transformers' models do.
 
     Args:
-        forward: logits [B, T, V] of bytes [B, T].
+        forward: logits [B, T, V] of bytes [B, T], and their positions.
     """
 
-    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
         self.forward = forward
 
-    def __call__(self, values: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        flat = self.forward(values).flatten(0, 1)
+    def __call__(
+        self,
+        values: torch.Tensor,
+        targets: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        flat = self.forward(values, position_ids).flatten(0, 1)
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 

@@ -12,7 +12,13 @@ import pytest
 
 from accel.machine.errors import ConfigError
 from tests.parity.cells import BACKENDS, FLOAT8, Cell, matrix, reason_not_to_run
-from tests.parity.controls import FAR_FROM_FP32, FLOAT8_SABOTAGES, SABOTAGES, controls
+from tests.parity.controls import (
+    FAR_FROM_FP32,
+    FLOAT8_SABOTAGES,
+    SABOTAGES,
+    SEQUENCES,
+    controls,
+)
 from tests.parity.gates import FLOAT8 as FLOAT8_GATE
 from tests.parity.gates import Difference, Verdict, plain
 from tests.parity.running import run
@@ -31,6 +37,8 @@ TYPES = {
     "fsdp_no_shard": "FSDPByteGPT",
     "fsdp_cpu_offload": "FSDPByteGPT",
     "fsdp_tp": "FSDPByteGPT",
+    "cp": "FSDPByteGPT",
+    "cp_tp": "FSDPByteGPT",
     "tp": "ByteGPT",
     "tp_ddp": "FSDPByteGPT",
     "zero0": "DeepSpeedEngine",
@@ -188,6 +196,14 @@ def test_a_mistake_turns_the_matrix_red(backend: str, sabotage: str) -> None:
     assert verdict.difference is not None
     assert verdict.gate is not None
     assert verdict.difference.weight > 10 * verdict.gate.weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sabotage", SEQUENCES)
+def test_a_mistake_with_parts_of_sequences_turns_it_red(sabotage: str) -> None:
+    cells = controls([Cell("cp", "no", 2, 2, TASK)])
+    verdict = run(next(cell for cell in cells if cell.sabotage == sabotage))
+    assert verdict.caught, verdict.failures
 
 
 @pytest.mark.parametrize("backend", ["zero0", "zero3_offload", "compile_zero2"])

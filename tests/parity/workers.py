@@ -18,6 +18,7 @@ from accel.config.handlers import GradScalerKwargs, KwargsHandler
 from accel.config.training import DataLoaderConfiguration
 from accel.precision.fp8 import TorchaoPrecision, import_torchao
 from accel.run.loss_normalization import global_weight, normalize_loss
+from accel.strategies.context_parallel import _AllToAll
 from tests.parity import fp8_layers
 from tests.parity.cells import BACKENDS, Cell
 from tests.parity.memory import Walk
@@ -46,6 +47,7 @@ def train(cell: Cell) -> dict[str, Any]:
         "scale of small values left out": _small_unscaled,
         "scale inverted": _inverted,
         "nothing converted": _unconverted,
+        "keys of another rank backwards": _keys_of_another_rank,
     }
     with spoilt.get(cell.sabotage, contextlib.nullcontext)():
         return _train(cell, task, walk)
@@ -58,7 +60,9 @@ def _train(cell: Cell, task: Task, walk: Walk) -> dict[str, Any]:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     layers = fp8_layers.watch(accelerator.unwrap_model(model))
     run = Run()
-    index, count = accelerator.parallel_dims.dp_rank, accelerator.parallel_dims.dp_size
+    dims = accelerator.parallel_dims
+    # Context-parallel ranks compute the losses of other tokens, as replicas do of other samples.
+    index, count = dims.dp_rank * dims.cp + dims.coordinates["cp"], dims.grad_size
     for number, window in enumerate(windows(task, cell, loader)):
         if cell.sabotage == "last window dropped" and number == task.num_steps - 1:
             break
@@ -108,6 +112,18 @@ def _inverted() -> contextlib.AbstractContextManager[object]:
 def _unconverted() -> contextlib.AbstractContextManager[object]:
     """Return a context in which no layer is converted: all compute in bf16."""
     return patch.object(TorchaoPrecision, "convert", lambda *args, **kwargs: None)
+
+
+def _keys_of_another_rank() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which gradients of attention come from the wrong rank."""
+    right = _AllToAll.backward
+
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        found, *others = right(ctx, gradient)
+        joined = ctx.back[1]
+        return found.roll(found.shape[joined] // 2, joined), *others
+
+    return patch.object(_AllToAll, "backward", staticmethod(backward))
 
 
 def _every_linear(layer: torch.nn.Module, name: str) -> bool:
@@ -171,14 +187,19 @@ def step(
 ) -> float:
     """Make one optimizer step; return this process's share of its loss."""
     recipe = sabotaged(cell).recipe
-    replicas = accelerator.parallel_dims.dp_size
+    dims = accelerator.parallel_dims
     weight = global_weight([(t != IGNORED).sum() for _, t in window], accelerator)
     twice = cell.sabotage == "gradients divided by W twice"
     divisor = accelerator.num_processes if twice else 1
     share = 0.0
     for index, (values, targets) in enumerate(window):
         last = index == len(window) - 1
-        with accelerator.accumulate(model, sync_gradients=last):
+        if cell.sabotage == "a part counted twice" and dims.coordinates["cp"] == 0:
+            divisor = 0.5
+        with (
+            accelerator.accumulate(model, sync_gradients=last),
+            accelerator.maybe_context_parallel([values, targets], [1, 1]),
+        ):
             if cell.task.own_loss:
                 total = model(values, targets)
                 notes[0].rounded.append(bool(total == total.bfloat16()))
@@ -187,7 +208,7 @@ def step(
             scaled = normalize_loss(
                 total / divisor,
                 weight,
-                grad_size=replicas,
+                grad_size=dims.grad_size,
                 num_steps=accelerator.gradient_accumulation_steps,
             )
             accelerator.backward(scaled)

@@ -17,8 +17,8 @@ PARTS = {
     "examples": ("examples",),
 }
 # Code lines that a part may have, and files of `accel` and `runner` together.
-BUDGETS = {"accel": 24_230, "runner": 19_000, "tests": 48_300}
-MAX_FILES = 309
+BUDGETS = {"accel": 24_620, "runner": 19_000, "tests": 48_720}
+MAX_FILES = 310
 # Helpers are what no test runner collects.
 HELPERS = "    of it helpers"
 

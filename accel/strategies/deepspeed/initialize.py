@@ -27,6 +27,7 @@ from accel.machine.errors import ConfigError
 from accel.machine.imports import is_available, require
 from accel.plan.plan import Plan
 from accel.precision.wrapping import MakeContext, register_wrapper, wrap_forward
+from accel.strategies.deepspeed.settings import BATCH
 from accel.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 
 if TYPE_CHECKING:
@@ -137,7 +138,10 @@ def initialize_engine(
         schedulers: of which a `DummyScheduler` may build the engine's own.
         settings: complete; contradictions raise `ConfigError`.
     """
-    arguments: dict[str, object] = {"model": model, "config": settings.finish()}
+    config = dict(settings.finish())
+    # The engine counts ranks that compute parts of the same samples, too.
+    config[BATCH] *= plan.parallel_dims.cp
+    arguments: dict[str, object] = {"model": model, "config": config}
     if isinstance(optimizer, DummyOptim):
         arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
@@ -201,7 +205,7 @@ def partitioned_init(package: ModuleType, settings: Settings, plan: Plan) -> Ite
 
     Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#constructing-massive-models
     """
-    config = settings.finish()
+    config = dict(settings.finish())
     join_group(package, plan)
     # What a model imports may bring it, and inside, where `torch.tensor` is DeepSpeed's, it fails.
     importlib.import_module("torch._dynamo")

@@ -15,8 +15,11 @@ from accel.config.deepspeed import (
     share_selection,
 )
 from accel.config.deepspeed_json import Config, value_at
+from accel.config.parallelism import ParallelismConfig
 from accel.machine.enums import DistributedType
+from accel.machine.env import Environment
 from accel.machine.errors import ConfigError, Problem, Problems
+from accel.plan.dims import ParallelDims
 from accel.strategies.spec import (
     Decided,
     MemoryLayout,
@@ -25,7 +28,6 @@ from accel.strategies.spec import (
     Request,
     StrategySpec,
     require_kind,
-    sharded,
 )
 
 NAME = "deepspeed"
@@ -143,6 +145,15 @@ def _problems(request: Request) -> list[Problem]:
     return problems
 
 
+def _dims(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -> ParallelDims:
+    """Return the dimensions of a run whose ranks shard state, and may share sequences."""
+    size, sp = environment.world_size, sizes.sp_size
+    if size % sp:
+        value, rule = f"ParallelismConfig(sp_size={sp})", f"it divides the {size} processes"
+        raise ConfigError.of(value, rule, f"Start a multiple of {sp}.")
+    return ParallelDims(dp_shard=size // sp, cp=sp)
+
+
 # Stage 3 trains the shards of fp32 weights themselves; the others train copies of them.
 MEMORY = (
     MemoryLayout("zero1", frozenset({"optimizer"}), casts_weights=True, copies_fp32=True),
@@ -177,7 +188,7 @@ SPEC = StrategySpec(
     hooks_inside=True,
     clips_value=False,
     packages=("deepspeed",),
-    dims=sharded,
+    dims=_dims,
     precision=_precision,
     accumulation_steps=_accumulation_steps,
     memory=MEMORY,

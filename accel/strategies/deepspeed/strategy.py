@@ -12,15 +12,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.deepspeed_json import Config
 from accel.machine.errors import ConfigError
+from accel.plan.dims import CP, DP_SHARD
 from accel.precision.base import COMPUTE_DTYPES
 from accel.scheduler import wrap_scheduler
 from accel.state import GradientState
 from accel.strategies.base import Objects, Strategy, refuse_copies
 from accel.strategies.compile import compile_model
+from accel.strategies.context_parallel import ContextParallel
 from accel.strategies.deepspeed import initialize
 from accel.strategies.deepspeed.fragments import share_weights, undo_first_step
 from accel.strategies.deepspeed.settings import (
@@ -69,6 +72,11 @@ class DeepSpeedStrategy(Strategy):
         self.package = initialize.import_deepspeed(device)
         comm.before_exit(self._leave_group)
         self._trained = TrainedEngine(plan)
+        if (dims := plan.parallel_dims).cp > 1:
+            mesh = init_device_mesh(
+                device.type, (dims.dp_size, dims.cp), mesh_dim_names=(DP_SHARD, CP)
+            )
+            self.context_parallel = ContextParallel(mesh[CP])
         self.sync: DeepSpeedSync = DeepSpeedSync()
         self.gradients = DeepSpeedGradients(self._trained)
         self.state = ZeroState(self._trained, comm, self.package)
@@ -130,6 +138,8 @@ class DeepSpeedStrategy(Strategy):
             ]
             return done
         (model,), (place,) = objects.models, placement.models
+        if self.context_parallel is not None:
+            self.context_parallel.follow(model)
         optimizer = next(iter(objects.optimizers), None)
         settings = self._settings(objects, [*prepared.dataloaders, *objects.dataloaders])
         if optimizer is None and settings.stage < 3:

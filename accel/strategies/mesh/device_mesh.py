@@ -6,6 +6,7 @@ process that trains again and again collects them, and one that ends with any of
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -27,10 +28,14 @@ def build_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
 
     An axis of size 1 is no axis of the mesh, but for dp_shard.
     """
-    clear_mesh_caches()
     axes = {name: dims.size(name) for name in dims.order}
     kept = {name: size for name, size in axes.items() if size > 1 or name == DP_SHARD}
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def joined(dims: ParallelDims) -> ParallelDims:
+    """Return the dimensions in which context-parallel ranks are ranks that shard the model."""
+    return dataclasses.replace(dims, dp_shard=dims.dp_shard * dims.cp, cp=1)
 
 
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -39,7 +39,7 @@ def _sized_shards(
 ) -> FullyShardedDataParallelPlugin | None:
     """Return the FSDP plugin with so many replicas; shards switch it on."""
     if plugin is None:
-        if not sizes.dp_shard_enabled:
+        if not (sizes.dp_shard_enabled or sizes.cp_enabled):
             return None
         plugin = FullyShardedDataParallelPlugin()
     given, wanted = plugin.dp_replicate_size, sizes.dp_replicate_size
@@ -69,27 +69,34 @@ def _sized_tensor_parallel(
     return dataclasses.replace(plugin, tp_size=sizes.tp_size)
 
 
-def dims(plugins: Plugins, environment: Environment) -> ParallelDims:
-    """Return the parallel dimensions: replicas × shards × tensor-parallel ranks.
+def dims(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -> ParallelDims:
+    """Return the parallel dimensions: replicas × shards × context- and tensor-parallel ranks.
 
     Raise `ConfigError` if numbers of replicas and shards do not divide the processes.
     """
     world_size = environment.world_size
     parallel: TorchTensorParallelPlugin | None = plugins.get(TENSOR_PARALLEL)
     tp = 1 if parallel is None else parallel.tp_size
+    cp = sizes.cp_size
+    if world_size % (tp * cp) and cp > 1:
+        raise ConfigError.of(
+            f"ParallelismConfig(cp_size={cp}, tp_size={tp}) with {_counted(world_size)}",
+            "each replica of the model takes as many processes as their product",
+            f"Start a multiple of {tp * cp} processes, or choose other sizes.",
+        )
     if world_size % tp:
         raise ConfigError.of(
             f"TorchTensorParallelPlugin.tp_size={tp} with {_counted(world_size)}",
             "each replica of the model takes as many processes",
             f"Start a multiple of {tp} processes, or choose another tp_size.",
         )
-    data, replicate = world_size // tp, world_size // tp
+    data = replicate = world_size // (tp * cp)
     fsdp: FullyShardedDataParallelPlugin | None = plugins.get(FSDP)
     if fsdp is not None:
         nodes = world_size // (environment.local_world_size or world_size)
         replicate = num_replicas(fsdp.dp_replicate_size, data, nodes)
-        ConfigError.raise_if(_shard_problems(fsdp, data, replicate))
-    return ParallelDims(dp_replicate=replicate, dp_shard=data // replicate, tp=tp)
+        ConfigError.raise_if(_shard_problems(fsdp, data, replicate, cp))
+    return ParallelDims(dp_replicate=replicate, dp_shard=data // replicate, cp=cp, tp=tp)
 
 
 def _counted(processes: int) -> str:
@@ -97,7 +104,7 @@ def _counted(processes: int) -> str:
 
 
 def _shard_problems(
-    plugin: FullyShardedDataParallelPlugin, data: int, replicas: int
+    plugin: FullyShardedDataParallelPlugin, data: int, replicas: int, cp: int
 ) -> list[Problem]:
     """Return the problems of replicas and groups that do not divide the data-parallel ranks."""
     where = type(plugin).__name__
@@ -105,7 +112,7 @@ def _shard_problems(
         value = f"{where}.dp_replicate_size={plugin.dp_replicate_size!r} with {data} processes"
         rule = "each replica of the model takes as many processes"
         return [Problem(f"{value} for data", rule, "Choose a number that divides them.")]
-    group, shards = plugin.reshard_after_forward, data // replicas
+    group, shards = plugin.reshard_after_forward, data // replicas * cp
     is_size = isinstance(group, int) and not isinstance(group, bool)
     if is_size and (not 1 < group < shards or shards % group):
         rule = f"as a number, it divides the {shards} shards and is neither 1 nor all of them"

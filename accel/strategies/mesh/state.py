@@ -46,7 +46,7 @@ class MeshState(StateIO):
     def sharded(self) -> tuple[str, ...]:
         if self._fsdp is None:
             return ("the weights of tp_plan",) if self._dims.tp > 1 else ()
-        is_sharded = max(self._dims.dp_shard, self._dims.tp) > 1
+        is_sharded = max(self._dims.dp_shard, self._dims.cp, self._dims.tp) > 1
         return ("parameters", "gradients", "optimizer state") if is_sharded else ()
 
     def expose(self, own: torch.nn.Module) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, final
 
@@ -18,13 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel.comm.rng import synchronize_rng_states
-from accel.config.parallelism import join_axes
+from accel.config.parallelism import RING, join_axes
 from accel.machine.device import synchronize
 from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
+from accel.plan.dims import CP
 from accel.precision.amp import parameters_of
 from accel.strategies.base import Objects, Strategy
-from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh
+from accel.strategies.context_parallel import ContextParallel
+from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh, joined
 from accel.strategies.mesh.gradients import (
     MeshGradients,
     MeshSync,
@@ -43,7 +45,11 @@ from accel.strategies.mesh.parameters import ParameterRemap, parameters_by_name
 from accel.strategies.mesh.spec import FSDP
 from accel.strategies.mesh.state import MeshState
 from accel.strategies.mesh.tensor_parallel import check_first_step
-from accel.strategies.mesh.torch_internals import unsharded_and_sharded
+from accel.strategies.mesh.torch_internals import (
+    clear_mesh_caches,
+    ring_attention,
+    unsharded_and_sharded,
+)
 from accel.strategies.mesh.units import check_classes
 from accel.strategies.optimizers import fails_on_shards, quantized_kind
 
@@ -60,8 +66,8 @@ class MeshModels:
     not kept alive.
     """
 
-    def __init__(self, mesh: DeviceMesh, comm: Communicator) -> None:
-        self._meshes = [mesh, *join_axes(mesh)]
+    def __init__(self, meshes: Iterable[DeviceMesh], comm: Communicator) -> None:
+        self._meshes = [one for mesh in meshes for one in (mesh, *join_axes(mesh))]
         self.is_destroyed = False
         self._comm = comm
         # Each with its parameters that FSDP2 ignores.
@@ -99,9 +105,16 @@ class MeshStrategy(Strategy):
     ) -> None:
         super().__init__(plan, comm, device, precision)
         name, dims = plan.strategy, plan.parallel_dims
-        self._mesh = build_mesh(dims, plan.device_type)
+        clear_mesh_caches()
+        self._mesh = self._named_mesh = build_mesh(joined(dims), plan.device_type)
+        if dims.cp > 1:
+            self._named_mesh = build_mesh(dims, plan.device_type)
+            rings = plan.parallelism is not None and plan.parallelism.cp_backend == RING
+            self.context_parallel = ContextParallel(
+                self._named_mesh[CP], ring_attention if rings else None
+            )
         self._settings = read_settings(plan, self._mesh, comm, device, precision)
-        self._models = MeshModels(self._mesh, comm)
+        self._models = MeshModels({id(m): m for m in (self._mesh, self._named_mesh)}.values(), comm)
         self._evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._remap = ParameterRemap()
         self.sync: MeshSync = MeshSync(name)
@@ -117,7 +130,7 @@ class MeshStrategy(Strategy):
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """The mesh of the run; None after `close`."""
-        return None if self._models.is_destroyed else self._mesh
+        return None if self._models.is_destroyed else self._named_mesh
 
     # -- preparing -------------------------------------------------------------------------
 
@@ -164,6 +177,8 @@ class MeshStrategy(Strategy):
                 f"its parameters become DTensors on the mesh, which is on {self.device.type}",
                 "Leave device_placement true for models, or offload: cpu_offload=True of fsdp.",
             )
+        if self.context_parallel is not None:
+            self.context_parallel.follow(model)
         before = parameters_by_name(model)
         ignored = parallelize(model, self.plan.parallel_dims, self._settings)
         self._models.ignored[model] = ignored

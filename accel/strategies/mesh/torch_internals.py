@@ -7,7 +7,8 @@ Source: https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/fsdp/_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -184,6 +185,23 @@ def clear_process_groups(mesh: DeviceMesh) -> None:
         registry = getattr(mesh._get_root_mesh(), "_pg_registry", None)
         if registry is not None:
             registry.clear()
+
+
+def ring_attention(
+    mesh: DeviceMesh,
+    buffers: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    no_restore: Collection[torch.Tensor],
+) -> AbstractContextManager[None]:
+    """Return torch's context of ring attention over parts of sequences, on GPUs."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    return context_parallel(
+        mesh,
+        buffers=list(buffers),
+        buffer_seq_dims=list(dims),
+        no_restore_buffers=set(no_restore),
+    )
 
 
 def clear_mesh_caches() -> None:

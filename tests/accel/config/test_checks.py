@@ -97,7 +97,7 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"tp_size": 0}, "tp_size=0: it is at least 1"),
         ({"dp_shard_size": -1}, "dp_shard_size=-1"),
         ({"dp_replicate_size": 0}, "dp_replicate_size=0"),
-        ({"cp_backend": "ring"}, "cp_backend"),
+        ({"cp_backend": "rings"}, "cp_backend"),
         ({"sp_backend": "torch"}, "sp_backend"),
     ],
     BnbQuantizationConfig: [

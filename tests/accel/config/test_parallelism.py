@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from accel import Accelerator
+from accel.config.deepspeed import DeepSpeedPlugin
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
@@ -61,8 +62,6 @@ def test_sizes_and_what_follows_from_them() -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        {"cp_size": 2},
-        {"sp_size": 2},
         {"tp_handler": object()},
         {"cp_handler": object()},
         {"sp_handler": object()},
@@ -113,6 +112,18 @@ def test_a_tensor_parallel_size_switches_that_on() -> None:
     assert (plan.strategy, sizes(plan)) == ("tp", {"dp_replicate": 2, "tp": 2})
     plan = plan_of(4, ParallelismConfig(tp_size=2, dp_shard_size=2))
     assert (plan.strategy, sizes(plan)) == ("fsdp", {"dp_shard": 2, "tp": 2})
+
+
+def test_ranks_of_a_sequence_shard_the_model() -> None:
+    plan = plan_of(4, ParallelismConfig(cp_size=2, dp_replicate_size=2))
+    assert (plan.strategy, sizes(plan)) == ("fsdp", {"dp_replicate": 2, "cp": 2})
+    assert plan.parallel_dims.draw_leaders == (0, 1, 2, 3)
+    plan = plan_of(
+        4, ParallelismConfig(sp_size=2, dp_shard_size=2), deepspeed_plugin=DeepSpeedPlugin()
+    )
+    assert (plan.strategy, sizes(plan)) == ("deepspeed", {"dp_shard": 2, "cp": 2})
+    with pytest.raises(ConfigError, match=r"cp_size=2, sp_size=2.*under DeepSpeed sp_size"):
+        ParallelismConfig(cp_size=2, sp_size=2)
 
 
 def test_plugins_keep_what_else_they_say() -> None:

@@ -15,7 +15,7 @@ NO_FP8 = "test_a_run_without_fp8_says_so"
 ENGINE = "test_an_accelerator_shows_its_engine_as_documented"
 TWO = "test_what_a_sharded_run_of_two_processes_shows"
 RANKS = "test_ranks_along_the_axes[0-expected0-True]"
-OTHER_RANKS = "test_ranks_along_axes_that_are_not_built[pp-1]"
+OTHER_RANKS = "test_ranks_along_axes_of_the_model[pp-1]"
 PROPERTIES = "test_sizes_and_what_follows_from_them"
 SHARDS = "test_shards_switch_fsdp_on"
 SPLIT_WEIGHTS = "test_a_tensor_parallel_size_switches_that_on"
@@ -76,7 +76,6 @@ ENTRIES = [
         },
         call=False,
     ),
-    # Its parameters make no difference where there is one context-parallel rank: no mutant would.
     Entry(
         "accel:Accelerator.maybe_context_parallel",
         "test_sequences_are_not_sharded",
@@ -117,9 +116,9 @@ ENTRIES = [
         parameters={
             **given(SHARDS, dp_replicate_size=None, dp_shard_size=None),
             "tp_size": P(None, SPLIT_WEIGHTS),
-            "cp_size": P(None, "test_what_is_not_built_yet_is_refused[cp_size]"),
+            "cp_size": P(None, "test_ranks_of_a_sequence_shard_the_model"),
             "cp_backend": P(None, "test_wrong_values_are_named"),
-            "sp_size": P(None, "test_what_is_not_built_yet_is_refused[sp_size]"),
+            "sp_size": P(None, "test_ranks_of_a_sequence_shard_the_model"),
             "sp_backend": P(None, "test_wrong_values_are_named"),
             "tp_handler": P(None, "test_what_is_not_built_yet_is_refused[tp_handler]"),
             "cp_handler": P(None, "test_what_is_not_built_yet_is_refused[cp_handler]"),

@@ -39,6 +39,7 @@ ENGINES = {
         2,
         (*("distributed=deepspeed", "distributed.num_processes=2", "deepspeed=zero3"), INIT),
     ),
+    "sequences": (2, (*TWO[:2], "parallelism.cp_size=2")),
     "split": (4, (*FOUR, "fsdp=full_shard", "tensor_parallel=default")),
 }
 
@@ -83,7 +84,14 @@ def expected(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float
     return losses
 
 
-REPEATED = (("shards", "one"), ("shards", "shards"), ("split", "one"), ("nodes", "hybrid"))
+REPEATED = (
+    ("sequences", "one"),
+    ("two", "sequences"),
+    ("shards", "one"),
+    ("shards", "shards"),
+    ("split", "one"),
+    ("nodes", "hybrid"),
+)
 
 
 @pytest.mark.slow
@@ -95,6 +103,18 @@ def test_a_sharded_run_has_the_losses_of_one_process_and_goes_on_under_another_e
     assert loops.losses(run_dir) == about(expected[: STEPS // 2], rel=1e-4)
     trained(tmp_path, text, second, run_dir=run_dir)
     assert loops.losses(run_dir) == about(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_on_parts_of_sequences_goes_on_with_the_same_bits(text: Path, tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", text, "sequences")
+    part = trained(tmp_path / "part", text, "sequences", f"trainer.stop_after={STEPS // 2}")
+    trained(tmp_path / "part", text, "sequences", run_dir=part)
+    names = ("model.safetensors", "optimizer.bin", "random_states_1.pkl")
+    states = [
+        [(loops.newest(run_dir) / name).read_bytes() for name in names] for run_dir in (whole, part)
+    ]
+    assert states[0] == states[1]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from accel.config.fsdp import FullyShardedDataParallelPlugin
+from accel.config.parallelism import one_of_each
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import TorchDynamoPlugin
 from accel.machine.env import Environment
@@ -21,7 +22,7 @@ FOUR = Environment(world_size=4, local_world_size=4)
 
 def sizes(plugins: dict[str, Any], environment: Environment = FOUR) -> tuple[int, int, int]:
     """Return replicas, shards and tensor-parallel ranks."""
-    dims = SPEC.dims(plugins, environment)
+    dims = SPEC.dims(plugins, environment, one_of_each())
     return dims.dp_replicate, dims.dp_shard, dims.tp
 
 
