@@ -119,7 +119,8 @@ def dp_size(recipe: Recipe, num_processes: int) -> int:
         choice, sizes = selected(recipe.plugins, num_processes), parallelism(recipe, here)
         if sizes is not None:
             asked = {"strategy_plugins": list(recipe.plugins.values())}
-            choice = choose(Arguments.of({**asked, "parallelism_config": sizes}), here, found)
+            arguments = Arguments.of({**asked, "parallelism_config": sizes})
+            choice = choose(arguments, here, device(recipe.distributed) or "cpu", found)
             found.raise_if()
         return choice.fitting_dims(here).dp_size
 
