@@ -376,9 +376,10 @@ def _visible(positions: Tensor | None, padding: Any, causal: bool) -> Any:
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Return the label of the token after each, [B, S]; -100 after the last token of a sequence.
+    """Return the label of the token after each; -100 after the last token of a sequence.
 
-    Where `labels` are this rank's part of sequences, the next may be on another rank.
+    Args:
+        labels: [B, S]; where it is this rank's part of sequences, the next may be on another rank.
     """
     found = _active[-1] if _active else None
     whole = None if found is None else found.whole.get(id(labels))

@@ -156,6 +156,7 @@ from accel.precision.wrapping import get_module_children_bottom_up as get_module
 from accel.precision.wrapping import is_compiled_module as is_compiled_module
 from accel.precision.wrapping import is_peft_model as is_peft_model
 from accel.run.progress import tqdm as tqdm
+from accel.strategies.context_parallel import shift_labels as shift_labels
 from accel.strategies.deepspeed.wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accel.strategies.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,

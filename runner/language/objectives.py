@@ -171,7 +171,7 @@ def _separates(model: nn.Module, like: Tensor) -> bool:
         ConfigError: if it mixes them.
     """
     # An odd length, which no part of a divided sequence has.
-    first, second = [0, 1, 0], [0, 1, 1, 0]
+    first, second = [0, 1, 1], [0, 1, 1, 0]
     rows = [first + second, first[::-1] + second] * 2
     positions = [[0, 1, 2, 0, 1, 2, 3]] * 2 + [list(range(7))] * 2
     ids = torch.tensor(rows, device=like.device)

@@ -56,7 +56,7 @@ def test_shards_divide_the_processes(fields: dict[str, Any], tp_size: int, wrong
         "torch_tp_plugin": None if tp_size == 1 else TorchTensorParallelPlugin(tp_size),
     }
     found = Problems()
-    choose(Arguments.of(plugins), FOUR, found).dims(FOUR, found)
+    choose(Arguments.of(plugins), FOUR, "cpu", found).dims(FOUR, found)
     assert bool(found) is wrong
 
 
