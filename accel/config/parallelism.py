@@ -103,7 +103,7 @@ class ParallelismConfig:
         if not problems and self.cp_enabled and self.sp_enabled:
             value = f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size})"
             rule = "both are ranks that compute parts of the same sequences"
-            problems.add(value, rule, "Give cp_size, or under DeepSpeed sp_size.")
+            problems.add(value, rule, "Give one of them.")
         for axis in ("tp", "cp", "sp"):
             if (handler := getattr(self, f"{axis}_handler")) is not None:
                 value = f"ParallelismConfig.{axis}_handler={handler!r}"

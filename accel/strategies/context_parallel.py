@@ -280,7 +280,7 @@ class ContextParallel:
             return attend(*tensors, attn_mask, *args, **kwargs)
         if query.shape[-3] % self.size:
             rule = "each rank computes whole heads"
-            remedy = "Choose a cp_size that divides the heads (of a tensor-parallel rank)."
+            remedy = "Choose a cp_size that divides the heads (a rank of tp has some of them)."
             value_ = f"cp_size={self.size} with {query.shape[-3]} attention heads"
             raise ConfigError.of(value_, rule, remedy)
         if attn_mask is not None and attn_mask.shape[-1] == found.size:

@@ -24,7 +24,7 @@ NAMING = {
     "accel/config/parallelism.py": 3,
     "accel/machine/enums.py": 3,
     "accel/machine/imports.py": 2,
-    "accel/run/settings.py": 13,
+    "accel/run/settings.py": 12,
     "accel/state.py": 25,
     "accel/strategies/optimizers.py": 1,
     "runner/language/adapters.py": 1,
