@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     with opened(Request(run_dir, checkpoint=found.checkpoint), with_data=False) as session:
         for model in session.step.models.values():
             own = session.accelerator.unwrap_model(model)
-            generation.require_generate(own)
+            generation.require_prompts(own, tokenizer, prompts, sampling)
             for prompt, text in zip(
                 prompts,
                 generation.texts(model, tokenizer, prompts, sampling, own),

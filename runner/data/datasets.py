@@ -60,6 +60,8 @@ class Data:
         facts: numbers, texts or lists by name that a recipe uses as ``${facts:num_classes}``.
         artifacts: files or folders by name that the trained model needs, such as a tokenizer; they
             are copied to ``<run_dir>/artifacts`` when the run begins.
+        check_model: called with each model before the first step; it raises a `runner.ConfigError`
+            if the samples do not fit the model, such as tokens that it does not have.
 
     Example:
         >>> counts = torch.bincount(labels)
@@ -75,6 +77,7 @@ class Data:
     lengths: Sequence[int] | torch.Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     artifacts: Mapping[str, Path] = field(default_factory=dict)
+    check_model: Callable[[torch.nn.Module], None] = lambda model: None
 
     def __post_init__(self) -> None:
         self.artifacts = {name: Path(path) for name, path in self.artifacts.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -55,6 +56,7 @@ def export_run(
         models = restored_step(path, recipe).models
         for name, model in models.items():
             found = _merged(model) if merge else model
+            _name_classes(found, job.run_dir)
             place = folder if len(models) == 1 else folder / name
             _write_model(found, place, form, tokenizer if tokenizer.is_dir() else None)
         if tokenizer.is_dir():
@@ -79,7 +81,33 @@ def _merged(model: Any) -> Any:
         rule = "the weights of the base are quantized, and the sums would be rounded to a few bits"
         remedy = "Leave it out, and merge the adapters into the base as it was before."
         raise ConfigError.of("--merge", rule, remedy)
+    _untie(model.get_base_model())
     return model.merge_and_unload()
+
+
+def _untie(base: Any) -> None:
+    """Give the output embedding its own weights where adapters of one embedding are merged."""
+    from torch.nn import Parameter
+
+    finds = (getattr(base, f"get_{end}_embeddings", lambda: None) for end in ("input", "output"))
+    ends = [find() for find in finds]
+    layers: list[Any] = [getattr(end, "base_layer", end) for end in ends]
+    weights = [getattr(layer, "weight", None) for layer in layers]
+    if layers != ends and weights[0] is not None and weights[0] is weights[1]:
+        layers[1].weight = Parameter(weights[1].detach().clone())
+        base.config.tie_word_embeddings = False
+
+
+def _name_classes(model: Any, run_dir: Path) -> None:
+    """Give a classifier the names of the classes that the run's data had."""
+    from runner.language.packing import CLASSES
+
+    file = run_dir / directory.ARTIFACTS / CLASSES
+    config: Any = getattr(model, "config", None)
+    names = [str(one) for one in json.loads(file.read_text())] if file.is_file() else []
+    if names and len(names) == getattr(config, "num_labels", 0):
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: number for number, name in enumerate(names)}
 
 
 def _write_model(model: Any, folder: Path, form: str, tokenizer: Path | None) -> None:

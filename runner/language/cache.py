@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from accel.checkpoint import directory
 from accel.machine.errors import ConfigError
 
-VERSION = 1  # of what entries hold: a change makes others
+VERSION = 2  # of what entries hold: a change makes others
 
 
 def cached(folder: Path, write: Callable[[Path], None]) -> Path:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.machine.errors import ConfigError
+from runner.language.models import num_positions
 from runner.language.samples import text_tokens
 from runner.runs.directory import ARTIFACTS
 from runner.training.evaluation import evaluation_mode
@@ -173,9 +174,26 @@ def texts(
         yield tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+def require_prompts(
+    model: torch.nn.Module, tokenizer: Any, prompts: Iterable[Prompt], sampling: Sampling
+) -> None:
+    """Raise a ConfigError if a model cannot generate, or not from one of the prompts."""
+    require_generate(model)
+    most, more = num_positions(model), sampling.max_new_tokens
+    for prompt in prompts:
+        if (length := len(_ids(tokenizer, prompt))) + more > most:
+            value = f"a prompt of {length} tokens with max_new_tokens={more}"
+            rule = f"the model has {most} positions for both"
+            raise ConfigError.of(value, rule, "Lower max_new_tokens, or give shorter prompts.")
+
+
 def _ids(tokenizer: Any, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
-        return text_tokens(tokenizer, prompt).input_ids[:-1]  # as in training, without the end
+        ids = text_tokens(tokenizer, prompt).input_ids[:-1]  # as in training, without the end
+        if not ids:
+            rule = "a text continues at least one token"
+            raise ConfigError.of(f"the prompt {prompt!r}", rule, "Give a text.")
+        return ids
     if isinstance(prompt[0], int):
         return list(prompt)
     if not tokenizer.chat_template:
@@ -246,12 +264,13 @@ class Generate(Callback):
         """Load the tokenizer.
 
         Raises:
-            ConfigError: if the run has none, or no validation data, or a model cannot generate.
+            ConfigError: if the run has none, or no validation data, or a model cannot generate
+                from the prompts.
         """
         loop.require_validation("callbacks.generate")
         self.tokenizer = tokenizer_of(loop.data.artifacts.get(TOKENIZER))
         for model in loop.step.models.values():
-            require_generate(model)
+            require_prompts(model, self.tokenizer, self.prompts, self.sampling)
 
     def on_evaluation_start(self, loop: Run, split: str) -> None:
         """Generate with the weights that are about to be measured."""

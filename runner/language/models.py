@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel.machine.errors import ConfigError, Problems, nearest, text_of
 from accel.machine.imports import is_available
+from accel.precision.wrapping import own_module
 from accel.weights.tensors import as_dtype
 from runner.language.samples import IGNORED
 
@@ -136,6 +138,8 @@ def _build(
         raise ConfigError.of(
             f"model_type={config.model_type}", rule, nearest(config.model_type, names)
         )
+    if kind == "CAUSAL_LM":
+        _require_decoder(config, transformers.MODEL_FOR_MASKED_LM_MAPPING)
     as_given, auto = _dtype(dtype, config), getattr(transformers, AUTO[kind])
     # Weights that a context puts on the meta device come from elsewhere: no file is read for them.
     if not path or nn.ParameterList([torch.empty(0)])[0].is_meta:
@@ -162,6 +166,16 @@ def _build(
         enable = getattr(model, "activation_checkpointing_enable", None)  # the newer name
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model
+
+
+def _require_decoder(config: Any, masked: Any) -> None:
+    """Refuse an encoder, which sees the tokens that it is to predict."""
+    is_encoder = type(config) in masked or config.model_type == "bert-generation"
+    if is_encoder and not (config.is_encoder_decoder or getattr(config, "is_decoder", True)):
+        rule = "each token sees those after it, which a causal model is to predict"
+        remedy = "Set model.config.is_decoder=true (is_decoder in the config.json of model.path), "
+        remedy += "or choose a decoder such as llama."
+        raise ConfigError.of(f"model_type={config.model_type} with is_decoder=false", rule, remedy)
 
 
 def _dtype(name: str | None, config: Any) -> torch.dtype:
@@ -227,6 +241,42 @@ def _quantization(fields: Mapping[str, object]) -> Any:
             problems.add(f"model.quantization.{name}={value}", rule, nearest(name, known))
     problems.raise_if()
     return transformers.BitsAndBytesConfig(**fields)
+
+
+# -- what a model has room for -------------------------------------------------------------------
+
+
+def require_fit(model: nn.Module, largest: int, context: int = 0) -> None:
+    """Refuse tokens or positions that a model does not have: a device would only tell of an index.
+
+    Args:
+        model: prepared or not; of one that is not of transformers nothing is known.
+        largest: the largest token of the data.
+        context: the most tokens of a row.
+
+    Raises:
+        ConfigError: naming the token or the context.
+    """
+    find = getattr(own_module(model), "get_input_embeddings", lambda: None)
+    layer = find()  # an adapter may wrap it
+    known = getattr(getattr(layer, "base_layer", layer), "num_embeddings", math.inf)
+    if largest >= known:
+        rule = f"the model has {known} tokens: the data's tokenizer is that of another"
+        remedy = (
+            "Give data.tokenizer=DIR of the model, or model.config.vocab_size=${facts:vocab_size}."
+        )
+        raise ConfigError.of(f"token {largest} of the data", rule, remedy)
+    if context > (most := num_positions(model)):
+        rule = f"the model has {most} positions"
+        raise ConfigError.of(f"data.context={context}", rule, f"Set data.context={most}.")
+
+
+def num_positions(model: nn.Module) -> float:
+    """Return how many positions a model of transformers has; infinity: it does not say."""
+    config: Any = getattr(own_module(model), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else math.inf
 
 
 # -- cross-entropy in chunks -------------------------------------------------------------------

@@ -5,7 +5,6 @@ Shapes: B samples (rows) in the batch of one process, T tokens of a row, C class
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from accel.machine.errors import ConfigError
 from accel.precision.wrapping import own_module
 from accel.strategies.context_parallel import shift_labels
 from runner.language import generation
-from runner.language.models import token_losses
+from runner.language.models import require_fit, token_losses
 from runner.language.samples import IGNORED
 from runner.training.step import Objective
 
@@ -68,7 +67,8 @@ class CausalLM(Objective):
         """Return the nats of each row, summed over its targets, and how many were the likeliest."""
         self._check(batch)
         if not self._fits:
-            self._fits = _fits(model, batch["input_ids"])
+            require_fit(model, int(batch["input_ids"].max()))
+            self._fits = True
         if "position_ids" in batch and not self._packs:
             self._packs = _separates(model, batch["input_ids"])
         nats, hits = _token_losses(model, batch, _targets(batch))
@@ -103,9 +103,10 @@ class CausalLM(Objective):
         if self._tokenizer is None:
             self._tokenizer = generation.tokenizer_of(Path(str(self._folder)))
         tokenizer: Any = self._tokenizer
-        ends = batch["attention_mask"].sum(dim=1).tolist()
-        starts = (batch["labels"] != IGNORED).int().argmax(dim=1).tolist()
-        rows = list(zip(batch["input_ids"].tolist(), starts, ends, strict=True))
+        ends, counted = batch["attention_mask"].sum(dim=1), batch["labels"] != IGNORED
+        # A sample in which no token counts is a prompt as a whole.
+        starts = torch.where(counted.any(dim=1), counted.int().argmax(dim=1), ends)
+        rows = list(zip(batch["input_ids"].tolist(), starts.tolist(), ends.tolist(), strict=True))
         prompts = [ids[:start] for ids, start, _ in rows]
         return {
             "prompt": tokenizer.batch_decode(prompts, skip_special_tokens=True),
@@ -121,19 +122,6 @@ class CausalLM(Objective):
             rule = "a batch maps input_ids and labels to tensors [B, T]"
             remedy = "Choose data=text, jsonl, parquet or hf_dataset, or return such batches."
             raise ConfigError.of("objective=causal_lm", rule, remedy)
-
-
-def _fits(model: nn.Module, ids: Tensor) -> bool:
-    """Refuse tokens that the model does not have: a device would only tell of an index."""
-    find = getattr(own_module(model), "get_input_embeddings", None)
-    known, most = find().num_embeddings if find else math.inf, int(ids.max())
-    if most >= known:
-        rule = f"the model has {known} tokens: the data's tokenizer is that of another"
-        remedy = (
-            "Give data.tokenizer=DIR of the model, or model.config.vocab_size=${facts:vocab_size}."
-        )
-        raise ConfigError.of(f"token {most} of the data", rule, remedy)
-    return True
 
 
 def _targets(batch: Mapping[str, Tensor]) -> Tensor:

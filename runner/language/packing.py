@@ -34,7 +34,10 @@ Row = dict[str, Tensor]
 BUFFER = 1024  # records of a stream that are packed together
 # Files of an entry with tokens: for all samples, one behind another; of each sample.
 TOKENS, COUNTED, LENGTHS, LABELS = "tokens.int32", "counted.bool", "lengths.int64", "labels.json"
+LARGEST = "largest.int64"  # of an entry with tokens: the largest of them
 SPANS, SIZES = "spans.int64", "sizes.int64"  # files of an entry with rows: [S, 3], [R]
+LEFT_OUT = "left_out.int64"  # of an entry with rows: how many spans hold nothing that counts
+CLASSES = "classes.json"  # an artifact: the labels by class
 TooLong = Literal["split", "cut", "drop"]
 Indices = NDArray[np.int64]
 
@@ -154,7 +157,7 @@ class Padding:
 def write_tokens(source: Source, encode: Encode, folder: Path) -> None:
     """Write the tokens of a source's records: `tokens`, `counted` [all tokens], `lengths` [N]."""
     logger.info("Tokenizing %s", source.key)
-    labels = []
+    labels, largest = [], 0
     with (
         (folder / TOKENS).open("wb") as tokens,
         (folder / COUNTED).open("wb") as counted,
@@ -166,7 +169,9 @@ def write_tokens(source: Source, encode: Encode, folder: Path) -> None:
             append(counted, sample.counted)
             append(lengths, [len(sample.input_ids)])
             labels.append(label)
+            largest = max([largest, *sample.input_ids])
         logger.info("%s: %d samples, %d tokens", source.key, len(labels), tokens.tell() // 4)
+    np.array([largest]).tofile(folder / LARGEST)
     (folder / LABELS).write_text(json.dumps(labels if labels[0] is not None else []))
 
 
@@ -176,8 +181,15 @@ def labels_of(tokens: Path) -> list[Any]:
     return found
 
 
+def write_classes(classes: Sequence[Any], folder: Path) -> None:
+    """Write the labels of all samples by class."""
+    (folder / CLASSES).write_text(json.dumps(classes))
+
+
 def write_rows(tokens: Path, layout: Layout, fraction: float, key: str, folder: Path) -> None:
     """Write the spans of all rows, in their order: `spans` [S · 3], and `sizes` [R], spans of each.
+
+    Spans without a token that counts are left out, but for texts with a label.
 
     Args:
         tokens: the entry with the tokens.
@@ -193,21 +205,30 @@ def write_rows(tokens: Path, layout: Layout, fraction: float, key: str, folder: 
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).numpy()
     num_held_out = max(round(abs(fraction) * len(lengths)), int(fraction != 0))
     chosen = np.sort(order[:num_held_out] if fraction < 0 else order[num_held_out:])
-    spans = layout.spans(lengths, chosen)
-    rows = layout.rows(spans[:, 2])
-    if not rows:
+    found, counted = layout.spans(lengths, chosen), load(tokens, COUNTED)
+    spans = found if labels_of(tokens) else found[_counting(counted, found)]
+    if not len(found):
         rule = f"none of {len(lengths)} samples is left with data.context={layout.context}"
         remedy = "Raise data.context, or set data.too_long=cut."
         raise ConfigError.of(key, rule, remedy)
-    counted = load(tokens, COUNTED)
-    if not labels_of(tokens) and not any(counted[at : at + size].any() for _, at, size in spans):
+    if not len(spans):
         rule = "none of its tokens counts in the loss: of conversations, the assistant's do"
         remedy = "Call the role assistant, or name the columns: data.columns.role=…"
+        if counted.any():
+            rule = f"none of the first {layout.context} tokens of a sample counts in the loss"
+            remedy = "Raise data.context, or set data.too_long=split."
         raise ConfigError.of(key, rule, remedy)
+    rows = layout.rows(spans[:, 2])
+    np.array([len(found) - len(spans)]).tofile(folder / LEFT_OUT)
     spans[list(itertools.chain(*rows))].tofile(folder / SPANS)
     np.array([len(row) for row in rows]).tofile(folder / SIZES)
     kept, given = int(spans[:, 2].sum()), int(lengths[chosen].sum())
     logger.info("%s: %d rows of %d tokens of %d", key, len(rows), kept, given)
+
+
+def _counting(counted: NDArray[Any], spans: Indices) -> NDArray[np.bool_]:
+    """Return for each span whether a token counts; its first never does: nothing predicts it."""
+    return np.array([counted[at + 1 : at + size].any() for _, at, size in spans], bool)
 
 
 class Rows(Dataset[Row]):
@@ -252,6 +273,11 @@ class Rows(Dataset[Row]):
         return row
 
     @property
+    def left_out(self) -> int:
+        """How many samples, or parts of split ones, hold no token that counts."""
+        return int(load(self.rows, LEFT_OUT)[0])
+
+    @property
     def lengths(self) -> Tensor:
         """The number of tokens of each row: [R]."""
         if self.layout.packing:
@@ -273,6 +299,7 @@ class RowStream(IterableDataset[Any]):
         self, sources: Sequence[Source], encoders: Sequence[Encode], layout: Layout
     ) -> None:
         self.sources, self.encoders, self.layout = sources, encoders, layout
+        self._told = False
 
     def __iter__(self) -> Iterator[Any]:
         records = self.records()
@@ -308,20 +335,29 @@ class RowStream(IterableDataset[Any]):
         lengths = np.array([len(sample.input_ids) for sample in samples])
         tokens = np.concatenate([sample.input_ids for sample in samples])
         counted = np.concatenate([sample.counted for sample in samples])
-        spans = self.layout.spans(lengths, np.arange(len(samples)))
+        found = self.layout.spans(lengths, np.arange(len(samples)))
+        spans = found[_counting(counted, found)]
+        if len(spans) < len(found) and not self._told:
+            self._told = True
+            logger.warning("Samples in which no token counts in the loss are left out.")
         for row in self.layout.rows(spans[:, 2]):
             yield self.layout.row(tokens, counted, spans[row])
 
 
 class RecordStream(RowStream):
-    """Records of sources: each makes one row, which a loader worker does for its own alone."""
+    """Records of sources: each makes one row, which a loader worker does for its own alone.
+
+    One in which no token counts makes a row, too: workers that do not read it count on it.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         return self.records()
 
     def make_sample(self, record: tuple[int, str, Record]) -> Row:
         """Return the row of a record."""
-        return next(self._packed([self._encoded(record)]))
+        sample = self._encoded(record)
+        span = np.array([[0, 0, min(len(sample.input_ids), self.layout.context)]])
+        return self.layout.row(np.array(sample.input_ids), np.array(sample.counted), span)
 
 
 # -- weights -------------------------------------------------------------------------------

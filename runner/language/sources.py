@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,8 +18,11 @@ from accel.checkpoint.directory import file_digest
 from accel.machine.errors import ConfigError, nearest, unknown_choice
 from runner.data.datasets import Data
 from runner.language import readers
-from runner.language.cache import VERSION, cached
+from runner.language.cache import VERSION, cached, load
+from runner.language.models import require_fit
 from runner.language.packing import (
+    CLASSES,
+    LARGEST,
     Layout,
     Mixture,
     Padding,
@@ -27,13 +31,14 @@ from runner.language.packing import (
     RowStream,
     TooLong,
     labels_of,
+    write_classes,
     write_rows,
     write_tokens,
 )
 from runner.language.readers import Opening, Record, SampleBy, Source
 from runner.language.samples import Tokens, chat_tokens, prompt_tokens, text_tokens
 from runner.language.tokenizer import TRAINED, load_tokenizer
-from runner.runs.json_files import digest, read_json
+from runner.runs.json_files import digest
 
 Format = Literal["text", "prompt", "chat", "label"]
 # Columns of a record in each format; a recipe's `columns` may name others.
@@ -47,7 +52,7 @@ MAKE = {"text": text_tokens, "prompt": prompt_tokens, "chat": chat_tokens}
 # What the recipe may say of one of several sources.
 OF_SOURCES = ("subset", "weight", "format", "columns")
 CACHE = "~/.cache/runner/text"
-MODEL_LIMIT = "max_position_embeddings"  # in the config.json of a model
+logger = logging.getLogger(__name__)
 
 
 def text_data(
@@ -145,6 +150,8 @@ class Encoder:
         column = self.columns.get(name, name)
         value = f"data.columns.{name}={column}"
         try:
+            if "{" in column:
+                _require_parts(value, column, record)
             found: Any = column.format_map(record) if "{" in column else record[column]
             if name == "messages" and set(MESSAGE) & set(self.columns):
                 role, content = (self.columns.get(part, part) for part in MESSAGE)
@@ -168,6 +175,14 @@ class Encoder:
         if self.format == "chat":
             return [str(message.get("content") or "") for message in values[0]]
         return [value for value in values if isinstance(value, str)]
+
+
+def _require_parts(value: str, template: str, record: Record) -> None:
+    """Refuse a null in a column that a template names: it would become the word None."""
+    for _, part, _, _ in string.Formatter().parse(template):
+        if part and string.Formatter().get_field(part, (), record)[0] is None:
+            rule, remedy = f"the column {part!r} is null there", 'Give it a text, such as "".'
+            raise ConfigError.of(value, rule, remedy)
 
 
 @contextlib.contextmanager
@@ -196,6 +211,7 @@ class _Maker:
     opening: Opening
     keys: Sequence[str]  # that a source may have
     classes: list[Any] = field(default_factory=list)
+    largest: int = 0  # token of all data sets
 
     def data(self, train: Any, validation: Any, test: Any) -> Data:
         """Return the data sets that the arguments of a factory name."""
@@ -221,6 +237,11 @@ class _Maker:
         }
         if self.classes:
             found.facts |= {"num_classes": len(self.classes), "classes": self.classes}
+            write = partial(write_classes, self.classes)
+            folder = cached(self._entry("classes", self.classes), write)
+            found.artifacts = {**found.artifacts, CLASSES: folder / CLASSES}
+        largest = max(self.largest, self.layout.pad_token_id)
+        found.check_model = partial(require_fit, largest=largest, context=self.layout.context)
         if not self.packing:
             # The main process joins the batches of a stream for all: they have one shape.
             length = self.layout.context if self.stream else 0
@@ -279,10 +300,8 @@ class _Maker:
         return load_tokenizer(str(folder)), folder
 
     def _layout(self) -> Layout:
-        """Return the layout of rows; a ConfigError if a model beside takes none as long."""
-        context = self.encoder.context
-        beside = read_json(Path(self.name).expanduser() / "config.json").get(MODEL_LIMIT)
-        limit = min(self.tokenizer.model_max_length, beside or sys.maxsize)
+        """Return the layout of rows; a ConfigError if the tokenizer's model takes none as long."""
+        context, limit = self.encoder.context, self.tokenizer.model_max_length
         if not 2 <= context <= limit:
             rule = f"{self.name} has at least 2 and at most {limit} positions"
             raise ConfigError.of(
@@ -305,9 +324,11 @@ class _Maker:
                 raise ConfigError.of(source.key, rule, remedy)
             encoder(*first)
         if self.stream:
+            self.largest = self.tokenizer.vocab_size - 1  # added tokens may never come up
             whole = self.packing or self.layout.too_long != "cut"
             return (RowStream if whole else RecordStream)(sources, encoders, self.layout)
         folders = [self._tokens(*pair) for pair in zip(sources, encoders, strict=True)]
+        self.largest = max(self.largest, *(int(load(one, LARGEST)[0]) for one in folders))
         labels = {label for folder in folders for label in labels_of(folder)}
         self.classes = self.classes or sorted(labels)
         if unknown := labels - set(self.classes):
@@ -318,6 +339,10 @@ class _Maker:
             Rows(folder, self._rows(folder, fraction, source.key), self.layout, self.classes)
             for folder, source in zip(folders, sources, strict=True)
         ]
+        for part, source in zip(parts, sources, strict=True):
+            if part.left_out:
+                told = "%s: %d samples are left out: none of their tokens counts in the loss"
+                logger.warning(told, source.key, part.left_out)
         return parts[0] if len(parts) == 1 else ConcatDataset(parts)
 
     def _tokens(self, source: Source, encoder: Encoder) -> Path:

@@ -1,7 +1,8 @@
 """The files that hold the weights which a model's checkpoints leave out.
 
 Such a model, one with adapters on a pretrained base, has the folder as its `base_weights`. A
-checkpoint names it and the SHA-256 of its files; it is loaded onto no other base.
+checkpoint names it, and the SHA-256 of its files and of its configuration; it is loaded onto no
+other base.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from typing import TYPE_CHECKING, Any
 from accel.checkpoint import directory as checkpoints
 from accel.comm.base import together
 from accel.machine.errors import ConfigError
+from runner.runs.json_files import digest, read_json
 
 if TYPE_CHECKING:
     import torch
 
     from accel import Accelerator
 
+REMEDY = "Give model.path the base as it was, or train the adapters again."
 KEY = "base"  # of a checkpoint's metadata
 FORMATS = ("*.safetensors", "*.bin")  # in the order in which libraries look for them
+CONFIG = "config.json"
+OF_WRITING = ("transformers_version", "_name_or_path")  # fields that do not change the model
 
 
 def named(models: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
@@ -31,11 +36,11 @@ def named(models: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
         models: that are not prepared yet.
 
     Returns:
-        For each `path`, and `sha256` by file name.
+        For each `path`, `sha256` by file name, and the digest of the `config`.
     """
     folders = {name: getattr(model, "base_weights", None) for name, model in models.items()}
     return {
-        name: {"path": str(folder), "sha256": digests(folder)}
+        name: {"path": str(folder), "sha256": digests(folder), "config": _config(folder)}
         for name, folder in folders.items()
         if folder is not None
     }
@@ -52,6 +57,12 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: _sha256(file, one.st_size, one.st_mtime_ns) for file, one in states}
 
 
+def _config(folder: Path) -> str:
+    """Return the digest of the configuration's content, however it is written."""
+    found = read_json(folder / CONFIG)
+    return digest({name: found[name] for name in found if name not in OF_WRITING})
+
+
 @functools.cache
 def _sha256(file: Path, size: int, modified: int) -> str:
     """Return the digest of a file in this state; gigabytes are read once."""
@@ -59,7 +70,7 @@ def _sha256(file: Path, size: int, modified: int) -> str:
 
 
 def require_same(models: Mapping[str, torch.nn.Module], checkpoint: str | Path) -> None:
-    """Refuse a checkpoint whose base had other weights than the models' has.
+    """Refuse a checkpoint whose base had other weights, or another configuration.
 
     Args:
         models: that are not prepared yet.
@@ -75,8 +86,10 @@ def require_same(models: Mapping[str, torch.nn.Module], checkpoint: str | Path) 
             place, other = (one.get("path", "no base") for one in (saved, found))
             rule = f"the adapters of {name!r} were trained on the weights of {place}, and those of "
             rule += f"{other} differ"
-            remedy = "Give model.path the base as it was, or train the adapters again."
-            raise checkpoints.broken(checkpoint, rule, remedy)
+            raise checkpoints.broken(checkpoint, rule, REMEDY)
+        if "config" in saved and saved["config"] != found["config"]:  # older ones lack it
+            rule = f"the adapters of {name!r} were trained with another {CONFIG} than that in "
+            raise checkpoints.broken(checkpoint, rule + found["path"], REMEDY)
 
 
 def begin(

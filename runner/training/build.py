@@ -115,7 +115,8 @@ def rehearse(jobs: Sequence[Examined]) -> list[str]:
         recipe, _ = with_facts(recipe, data)
         build_metrics(recipe)
         try:
-            build_step(recipe, init_empty_weights())
+            for model in build_step(recipe, init_empty_weights()).models.values():
+                data.check_model(model)
         except (NotImplementedError, RuntimeError) as error:  # its code computes with weights
             if "meta" not in str(error):
                 raise

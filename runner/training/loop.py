@@ -57,6 +57,7 @@ class Loop(Run):
         for model in step.models.values():
             if not model.training:  # as `from_pretrained` of several libraries returns it
                 model.train()
+            data.check_model(model)
         self.notify("on_setup")
         if self.answering("on_before_optimizer_step"):
             for optimizer in step.optimizers.values():

@@ -49,15 +49,18 @@ def test_transformers_loads_the_model_of_the_run(engine: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("modules", ["all-linear", "q_proj lm_head", "q_proj embed_tokens"])
 def test_adapters_are_exported_alone_or_merged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    modules: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     tokenizer, base = texts.save_tokenizer(tmp_path / "tokenizer"), tmp_path / "base"
-    rows.tiny(config=tiny_runs.LLAMA).save_pretrained(base)
+    tied = modules != "all-linear"
+    rows.tiny(config={**tiny_runs.LLAMA, "tie_word_embeddings": tied}).save_pretrained(base)
+    lora = {**tiny_runs.LORA, "target_modules": modules.split() if tied else modules}
     monkeypatch.chdir(tmp_path)
-    nodes = {"model": {"name": "hf_causal_lm", "path": "base"}, "peft": tiny_runs.LORA}
+    nodes = {"model": {"name": "hf_causal_lm", "path": "base"}, "peft": lora}
     recipe = tiny_runs.recipe_of(tmp_path, tokenizer, **nodes)
     run_dir = tiny_runs.trained(tmp_path / "run", recipe)
     expected = logits(runner.load(run_dir)[0])
@@ -70,12 +73,30 @@ def test_adapters_are_exported_alone_or_merged(
         assert (found - expected).abs().max() <= difference * expected.abs().max()
         assert (out / "adapter_model.safetensors").exists() == (not flags)
         monkeypatch.chdir(tmp_path)
-    assert (expected - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.01
+    assert (expected - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-3
 
-    recipe = tiny_runs.recipe_of(tmp_path, tokenizer, peft=tiny_runs.LORA)
+    recipe = tiny_runs.recipe_of(tmp_path, tokenizer, peft=lora)
     capsys.readouterr()
     assert cli.main(["export", str(tiny_runs.trained(tmp_path / "new", recipe)), *line[2:4]]) == 2
     assert "their base was not read from files. Add --merge." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_classifier_is_exported_with_the_names_of_its_classes(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = texts.save_tokenizer(tmp_path / "tokenizer")
+    records = [{"text": texts.words(9, i), "label": ["spam", "ham"][i % 2]} for i in range(16)]
+    file = texts.write_jsonl(tmp_path / "labels.jsonl", records)
+    data = {"name": "jsonl", "format": "label", "packing": False, "tokenizer": tokenizer}
+    data |= {"train": file, "validation": file, "context": 32, "cache_dir": str(tmp_path / "c")}
+    model = {"name": "hf_sequence_classification", "config": tiny_runs.CONFIG, "pad_token_id": 0}
+    nodes = {"data": data, "model": model, "objective": {"name": "sequence_classification"}}
+    run_dir = tiny_runs.trained(tmp_path / "run", tiny_runs.recipe_of(tmp_path, tokenizer, **nodes))
+    assert cli.main(["export", str(run_dir), "--format", "hf"]) == 0
+    exported = AutoModelForSequenceClassification.from_pretrained(run_dir / "export")
+    assert exported.config.id2label == {0: "ham", 1: "spam"}
+    assert exported.config.label2id == {"ham": 0, "spam": 1}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,16 @@ def test_a_killed_run_goes_on_with_the_same_bits_on_the_same_base(
         assert len({(path / name).read_bytes() for path in newest}) == 1
     size = sum(value.nbytes for value in read_model(newest[0]).values())
     assert (newest[0] / "model.safetensors").stat().st_size <= 1.2 * size
-    assert list(read_manifest(newest[0]).metadata["base"]["model"]) == ["path", "sha256"]
+    assert list(read_manifest(newest[0]).metadata["base"]["model"]) == ["path", "sha256", "config"]
     uses = [["eval", "killed"], ["predict", "killed", "--output=x.pt"]]
+    file = tmp_path / "base" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "transformers_version": "9"}))
     run(*uses[0])
+    uses.append(["resume=killed", "trainer.max_steps=9"])
+    file.write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    for use in uses:
+        assert "'model' were trained with another config.json than that in" in run(*use, code=1)
     base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    for use in [*uses, ["resume=killed", "trainer.max_steps=9"]]:
+    for use in uses:
         assert "the adapters of 'model' were trained on" in run(*use, code=1)

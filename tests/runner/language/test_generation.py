@@ -19,10 +19,12 @@ from runner.language.generation import (
     Sampling,
     end_tokens,
     prompts_of,
+    require_prompts,
     shown,
     texts,
     tokenizer_of,
 )
+from runner.language.objectives import CausalLM
 from tests.runner import loops
 from tests.runner.language import rows, tiny_runs
 
@@ -118,6 +120,28 @@ def test_a_run_that_cannot_generate_is_refused_before_its_first_step(
         data = Data(loops.Points(40), loops.Points(13), artifacts=artifacts)
         with pytest.raises(ConfigError, match=message):
             loops.build(tmp_path, loops.recipe_of(), data=data, callbacks={"it": Generate(["a"])})
+
+
+def test_prompts_that_a_model_cannot_continue_are_refused(tokenizer: str) -> None:
+    own, config = tokenizer_of(Path(tokenizer)), {**tiny_runs.LLAMA, "max_position_embeddings": 16}
+    own.chat_template = None
+    for prompts, length, message in (
+        ([""], 4, "the prompt '': a text continues at least one token"),
+        (["a", "text 3"], 14, r"a prompt of \d tokens with max_new_tokens=14: .* 16 positions"),
+        ([[{"role": "user", "content": "a"}]], 4, "the tokenizer has no chat template"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            require_prompts(rows.tiny(config=config), own, prompts, Sampling(length))
+
+
+def test_a_sample_in_which_no_token_counts_is_a_prompt(tokenizer: str) -> None:
+    ids = torch.arange(5, 11)[None].repeat(2, 1)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    batch["labels"][0], batch["labels"][1, :4] = -100, -100
+    objective = CausalLM("text", tokenizer, max_new_tokens=2)
+    found = objective.predict(rows.tiny(config=tiny_runs.LLAMA), batch)
+    assert [len(one) for one in found["prompt"]] == [6, 4]
+    assert [len(one) for one in found["target"]] == [0, 2]
 
 
 @pytest.mark.slow

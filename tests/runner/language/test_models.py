@@ -145,6 +145,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"path": "x", "config": LLAMA}, r"model\.path and \.config.*Give one of"),
     "type": ({"config": {"model_type": "lama"}}, r"model_type=lama.*Did you mean 'llama'"),
     "kind": ({"config": {"model_type": "t5"}}, r"model_type=t5: .* causal lm of that type"),
+    "encoder": ({"config": {"model_type": "bert"}}, r"model_type=bert .*is_decoder=true"),
     "field": ({"config": {**LLAMA, "hiden_size": 2}}, r"hiden_size=2.*Did you mean 'hidden_size'"),
     "value": ({"config": {**LLAMA, "hidden_size": "a"}}, r"Field 'hidden_size' expected int"),
     "dtype": ({"config": LLAMA, "dtype": "bf17"}, r"dtype='bf17'"),

@@ -26,7 +26,9 @@ from runner.recipe.batch_plan import plan_batches
 from runner.runs import directory
 from runner.training import factory_results
 from tests.helpers import run_distributed
+from tests.runner import loops
 from tests.runner.data.test_batches import recipe_of
+from tests.runner.language.rows import LLAMA, tiny
 from tests.runner.language.texts import made, texts_of, words, write_jsonl
 
 CHAT = [
@@ -191,6 +193,38 @@ def test_a_fraction_is_held_out_of_every_source(tmp_path: Path, tokenizer: str) 
     assert whole.sizes() == {"train": 100, "test/one": 40, "test/both": 100}
 
 
+@pytest.mark.parametrize("options", [{}, {"packing": False}, {"stream": True}])
+def test_samples_in_which_no_token_counts_are_left_out_and_told(
+    tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    chats = [{"messages": CHAT[:n]} for n in (2, 1, 4, 1)]
+    given = {"tokenizer": tokenizer, "train": write_jsonl(tmp_path / "a.jsonl", chats), **options}
+    found = rows(made(tmp_path, format="chat", context=256, **given).train)
+    assert all((row["labels"] != IGNORED).any() for row in found)
+    starts = sum(int((row["input_ids"] == 1).sum()) for row in found)
+    assert starts == 6, "messages of two of the conversations"
+    assert len(caplog.messages) == 1
+    count = "" if "stream" in options else ": 2 samples are left out: none of their tokens"
+    assert count in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_lacks_tokens_or_positions_is_refused_before_the_first_step(
+    tmp_path: Path, tokenizer: str, stream: bool
+) -> None:
+    path = texts_of(tmp_path / "a.jsonl", [9] * 9)
+    options = {"tokenizer": tokenizer, "stream": stream, "validation": path}
+    text = made(tmp_path, train=texts_of(tmp_path / "b.jsonl", [1]), **options)
+    data = Data(loops.Points(40), loops.Points(13), check_model=text.check_model)
+    gpt2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 300}
+    data.check_model(tiny(config={**gpt2, "n_positions": 64}))
+    short, small = tiny(config={**gpt2, "n_positions": 32}), tiny(config={**LLAMA})
+    with pytest.raises(ConfigError, match=r"data.context=64: the model has 32 positions"):
+        loops.build(tmp_path, loops.recipe_of(), model=short, data=data)
+    with pytest.raises(ConfigError, match=r"token \d+ of the data: the model has 97 tokens"):
+        loops.build(tmp_path, loops.recipe_of(), model=small, data=data)
+
+
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(0.1, 9)), min_size=1, max_size=4))
 def test_each_source_has_its_share_of_an_epoch(pairs) -> None:
@@ -296,6 +330,7 @@ def test_a_run_keeps_its_tokenizer(
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": "{}/texst.jsonl"}, r"data.train=.*texst.jsonl: no file.*'texts.jsonl'"),
     ({"columns": {"text": "txt"}}, r"texts.jsonl:1: data.columns.text=txt: .*mean 'text'"),
+    ({"columns": {"text": "{text}{none}"}}, r"texts.jsonl:1: .*: the column 'none' is null"),
     ({"columns": {"prompt": "text"}}, "columns.prompt=text: data.format=text reads the columns"),
     ({"columns": {"text": "number"}}, "does not read a int there. The columns are text, number"),
     ({"format": "chat"}, "no column 'messages'"),
@@ -313,6 +348,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"train": [{"path": "{}/texts.jsonl", "format": "label"}]}, "has labels, or none has"),
     ({"tokenizer": "{}/nothing"}, "tokenizer="),
     ({"format": "chat", "train": "{}/user.jsonl"}, "none of its tokens counts in the loss"),
+    ({"format": "chat", "train": "{}/chat.jsonl", "context": 8}, "none of the first 8 tokens"),
 ]
 
 
@@ -320,11 +356,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 def test_mistakes_are_refused(tmp_path: Path, tokenizer: str, arguments, message) -> None:
     import datasets
 
-    write_jsonl(tmp_path / "texts.jsonl", [{"text": words(8, n), "number": n} for n in range(3)])
+    write_jsonl(
+        tmp_path / "texts.jsonl",
+        [{"text": words(8, n), "number": n, "none": None} for n in range(3)],
+    )
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "array.jsonl").write_text('[{"text": "a"}]\n')
     (tmp_path / "empty.jsonl").write_text("\n\n")
     write_jsonl(tmp_path / "user.jsonl", [{"messages": CHAT[:1]}])
+    write_jsonl(tmp_path / "chat.jsonl", [{"messages": CHAT[2:]}])
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     if "saved" in str(arguments):
         saved = datasets.Dataset.from_dict({"text": ["a"]})
