@@ -116,7 +116,14 @@ class ContextParallel:
 
         A mapping is padded where S is no multiple of the ranks: labels with -100, else with zeros.
         Of a dataclass, the first field is the batch.
+
+        Raises:
+            ConfigError: under a ring, whose parts of a sequence are not in its order.
         """
+        if self._ring is not None:
+            rule = "torch's ring divides sequences by itself, with the buffers that it is given"
+            remedy = "Train in maybe_context_parallel(buffers=[…]), or leave cp_backend out."
+            raise ConfigError.of("cp_backend='ring' with batches divided here", rule, remedy)
         if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
             name = dataclasses.fields(batch)[0].name
             with self.micro_batch(getattr(batch, name)) as part:

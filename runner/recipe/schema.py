@@ -19,7 +19,7 @@ from accel.config.handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
-from accel.config.parallelism import RING, ULYSSES, ParallelismConfig
+from accel.config.parallelism import ParallelismConfig
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -127,7 +127,6 @@ class Parallelism:
         tp_size: processes that compute parts of the same matrices.
         cp_size: processes that compute parts of the same sequences.
         sp_size: the same under DeepSpeed.
-        cp_backend: how these compute attention: ulysses, or ring (on GPUs).
     """
 
     dp_replicate_size: int | None = None
@@ -135,13 +134,11 @@ class Parallelism:
     tp_size: int = 1
     cp_size: int = 1
     sp_size: int = 1
-    cp_backend: Any = ULYSSES
 
     def __post_init__(self) -> None:
         problems = Problems()
         for name in (f.name for f in fields(self) if f.name.endswith("_size")):
             check_minimum(self, name, 1, problems)
-        check_choice(self, "cp_backend", (ULYSSES, RING), problems)
         problems.raise_if()
 
     def config(self, replicas: int, shards: int) -> ParallelismConfig | None:
@@ -164,7 +161,6 @@ class Parallelism:
             tp_size=self.tp_size,
             cp_size=self.cp_size,
             sp_size=self.sp_size,
-            cp_backend=self.cp_backend,
         )
 
 
