@@ -59,7 +59,7 @@ class Accelerator(
         dataloader_config: how prepared loaders divide batches over processes.
         deepspeed_plugin: DeepSpeed, in one plugin or several by name.
         fsdp_plugin: fully sharded training.
-        megatron_lm_plugin: not built yet.
+        megatron_lm_plugin: training by megatron-core.
         rng_types: generators that processes synchronise at the start of each pass over a loader:
             torch, cuda, xla, generator; None: generator.
         log_with: trackers: names of `LoggerType`, "all", or a `GeneralTracker` of your own; one or

@@ -14,6 +14,7 @@ from accel.comm.processes import SharedState
 from accel.config.deepspeed import DeepSpeedPlugin, active, named
 from accel.config.fsdp import FullyShardedDataParallelPlugin
 from accel.config.handlers import InitProcessGroupKwargs
+from accel.config.megatron import MegatronLMPlugin
 from accel.config.parallelism import ParallelismConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
 from accel.config.training import GradientAccumulationPlugin, TorchDynamoPlugin
@@ -132,7 +133,7 @@ class AcceleratorState(SharedState):
         dynamo_plugin: compilation.
         deepspeed_plugin: DeepSpeed, in one plugin or several by name.
         fsdp_plugin: fully sharded training.
-        megatron_lm_plugin: not built yet.
+        megatron_lm_plugin: training by megatron-core.
         _from_accelerator: whether an `Accelerator` builds it.
         torch_tp_plugin: tensor parallelism.
         parallelism_config: sizes of the parallel axes.
@@ -253,6 +254,12 @@ class AcceleratorState(SharedState):
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """How FSDP2 shards the model; None where it is off."""
         found: FullyShardedDataParallelPlugin | None = self.plan.plugin("fsdp")
+        return found
+
+    @property
+    def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
+        """The plugin of Megatron-LM; None where it is off."""
+        found: MegatronLMPlugin | None = self.plan.plugin("megatron")
         return found
 
     @property

@@ -71,7 +71,8 @@ WITHOUT_EFFECT = ("main_training_function", "use_xpu")
 
 def strategies() -> dict[str, PluginSpec]:
     """Return the plugins that a setting ``use_<name>`` switches on, by name."""
-    return {plugin.name: plugin for plugin in plugins() if plugin.switch}
+    switched = [plugin for plugin in plugins() if plugin.switch]
+    return {one.switch.removeprefix("ACCELERATE_USE_").lower(): one for one in switched}
 
 
 def default_config_file() -> Path:
@@ -163,7 +164,7 @@ def read(path: Path) -> dict[str, object]:
     flat |= {FP8_KEYS.get(name, name): v for name, v in _section(settings, FP8).items()}
     chosen = strategies().get(kind.lower())
     if chosen is not None:
-        flat |= _section(settings, f"{chosen.name}_config") | {f"use_{chosen.name}": True}
+        flat |= _section(settings, f"{kind.lower()}_config") | {f"use_{kind.lower()}": True}
     if kind == "MULTI_CPU":
         flat["use_cpu"] = True
     if kind in TPUS:

@@ -28,7 +28,7 @@ STRATEGIES = (
     "accel.strategies.mesh.spec:SPEC",
     "accel.strategies.deepspeed.spec:SPEC",
     "accel.strategies.xla.spec:SPEC",
-    "accel.strategies.table:MEGATRON",
+    "accel.strategies.megatron.spec:SPEC",
 )
 
 
@@ -113,16 +113,4 @@ DDP = StrategySpec(
     is_default=lambda size, device_type: size > 1 and device_type not in OWN_STRATEGY,
     handlers=(DistributedDataParallelKwargs,),
     memory=(MemoryLayout("ddp"),),
-)
-MEGATRON = StrategySpec(  # documented, and not built yet
-    name="megatron_lm",
-    place="",
-    plugins=(
-        PluginSpec(
-            name="megatron_lm",
-            kind=None,
-            argument="megatron_lm_plugin",
-            switch="ACCELERATE_USE_MEGATRON_LM",
-        ),
-    ),
 )

@@ -14,6 +14,7 @@ from accel.config.handlers import GradScalerKwargs as GradScalerKwargs
 from accel.config.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel.config.handlers import KwargsHandler as KwargsHandler
 from accel.config.handlers import ProfileKwargs as ProfileKwargs
+from accel.config.megatron import MegatronLMPlugin as MegatronLMPlugin
 from accel.config.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from accel.config.tensor_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel.config.training import DataLoaderConfiguration as DataLoaderConfiguration

@@ -25,7 +25,7 @@ NAMING = {
     "accel/machine/enums.py": 3,
     "accel/machine/imports.py": 2,
     "accel/run/settings.py": 12,
-    "accel/state.py": 25,
+    "accel/state.py": 28,
     "accel/strategies/optimizers.py": 1,
     "runner/language/adapters.py": 1,
 }

@@ -123,7 +123,6 @@ def test_settings_of_fp8_are_checked_before_the_start(flags: list[str], problem:
         (["--tpu", "--cpu"], "--cpu with --tpu: each chooses the device"),
         (["--tpu-use-sudo"], "--tpu-use-sudo: the script starts on this machine"),
         (["--downcast_bf16"], "use --mixed_precision=bf16"),
-        (["--num_processes", "2", "--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree"),
         (["--mpirun_hostfile", "f"], "mpirun -hostfile"),
         (["--parallelism_config_tp_size=2"], "plugins to the Accelerator"),
         (["--deepspeed_hostfile=f"], "on each machine"),

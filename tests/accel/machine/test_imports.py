@@ -49,7 +49,7 @@ PACKAGES = {
     "fp8": "torchao",
     "ipex": "intel_extension_for_pytorch",
     "lomo": "lomo_optim",
-    "megatron_lm": "megatron",
+    "megatron_lm": "megatron.core",
     "pippy": "torch.distributed.pipelining",
     "torchdata_stateful_dataloader": "torchdata.stateful_dataloader",
 }

@@ -133,12 +133,6 @@ def test_device_has_one_owner() -> None:
     assert resolve(Arguments(cpu=True, device="cpu"), Environment()).device_type == "cpu"
 
 
-def test_what_is_not_built_yet_says_so() -> None:
-    arguments = Arguments(plugins={"megatron_lm_plugin": object()})
-    with pytest.raises(NotBuiltError, match="does not offer it yet"):
-        resolve(arguments, ONE)
-
-
 @pytest.mark.parametrize(
     "recipe", [TERecipeKwargs(), MSAMPRecipeKwargs(), AORecipeKwargs(), FP8RecipeKwargs()]
 )

@@ -32,6 +32,59 @@ TENSOR_PARALLEL = {
     "torch_device_mesh": P(None, "test_the_size_is_that_of_the_mesh"),
     "tp_plan": P(None, "test_wrong_values_are_named"),
 }
+_FIELDS = """
+tp_degree pp_degree use_custom_fsdp overlap_cpu_optimizer_d2h_h2d no_load_optim eod_mask_loss
+no_save_optim optimizer_cpu_offload use_precision_aware_optimizer
+decoder_last_pipeline_num_layers recompute_granularity recompute_method recompute_num_layers
+attention_backend expert_model_parallel_size context_parallel_size attention_dropout
+hidden_dropout attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss
+use_rotary_position_embeddings num_micro_batches gradient_clipping sequence_parallelism
+recompute_activations use_distributed_optimizer pipeline_model_parallel_split_rank
+num_layers_per_virtual_pipeline_stage is_train_batch_min train_iters train_samples
+weight_decay_incr_style start_weight_decay end_weight_decay lr_decay_style lr_decay_iters
+lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction min_lr consumed_samples
+no_wd_decay_cond scale_lr_cond lr_mult megatron_dataset_flag seq_length encoder_seq_length
+decoder_seq_length tensorboard_dir set_all_logging_options eval_iters eval_interval
+return_logits custom_train_step_class custom_train_step_kwargs custom_model_provider_function
+custom_prepare_model_function custom_megatron_datasets_provider_function
+custom_get_batch_function custom_loss_function other_megatron_args
+"""
+_BUILT = {
+    **dict.fromkeys(
+        ("tp_degree", "pp_degree", "use_distributed_optimizer"),
+        "test_ranks_are_laid_out_as_megatron_does",
+    ),
+    **dict.fromkeys(
+        ("recompute_granularity", "recompute_method", "sequence_parallelism"),
+        "test_values_of_the_plugin_are_checked",
+    ),
+    **dict.fromkeys(
+        (
+            *("recompute_num_layers", "recompute_activations", "attention_dropout"),
+            *("hidden_dropout", "other_megatron_args", "gradient_clipping"),
+        ),
+        "test_fields_reach_the_configuration_of_megatron",
+    ),
+    **dict.fromkeys(
+        ("attention_softmax_in_fp32", "seq_length", "is_train_batch_min"),
+        "test_the_global_batch_counts_data_parallel_ranks_and_micro_batches",
+    ),
+    "num_micro_batches": "test_micro_batches_are_accumulated",
+    "custom_model_provider_function": "test_a_module_of_megatron_trains_as_it_is[True]",
+}
+_DEFAULTS = {
+    **{"is_train_batch_min": True, "weight_decay_incr_style": "constant", "min_lr": 0},
+    **{"lr_decay_style": "linear", "lr_mult": 1.0, "megatron_dataset_flag": False},
+    **{"set_all_logging_options": False, "eval_iters": 100, "eval_interval": 1000},
+    "return_logits": False,
+}
+MEGATRON = {
+    name: P(
+        _DEFAULTS.get(name),
+        _BUILT.get(name, f"test_what_is_not_built_is_refused_by_name[{name}]"),
+    )
+    for name in _FIELDS.split()
+}
 FSDP = "accel:FullyShardedDataParallelPlugin."
 DEEPSPEED = "accel:DeepSpeedPlugin."
 
@@ -75,6 +128,7 @@ ENTRIES = [
         )
         for name, test, parameters in (
             ("TorchDynamoPlugin", DYNAMO["backend"].test, DYNAMO),
+            ("MegatronLMPlugin", MEGATRON["tp_degree"].test, MEGATRON),
             (
                 "TorchTensorParallelPlugin",
                 TENSOR_PARALLEL["torch_device_mesh"].test,

@@ -1,0 +1,1 @@
+"""Megatron-LM: megatron-core's parallel state, DistributedDataParallel, optimizer and schedules."""

@@ -1,0 +1,333 @@
+"""Building megatron-core's GPTModel from a model of transformers, whose weights it takes by name.
+
+Source: https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/index.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional as F
+
+from accel.machine.errors import ConfigError, Problems
+
+if TYPE_CHECKING:
+    from accel.config.megatron import MegatronLMPlugin
+
+# Weights by megatron-core's names, and the plain ones that each consists of; then those of a layer.
+LLAMA_MODEL = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+}
+LLAMA: Mapping[str, tuple[str, ...]] = {
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{one}_proj.weight" for one in "qkv"),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+}
+GPT2_MODEL = {
+    "embedding.word_embeddings.weight": "transformer.wte.weight",
+    "embedding.position_embeddings.weight": "transformer.wpe.weight",
+    "decoder.final_layernorm.weight": "transformer.ln_f.weight",
+    "decoder.final_layernorm.bias": "transformer.ln_f.bias",
+}
+GPT2: Mapping[str, tuple[str, ...]] = {
+    f"{ours}{kind}": (f"{plain}.{kind}",)
+    for ours, plain in {
+        "self_attention.linear_qkv.layer_norm_": "ln_1",
+        "self_attention.linear_qkv.": "attn.c_attn",
+        "self_attention.linear_proj.": "attn.c_proj",
+        "mlp.linear_fc1.layer_norm_": "ln_2",
+        "mlp.linear_fc1.": "mlp.c_fc",
+        "mlp.linear_fc2.": "mlp.c_proj",
+    }.items()
+    for kind in ("weight", "bias")
+}
+# By architecture of transformers: options of a configuration that megatron-core has no other of.
+ONLY: Mapping[str, Mapping[str, object]] = {
+    "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False},
+    "MistralForCausalLM": {},
+    "GPT2LMHeadModel": {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+}
+
+
+@final
+class ScaledDotProductAttention(MegatronModule):
+    """Core attention by torch's `scaled_dot_product_attention`; heads are those of this rank.
+
+    Shapes: T tokens, B samples, H heads, G groups of keys, D size of a head.
+    """
+
+    def __init__(self, config: TransformerConfig, *_: object, **__: object) -> None:
+        super().__init__(config=config)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *_: object,
+        **__: object,
+    ) -> torch.Tensor:
+        """Return attention [T, B, H * D] of query [T, B, H, D] to key and value [T, B, G, D].
+
+        `attention_mask` [B, 1, T, T] is true for what is hidden; None: each token sees those
+        before it.
+        """
+        dropout = self.config.attention_dropout if self.training else 0.0
+        draws = tensor_parallel.get_cuda_rng_tracker().fork if dropout else contextlib.nullcontext
+        with draws():  # other heads on each rank: other draws
+            attended = F.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                dropout_p=dropout,
+                is_causal=attention_mask is None,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+class Norm:
+    """Torch's layer norm of a configuration, marked for sequence parallelism.
+
+    Megatron's own wrapper of it refuses sequence parallelism, whose gradients need the mark alone.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, **kwargs: Any) -> Any:
+        """Return the module."""
+        kind = getattr(torch.nn, config.normalization)  # LayerNorm or RMSNorm
+        built = kind(hidden_size, kwargs["eps"], device=torch.cuda.current_device())
+        for parameter in built.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return built
+
+
+# -- weights -------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class Weight:
+    """A weight of megatron-core, and the plain weights that it consists of.
+
+    Attributes:
+        names: of the plain weights, in their order along dim 0.
+        is_transposed: whether the plain matrices are [in, out], as GPT-2's.
+        groups: of query heads: queries, keys and values are interleaved by group; 0: it is not
+            their projection.
+        size: of a head.
+    """
+
+    names: tuple[str, ...]
+    is_transposed: bool = False
+    groups: int = 0
+    size: int = 0
+
+    def join(self, plain: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the weight of megatron-core from the plain ones."""
+        parts = [self._turned(part) for part in plain]
+        if not self.groups:
+            return torch.cat(parts)
+        parts = parts if len(parts) == 3 else list(parts[0].chunk(3))  # GPT-2 keeps them in one
+        grouped = [part.unflatten(0, (self.groups, -1)) for part in parts]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def split(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Return the plain weights from that of megatron-core."""
+        parts = list(full.chunk(len(self.names)))
+        if self.groups:
+            grouped = full.unflatten(0, (self.groups, -1))
+            sizes = [grouped.shape[1] - 2 * self.size, self.size, self.size]
+            parts = [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+            parts = parts if len(self.names) == 3 else [torch.cat(parts)]
+        return [self._turned(part).contiguous() for part in parts]
+
+    def _turned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.t() if self.is_transposed and tensor.dim() == 2 else tensor
+
+
+Weights = Mapping[str, Weight]  # by megatron-core's name
+
+
+def weights_of(config: Any) -> Weights:
+    """Return how the weights of megatron-core's model consist of those of a model."""
+    is_gpt2, groups = config.model_type == "gpt2", config.num_attention_heads
+    model, layer, layers = GPT2_MODEL, GPT2, "transformer.h"
+    if not is_gpt2:
+        model, layer, layers = LLAMA_MODEL, LLAMA, "model.layers"
+        groups = config.num_key_value_heads
+    found = {ours: Weight((plain,)) for ours, plain in model.items()}
+    for index in range(config.num_hidden_layers):
+        for ours, names in layer.items():
+            found[f"decoder.layers.{index}.{ours}"] = Weight(
+                tuple(f"{layers}.{index}.{name}" for name in names),
+                is_gpt2,
+                groups if ours.endswith(("linear_qkv.weight", "linear_qkv.bias")) else 0,
+                _head_size(config),
+            )
+    if not config.tie_word_embeddings:
+        found["output_layer.weight"] = Weight(("lm_head.weight",))
+    return found
+
+
+def _head_size(config: Any) -> int:
+    size = getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)
+
+
+# -- the model -----------------------------------------------------------------------------
+
+
+def build_gpt(model: torch.nn.Module, plugin: MegatronLMPlugin, dtype: torch.dtype) -> GPTModel:
+    """Return this rank's shard of a model of transformers, without its weights.
+
+    Raise `ConfigError` for a model that megatron-core would compute otherwise.
+    """
+    config: Any = getattr(model, "config", None)
+    _check(type(model).__name__, config, plugin)
+    is_gpt2 = config.model_type == "gpt2"
+    core = TransformerConfig(
+        **{**_sizes(config), **_distributed(plugin, dtype), **(plugin.other_megatron_args or {})}
+    )
+    layer = get_gpt_layer_local_spec(normalization=core.normalization)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.self_attention.submodules.core_attention = ScaledDotProductAttention
+    rope = getattr(config, "rope_parameters", None) or {}
+    return GPTModel(
+        core,
+        TransformerBlockSubmodules([layer] * (core.num_layers // plugin.pp_degree), Norm),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        position_embedding_type="learned_absolute" if is_gpt2 else "rope",
+        rotary_base=rope.get("rope_theta", 10000),
+    )
+
+
+def _check(name: str, config: Any, plugin: MegatronLMPlugin) -> None:
+    if name not in ONLY:
+        rule = f"it rebuilds {', '.join(ONLY)} of transformers, and takes modules of megatron-core"
+        raise ConfigError.of(f"prepare: {name} under Megatron", rule, "Give one of these.")
+    problems, only = Problems(), dict(ONLY[name])
+    if config.model_type == "gpt2":
+        only["embd_pdrop"] = config.resid_pdrop  # megatron-core has one hidden_dropout
+    found = {option: getattr(config, option) for option in only}
+    found["rope_type"] = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    only["rope_type"] = "default" if found["rope_type"] else None
+    for option, value in only.items():
+        if found[option] != value:
+            shown = f"{name}: {option}={found[option]} under Megatron"
+            problems.add(shown, f"it is {value} here", "Use FSDP instead.")
+    if config.vocab_size % plugin.tp_degree:
+        problems.add(
+            f"{name}: vocab_size={config.vocab_size} with tp_degree={plugin.tp_degree}",
+            "each tensor-parallel rank has as many tokens",
+            f"Call model.resize_token_embeddings(pad_to_multiple_of={plugin.tp_degree}) before.",
+        )
+    problems.raise_if()
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """Return the fields of `TransformerConfig` that are a model's own."""
+    shared = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "kv_channels": _head_size(config),
+    }
+    if config.model_type == "gpt2":
+        return shared | {
+            "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
+            "layernorm_epsilon": config.layer_norm_epsilon,
+            "activation_func": _activation(config.activation_function),
+            "attention_dropout": config.attn_pdrop,
+            "hidden_dropout": config.resid_pdrop,
+        }
+    return shared | {
+        "ffn_hidden_size": config.intermediate_size,
+        "num_query_groups": config.num_key_value_heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "activation_func": _activation(config.hidden_act),
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "attention_dropout": config.attention_dropout,
+        "hidden_dropout": 0.0,
+    }
+
+
+def _activation(name: str) -> Any:
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name].forward  # a module of its own would need a sharded state
+
+
+def _distributed(plugin: MegatronLMPlugin, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of `TransformerConfig` that say how a model is distributed."""
+    granularity = "selective" if plugin.recompute_activations else plugin.recompute_granularity
+    is_full = granularity == "full"
+    given = {
+        "attention_dropout": plugin.attention_dropout,
+        "hidden_dropout": plugin.hidden_dropout,
+        "recompute_granularity": granularity,
+        "recompute_method": plugin.recompute_method or ("uniform" if is_full else None),
+        "recompute_num_layers": plugin.recompute_num_layers or (1 if is_full else None),
+    }
+    fusions = ("gradient_accumulation", "bias_dropout", "masked_softmax", "bias_activation")
+    return {
+        **{name: value for name, value in given.items() if value is not None},
+        **{f"{name}_fusion": False for name in fusions},  # kernels of Apex
+        "tensor_model_parallel_size": plugin.tp_degree,
+        "pipeline_model_parallel_size": plugin.pp_degree,
+        "sequence_parallel": plugin.sequence_parallelism,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "variable_seq_lengths": plugin.pp_degree > 1,
+        "moe_token_dispatcher_type": "alltoall",  # which the former requires
+    }
+
+
+def hidden(
+    attention_mask: torch.Tensor | None, input_ids: torch.Tensor, window: int | None
+) -> torch.Tensor | None:
+    """Return which tokens are hidden from which: [B, 1, T, T]; None: those after it alone.
+
+    Args:
+        attention_mask: [B, T], 0 for padding; None: there is none.
+        input_ids: [B, T].
+        window: tokens that a token sees, itself included; None: all before it.
+    """
+    length = input_ids.shape[1]
+    if attention_mask is None and (window is None or length <= window):
+        return None
+    positions = torch.arange(length, device=input_ids.device)
+    distance = positions[:, None] - positions[None]
+    seen = (distance >= 0) & (distance < (window or length))
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, None].bool()
+    # Padding at the left sees itself, since a softmax over nothing is not a number.
+    return ~(seen | (distance == 0)).expand(input_ids.shape[0], 1, length, length)

@@ -1,0 +1,311 @@
+"""The Megatron strategy: megatron-core shards the model, reduces gradients and makes the step.
+
+Source: https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/index.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module, MegatronModule
+
+from accel.config.megatron import MegatronLMPlugin
+from accel.machine.errors import ConfigError
+from accel.optimizer import unwrap_optimizer
+from accel.state import GradientState
+from accel.strategies.base import Accumulation, Objects, Strategy
+from accel.strategies.megatron.build import Weight, build_gpt, weights_of
+from accel.strategies.megatron.spec import NAME
+from accel.strategies.megatron.state import MegatronState, described, shards_of
+from accel.strategies.megatron.wrappers import (
+    MegatronGradients,
+    MegatronLMOptimizerWrapper,
+    MegatronModel,
+    StageOutput,
+)
+
+if TYPE_CHECKING:
+    from accel.comm.base import Communicator
+    from accel.plan.plan import Plan
+    from accel.precision.base import Precision
+
+Batch = TypeVar("Batch")
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@final
+class MegatronStrategy(Strategy):
+    """Matrices are divided over tensor-parallel ranks, layers over pipeline stages."""
+
+    def __init__(
+        self, plan: Plan, comm: Communicator, device: torch.device, precision: Precision
+    ) -> None:
+        super().__init__(plan, comm, device, precision)
+        _check_device(device)
+        self.plugin: MegatronLMPlugin = plan.plugin(NAME)
+        self._dtype = DTYPES[plan.mixed_precision]
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            self.plugin.tp_degree, self.plugin.pp_degree, create_gloo_process_groups=False
+        )
+        comm.before_exit(parallel_state.destroy_model_parallel)
+        seeds = [torch.initial_seed()]
+        dist.broadcast_object_list(seeds, src=0)
+        self._seed = seeds[0]
+        with self._draws_of(0, 0):
+            pass  # megatron-core draws initial weights
+        self.gradients: MegatronGradients = MegatronGradients()
+        self.state: MegatronState = MegatronState(self.plugin, self.gradients)
+        # Plain names of each parameter of a model as it was given, by identity.
+        self._given: dict[MegatronModel, dict[int, tuple[str, ...]]] = {}
+        self._initial: dict[MegatronModel, dict[str, torch.Tensor]] = {}
+
+    # -- preparing -------------------------------------------------------------------------
+
+    def prepare(
+        self, objects: Objects, placement: Objects, prepared: Objects, evaluation: bool = False
+    ) -> Objects:
+        """Return `objects`, with models of megatron-core and its optimizer."""
+        if sizes := [size for one in objects.dataloaders if (size := one.batch_size)]:
+            size = min(sizes) if self.plugin.is_train_batch_min else max(sizes)
+            self.plugin.set_training_args(size, self.plan.parallel_dims.dp_size)
+        return super().prepare(objects, placement, prepared, evaluation)
+
+    def wrap_model(
+        self, model: torch.nn.Module, place: bool = True, evaluation: bool = False
+    ) -> torch.nn.Module:
+        """Return `model` as megatron-core computes it, with its weights."""
+        if isinstance(model, MegatronModel):
+            return model  # as after free_memory()
+        given = list(model.parameters())
+        if self.plugin.custom_model_provider_function is not None:
+            model = self.plugin.custom_model_provider_function(
+                pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )
+        is_rebuilt = not isinstance(model, MegatronModule)
+        core: Any = build_gpt(model, self.plugin, self._dtype) if is_rebuilt else model
+        core.to(self.device)
+        wrapped = self._rebuilt(model, core) if is_rebuilt else self._own(core, given)
+        if self._dtype != torch.float32:
+            wrapped.chunk = Float16Module(core.config, wrapped.chunk)
+        if not evaluation:
+            config = DistributedDataParallelConfig(
+                use_distributed_optimizer=self.plugin.use_distributed_optimizer,
+                grad_reduce_in_fp32=self._dtype != torch.float32,
+            )
+            ddp: Any = DistributedDataParallel(core.config, config, wrapped.chunk)
+            ddp.broadcast_params()
+            wrapped.chunk = ddp
+        if self.plugin.pp_degree > 1:
+            wrapped.run = functools.partial(self._run, wrapped)
+        if core.config.attention_dropout or core.config.hidden_dropout:
+            wrapped.draws = functools.partial(self._draws, wrapped)
+        return wrapped
+
+    def _rebuilt(self, model: Any, core: Any) -> MegatronModel:
+        """Return a rebuilt model with the weights of the given one, whose memory is freed."""
+        weights: Any = weights_of(model.config)
+        wrapped = MegatronModel(core, model, weights, is_rebuilt=True)
+        given = dict(model.named_parameters())
+        for name, shard in shards_of(core).items():
+            trains = [given[one].requires_grad for one in weights[name].names]
+            shard.tensor.requires_grad_(all(trains))
+        self._initial[wrapped] = dict(model.state_dict())
+        self.state.load_model_state(wrapped, self._initial[wrapped])
+        model.to("meta")
+        model.tie_weights()
+        self._given[wrapped] = {id(p): (name,) for name, p in given.items()}
+        if self._dtype == torch.float32:  # else again, into the optimizer's copies in fp32
+            del self._initial[wrapped]
+        return wrapped
+
+    def _own(self, core: Any, given: Sequence[torch.Tensor]) -> MegatronModel:
+        """Return a module of megatron-core, whose plain names are its own in one process."""
+        plain, shards = torch.nn.Module(), shards_of(core)
+        for name, (shape, trains) in described(shards).items():
+            owner, leaf = plain, name.rpartition(".")[2]
+            for part in name.split(".")[:-1]:
+                if part not in owner._modules:
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner.get_submodule(part)
+            tensor = torch.empty(shape, device="meta")
+            owner.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=trains))
+        weights = {name: Weight((name,)) for name, _ in plain.named_parameters()}
+        wrapped = MegatronModel(core, plain, weights, is_rebuilt=False)
+        self._given[wrapped] = {id(parameter): tuple(weights) for parameter in given}
+        return wrapped
+
+    def wrap_optimizer(
+        self, optimizer: torch.optim.Optimizer, place: bool = True
+    ) -> torch.optim.Optimizer:
+        """Return Megatron's optimizer of the model whose parameters `optimizer` has.
+
+        `optimizer` then has those of the plain model, which schedulers and states name.
+        """
+        own = unwrap_optimizer(optimizer)
+        for model, given in self._given.items():
+            shards, plain = shards_of(model.core), dict(model.plain.named_parameters())
+            names = given | {id(s.tensor): model.weights[n].names for n, s in shards.items()}
+            names |= {id(parameter): (name,) for name, parameter in plain.items()}
+            index_of: dict[str, int] = {}
+            for index, group in enumerate(own.param_groups):
+                found = [name for p in group["params"] for name in names.get(id(p), ())]
+                group["params"] = [plain[name] for name in dict.fromkeys(found)] or group["params"]
+                index_of |= dict.fromkeys(found, index)
+            if index_of:
+                break
+        else:
+            raise ConfigError.of(
+                f"prepare: {type(own).__name__} of no model that Megatron trains",
+                "its optimizer reads gradients from the model's buffers",
+                "Prepare the model in the same call, or before.",
+            )
+        groups = {}
+        for name, shard in shards.items():
+            indices = {index_of.get(one) for one in model.weights[name].names}
+            if shard.tensor.requires_grad and (None in indices or len(indices) > 1):
+                raise ConfigError.of(
+                    f"prepare: {', '.join(model.weights[name].names)} under Megatron",
+                    "what trains is in one group of the optimizer, as one weight of megatron-core",
+                    "Put it into one group, or freeze it with requires_grad_(False) before.",
+                )
+            groups[id(shard.tensor)] = indices.pop() or 0
+        own.state.clear()
+        wrapped = MegatronLMOptimizerWrapper(own, model, groups, self.plugin)
+        self.gradients.optimizers.append(wrapped)
+        if model in self._initial:
+            self.state.load_model_state(model, self._initial.pop(model))
+        return wrapped
+
+    # -- the step --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _draws_of(self, step: int, forward: int) -> Iterator[None]:
+        """Seed dropout: a function of seed, step, forward pass, stage and data-parallel rank.
+
+        So a resumed run draws what an undisturbed one does. Tensor-parallel ranks draw alike where
+        they hold the same activations; Megatron's tracker has other draws for the others.
+        """
+        dims, state = self.plan.parallel_dims, torch.cuda.get_rng_state()
+        place = (self._seed, step, forward, dims.coordinates["pp"], dims.dp_rank)
+        digest = hashlib.sha256(repr(place).encode()).digest()
+        model_parallel_cuda_manual_seed(int.from_bytes(digest[:4]) % 2**31)
+        yield
+        torch.cuda.set_rng_state(state)
+
+    @contextlib.contextmanager
+    def _draws(self, model: MegatronModel) -> Iterator[None]:
+        optimizer = next(one for one in self.gradients.optimizers if one.model is model)
+        optimizer.num_forwards += 1
+        with self._draws_of(optimizer.num_steps, optimizer.num_forwards):
+            yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
+        """Compute gradients into Megatron's buffers, scaled under fp16."""
+        if self._dtype == torch.float16:
+            loss = self.gradients.optimizers[0].engine.scale_loss(loss)
+        loss.backward(**kwargs)
+
+    def forward_backward(
+        self,
+        model: torch.nn.Module,
+        micro_batches: Sequence[Batch],
+        loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor],
+        accumulation: Accumulation,
+    ) -> list[torch.Tensor]:
+        """Run a window through Megatron's schedule: 1F1B where there are pipeline stages.
+
+        `loss_fn` ends early on stages that compute no loss. Every rank returns the losses.
+        """
+        count, scale = len(micro_batches), len(micro_batches) / GradientState().num_steps
+
+        def step(batches: Iterator[Batch], chunk: object) -> tuple[torch.Tensor, object]:
+            batch = self._place(next(batches), accumulation.device_placement)
+            try:
+                loss = loss_fn(model, batch)
+            except StageOutput as early:
+                return early.args[0], None
+            # The schedule divides by the count.
+            return loss, lambda loss: (loss * scale, loss.detach().float())
+
+        losses = self._schedule(model, step, micro_batches)
+        if self.plugin.pp_degree == 1:
+            return losses
+        stacked = torch.stack(losses) if losses else torch.empty(count, device=self.device)
+        dist.broadcast(stacked, **_from_last_stage())
+        return list(stacked.unbind())
+
+    def _schedule(
+        self, model: Any, step: object, batches: Sequence[object], forward_only: bool = False
+    ) -> list[torch.Tensor]:
+        run, model.run = model.run, None
+        try:
+            found: list[torch.Tensor] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(batches),
+                model=[model.chunk],
+                num_microbatches=len(batches),
+                seq_length=1,  # shapes are exchanged by the stages
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        finally:
+            model.run = run
+        return found
+
+    def _run(self, model: MegatronModel, *args: object, **kwargs: object) -> Any:
+        """Return the output of a forward pass through all stages, on each of them."""
+        if torch.is_grad_enabled():
+            raise ConfigError.of(
+                f"model(…) with gradients and pp_degree={self.plugin.pp_degree} under Megatron",
+                "a pipeline's schedule runs forward and backward passes of a window together",
+                "Call accelerator.forward_backward(model, micro_batches, loss_fn).",
+            )
+        outputs: list[Any] = [None]
+
+        def step(_: object, chunk: object) -> tuple[torch.Tensor, object]:
+            try:
+                outputs[0] = model(*args, **kwargs)
+            except StageOutput as early:
+                return early.args[0], None
+            return torch.zeros((), device=self.device), lambda nothing: (nothing, None)
+
+        self._schedule(model, step, [None], forward_only=True)
+        dist.broadcast_object_list(outputs, **_from_last_stage())
+        return outputs[0]
+
+    def close(self) -> None:
+        """Destroy Megatron's process groups."""
+        super().close()
+        for known in (self._given, self._initial, self.gradients.optimizers):
+            known.clear()
+        parallel_state.destroy_model_parallel()
+
+
+def _from_last_stage() -> dict[str, Any]:
+    """Return source and group of a broadcast to all stages of a pipeline."""
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    return {"src": source, "group": parallel_state.get_pipeline_model_parallel_group()}
+
+
+def _check_device(device: torch.device) -> None:
+    """Raise `ConfigError` where "cuda", which megatron-core's code names, is another device."""
+    try:
+        named = torch.empty(0, device="cuda").device.type
+    except (AssertionError, RuntimeError):  # no driver, or a build of torch without CUDA
+        named = ""
+    if named != device.type:
+        remedy = "Start on a machine with GPUs, or use FSDP or tensor parallelism."
+        rule = "megatron-core computes on CUDA GPUs"
+        raise ConfigError.of(f"MegatronLMPlugin on {device.type}", rule, remedy)

@@ -1,0 +1,275 @@
+"""What `prepare` returns under Megatron: the model of a rank, and the optimizer that it steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, final
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from torch.nn import functional as F
+
+from accel.config.megatron import MegatronLMPlugin
+from accel.machine.errors import ConfigError, StateError
+from accel.optimizer import AcceleratedOptimizer
+from accel.precision.wrapping import register_wrapper
+from accel.strategies.base import Gradients
+from accel.strategies.megatron.build import Weights, hidden
+
+IGNORED = -100  # label of what has no loss
+# What a group of torch's optimizers has, and Megatron's optimizer reads at each step.
+SETTINGS = ("lr", "weight_decay", "betas", "eps")
+
+
+class StageOutput(BaseException):
+    """Ends a loss function on a pipeline stage that computes no loss, with the stage's output."""
+
+
+@final
+@register_wrapper
+class MegatronModel(torch.nn.Module):
+    """The part of a model that this rank computes, called as the model that `prepare` was given.
+
+    A model of transformers takes input_ids, attention_mask and labels, and returns loss or logits;
+    a module of megatron-core takes its own arguments.
+
+    Args:
+        chunk: in Megatron's DistributedDataParallel where it trains.
+        plain: the full model on the meta device, by whose names its state is saved.
+        weights: how weights of megatron-core consist of the plain ones.
+        is_rebuilt: whether it was built from a model of transformers.
+
+    Attributes:
+        run: runs a forward pass through a pipeline; None: there is one stage, or a schedule runs.
+        draws: the context of a forward pass with dropout.
+    """
+
+    plain: torch.nn.Module
+
+    def __init__(
+        self, chunk: torch.nn.Module, plain: torch.nn.Module, weights: Weights, is_rebuilt: bool
+    ) -> None:
+        super().__init__()
+        self.chunk, self.weights, self.is_rebuilt = chunk, weights, is_rebuilt
+        self.__dict__["plain"] = plain  # no child: its parameters are not this rank's
+        self.run: Callable[..., Any] | None = None
+        self.draws: Callable[[], AbstractContextManager[None]] | None = None
+
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """Return a submodule; ``module`` is the plain model.
+
+        Args:
+            target: its name.
+        """
+        return self.plain if target == "module" else super().get_submodule(target)
+
+    @property
+    def core(self) -> Any:
+        """The module of megatron-core, without wrappers."""
+        core: Any = self.chunk
+        while hasattr(core, "module"):
+            core = core.module
+        return core
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the given model returns; on earlier stages of a pipeline raise StageOutput.
+
+        Args:
+            args: of the given model.
+            kwargs: likewise.
+        """
+        if self.run is not None:
+            return self.run(*args, **kwargs)
+        if self.is_rebuilt:
+            return self._as_transformers(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.draws is None or not self.training:
+            output: torch.Tensor = self.chunk(*args, **kwargs)
+        else:
+            with self.draws():
+                output = self.chunk(*args, **kwargs)
+        if not parallel_state.is_pipeline_last_stage():
+            raise StageOutput(output)
+        return output
+
+    def _as_transformers(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool = False,
+    ) -> Any:
+        """Return loss [], or logits [B, T, V], of tokens [B, T]. Packed rows are refused."""
+        from transformers.modeling_outputs import CausalLMOutput
+
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        window = getattr(self.plain.config, "sliding_window", None)
+        inputs = (input_ids, positions, hidden(attention_mask, input_ids, window))
+        if labels is None:
+            return CausalLMOutput(logits=self._call(*inputs, runtime_gather_output=True))
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        nats, counts = self._call(*inputs, labels=targets.clamp(min=0)), targets != IGNORED
+        return CausalLMOutput(loss=(nats.float() * counts).sum() / counts.sum())
+
+
+@final
+class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+    """Megatron's optimizer, stepped with the learning rates of the one that `prepare` was given.
+
+    Args:
+        given: the optimizer that `prepare` was given; schedulers set its rates.
+        model: whose gradients are reduced and stepped.
+        groups: index of the group of each parameter of `model` that trains, by identity.
+        plugin: of the run.
+
+    Attributes:
+        engine: Megatron's optimizer.
+        num_steps: steps made, those before a checkpoint included.
+        num_forwards: forward passes since.
+
+    Raises:
+        ConfigError: if Megatron's optimizer does not compute what `given` does.
+    """
+
+    def __init__(
+        self,
+        given: torch.optim.Optimizer,
+        model: MegatronModel,
+        groups: dict[int, int],
+        plugin: MegatronLMPlugin,
+    ) -> None:
+        super().__init__(given, device_placement=False)
+        first, kind, config = given.param_groups[0], type(given), model.core.config
+        if kind not in (torch.optim.AdamW, torch.optim.Adam) or first["amsgrad"]:
+            rule = "Megatron's optimizer computes AdamW or Adam of torch, without amsgrad"
+            raise ConfigError.of(f"prepare: {kind.__name__} under Megatron", rule, "Use AdamW.")
+        settings = OptimizerConfig(
+            lr=float(first["lr"]),
+            weight_decay=float(first["weight_decay"]),
+            decoupled_weight_decay=kind is torch.optim.AdamW,
+            bf16=config.bf16,
+            fp16=config.fp16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=plugin.use_distributed_optimizer,
+        )
+        overrides: dict[Any, Any] = {}
+        for index in range(len(given.param_groups)):
+            belongs = lambda p, index=index: groups[id(p)] == index  # noqa: E731
+            inside = ParamPredicate(name=f"group {index}", fn=belongs)
+            overrides[ParamKey(predicate=inside)] = {"given_group": index}
+        self.engine: Any = get_megatron_optimizer(
+            settings, [model.chunk], overrides, use_gloo_process_groups=False
+        )
+        if config.fp16:
+            config.grad_scale_func = self.engine.scale_loss
+        self.model, self.num_steps, self.num_forwards = model, 0, 0
+        self._clipping, self._is_clipped = plugin.gradient_clipping, False
+        self._overflowed: bool | None = None  # None: gradients are not reduced yet
+
+    def reduce_gradients(self) -> bool:
+        """Reduce the gradients of a window over the ranks, once; return whether any overflowed."""
+        if self._overflowed is None:
+            finalize_model_grads([self.model.chunk])
+            self._overflowed = bool(self.engine.prepare_grads())
+        return self._overflowed
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the gradients of the next step, and return their norm before."""
+        if self.reduce_gradients():
+            return math.inf
+        if max_norm == math.inf:  # only the norm is requested
+            return float(self.engine.get_grad_norm())
+        self._is_clipped = True
+        return float(self.engine.clip_grad_norm(max_norm))
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update the parameters if a window of micro-batches is complete.
+
+        Args:
+            closure: not called: Megatron reads gradients of passes that were made.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        self.step_was_skipped = self.reduce_gradients()
+        if not self.step_was_skipped:
+            if self._clipping and not self._is_clipped:
+                self.clip(self._clipping)
+            for live in self.engine.param_groups:
+                group = self.optimizer.param_groups[live["given_group"]]
+                live.update({name: group[name] for name in SETTINGS})
+            self.engine.step_with_ready_grads()
+            self.num_steps, self.num_forwards = self.num_steps + 1, 0
+        self._overflowed, self._is_clipped = None, False
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Set the gradients to zero if a window of micro-batches is complete.
+
+        Args:
+            set_to_none: not used: gradients are in Megatron's buffers.
+        """
+        if self.gradient_state.sync_gradients:
+            chunk: Any = self.model.chunk
+            chunk.zero_grad_buffer()
+            self.engine.zero_grad()
+            self._overflowed, self._is_clipped = None, False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refuse: Megatron's optimizer steps the parameters that it was built with.
+
+        Args:
+            param_group: not used.
+
+        Raises:
+            ConfigError: always.
+        """
+        rule = "its optimizer steps the parameters that require gradients at prepare"
+        remedy = "Give the optimizer all groups before; a rate of 0 leaves one as it is."
+        raise ConfigError.of("add_param_group under Megatron", rule, remedy)
+
+
+@final
+class MegatronGradients(Gradients):
+    """Clipping by Megatron's norm, over all ranks that hold parts of the model.
+
+    `optimizers`: those of models that train.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizers: list[MegatronLMOptimizerWrapper] = []
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip the gradients of one prepared model; return their norm [] before.
+
+        Raise `ConfigError` for another norm or a subset of the parameters.
+        """
+        given = {id(parameter) for parameter in parameters}
+        for optimizer in self.optimizers:
+            trained = {id(p) for p in optimizer.model.parameters() if p.requires_grad}
+            if trained <= given and norm_type == 2:
+                return torch.tensor(optimizer.clip(float(max_norm)))
+        raise ConfigError.of(
+            f"clip_grad_norm_(…, {max_norm}, norm_type={norm_type})",
+            "Megatron clips all parameters of a model together, by the norm of order 2",
+            "Call clip_grad_norm_(model.parameters(), max_norm) of the prepared model.",
+        )
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> NoReturn:
+        """Refuse: Megatron supports norm clipping only."""
+        rule = "Megatron supports norm clipping only"
+        raise ConfigError.of(f"clip_grad_value_({clip_value})", rule, "Call clip_grad_norm_.")
+
+    def of(self, optimizer: torch.optim.Optimizer) -> MegatronLMOptimizerWrapper:
+        """Return a prepared optimizer; `StateError` for another."""
+        if isinstance(optimizer, MegatronLMOptimizerWrapper):
+            return optimizer
+        raise StateError(f"{type(optimizer).__name__} was not prepared with Megatron.")

@@ -1,0 +1,309 @@
+"""Training under Megatron is that of a plain loop, with megatron-core's own objects (R1, E3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed (extra: megatron)")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
+
+from tests.accel.strategies.megatron.training import (
+    CLOSE,
+    MAX_NORM,
+    MICRO_BATCHES,
+    Trained,
+    batch_of,
+    build_model,
+    build_optimizer,
+    data,
+    loss_of,
+    plain,
+    started,
+    train,
+)
+from tests.helpers import run_distributed
+
+pytestmark = pytest.mark.slow
+SHARDED = {"use_distributed_optimizer": True}
+TP = {"tp_degree": 2}
+PP = {"pp_degree": 2}
+
+
+def under_megatron(
+    fields: dict[str, Any], kind: str, padded: bool, data_rank: int | None
+) -> Trained:
+    with started(fields) as accelerator:
+        model = build_model(kind)
+        model, optimizer = accelerator.prepare(model, build_optimizer(model))
+        losses, norms = train(accelerator, model, optimizer, data(), padded, data_rank)
+        return losses, norms, accelerator.get_state_dict(model)
+
+
+def agrees(
+    world_size: int,
+    fields: dict[str, Any],
+    kind: str = "llama",
+    padded: bool = False,
+    data_rank: int | None = None,
+) -> bool:
+    """Return whether losses, norms and weights are those of the plain loop."""
+    expected = plain(kind, padded)
+    for found in run_distributed(under_megatron, world_size, fields, kind, padded, data_rank):
+        same = found[0] == pytest.approx(expected[0], rel=CLOSE)
+        same = same and found[1] == pytest.approx(expected[1], rel=1e-5)
+        same = same and found[2].keys() == expected[2].keys()
+        weights = ((found[2][name], value) for name, value in expected[2].items())
+        if not same or not all(torch.allclose(a, b, atol=1e-4) for a, b in weights):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields", "kind"),
+    [
+        (1, {}, "llama"),
+        (1, {}, "mistral"),
+        (1, {"recompute_granularity": "full"}, "gpt2"),
+        (1, {"recompute_activations": True}, "llama"),
+        (2, TP, "llama"),
+        (2, TP, "tied"),
+        (2, {**TP, "sequence_parallelism": True}, "gpt2"),
+        (2, {**TP, "sequence_parallelism": True}, "llama"),
+        (2, {}, "llama"),
+        (2, SHARDED, "gpt2"),
+        (2, PP, "llama"),
+        (2, PP, "tied"),
+        (4, {**TP, **SHARDED}, "llama"),
+        (4, {**TP, **PP}, "gpt2"),
+    ],
+)
+def test_training_is_that_of_a_plain_loop(
+    world_size: int, fields: dict[str, Any], kind: str
+) -> None:
+    assert agrees(world_size, fields, kind)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("llama", TP), ("mistral", PP), ("gpt2", TP)])
+def test_padding_is_hidden_and_has_no_loss(kind: str, fields: dict[str, Any]) -> None:
+    assert agrees(2, fields, kind, padded=True)
+
+
+def test_a_rank_that_reads_the_data_of_another_is_found() -> None:
+    assert not agrees(2, {}, data_rank=0)
+
+
+def by_hand(fields: dict[str, Any]) -> Trained:
+    with started(fields) as accelerator:
+        model = build_model()
+        model, optimizer = accelerator.prepare(model, build_optimizer(model))
+        dims, losses, norms = accelerator.parallel_dims, [], []
+        for step in data():
+            for tokens in step:
+                with accelerator.accumulate(model):
+                    loss = loss_of(model, batch_of(tokens.chunk(dims.dp_size)[dims.dp_rank]))
+                    accelerator.backward(loss)
+                    losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+                    if accelerator.sync_gradients:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                        norms.append(float(norm))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        means = [sum(pair) / MICRO_BATCHES for pair in zip(losses[::2], losses[1::2], strict=True)]
+        return means, norms, accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("fields", [TP, {}, SHARDED])
+def test_a_loop_by_hand_trains_alike(fields: dict[str, Any]) -> None:
+    losses, norms, weights = plain()
+    for found in run_distributed(by_hand, 2, fields):
+        assert found[0] == pytest.approx(losses, rel=CLOSE)
+        assert found[1] == pytest.approx(norms, rel=1e-5)
+        assert all(torch.allclose(found[2][n], value, atol=1e-4) for n, value in weights.items())
+
+
+def check_objects(fields: dict[str, Any], optimizer_kind: str) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    with started(fields) as accelerator:
+        given = build_model()
+        model, optimizer = accelerator.prepare(given, build_optimizer(given))
+        assert isinstance(model.chunk, DistributedDataParallel)
+        assert isinstance(model.core, GPTModel)
+        qkv = model.core.decoder.layers[0].self_attention.linear_qkv
+        assert isinstance(qkv, ColumnParallelLinear)
+        (engine,) = optimizer.engine.chained_optimizers
+        assert type(engine).__name__ == optimizer_kind
+        assert type(engine.optimizer) is torch.optim.AdamW
+        dims = accelerator.parallel_dims
+        assert parallel_state.get_data_parallel_rank() == dims.dp_rank
+        assert parallel_state.get_tensor_model_parallel_rank() == dims.coordinates["tp"]
+        assert parallel_state.get_pipeline_model_parallel_rank() == dims.coordinates["pp"]
+        assert accelerator.distributed_type == "MEGATRON_LM"
+        assert accelerator.unwrap_model(model) is given
+        assert all(parameter.is_meta for parameter in given.parameters())
+        counted = sum(parameter.numel() for parameter in model.parameters())
+        assert counted < sum(parameter.numel() for parameter in given.parameters())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields", "kind"),
+    [
+        (2, TP, "FP32Optimizer"),
+        (2, PP, "FP32Optimizer"),
+        (4, {**TP, **SHARDED}, "DistributedOptimizer"),
+    ],
+)
+def test_the_objects_are_those_of_megatron(
+    world_size: int, fields: dict[str, Any], kind: str
+) -> None:
+    run_distributed(check_objects, world_size, fields, kind)
+
+
+def evaluated(fields: dict[str, Any]) -> tuple[float, torch.Tensor]:
+    with started(fields) as accelerator:
+        model = build_model()
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        model.eval()
+        with torch.no_grad():
+            loss = loss_of(model, batch_of(data()[0, 0]))
+            return float(loss), model(input_ids=data()[0, 0]).logits
+
+
+@pytest.mark.parametrize("fields", [TP, PP])
+def test_evaluation_gives_loss_and_logits_on_every_rank(fields: dict[str, Any]) -> None:
+    model = build_model().eval()
+    with torch.no_grad():
+        expected = model(**batch_of(data()[0, 0]))
+    for loss, logits in run_distributed(evaluated, 2, fields):
+        assert loss == pytest.approx(float(expected.loss), rel=CLOSE)
+        assert torch.allclose(logits, expected.logits, atol=1e-5)
+
+
+def in_half_precision(fields: dict[str, Any]) -> tuple[list[float], set[torch.dtype]]:
+    with started(fields, mixed_precision="bf16") as accelerator:
+        model = build_model()
+        model, optimizer = accelerator.prepare(model, build_optimizer(model))
+        before = accelerator.get_state_dict(model)
+        given = build_model().state_dict()
+        assert all(torch.equal(before[name], value) for name, value in given.items())  # in fp32
+        losses, _ = train(accelerator, model, optimizer, data())
+        return losses, {parameter.dtype for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize("fields", [TP, SHARDED])
+def test_bf16_trains_copies_in_fp32(fields: dict[str, Any]) -> None:
+    for losses, dtypes in run_distributed(in_half_precision, 2, fields):
+        assert losses == pytest.approx(plain()[0], rel=5e-3)
+        assert dtypes == {torch.bfloat16}
+
+
+def check_fields() -> None:
+    fields = {
+        "attention_dropout": 0.25,
+        "hidden_dropout": 0.5,
+        "recompute_granularity": "full",
+        "recompute_num_layers": 2,
+        "gradient_clipping": 1e-9,
+        "other_megatron_args": {"deallocate_pipeline_outputs": True},
+    }
+    with started(fields) as accelerator:
+        model = build_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        config = model.core.config
+        assert (config.attention_dropout, config.hidden_dropout) == (0.25, 0.5)
+        assert (config.recompute_method, config.recompute_num_layers) == ("uniform", 2)
+        assert config.deallocate_pipeline_outputs is True
+        accelerator.forward_backward(model, [batch_of(data()[0, 0])], loss_of)
+        optimizer.step()
+        (engine,) = optimizer.engine.chained_optimizers
+        largest = max(float(state["exp_avg"].abs().max()) for state in engine.state.values())
+        assert 0 < largest < 1e-9  # the gradients were clipped
+    with started({"recompute_activations": True}) as accelerator:
+        model = accelerator.prepare_model(build_model(), evaluation_mode=True)
+        assert model.core.config.recompute_granularity == "selective"
+
+
+def test_fields_reach_the_configuration_of_megatron() -> None:
+    run_distributed(check_fields, 1)
+
+
+def build_core(pre_process: bool = True, post_process: bool = True) -> Any:
+    """Return a GPT of megatron-core as a user builds one."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.parallel_state import (
+        get_pipeline_model_parallel_world_size,
+        get_tensor_model_parallel_world_size,
+    )
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from accel.strategies.megatron.build import ScaledDotProductAttention
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+    )
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
+    sizes = {"vocab_size": 64, "max_sequence_length": 16}
+    return GPTModel(config, spec, pre_process=pre_process, post_process=post_process, **sizes)
+
+
+def core_loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    loss: torch.Tensor = model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean()
+    return loss
+
+
+def train_core(
+    fields: dict[str, Any], is_provided: bool, steps: slice, source: str | None, target: str | None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    if is_provided:
+        fields = {**fields, "custom_model_provider_function": build_core}
+    with started(fields) as accelerator:
+        model = torch.nn.Linear(1, 1) if is_provided else build_core()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if source is not None:
+            accelerator.load_state(source)
+        losses = []
+        for step in data()[steps]:
+            found = accelerator.forward_backward(model, list(step), core_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(torch.stack(found).mean()))
+        if target is not None:
+            accelerator.save_state(target)
+        return losses, accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("is_provided", [True, False])
+def test_a_module_of_megatron_trains_as_it_is(tmp_path: Any, is_provided: bool) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    expected, weights = run_distributed(train_core, 1, {}, is_provided, slice(0, 3), None, None)[0]
+    begun, _ = run_distributed(train_core, 2, TP, is_provided, slice(0, 1), None, first)[0]
+    fields = PP if is_provided else {}
+    middle, _ = run_distributed(train_core, 2, fields, is_provided, slice(1, 2), first, second)[0]
+    ended, found = run_distributed(train_core, 1, {}, is_provided, slice(2, 3), second, None)[0]
+    assert found.keys() == weights.keys()
+    assert [*begun, *middle, *ended] == pytest.approx(expected, rel=CLOSE)
