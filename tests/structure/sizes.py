@@ -17,8 +17,8 @@ PARTS = {
     "examples": ("examples",),
 }
 # Code lines that a part may have, and files of `accel` and `runner` together.
-BUDGETS = {"accel": 25_710, "runner": 19_000, "tests": 49_470}
-MAX_FILES = 317
+BUDGETS = {"accel": 26_200, "runner": 19_000, "tests": 51_000}
+MAX_FILES = 325
 # Helpers are what no test runner collects.
 HELPERS = "    of it helpers"
 
