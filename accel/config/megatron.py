@@ -137,8 +137,8 @@ class MegatronLMPlugin:
         >>> accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
     """
 
-    tp_degree: int = None  # type: ignore[assignment]  # never None once it is built
-    pp_degree: int = None  # type: ignore[assignment]
+    tp_degree: int | None = None
+    pp_degree: int | None = None
     use_custom_fsdp: bool | None = None
     overlap_cpu_optimizer_d2h_h2d: bool | None = None
     no_load_optim: bool | None = None
@@ -159,11 +159,11 @@ class MegatronLMPlugin:
     expert_tensor_parallel_size: int | None = None
     calculate_per_token_loss: bool | None = None
     use_rotary_position_embeddings: bool | None = None
-    num_micro_batches: int = None  # type: ignore[assignment]
-    gradient_clipping: float = None  # type: ignore[assignment]
-    sequence_parallelism: bool = None  # type: ignore[assignment]
-    recompute_activations: bool = None  # type: ignore[assignment]
-    use_distributed_optimizer: bool = None  # type: ignore[assignment]
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
     pipeline_model_parallel_split_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool = True
@@ -233,9 +233,14 @@ class MegatronLMPlugin:
         self.global_batch_size: int | None = None
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of tensor-parallel ranks, and of pipeline stages."""
+        return self.tp_degree or 1, self.pp_degree or 1
+
+    @property
     def model_size(self) -> int:
         """The number of ranks that compute the same samples together."""
-        return self.tp_degree * self.pp_degree
+        return self.sizes[0] * self.sizes[1]
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
         """Set `micro_batch_size` and `global_batch_size`, as `prepare` does.
@@ -245,7 +250,7 @@ class MegatronLMPlugin:
             dp_degree: data-parallel size.
         """
         self.micro_batch_size = micro_batch_size
-        self.global_batch_size = micro_batch_size * dp_degree * self.num_micro_batches
+        self.global_batch_size = micro_batch_size * dp_degree * (self.num_micro_batches or 1)
 
 
 def _parsed(name: str, text: str, parse: Callable[[str], Any], problems: Problems) -> Any:

@@ -306,7 +306,7 @@ def _distributed(plugin: MegatronLMPlugin, dtype: torch.dtype) -> dict[str, Any]
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "variable_seq_lengths": plugin.pp_degree > 1,
+        "variable_seq_lengths": plugin.sizes[1] > 1,
         "moe_token_dispatcher_type": "alltoall",  # which the former requires
     }
 

@@ -49,10 +49,10 @@ def dims(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -
     data = world_size // model_size
     shard = plugin.use_distributed_optimizer
     return ParallelDims(
-        pp=plugin.pp_degree,
+        pp=plugin.sizes[1],
         dp_replicate=1 if shard else data,
         dp_shard=data if shard else 1,
-        tp=plugin.tp_degree,
+        tp=plugin.sizes[0],
         order=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     )
 

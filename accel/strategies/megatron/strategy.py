@@ -107,7 +107,7 @@ class MegatronStrategy(Strategy):
             ddp: Any = DistributedDataParallel(core.config, config, wrapped.chunk)
             ddp.broadcast_params()
             wrapped.chunk = ddp
-        if self.plugin.pp_degree > 1:
+        if self.plugin.sizes[1] > 1:
             wrapped.run = functools.partial(self._run, wrapped)
         if core.config.attention_dropout or core.config.hidden_dropout:
             wrapped.draws = functools.partial(self._draws, wrapped)
