@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.config.checks import check_choice, check_minimum, check_types
 from accel.machine import env
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 # Over heads, by one all-to-all before and one after each attention; or around a ring, by torch.
 ULYSSES, RING = "ulysses", "ring"
+# Stages that each rank has, by schedule of `torch.distributed.pipelining`.
+STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+}
+V_SHAPED = ("ZBVZeroBubble",)  # its first rank has the first stage and the last
 DEFAULTS = {
     **{f"{axis}_size": 1 for axis in AXES},
     "cp_backend": "torch",
@@ -65,7 +74,13 @@ class ParallelismConfig:
         tp_handler: settings of tensor parallelism; not built yet.
         cp_handler: settings of context parallelism; not built yet.
         sp_handler: settings of sequence parallelism; not built yet.
-        pp_size: pipeline stages.
+        pp_size: processes that hold stages of the model; a step's micro-batches go through them.
+        pp_schedule: order of their forward and backward passes, as torch names it: GPipe, 1F1B,
+            or with two stages on each process Interleaved1F1B, InterleavedZeroBubble,
+            ZBVZeroBubble. None: 1F1B, or GPipe for steps of fewer micro-batches than stages.
+        pp_split: names of the modules that stages but the first begin with; or a function of the
+            model and the number of stages, which returns a list of the names of modules for each.
+            None: at the model's repeated blocks, the largest stage as small as can be.
 
     Raises:
         ConfigError: naming every size below 1 and every unknown backend.
@@ -87,6 +102,8 @@ class ParallelismConfig:
     cp_handler: object = None
     sp_handler: object = None
     pp_size: int = None  # type: ignore[assignment]
+    pp_schedule: str | None = None
+    pp_split: Any = None
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -100,6 +117,8 @@ class ParallelismConfig:
             check_minimum(self, f"{axis}_size", 1, problems)
         check_choice(self, "cp_backend", ("torch", ULYSSES, RING), problems)
         check_choice(self, "sp_backend", ("deepspeed",), problems)
+        if self.pp_schedule is not None:
+            check_choice(self, "pp_schedule", tuple(STAGES_PER_RANK), problems)
         if not problems and self.cp_enabled and self.sp_enabled:
             value = f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size})"
             rule = "both are ranks that compute parts of the same sequences"

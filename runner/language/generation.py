@@ -157,6 +157,7 @@ def texts(
         max_new_tokens=sampling.max_new_tokens,
         eos_token_id=ends or None,
         pad_token_id=ends[0] if ends else tokenizer.pad_token_id,
+        use_cache=getattr(model, "keeps_cache", True),  # stages of a model keep none
         **chosen,
     )
     generating = _calling(model, model if own is None else own)

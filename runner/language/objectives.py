@@ -69,7 +69,8 @@ class CausalLM(Objective):
         if not self._fits:
             require_fit(model, int(batch["input_ids"].max()))
             self._fits = True
-        if "position_ids" in batch and not self._packs:
+        # Within a schedule of pipeline stages, a loss calls the model once.
+        if "position_ids" in batch and not self._packs and not getattr(model, "scheduled", False):
             self._packs = _separates(model, batch["input_ids"])
         nats, hits = _token_losses(model, batch, _targets(batch))
         return {"loss": nats.sum(dim=1), "token_accuracy": hits.sum(dim=1)}

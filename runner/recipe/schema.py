@@ -19,7 +19,7 @@ from accel.config.handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
-from accel.config.parallelism import ParallelismConfig
+from accel.config.parallelism import STAGES_PER_RANK, ParallelismConfig
 from accel.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -127,6 +127,11 @@ class Parallelism:
         tp_size: processes that compute parts of the same matrices.
         cp_size: processes that compute parts of the same sequences.
         sp_size: the same under DeepSpeed.
+        pp_size: processes that hold stages of the model.
+        pp_schedule: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble; None:
+            1F1B, or GPipe for steps of fewer micro-batches than stages.
+        pp_split: names of the modules that stages but the first begin with; None: at the model's
+            repeated blocks.
     """
 
     dp_replicate_size: int | None = None
@@ -134,11 +139,16 @@ class Parallelism:
     tp_size: int = 1
     cp_size: int = 1
     sp_size: int = 1
+    pp_size: int = 1
+    pp_schedule: str | None = None
+    pp_split: list[str] | None = None
 
     def __post_init__(self) -> None:
         problems = Problems()
         for name in (f.name for f in fields(self) if f.name.endswith("_size")):
             check_minimum(self, name, 1, problems)
+        if self.pp_schedule is not None:
+            check_choice(self, "pp_schedule", tuple(STAGES_PER_RANK), problems)
         problems.raise_if()
 
     def config(self, replicas: int, shards: int) -> ParallelismConfig | None:
@@ -150,7 +160,8 @@ class Parallelism:
         """
         if self == Parallelism():
             return None
-        data = max(1, replicas * shards // (self.tp_size * self.cp_size * self.sp_size))
+        model = self.pp_size * self.cp_size * self.sp_size * self.tp_size
+        data = max(1, replicas * shards // model)
         wanted = self.dp_replicate_size or (replicas if shards > 1 else data)
         sharded = self.dp_shard_size
         if sharded is not None and self.dp_replicate_size is None:
@@ -161,6 +172,9 @@ class Parallelism:
             tp_size=self.tp_size,
             cp_size=self.cp_size,
             sp_size=self.sp_size,
+            pp_size=self.pp_size,
+            pp_schedule=self.pp_schedule,
+            pp_split=self.pp_split,
         )
 
 

@@ -13,6 +13,7 @@ from accel.comm.ops import broadcast, broadcast_object_list
 from accel.comm.rng import preserved
 from accel.machine.errors import ConfigError, nearest
 from accel.optimizer import unwrap_optimizer
+from accel.plan.dims import AXES, PP
 from runner.runs.json_files import TIME_IS_UP
 from runner.training.build import build_metrics
 from runner.training.sample_metrics import SampleMetrics
@@ -118,11 +119,11 @@ def _check_counts(step: Step, values: Mapping[str, torch.Tensor], num_samples: i
         raise ConfigError.of(f"{name}.evaluate measured {counts}", rule, remedy)
 
 
-def share_buffers(step: Step) -> None:
+def share_buffers(step: Step, accelerator: Accelerator) -> None:
     """Give each rank the buffers of rank 0, such as BatchNorm's statistics: checkpoints hold these.
 
-    Of ranks that share a model's weights, each sees its own part of the data. Every process must
-    call this together.
+    Of ranks that share a model's weights, each sees its own part of the data. Ranks of a pipeline
+    stage take those of its first rank. Every process must call this together.
     """
     own = [
         buffer
@@ -130,7 +131,13 @@ def share_buffers(step: Step) -> None:
         for buffer in model.buffers()
         if buffer.is_floating_point() and not hasattr(buffer, "to_local")
     ]
-    for buffer, first in zip(own, broadcast(own), strict=True):
+    dims = accelerator.parallel_dims
+    if dims.pp == 1:
+        firsts = broadcast(own)
+    else:
+        rank = dims.rank_at({**dict.fromkeys(AXES, 0), PP: dims.coordinates[PP]})
+        firsts = accelerator.comm.all_gather_object([buffer.cpu() for buffer in own])[rank]
+    for buffer, first in zip(own, firsts, strict=True):
         buffer.data.copy_(first)
 
 
@@ -276,7 +283,7 @@ class Evaluations:
             watched = run.watch.paused("evaluation")
             with watched, stop_flag.progress.in_phase(f"evaluation ({split})"):
                 given = (run.accelerator, run.step, self._sets[split], on_batch)
-                share_buffers(run.step)
+                share_buffers(run.step, run.accelerator)
                 run.notify("on_evaluation_start", split)
                 try:
                     return evaluate_sets(*given, metrics=self._metrics)

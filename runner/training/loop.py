@@ -298,7 +298,7 @@ class Loop(Run):
         self._saving = True
         with self.watch.paused("saving"), self.stop_flag.progress.in_phase("saving"):
             try:
-                share_buffers(self.step)
+                share_buffers(self.step, self.accelerator)
                 self.notify("on_save_start")
                 with evaluation_weights(self.step):
                     path = self.saver.save(summaries.metadata_of(self), self.monitor)

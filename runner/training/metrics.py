@@ -119,6 +119,7 @@ class Recorder:
         self.meter = StepMeter(run.accelerator.comm)
         self._samples = self._tokens = self._skipped_steps = 0  # the first: at the last log point
         self._rates: dict[str, float] = {}
+        self._names: list[str] = []  # of a step's values on all ranks, where ranks have others
         self._file: MetricsFile | None = None
         self._early: list[dict[str, object]] | None = []
         self._resumed_at: int | None = None
@@ -155,7 +156,12 @@ class Recorder:
 
     def add(self, values: dict[str, torch.Tensor]) -> None:
         """Add this rank's shares of the values of a step, before the step is counted."""
-        run = self._run
+        run, comm = self._run, self._run.accelerator.comm
+        if run.accelerator.parallel_dims.pp > 1:  # an objective's values are on the last stage
+            if not self._names:
+                self._names = sorted(set().union(*comm.all_gather_object(list(values))))
+            zero = torch.zeros((), device=run.accelerator.device)
+            values = {name: values.get(name, zero) for name in self._names}
         if run.accelerator.optimizer_step_was_skipped:
             self._skipped_steps += 1
             values.pop("grad_norm", None)  # infinite or not a number, and nothing is wrong

@@ -78,7 +78,9 @@ class Speed:
         for optimizer in map(unwrap_optimizer, step.optimizers.values()):
             optimizer.register_step_pre_hook(lambda *_: self.begin(OPTIMIZER))
             optimizer.register_step_post_hook(lambda *_: self.begin(COMPUTE))
-        if len(self.own) > 1 and self.flops_per_sample is None:
+        # Ranks of different pipeline stages compute different parts: they are not compared.
+        alike = len(self.own) > 1 and self._accelerator.parallel_dims.pp == 1
+        if alike and self.flops_per_sample is None:
             for model in map(self._accelerator.unwrap_model, step.models.values()):
                 model.register_forward_pre_hook(lambda *_: self._forward(FORWARD))
                 model.register_forward_hook(lambda *_: self._forward(COMPUTE))

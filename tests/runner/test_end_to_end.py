@@ -20,6 +20,7 @@ from tests.signals.cells import children
 SHORT = ("trainer.log_every=1", "trainer.global_batch_size=64", "tracker.log_with=[]")
 PLAIN = (*SHORT, "trainer.max_steps=50", "model.dropout=0", "data.augment=false")
 TWO = ("distributed=multi_cpu", "distributed.num_processes=2")
+STAGES = (*TWO, "parallelism.pp_size=2")
 # Waits after a step for its end, where the working directory has a file that asks for it.
 WAIT = """
 import time
@@ -99,8 +100,9 @@ def test_what_a_run_leaves(straight: Path) -> None:
         [*SHORT, *FEATURES, "callbacks=[swa,freeze]", "callbacks.swa.start=4", "scheduler=plateau"],
         ["experiment=lm_sft_chat", *LANGUAGE, "fsdp=full_shard"],
         [*PRETRAIN, "deepspeed=zero3"],
+        [*PRETRAIN, "parallelism.pp_size=2", "trainer.micro_batch_size=2"],
     ],
-    ids=["ema", "swa", "chat", "pretrain"],
+    ids=["ema", "swa", "chat", "pretrain", "stages"],
 )
 def test_a_killed_command_of_two_processes_goes_on(more: list[str], tmp_path: Path) -> None:
     """The same command again has the values and the bits of one that was not killed."""
@@ -128,12 +130,19 @@ def test_a_killed_command_of_two_processes_goes_on(more: list[str], tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", [PRETRAIN, ("experiment=lm_sft_chat", *LANGUAGE)], ids=["pretrain", "chat"]
+    ("recipe", "more"),
+    [
+        (PRETRAIN, TWO),
+        (("experiment=lm_sft_chat", *LANGUAGE), TWO),
+        (PRETRAIN, STAGES),
+        (("experiment=bytes_gpt", *SHORT[:1], "trainer.max_steps=20"), STAGES),
+    ],
+    ids=["pretrain", "chat", "pretrain-stages", "bytes-stages"],
 )
 def test_two_processes_train_the_language_model_of_one(
-    recipe: tuple[str, ...], tmp_path: Path
+    recipe: tuple[str, ...], more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    one, two = (run(*recipe, *more, cwd=tmp_path) for more in ((), TWO))
+    one, two = (run(*recipe, *added, cwd=tmp_path) for added in ((), more))
     assert losses(two) == about(losses(one))
     found = [json.loads((folder / "summary.json").read_text())["metrics"] for folder in (one, two)]
     assert found[1]["validation"] == about(found[0]["validation"])

@@ -29,6 +29,7 @@ from accel.precision.amp import StepScaler, parameters_of
 from accel.state import PartialState
 from accel.strategies.base import Gradients, Sync
 from accel.strategies.mesh.parameters import ParameterRemap
+from accel.strategies.mesh.pipeline import Pipelines
 from accel.strategies.mesh.torch_internals import (
     Models,
     Resharding,
@@ -53,7 +54,7 @@ Layout = tuple[DeviceMesh, tuple[int, ...]] | torch.device
 class MeshGradients(Gradients):
     """Gradient scaling and clipping, and the parameters that optimizers step.
 
-    `models` are the distributed models at each call.
+    `models` are the distributed models at each call, `pipelines` those in stages.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class MeshGradients(Gradients):
         device: torch.device,
         models: Models,
         remap: ParameterRemap,
+        pipelines: Pipelines,
     ) -> None:
         scaler = None
         if plan.mixed_precision == "fp16":
@@ -74,6 +76,7 @@ class MeshGradients(Gradients):
         self._device = device
         self._models = models
         self._remap = remap
+        self._pipelines = pipelines
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of prepared models
 
     def know(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -105,14 +108,20 @@ class MeshGradients(Gradients):
         """Scale shards of gradients to a total norm over all ranks of at most `max_norm`."""
         own = self.stepped(parameters)
         trained = [p for p in own if p.requires_grad or p.grad is not None]
-        if not trained:
-            return torch.zeros((), device=self._device)
-        norm = gradient_norm(trained, float(norm_type))
+        norm = self._norm(trained, float(norm_type))
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for gradient in (p.grad for p in trained if p.grad is not None):
             shard = local(gradient).detach()
             shard.mul_(factor.to(shard.device))
         return norm
+
+    def _norm(self, trained: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        pipeline = next(iter(self._pipelines), None)
+        twice = set() if pipeline is None else pipeline.counted_elsewhere()
+        own = [parameter for parameter in trained if id(parameter) not in twice]
+        zero = torch.zeros((), device=self._device)
+        norm = gradient_norm(own, norm_type) if own else zero
+        return norm if pipeline is None else pipeline.total_norm(norm, norm_type)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Refuse sharded gradients."""

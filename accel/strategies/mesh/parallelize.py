@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from accel.comm.ops import convert_to_fp32
 from accel.config.checks import import_callable
 from accel.config.fsdp import DTYPES, FullyShardedDataParallelPlugin
 from accel.config.tensor_parallel import TorchTensorParallelPlugin
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from accel.comm.base import Communicator
     from accel.plan.plan import Plan
     from accel.precision.base import Precision
+    from accel.strategies.mesh.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,42 @@ def parallelize(
         install_hooks(model, settings)
     compile_model(model, settings.dynamo, hooks_inside=True)  # in place, between hooks
     return parameters_of(ignored)
+
+
+def parallelize_stages(
+    pipeline: Pipeline, dims: ParallelDims, settings: MeshSettings
+) -> list[torch.nn.Parameter]:
+    """Do what `parallelize` does for the stages of a model that this rank holds."""
+    model, formats, fsdp = pipeline.model, settings.formats, settings.fsdp
+    weights = settings.initial_weights(settings.device)
+    weights.check(model)
+    settings.precision.convert(model, gathers=settings.is_sharded)
+    pipeline.take(weights.materialize, settings.device)
+    if dims.tp > 1:
+        apply_tensor_parallel(model, settings.mesh[TP], settings.tensor_parallel.tp_plan)
+    settings.precision.wrap_forward(model, outputs_in_fp32=not settings.is_sharded)
+    if formats.root.output_dtype == torch.float32:
+        model.register_forward_hook(lambda *call: convert_to_fp32(call[-1]))
+    if fsdp.given("reshard_after_forward") is None:  # else each micro-batch gathers them again
+        fsdp = fsdp.with_given(reshard_after_forward=False)
+    # Stages exchange activations in the dtype of computation.
+    formats = dataclasses.replace(formats, root=formats.units)
+    settings = dataclasses.replace(settings, fsdp=fsdp, formats=formats)
+    # Weights that are in one stage alone are sharded with it.
+    uses = Counter(id(p) for stage in pipeline.stages.values() for p in stage.parameters())
+    replicated = [parameter for parameter in model.parameters() if uses[id(parameter)] != 1]
+    ignored: Modules = [torch.nn.ParameterList(replicated)]
+    for stage in pipeline.stages.values():
+        units = find_units(stage, fsdp, set(replicated))
+        checkpoint_units(units, settings)
+        if settings.is_sharded or dims.grad_size > 1:
+            shard_or_replicate(stage, units, ignored, weights, settings)
+            reshard_after_evaluation(stage)
+            train_after_inference(stage)
+            train_what_requires_gradients(stage)
+            refuse_copies(fsdp_units(stage))
+    refuse_copies([model])
+    return replicated
 
 
 def checkpoint_units(units: Modules, settings: MeshSettings) -> None:

@@ -21,7 +21,7 @@ from accel.strategies.spec import (
     require_kind,
 )
 
-FSDP, TENSOR_PARALLEL = "fsdp", "tensor_parallel"
+FSDP, TENSOR_PARALLEL, PIPELINE = "fsdp", "tensor_parallel", "pipeline"
 
 
 def _read(given: object, variables: Mapping[str, str]) -> FullyShardedDataParallelPlugin:
@@ -69,6 +69,11 @@ def _sized_tensor_parallel(
     return dataclasses.replace(plugin, tp_size=sizes.tp_size)
 
 
+def _sized_pipeline(given: object, sizes: ParallelismConfig) -> ParallelismConfig | None:
+    """Return the sizes where several processes hold stages of the model."""
+    return sizes if sizes.pp_enabled else None
+
+
 def dims(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -> ParallelDims:
     """Return the parallel dimensions: replicas × shards × context- and tensor-parallel ranks.
 
@@ -77,12 +82,14 @@ def dims(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -
     world_size = environment.world_size
     parallel: TorchTensorParallelPlugin | None = plugins.get(TENSOR_PARALLEL)
     tp = 1 if parallel is None else parallel.tp_size
-    cp = sizes.cp_size
-    if world_size % (tp * cp) and cp > 1:
+    cp, pp = sizes.cp_size, sizes.pp_size
+    model = tp * cp * pp
+    if world_size % model and model > tp:
         raise ConfigError.of(
-            f"ParallelismConfig(cp_size={cp}, tp_size={tp}) with {_counted(world_size)}",
+            f"ParallelismConfig(pp_size={pp}, cp_size={cp}, tp_size={tp}) with "
+            f"{_counted(world_size)}",
             "each replica of the model takes as many processes as their product",
-            f"Start a multiple of {tp * cp} processes, or choose other sizes.",
+            f"Start a multiple of {model} processes, or choose other sizes.",
         )
     if world_size % tp:
         raise ConfigError.of(
@@ -90,13 +97,13 @@ def dims(plugins: Plugins, environment: Environment, sizes: ParallelismConfig) -
             "each replica of the model takes as many processes",
             f"Start a multiple of {tp} processes, or choose another tp_size.",
         )
-    data = replicate = world_size // (tp * cp)
+    data = replicate = world_size // model
     fsdp: FullyShardedDataParallelPlugin | None = plugins.get(FSDP)
     if fsdp is not None:
         nodes = world_size // (environment.local_world_size or world_size)
         replicate = num_replicas(fsdp.dp_replicate_size, data, nodes)
         ConfigError.raise_if(_shard_problems(fsdp, data, replicate, cp))
-    return ParallelDims(dp_replicate=replicate, dp_shard=data // replicate, cp=cp, tp=tp)
+    return ParallelDims(dp_replicate=replicate, dp_shard=data // replicate, cp=cp, tp=tp, pp=pp)
 
 
 def _counted(processes: int) -> str:
@@ -151,6 +158,8 @@ def _problems(request: Request) -> list[Problem]:
         value = "mixed_precision='fp8' with tensor parallelism"
         rule = "matrix products in fp8 are not built for weights that are sharded by tp_plan"
         return [Problem(value, rule, "Use bf16, or FSDP alone.")]
+    if PIPELINE in request.plugins and (problems := _pipeline_problems(request)):
+        return problems
     computes = "bf16" if precision == "fp8" else precision  # where layers are not converted
     if policy is None or computes not in ("bf16", "fp16") or policy == computes:
         return []
@@ -161,6 +170,29 @@ def _problems(request: Request) -> list[Problem]:
             "both name the format of computation, and they disagree",
             "Give one of them.",
         )
+    ]
+
+
+def _pipeline_problems(request: Request) -> list[Problem]:
+    """Return what stages of a pipeline do not compose with."""
+    sizes: ParallelismConfig = request.plugins[PIPELINE]
+    fsdp: FullyShardedDataParallelPlugin | None = request.plugins.get(FSDP)
+    refused = {
+        "mixed_precision='fp8'": request.mixed_precision == "fp8",
+        f"cp_size={sizes.cp_size}": sizes.cp_enabled,
+        "torch.compile": str(request.dynamo.backend).upper() not in ("NO", "NONE"),
+        "state_dict_type='SHARDED_STATE_DICT'": fsdp is not None and fsdp.saves_shards,
+        f"tp_size={sizes.tp_size} and pp_schedule={sizes.pp_schedule}": (
+            sizes.tp_enabled and "ZeroBubble" in str(sizes.pp_schedule)
+        ),
+        "cpu_offload": fsdp is not None and bool(fsdp.cpu_offload),
+        "ignored_modules": fsdp is not None and fsdp.ignored_modules is not None,
+    }
+    rule = "not built for stages of a pipeline"
+    return [
+        Problem(f"pp_size={sizes.pp_size} with {value}", rule, "Leave one of them out.")
+        for value, wrong in refused.items()
+        if wrong
     ]
 
 
@@ -192,6 +224,7 @@ SPEC = StrategySpec(
             argument="torch_tp_plugin",
             sized=_sized_tensor_parallel,
         ),
+        PluginSpec(name=PIPELINE, kind=None, label="pp", sized=_sized_pipeline),
     ),
     owns_precision=True,
     hooks_inside=True,

@@ -16,6 +16,7 @@ from accel.optimizer import unwrap_optimizer
 from accel.plan.dims import ParallelDims
 from accel.strategies.base import StateIO
 from accel.strategies.mesh.hooks import forget_scales, reshard
+from accel.strategies.mesh.pipeline import Pipelines
 from accel.strategies.mesh.torch_internals import local_sizes_and_offsets
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class MeshState(StateIO):
         dims: sizes of the mesh.
         fsdp: the plugin, whose `state_dict_type` may change; None where FSDP is off.
         gathers_fp8: whether weights are gathered in fp8, by scales that follow the weights.
+        pipelines: models in stages: full state is that of all stages.
     """
 
     def __init__(
@@ -37,31 +39,40 @@ class MeshState(StateIO):
         dims: ParallelDims,
         fsdp: FullyShardedDataParallelPlugin | None,
         gathers_fp8: bool = False,
+        pipelines: Pipelines | None = None,
     ) -> None:
         self._dims = dims
         self._fsdp = fsdp
         self._gathers_fp8 = gathers_fp8
+        self._pipelines = Pipelines() if pipelines is None else pipelines
 
     @property
     def sharded(self) -> tuple[str, ...]:
         if self._fsdp is None:
-            return ("the weights of tp_plan",) if self._dims.tp > 1 else ()
+            sizes = {"the model's stages": self._dims.pp, "the weights of tp_plan": self._dims.tp}
+            return tuple(name for name, size in sizes.items() if size > 1)
         is_sharded = max(self._dims.dp_shard, self._dims.cp, self._dims.tp) > 1
         return ("parameters", "gradients", "optimizer state") if is_sharded else ()
 
     def expose(self, own: torch.nn.Module) -> None:
         """Reshard the parameters: a forward may have gathered them."""
         reshard(own)
+        if (pipeline := self._pipelines.of(own)) is not None:
+            for stage in pipeline.stages.values():
+                reshard(stage)
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return full tensors in the host's memory, on all ranks."""
-        state = self.unwrap(model).state_dict(keep_vars=True)
+        own = self.unwrap(model)
+        state = own.state_dict(keep_vars=True)
         gathered: dict[int, torch.Tensor] = {}
         for value in state.values():  # a tied weight is gathered once
             if isinstance(value, torch.Tensor) and id(value) not in gathered:
                 gathered[id(value)] = full_tensor(value)
         # What is no tensor is the extra state of a module.
-        return {name: gathered.get(id(value), value) for name, value in state.items()}
+        full = {name: gathered.get(id(value), value) for name, value in state.items()}
+        pipeline = self._pipelines.of(own)
+        return full if pipeline is None else pipeline.full_model(full)
 
     @property
     def saves_shards(self) -> bool:
@@ -106,6 +117,8 @@ class MeshState(StateIO):
     ) -> None:
         own = self.unwrap(model)
         targets = own.state_dict()
+        if (pipeline := self._pipelines.of(own)) is not None:
+            state = pipeline.part_of_model(state, targets)
         shards = {name: shard_like(value, targets.get(name)) for name, value in state.items()}
         own.load_state_dict(shards, strict=strict)
         if self._gathers_fp8:
@@ -116,12 +129,17 @@ class MeshState(StateIO):
     ) -> dict[str, Any]:
         saved = super().optimizer_state(optimizer, names)
         kinds = ("state", "other_state", "extra")
-        return saved | {kind: full_tensors(saved[kind]) for kind in kinds}
+        full = saved | {kind: full_tensors(saved[kind]) for kind in kinds}
+        for pipeline in self._pipelines:
+            full = pipeline.full_optimizer(unwrap_optimizer(optimizer), full)
+        return full
 
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any], names: ParameterNames
     ) -> None:
         own = unwrap_optimizer(optimizer)
+        for pipeline in self._pipelines:
+            state = pipeline.part_of_optimizer(own, state, names)
         live = dict(zip(names.keys(own), parameters(own), strict=True))
         shards = {
             key: shard_state(entry, live.get(names.canonical(key)))

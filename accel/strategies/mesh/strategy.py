@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, final
 
@@ -22,9 +22,9 @@ from accel.config.parallelism import RING, join_axes
 from accel.machine.device import synchronize
 from accel.machine.errors import ConfigError
 from accel.optimizer import unwrap_optimizer
-from accel.plan.dims import CP
+from accel.plan.dims import CP, PP
 from accel.precision.amp import parameters_of
-from accel.strategies.base import Objects, Strategy
+from accel.strategies.base import Accumulation, Batch, Objects, Strategy
 from accel.strategies.context_parallel import ContextParallel
 from accel.strategies.mesh.device_mesh import build_mesh, check_given, destroy_mesh, joined
 from accel.strategies.mesh.gradients import (
@@ -40,9 +40,11 @@ from accel.strategies.mesh.hooks import (
     scale_before_forwards,
     step_by_mesh,
 )
-from accel.strategies.mesh.parallelize import parallelize, read_settings
+from accel.strategies.mesh.parallelize import parallelize, parallelize_stages, read_settings
 from accel.strategies.mesh.parameters import ParameterRemap, parameters_by_name
-from accel.strategies.mesh.spec import FSDP
+from accel.strategies.mesh.pipeline import Pipelined, Pipelines
+from accel.strategies.mesh.spec import FSDP, PIPELINE
+from accel.strategies.mesh.stages import Gate
 from accel.strategies.mesh.state import MeshState
 from accel.strategies.mesh.tensor_parallel import check_first_step
 from accel.strategies.mesh.torch_internals import (
@@ -117,12 +119,13 @@ class MeshStrategy(Strategy):
         self._models = MeshModels({id(m): m for m in (self._mesh, self._named_mesh)}.values(), comm)
         self._evaluated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._remap = ParameterRemap()
+        self._pipelines = Pipelines()
         self.sync: MeshSync = MeshSync(name)
         self.gradients: MeshGradients = MeshGradients(
-            name, plan, comm, device, self._models, self._remap
+            name, plan, comm, device, self._models, self._remap, self._pipelines
         )
         self._gathers_fp8 = gathers_in_fp8(plan, self._settings.offloads)
-        self.state = MeshState(dims, plan.plugin(FSDP), self._gathers_fp8)
+        self.state = MeshState(dims, plan.plugin(FSDP), self._gathers_fp8, self._pipelines)
         given = self._settings.tensor_parallel.torch_device_mesh
         if given is not None:
             check_given(given, self._mesh)
@@ -156,6 +159,7 @@ class MeshStrategy(Strategy):
         check_classes(objects.models, self._settings.fsdp.transformer_cls_names_to_wrap)
         done = super().prepare(objects, placement, prepared, evaluation)
         for optimizer in prepared.optimizers:
+            self._keep_held(unwrap_optimizer(optimizer))
             self._remap.remap(optimizer)
         return done
 
@@ -179,6 +183,8 @@ class MeshStrategy(Strategy):
             )
         if self.context_parallel is not None:
             self.context_parallel.follow(model)
+        if self.plan.parallel_dims.pp > 1:
+            return self._wrap_stages(model)
         before = parameters_by_name(model)
         ignored = parallelize(model, self.plan.parallel_dims, self._settings)
         self._models.ignored[model] = ignored
@@ -187,6 +193,21 @@ class MeshStrategy(Strategy):
         self._remap.record(before, parameters_by_name(model))
         self.gradients.know(model.parameters())
         return model
+
+    def _wrap_stages(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return `model` with this rank's stages alone, in a wrapper."""
+        group = self._mesh[PP].get_group()
+        gate = Gate(self.device, self._settings.formats.units.param_dtype)
+        wrapped = self._pipelines.wrap(model, self.plan.plugin(PIPELINE), group, gate)
+        before = parameters_by_name(model)
+        ignored = parallelize_stages(wrapped.pipeline, self.plan.parallel_dims, self._settings)
+        after = parameters_by_name(model)
+        self._remap.record({name: before[name] for name in after}, after)
+        self._models.ignored[wrapped] = ignored
+        for stage in wrapped.pipeline.stages.values():
+            self._models.ignored[stage] = []
+        self.gradients.know(model.parameters())
+        return wrapped
 
     def _wrap_evaluated(self, model: torch.nn.Module, place: bool) -> torch.nn.Module:
         weights = self._settings.initial_weights(self.device if place else torch.device("cpu"))
@@ -200,6 +221,7 @@ class MeshStrategy(Strategy):
     ) -> torch.optim.Optimizer:
         """Return `optimizer` over the shards that this rank holds."""
         own = unwrap_optimizer(optimizer)
+        self._keep_held(own)
         self._remap.record_unsharded(unsharded_and_sharded(self._models))
         self._remap.remap(optimizer)
         self._check_kind(own)
@@ -211,6 +233,11 @@ class MeshStrategy(Strategy):
         if self._gathers_fp8:
             forget_after_steps(own, self._models)
         return super().wrap_optimizer(optimizer, place)
+
+    def _keep_held(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step the parameters of this rank's stages alone."""
+        for pipeline in self._pipelines:
+            pipeline.keep_held(optimizer)
 
     def _check_kind(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer whose first step fails on DTensors."""
@@ -231,8 +258,28 @@ class MeshStrategy(Strategy):
 
     # -- the step --------------------------------------------------------------------------
 
+    def forward_backward(
+        self,
+        model: torch.nn.Module,
+        micro_batches: Sequence[Batch],
+        loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor],
+        accumulation: Accumulation,
+    ) -> list[torch.Tensor]:
+        if not isinstance(model, Pipelined):
+            return super().forward_backward(model, micro_batches, loss_fn, accumulation)
+        placed = [self._place(one, accumulation.device_placement) for one in micro_batches]
+        with accumulation.accumulate(model, sync_gradients=True):
+            given = (model, placed, loss_fn, self._part, accumulation)
+            losses = model.pipeline.forward_backward(*given)
+        trained = [one for one in self._models.ignored[model] if one.requires_grad]
+        average_gradients(trained, self._mesh)
+        return losses
+
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Compute gradients; average those of ignored modules where a model's are reduced."""
+        for pipeline in self._pipelines:
+            pipeline.backward(loss)
+            return
         loss.backward(**kwargs)
         for model, parameters in self._models.ignored.items():
             if parameters and self.sync.reduces(model):

@@ -31,6 +31,7 @@ from accel.plan.dims import TP
 from accel.precision.amp import parameters_of
 from accel.precision.wrapping import own_module, plain_name
 from accel.strategies.mesh.parameters import Named, parameters_by_name
+from accel.strategies.mesh.stages import is_dropped
 from accel.strategies.mesh.torch_internals import Models, parameter_table
 
 if TYPE_CHECKING:
@@ -63,11 +64,13 @@ def apply_tensor_parallel(
     before = parameters_by_name(model)
     for name, style in styles.items():
         style.src_data_rank = None
-        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+        if not is_dropped(model.get_submodule(name)):
+            parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     _tie_weights(model, before)
     for name in summed:
         owner, _, attribute = name.rpartition(".")
-        sum_gradients(model.get_submodule(owner), attribute, mesh)
+        if not is_dropped(model.get_submodule(owner)):
+            sum_gradients(model.get_submodule(owner), attribute, mesh)
 
 
 def resolve_plan(

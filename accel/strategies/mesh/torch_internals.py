@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, _collective_utils, _redistribute, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import _pytree
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Hook = TypeVar("Hook", bound=Callable[..., None])
 Models = Iterable[torch.nn.Module]
+pytree = _pytree  # nested data, also in containers that libraries register
 
 
 def outside_graphs(function: Hook) -> Hook:
@@ -249,6 +252,11 @@ def parameter_table(module: torch.nn.Module) -> Table:
 def buffer_table(module: torch.nn.Module) -> Table:
     """Return the dict in which `module` registers its own buffers, to be changed in place."""
     return module._buffers
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which tensors have no data, and computing gives their shapes and dtypes."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_wrap_policy(policy: object) -> bool:

@@ -1,0 +1,596 @@
+"""Pipeline parallelism: each rank of the pp axis holds some stages of a model.
+
+The schedules are those of `torch.distributed.pipelining`: the micro-batches of a window go through
+the stages, whose `loss_fn` the last one computes. Outside of a window, one batch goes from stage to
+stage, and every rank gets the output.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel.config.parallelism import STAGES_PER_RANK, V_SHAPED, ParallelismConfig
+from accel.machine.errors import AccelError, ConfigError, StateError
+from accel.machine.memory import local
+from accel.precision.wrapping import register_wrapper
+from accel.strategies.mesh.stages import (
+    Absent,
+    Gate,
+    StageEnd,
+    StagePass,
+    Wanted,
+    divide,
+    drop,
+    gate_calls,
+    gate_modules,
+)
+from accel.strategies.mesh.torch_internals import pytree
+
+if TYPE_CHECKING:
+    from accel.checkpoint.optimizer_state import ParameterNames
+    from accel.strategies.base import Accumulation
+
+Call = Callable[[], Any]
+MODEL = "model:"  # begins the keys of an optimizer's state
+TRAIN = "accelerator.forward_backward(model, micro_batches, loss_fn)"
+
+
+@register_wrapper
+class Pipelined(nn.Module):
+    """A model of which this rank holds some stages.
+
+    Calls, without gradients, return the output of the last stage on every rank.
+
+    Attributes:
+        keeps_cache: whether a call may take the keys and values of an earlier one.
+    """
+
+    keeps_cache = False
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()
+        self.module = pipeline.model
+        self.pipeline = pipeline
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the micro-batches of a window are being computed: a loss calls it once then."""
+        return self.pipeline.gate.recomputes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, which goes from stage to stage."""
+        return self.module(*args, **kwargs)
+
+
+class Pipelines:
+    """The model of a run that is in stages, if any. It is not kept alive."""
+
+    def __init__(self) -> None:
+        self._wrapped: weakref.WeakSet[Pipelined] = weakref.WeakSet()
+
+    def __iter__(self) -> Iterator[Pipeline]:
+        return (wrapped.pipeline for wrapped in list(self._wrapped))
+
+    def of(self, own: nn.Module) -> Pipeline | None:
+        """Return the pipeline of a user's own module; None without any."""
+        return next((one for one in self if one.model is own), None)
+
+    def wrap(
+        self,
+        model: nn.Module,
+        config: ParallelismConfig,
+        group: dist.ProcessGroup,
+        gate: Gate,
+    ) -> Pipelined:
+        """Divide a model; `ConfigError` for a second one."""
+        if any(self):
+            raise ConfigError.of(
+                f"prepare: a second model with pp_size={config.pp_size}",
+                "the stages are those of one model",
+                "Prepare one that is only evaluated with evaluation_mode=True.",
+            )
+        wrapped = Pipelined(Pipeline(model, config, group, gate))
+        self._wrapped.add(wrapped)
+        return wrapped
+
+
+class Stage(nn.Module):
+    """The modules of one stage, as FSDP2 shards them and a `PipelineStage` calls them."""
+
+    def __init__(self, pipeline: Pipeline, index: int, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.modules_ = nn.ModuleList(modules)
+        self.index = index
+        self._no_split_modules = getattr(pipeline.model, "_no_split_modules", None)
+        self._compute = pipeline.compute
+
+    def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Any:
+        """Return what the next stage receives; of the last stage, what the pass returns.
+
+        Args:
+            received: of the stage before.
+            number: [1] of the micro-batch.
+        """
+        return self._compute(self.index, received, int(number))
+
+
+class Pipeline:
+    """The stages of a model on this rank, and how they compute together.
+
+    Args:
+        model: with its weights, or on the meta device; every rank gives the same.
+        config: number of stages, schedule, and where the model is divided.
+        group: the ranks of the pp axis.
+        gate: of this model.
+
+    Attributes:
+        stages: of this rank, by number.
+        names: of the full model's state, in its order.
+        first_names: the first name of each parameter, by the parameter as the user has it.
+        groups: by optimizer, the names of all parameters that it was built of, by group.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: ParallelismConfig, group: dist.ProcessGroup, gate: Gate
+    ) -> None:
+        self.model, self.group, self.gate = model, group, gate
+        self.rank, self.size = dist.get_rank(group), group.size()
+        self.schedule = config.pp_schedule
+        self.num_stages = self.size * STAGES_PER_RANK.get(self.schedule or "", 1)
+        self.names = list(model.state_dict())
+        self._pieces = divide(model, self.num_stages, config.pp_split)
+        self._name_parameters()
+        gate_modules(model, self._pieces, gate)
+        gate_calls(model, self._called)
+        self.stages: dict[int, Stage] = {}
+        self._wanted: dict[Any, list[list[Wanted]]] = {}
+        self._calls: list[Call] = []
+        self.losses: list[torch.Tensor] | None = None  # scaled, where a loss is computed
+        self.groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[list[str]]]
+        self.groups = weakref.WeakKeyDictionary()
+        self._prepared: tuple[Any, Any] = None, None  # the newest schedule, and what it is for
+
+    def _name_parameters(self) -> None:
+        """Note the names of each parameter, and the ranks that hold it."""
+        self._first: dict[str, str] = {}  # each name -> the first name of the parameter
+        self._holders: dict[str, set[int]] = {}
+        first: dict[int, str] = {}
+        self.first_names = WeakIdKeyDictionary()  # of the parameters as the user has them
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            own = self._first[name] = first.setdefault(id(parameter), name)
+            self.first_names[parameter] = own
+            self._holders.setdefault(own, set()).update(self._ranks_of(name))
+
+    def _ranks_of(self, name: str) -> set[int]:
+        """Return the ranks that hold a parameter or buffer by one of its names."""
+        for piece, stage in self._pieces.items():
+            if name.startswith(f"{piece}."):
+                return {self.rank_of(stage)}
+        return set(range(self.size))
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that holds a stage: in turns, or there and back."""
+        if self.schedule in V_SHAPED and stage >= self.size:
+            return self.num_stages - 1 - stage
+        return stage % self.size
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that computes losses."""
+        return self.rank_of(self.num_stages - 1)
+
+    def take(self, materialize: Callable[[nn.Module], None], device: torch.device) -> None:
+        """Materialize the model a module at a time, and keep those of this rank's stages."""
+        held: dict[int, list[nn.Module]] = {}
+        for name, stage in self._pieces.items():
+            module = self.model.get_submodule(name)
+            materialize(module)
+            if self.rank_of(stage) == self.rank:
+                held.setdefault(stage, []).append(module)
+            else:
+                drop(module)
+        materialize(self.model)
+        self.model.to(device)
+        self.stages = {stage: Stage(self, stage, held[stage]) for stage in sorted(held)}
+
+    # -- computing -------------------------------------------------------------------------
+
+    def _called(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what a call of the model returns: in the pass under way, else of all stages."""
+        current, grad = self.gate.current, torch.is_grad_enabled()
+        if current is not None and grad == current.grad:
+            return run(*args, **kwargs)
+        if grad or self.gate.recomputes or kwargs.get("past_key_values") is not None:
+            raise StateError(
+                "A model of several pipeline stages is called with gradients, keys and values of "
+                f"an earlier call, or inside of a loss. Train with {TRAIN}, evaluate under "
+                "torch.no_grad(), generate with use_cache=False."
+            )
+        return self._evaluate(lambda: run(*args, **kwargs), (args, kwargs))
+
+    def compute(self, stage: int, received: Sequence[torch.Tensor], number: int) -> Any:
+        """Return what the next stage receives of a micro-batch; of the last stage, the result."""
+        sends = self._sends[stage + 1] if stage + 1 < self.num_stages else []
+        found = self._run(stage, self._calls[number], lambda _: received, sends)
+        if stage + 1 < self.num_stages and torch.is_grad_enabled():
+            # Frozen stages compute no gradients; torch's backward pass begins with some tensor.
+            return tuple(x if x.requires_grad else _leaf(x) for x in found)
+        return found
+
+    def _run(
+        self,
+        stage: int,
+        call: Call,
+        receive: Callable[[list[Wanted]], Sequence[torch.Tensor]],
+        sends: Sequence[Wanted],
+    ) -> Any:
+        """Run a forward pass as far as a stage goes; return what it sends, or the result."""
+        before, current = self.gate.current, StagePass(stage, receive, sends)
+        self.gate.current = current
+        try:
+            result = call()
+        except StageEnd as end:
+            return tuple(end.values)
+        finally:
+            self.gate.current = before
+        absent = any(isinstance(leaf, Absent) for leaf in pytree.tree_leaves(result))
+        if stage + 1 < self.num_stages or absent or not current.begun:
+            raise ConfigError.of(
+                f"a forward pass that ends before pipeline stage {stage + 1 - absent} is computed",
+                "each calls the model once, whose modules compute the result in order",
+                "Return a loss of the model's output, or split elsewhere: pp_split=[…].",
+            )
+        return result
+
+    def _negotiate(self, call: Call, inputs: Any) -> None:
+        """Agree on what each stage receives, for inputs of these shapes. Every rank calls this."""
+        key = (self.model.training, _shapes(inputs))
+        if key not in self._wanted:
+            own: dict[int, list[Wanted]] | str = {}
+            error: Exception | None = None
+            try:
+                own = {stage: self._probe(stage, call) for stage in self.stages}
+            except Exception as failure:
+                error, own = failure, f"{type(failure).__name__}: {failure}"
+            found: list[Any] = [None] * self.size
+            dist.all_gather_object(found, own, group=self.group)
+            if error is not None:
+                raise error
+            for rank, answer in enumerate(found):
+                if isinstance(answer, str):
+                    raise StateError(f"Pipeline rank {rank} failed: {answer}")
+            merged = {stage: wanted for answer in found for stage, wanted in answer.items()}
+            self._wanted[key] = [merged[stage] for stage in range(self.num_stages)]
+        self._sends = self._wanted[key]
+
+    def _probe(self, stage: int, call: Call) -> list[Wanted]:
+        """Return what a stage receives: run the forward pass up to its first module."""
+
+        def stop(wanted: list[Wanted]) -> Sequence[torch.Tensor]:
+            raise StageEnd(wanted)
+
+        # Also of the first stage: a loss may evaluate the model before it is computed.
+        return list(self._run(stage, call, stop, ()))
+
+    def _evaluate(self, call: Call, inputs: Any) -> Any:
+        """Return the result of a forward pass through all stages, on every rank."""
+        self._negotiate(call, inputs)
+        self._calls = [call]
+        result: Any = None
+        for stage in sorted(self.stages):
+            received = [wanted.empty(self.gate.device) for wanted in self._sends[stage]]
+            before, after = self.rank_of(stage - 1), self.rank_of(stage + 1)
+            if stage and before == self.rank:
+                received = list(result)
+            elif stage:
+                for tensor in received:
+                    dist.recv(tensor, group=self.group, group_src=before)
+            result = self.stages[stage](*received, number=torch.tensor(0))
+            if stage + 1 < self.num_stages and after != self.rank:
+                for tensor in result:
+                    dist.send(tensor, group=self.group, group_dst=after)
+        own = {"result": result} if self.rank == self.last_rank else {}
+        return self._merged(own)["result"]
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        micro_batches: Sequence[Any],
+        loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+        part: Callable[[Any], AbstractContextManager[Any]],
+        accumulation: Accumulation,
+    ) -> list[torch.Tensor]:
+        """Compute the gradients of a window; return its losses, detached, on every rank.
+
+        Args:
+            model: as it was prepared.
+            micro_batches: all of one shape, on the device.
+            loss_fn: as of `Accumulation.forward_backward`.
+            part: the context of this rank's part of a micro-batch.
+            accumulation: scales losses.
+        """
+        losses = torch.zeros(len(micro_batches), device=self.gate.device)
+
+        def scaled_loss(number: int) -> torch.Tensor:
+            with part(micro_batches[number]) as own:
+                loss = loss_fn(model, own)
+                losses[number] = loss.detach()
+                return self._scaled(loss, accumulation)
+
+        calls = [functools.partial(scaled_loss, number) for number in range(len(losses))]
+        self._train(calls, micro_batches)
+        if self.rank != self.last_rank:  # a scaler begins with its first loss
+            self._scaled(losses[:1].sum(), accumulation)
+        dist.broadcast(losses, group=self.group, group_src=self.last_rank)
+        return list(losses)
+
+    def _scaled(self, loss: torch.Tensor, accumulation: Accumulation) -> torch.Tensor:
+        """Return a loss as a backward pass would begin with it."""
+        self.losses = []
+        accumulation.backward(loss)
+        (scaled,), self.losses = self.losses, None
+        return scaled
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Take a scaled loss for the schedule; refuse one of a loop's own."""
+        if self.losses is None:
+            raise StateError(
+                "accelerator.backward with several pipeline stages: the stages compute forward and "
+                f"backward passes of a window in the order of a schedule. Train with {TRAIN}."
+            )
+        self.losses.append(loss)
+
+    def _train(self, calls: Sequence[Call], inputs: Sequence[Any]) -> None:
+        """Run the schedule; each call returns a loss. Sum gradients of shared parameters."""
+        shapes = [_shapes(one) for one in inputs]
+        if any(one != shapes[0] for one in shapes):
+            raise ConfigError.of(
+                "forward_backward: micro-batches of several shapes",
+                "pipeline stages exchange tensors of one shape in a window",
+                "Pad the micro-batches to one shape, and weight padding with 0 in the loss.",
+            )
+        self._negotiate(calls[0], inputs[0])
+        self._calls = list(calls)
+        number = torch.arange(len(calls))
+        schedule = self._scheduled(len(calls), (len(calls), self.model.training, shapes[0]))
+        self.gate.recomputes = True
+        try:
+            schedule.step(number=number, target=number, return_outputs=False)
+        except RuntimeError as error:  # torch wraps what a stage raises
+            cause = error.__cause__
+            raise cause if isinstance(cause, AccelError) else error from None
+        finally:
+            self.gate.recomputes = False
+            self._calls = []
+        self._sum_shared()
+
+    def _scheduled(self, num_micro_batches: int, key: Any) -> Any:
+        """Return the schedule of so many micro-batches; it holds buffers for what is received."""
+        if self._prepared[0] == key:
+            return self._prepared[1]
+        name = self.schedule
+        if name is None:
+            name = "1F1B" if num_micro_batches >= self.num_stages else "GPipe"
+        device = self.gate.device
+        stages = [
+            PipelineStage(
+                stage,
+                index,
+                self.num_stages,
+                device,
+                input_args=self._examples(index),
+                output_args=self._examples(index + 1),
+                group=self.group,
+            )
+            for index, stage in self.stages.items()
+        ]
+        try:
+            schedule = get_schedule_class(name)(
+                stages if len(stages) > 1 else stages[0],
+                num_micro_batches,
+                loss_fn=lambda loss, number: loss,
+                scale_grads=False,
+            )
+        except ValueError as error:
+            raise ConfigError.of(
+                f"pp_schedule={name!r} with {num_micro_batches} micro-batches, {self.size} ranks",
+                " ".join(str(error).split()),
+                "Divide the batch of a step into more micro-batches, or give pp_schedule='GPipe'.",
+            ) from error
+        self._prepared = key, schedule
+        return schedule
+
+    def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:
+        """Return tensors like those that a stage receives; behind the last one, like a loss."""
+        if stage == self.num_stages:
+            return (torch.zeros((), device=self.gate.device, requires_grad=True),)
+        found = [wanted.empty(self.gate.device) for wanted in self._sends[stage]]
+        return tuple(x.requires_grad_(x.is_floating_point()) for x in found)
+
+    # -- parameters of several ranks -------------------------------------------------------
+
+    def held(self, name: str) -> bool:
+        """Return whether this rank holds the parameter of a name of the full model."""
+        return self.rank in self._holders[self._first[name]]
+
+    def shared(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of this rank that others hold, too, by their first name."""
+        own = {
+            self._first[name]: parameter
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+        }
+        return {name: own[name] for name in sorted(own) if len(self._holders[name]) > 1}
+
+    def counted_elsewhere(self) -> set[int]:
+        """Return the ids of shared parameters that a rank before this one counts in norms."""
+        return {
+            id(parameter)
+            for name, parameter in self.shared().items()
+            if min(self._holders[name]) < self.rank
+        }
+
+    @torch.no_grad()
+    def _sum_shared(self) -> None:
+        """Sum the gradients of shared parameters over their ranks, in the order of these."""
+        for name, parameter in self.shared().items():
+            if not parameter.requires_grad:
+                continue
+            own = local(parameter).new_zeros(local(parameter).numel() + 1)
+            if parameter.grad is not None:
+                own[:-1] = local(parameter.grad).reshape(-1)
+                own[-1] = 1
+            ranks = sorted(self._holders[name])
+            parts = {rank: own if rank == self.rank else torch.empty_like(own) for rank in ranks}
+            ops = []
+            for rank in ranks:
+                if rank != self.rank:
+                    ops.append(dist.P2POp(dist.isend, own, group=self.group, group_peer=rank))
+                    ops.append(
+                        dist.P2POp(dist.irecv, parts[rank], group=self.group, group_peer=rank)
+                    )
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            total = torch.stack([parts[rank] for rank in ranks]).sum(dim=0)
+            if total[-1] == 0:  # no rank has a gradient
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            summed = local(parameter.grad)
+            summed.copy_(total[:-1].view(summed.shape))
+
+    def total_norm(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Return the norm [] of the gradients of all stages, of those of each rank's."""
+        largest = math.isinf(norm_type)
+        power = norm.clone() if largest else norm**norm_type
+        dist.all_reduce(
+            power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group
+        )
+        return power if largest else power ** (1.0 / norm_type)
+
+    # -- state -----------------------------------------------------------------------------
+
+    def keep_held(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step the parameters of this rank's stages alone."""
+        if optimizer in self.groups:
+            return
+        self.groups[optimizer] = []
+        for group in optimizer.param_groups:
+            names = [self.first_names.get(one) for one in group["params"]]
+            kept = [name is None or self.held(name) for name in names]
+            self.groups[optimizer].append([name for name in names if name is not None])
+            for key in {"params", "param_names"} & group.keys():
+                group[key] = [one for one, keep in zip(group[key], kept, strict=True) if keep]
+
+    def full_model(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of the full model; tied weights are one tensor."""
+        found = self._merged({self._first.get(name, name): value for name, value in own.items()})
+        found = {name: _on_host(value) for name, value in found.items()}
+        return {name: found[self._first.get(name, name)] for name in self.names}
+
+    def part_of_model(self, state: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+        """Return what this rank loads of a full state, and what no stage knows."""
+        known = set(self.names).difference(own)
+        return {name: value for name, value in state.items() if name not in known}
+
+    def full_optimizer(
+        self, optimizer: torch.optim.Optimizer, own: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the state of an optimizer of all stages, of those of each rank's."""
+        state = {self._first_key(key): entry for key, entry in own["state"].items()}
+        groups = [
+            {**group, "params": [f"{MODEL}{name}" for name in names]}
+            for group, names in zip(own["param_groups"], self.groups[optimizer], strict=True)
+        ]
+        return own | {"state": _on_host(self._merged(state)), "param_groups": groups}
+
+    def part_of_optimizer(
+        self, optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: ParameterNames
+    ) -> dict[str, Any]:
+        """Return what this rank loads of an optimizer's full state."""
+        own = {self._first_key(key): key for key in names.keys(optimizer)}
+        others = {f"{MODEL}{name}" for group in self.groups[optimizer] for name in group} - set(own)
+        groups = [
+            {
+                **group,
+                "params": [
+                    own.get(k, k) for k in map(self._first_key, group["params"]) if k not in others
+                ],
+            }
+            for group in saved["param_groups"]
+        ]
+        state = {self._first_key(key): entry for key, entry in saved["state"].items()}
+        state = {own.get(key, key): one for key, one in state.items() if key not in others}
+        return saved | {"state": state, "param_groups": groups}
+
+    def _first_key(self, key: str) -> str:
+        """Return the key of a parameter by the first of its names."""
+        name = key.removeprefix(MODEL)
+        return f"{MODEL}{self._first[name]}" if name in self._first else key
+
+    def _merged(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of all ranks, tensors included; every rank gives its own.
+
+        Of an entry that several ranks give, the first rank's is taken.
+        """
+        leaves, spec = pytree.tree_flatten(dict(own))
+        forms = [
+            Wanted(index, leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+            for index, leaf in enumerate(leaves)
+        ]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, pytree.tree_unflatten(forms, spec), group=self.group)
+        result: dict[str, Any] = {}
+        for rank, entries in enumerate(found):
+            lacking = {name: entry for name, entry in entries.items() if name not in result}
+            result |= pytree.tree_map_only(Wanted, self._broadcast(rank, leaves), lacking)
+        return result
+
+    def _broadcast(self, rank: int, own: list[Any]) -> Callable[[Wanted], torch.Tensor]:
+        """Return a function that gives all ranks a tensor of one."""
+
+        def receive(form: Wanted) -> torch.Tensor:
+            tensor = form.empty(self.gate.device)
+            if rank == self.rank:
+                tensor.copy_(own[form.index])
+            dist.broadcast(tensor, group=self.group, group_src=rank)
+            return tensor
+
+        return receive
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _on_host(value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
+
+
+def _shapes(data: Any) -> Any:
+    """Return the shapes and dtypes of nested tensors, also in fields of dataclasses."""
+    if isinstance(data, torch.Tensor):
+        return tuple(data.shape), data.dtype
+    if isinstance(data, Mapping):
+        return tuple((key, _shapes(value)) for key, value in data.items())
+    if isinstance(data, list | tuple):
+        return tuple(map(_shapes, data))
+    if dataclasses.is_dataclass(data):
+        return _shapes(vars(data))
+    return None

@@ -1,0 +1,332 @@
+"""Stages of a pipeline: where a model is divided, and what a rank computes of its forward pass.
+
+Every rank runs the model's own forward pass. A module of an earlier stage answers with `Absent`
+tensors, which have a shape and no values. When the first module of this rank's stage is called, its
+absent arguments are replaced by tensors of the stage before. When the first module of the next
+stage is called, its arguments are what that stage needs, and the forward pass ends. So a model is
+not rewritten in stages, and what it computes between its modules (positions, masks) is computed on
+each rank. A tensor that takes another way from stage to stage is refused, as it stays absent.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.machine.errors import ConfigError, StateError, nearest
+from accel.strategies.mesh.torch_internals import buffer_table, fake_mode, parameter_table, pytree
+from accel.weights.pipeline import balanced_split_points
+
+# Names of the modules that stages but the first begin with; or a function of the model and the
+# number of stages, which returns the names of the modules of each stage.
+Split = Sequence[str] | Callable[[nn.Module, int], Sequence[Sequence[str]]] | None
+
+
+def divide(model: nn.Module, num_stages: int, split: Split) -> dict[str, int]:
+    """Return the stage of each module that a model is divided into, by full name.
+
+    Modules without a state are in none: every rank computes them. Parameters and buffers of modules
+    that are divided further belong to all stages.
+
+    Args:
+        model: on any device, also meta.
+        num_stages: at least 2.
+        split: where; None: at the model's repeated blocks, the largest stage as small as can be.
+
+    Raises:
+        ConfigError: if there are too few blocks or names, or a name is no module's.
+    """
+    if callable(split):
+        return _listed(model, num_stages, split(model, num_stages))
+    begins = _balanced(model, num_stages) if split is None else list(split)
+    value = f"pp_split={begins!r}"
+    if len(set(begins)) != num_stages - 1:
+        rule = f"{num_stages} stages begin with {num_stages - 1} modules beside the first"
+        raise ConfigError.of(value, rule, f"Name {num_stages - 1} modules.")
+    stages, stage = dict[str, int](), 0
+    for name, piece in _pieces(model, _named(model, begins, value)):
+        stage += name in begins
+        if piece.state_dict():
+            stages[name] = stage
+    if len(set(stages.values())) != num_stages:
+        rule = "each stage has a module with weights, and begins in the order of the model"
+        raise ConfigError.of(value, rule, "Name modules in their order, each with weights.")
+    return stages
+
+
+def _named(model: nn.Module, names: Sequence[str], value: str) -> set[str]:
+    """Return the names of the modules around those that are named."""
+    known = [name for name, _ in model.named_modules() if name]
+    for name in names:
+        if name not in known:
+            rule = f"{type(model).__name__} has no module {name!r}"
+            raise ConfigError.of(value, rule, nearest(name, known))
+    parts = [name.split(".") for name in names]
+    return {".".join(part[:count]) for part in parts for count in range(len(part))}
+
+
+def _pieces(
+    model: nn.Module, opened: set[str], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in model.named_children():
+        name = f"{prefix}{child_name}"
+        if name in opened:
+            yield from _pieces(child, opened, f"{name}.")
+        else:
+            yield name, child
+
+
+def _listed(model: nn.Module, num_stages: int, given: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return the stages that a user's function lists."""
+    stages = {name: stage for stage, names in enumerate(given) for name in names}
+    value = f"pp_split: {[list(names) for names in given]!r}"
+    if len(given) != num_stages or not all(given):
+        rule = f"it lists the modules of each of the {num_stages} stages"
+        raise ConfigError.of(value, rule, "List at least one module for each.")
+    pieces = dict(_pieces(model, _named(model, list(stages), value)))
+    lacking = [name for name, one in pieces.items() if name not in stages and one.state_dict()]
+    if lacking or stages.keys() - pieces.keys():
+        odd = lacking or sorted(stages.keys() - pieces.keys())
+        rule = f"it lists each module with weights once, also {', '.join(odd)}"
+        raise ConfigError.of(value, rule, "List each module, or one around it, in one stage.")
+    return stages
+
+
+def _balanced(model: nn.Module, num_stages: int) -> list[str]:
+    """Return the repeated blocks that stages begin with."""
+    blocks: list[str] = []
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        children = list(module.children())
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential) and bool(module.state_dict())
+        if not is_list or any(name.startswith(f"{outer}.") for outer in lists):
+            continue
+        lists.append(name)
+        if len({type(child) for child in children}) == 1 and len(children) > len(blocks):
+            blocks = [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
+    if len(blocks) < num_stages:
+        raise ConfigError.of(
+            f"{type(model).__name__} in {num_stages} pipeline stages",
+            f"each has at least one of its repeated blocks, and it has {len(blocks)}",
+            "Name the modules that stages begin with: pp_split=[…], or lower pp_size.",
+        )
+    kind = type(model.get_submodule(blocks[0])).__name__
+    return balanced_split_points(model, blocks, num_stages, {kind})
+
+
+# -- the forward pass of a stage -----------------------------------------------------------
+
+
+class Absent(torch.Tensor):
+    """A tensor that an earlier stage computes: of the right shape, dtype and device, of zeros.
+
+    What is computed from it is absent, too.
+
+    Attributes:
+        received: what it stands for, once that was received.
+    """
+
+    received: torch.Tensor | None = None
+
+
+class StageEnd(BaseException):
+    """Ends the forward pass of a stage. No error: a model's ``except Exception`` lets it pass."""
+
+    def __init__(self, values: list[Any]) -> None:
+        super().__init__()
+        self.values = values
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor that a stage receives: which argument of its first module it is, and its form."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return a tensor of that form."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass
+class StagePass:
+    """The forward pass of one stage, as it is under way.
+
+    Attributes:
+        stage: its number.
+        receive: returns the tensors that take the places of absent arguments of its first module.
+        sends: what the next stage receives.
+        begun: whether a module of the stage was called.
+        grad: whether it is a part of training; a call of the model without gradients then is an
+            evaluation of its own.
+    """
+
+    stage: int
+    receive: Callable[[list[Wanted]], Sequence[torch.Tensor]]
+    sends: Sequence[Wanted] = ()
+    begun: bool = False
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+
+    def call(
+        self, piece: Piece, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compute a module of this stage; answer for one of an earlier stage; end at the next."""
+        if piece.stage < self.stage and not self.begun:
+            return piece.absent(args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if piece.stage == self.stage:
+            if not self.begun:
+                self._begin(leaves)
+            args, kwargs = pytree.tree_unflatten([piece.present(one) for one in leaves], spec)
+            return run(*args, **kwargs)
+        if piece.stage == self.stage + 1 and self.begun:
+            raise StageEnd([self._sent(piece, leaves[one.index], one) for one in self.sends])
+        raise ConfigError.of(
+            f"{piece.name} of pipeline stage {piece.stage} is called in stage {self.stage}",
+            "a loss calls the model once, and the model its modules in the order of the stages",
+            "Give pp_split a function that lists the modules of each stage as they are called.",
+        )
+
+    def _begin(self, leaves: list[Any]) -> None:
+        self.begun = True
+        wanted = [
+            Wanted(index, leaf.shape, leaf.dtype)
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, Absent)
+        ]
+        for one, tensor in zip(wanted, self.receive(wanted), strict=True):
+            leaves[one.index].received = tensor
+
+    def _sent(self, piece: Piece, leaf: Any, wanted: Wanted) -> torch.Tensor:
+        tensor: torch.Tensor = piece.present(leaf)
+        if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+            raise ConfigError.of(
+                f"{piece.name} gets {tensor.dtype} {tuple(tensor.shape)}",
+                f"stage {piece.stage} expects {wanted.dtype} {tuple(wanted.shape)} by the shapes "
+                "of its inputs",
+                "Give all micro-batches of a window one shape, and compute in one dtype.",
+            )
+        return tensor.contiguous()
+
+
+class Gate:
+    """What the modules of all stages ask when they are called.
+
+    Args:
+        device: where the model computes.
+        dtype: to which floating-point parameters and inputs of modules are cast; None: uncast.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.device, self.dtype = device, dtype
+        self.fakes = fake_mode()
+        self.current: StagePass | None = None
+        self.recomputes = False  # whether backward passes may call modules again
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without data, as the model computes with it."""
+        dtype = self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
+        with self.fakes:
+            return torch.empty(tensor.shape, dtype=dtype, device=self.device)
+
+
+@dataclass(eq=False)
+class Piece:
+    """A module of one stage: its name, and a copy without data that tells the shapes of outputs."""
+
+    name: str
+    stage: int
+    gate: Gate
+    ghost: nn.Module
+    _outputs: dict[Any, Any] = field(default_factory=dict)
+
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute the module, or what stands for it in the pass under way."""
+        if self.gate.current is not None:
+            return self.gate.current.call(self, run, args, kwargs)
+        if self.gate.recomputes:  # activation checkpointing around the module
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            args, kwargs = pytree.tree_unflatten([self.present(one) for one in leaves], spec)
+            return run(*args, **kwargs)
+        raise StateError(
+            f"{self.name} is a module of pipeline stage {self.stage}, and is called by itself. "
+            "Call the prepared model, under torch.no_grad(); train with "
+            "accelerator.forward_backward(model, micro_batches, loss_fn)."
+        )
+
+    def absent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return absent tensors of the shapes that the module would return."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = tuple((x.shape, x.dtype) for x in leaves if isinstance(x, torch.Tensor))
+        if key not in self._outputs:
+            fakes = [self.gate.fake(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+            args, kwargs = pytree.tree_unflatten(fakes, spec)
+            with self.gate.fakes, torch.no_grad():
+                self._outputs[key] = self.ghost(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, _absent, self._outputs[key])
+
+    def present(self, leaf: Any) -> Any:
+        """Return what an argument of the module stands for; refuse one that no stage sends."""
+        if not isinstance(leaf, Absent):
+            return leaf
+        if leaf.received is None:
+            raise ConfigError.of(
+                f"{self.name} in pipeline stage {self.stage} takes a tensor of an earlier stage",
+                "a stage receives the arguments of its first module",
+                "Hand the tensor on through each block, or split elsewhere: pp_split=[…].",
+            )
+        return leaf.received
+
+
+def _absent(fake: torch.Tensor) -> Absent:
+    return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device).as_subclass(Absent)
+
+
+class _Gated:
+    """Mixed into the class of a module whose calls, hooks included, wait for `called`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        called: Callable[..., Any] = vars(self)["pipeline_called"]
+        return called(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+def gate_calls(module: nn.Module, called: Callable[..., Any]) -> None:
+    """Let `called`, given the call of a module and its arguments, decide what it returns."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (_Gated, kind), {"__module__": kind.__module__})
+    vars(module)["pipeline_called"] = called
+
+
+def gate_modules(model: nn.Module, stages: Mapping[str, int], gate: Gate) -> None:
+    """Let the modules of all stages answer as the stage under way needs it."""
+    tensors = [*model.parameters(), *model.buffers()]
+    fakes: dict[int, Any] = {id(tensor): gate.fake(tensor) for tensor in tensors}
+    for parameter in model.parameters():
+        fakes[id(parameter)] = nn.Parameter(fakes[id(parameter)], requires_grad=False)
+    for name, stage in stages.items():
+        module = model.get_submodule(name)
+        ghost = copy.deepcopy(module, dict(fakes))
+        gate_calls(module, Piece(name, stage, gate, ghost).call)
+
+
+def drop(module: nn.Module) -> None:
+    """Free the tensors of a module that other ranks hold; attributes keep their shapes."""
+    for owner in module.modules():
+        vars(owner)["pipeline_dropped"] = True
+        for table in (parameter_table(owner), buffer_table(owner)):
+            for name, tensor in list(table.items()):
+                if tensor is not None:
+                    del table[name]
+                    vars(owner)[name] = tensor.detach().to("meta")
+
+
+def is_dropped(module: nn.Module) -> bool:
+    """Return whether other ranks hold a module, or what it is a part of."""
+    return "pipeline_dropped" in vars(module)
