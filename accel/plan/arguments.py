@@ -222,6 +222,11 @@ def check_sizes(sizes: ParallelismConfig, dims: ParallelDims, found: Problems) -
     }
     if not wrong:
         return
+    if CP in wrong and dims.cp == 1:
+        given, other = ("cp_size", "sp_size") if sizes.cp_enabled else ("sp_size", "cp_size")
+        value, rule = f"ParallelismConfig({given}={wrong[CP][0]})", "this strategy has no such axis"
+        found.add(value, rule, f"Give {other} instead, or leave it out.")
+        return
     wanted = ", ".join(f"{axis}_size={size}" for axis, (size, _) in wrong.items())
     got = ", ".join(f"{axis}={size}" for axis, (_, size) in wrong.items())
     found.add(

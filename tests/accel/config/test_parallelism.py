@@ -142,6 +142,7 @@ def test_plugins_keep_what_else_they_say() -> None:
     [
         (ParallelismConfig(dp_replicate_size=2), {}, "1 processes"),
         (ParallelismConfig(), {"size": 2}, "dp_replicate_size=1"),
+        (ParallelismConfig(sp_size=2), {"size": 2}, "Give cp_size instead"),
         (
             ParallelismConfig(tp_size=2),
             {"size": 2, "torch_tp_plugin": TorchTensorParallelPlugin(tp_size=4)},
