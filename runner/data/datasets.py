@@ -60,8 +60,8 @@ class Data:
         facts: numbers, texts or lists by name that a recipe uses as ``${facts:num_classes}``.
         artifacts: files or folders by name that the trained model needs, such as a tokenizer; they
             are copied to ``<run_dir>/artifacts`` when the run begins.
-        check_model: called with each model before the first step; it raises a `runner.ConfigError`
-            if the samples do not fit the model, such as tokens that it does not have.
+        check_model: called with each model before the first step; it raises an error
+            if the samples do not fit the model, as where it lacks tokens of theirs.
 
     Example:
         >>> counts = torch.bincount(labels)
