@@ -3,7 +3,7 @@
 # Which Python: VENV=<folder> if given; else an active environment that already has a torch the project
 # supports (it is used as it is: its torch is never replaced); else .venv, made here from constraints.txt.
 
-.PHONY: train test test-xla check mutants parity bench format clean
+.PHONY: train test test-xla parity-xla check mutants parity bench format clean
 .DEFAULT_GOAL := help
 
 ARGS ?=
@@ -25,6 +25,10 @@ test: ## run the tests, JOBS=4 files at once (ARGS="-k name" chooses some, ARGS=
 test-xla: $(XLA_VENV)/.installed ## test training through torch_xla, on one device of the CPU and on two
 	@for number in 1 2; do PJRT_DEVICE=CPU CPU_NUM_DEVICES=$$number \
 	  $(XLA_VENV)/bin/python -m pytest -m xla tests/accel/strategies/xla tests/runner/test_xla.py $(ARGS) || exit 1; done
+
+parity-xla: $(XLA_VENV)/.installed ## the same comparison through torch_xla, on one device and on two
+	@for number in 1 2; do PJRT_DEVICE=CPU CPU_NUM_DEVICES=$$number \
+	  $(XLA_VENV)/bin/python -m tests.parity --device xla --world 1 $(ARGS) || exit 1; done
 
 $(XLA_VENV)/.installed: tests/xla_requirements.txt
 	python3 -m venv $(XLA_VENV)

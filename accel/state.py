@@ -322,7 +322,8 @@ class GradientState:
             check of the call order.
         sync_with_dataloader: whether the end of a loader closes the current window.
         sync_each_batch: whether gradients are exchanged at every micro-batch.
-        is_xla_gradients_synced: whether a TPU has reduced the gradients; False, as none is used.
+        is_xla_gradients_synced: whether the script has reduced gradients of a TPU; False, as XLA's
+            compiler does.
         end_of_dataloader: whether the active loader gave its last batch.
         remainder: samples that the last batch really has, over all processes, 0 if all of them;
             -1: not known, or not at the last batch.

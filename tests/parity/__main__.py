@@ -24,7 +24,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="backends whose name contains this")
     parser.add_argument("--world", type=int, nargs="*", help="numbers of processes; default: all")
     parser.add_argument("--precision", nargs="*", help="no, bf16, fp16, fp8; default: all")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default: a GPU")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "xla"), default=None, help="default: a GPU"
+    )
     parser.add_argument("--no-controls", action="store_true", help="the matrix alone")
     return parser.parse_args()
 

@@ -45,7 +45,7 @@ class Cell:
         task: what is trained.
         variant: what else is special, in a word.
         sabotage: what a control does wrong; None: nothing.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or "xla" (as many devices as CPU_NUM_DEVICES says).
     """
 
     backend: str
@@ -57,6 +57,11 @@ class Cell:
     sabotage: str | None = None
     device: str = "cpu"
 
+    @property
+    def reference_device(self) -> str:
+        """Where the plain loop computes."""
+        return "cpu" if self.device == "xla" else self.device
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -65,12 +70,15 @@ class Backend:
     Args:
         arguments: returns what `Accelerator` is given beside precision and accumulation.
         owns_bf16: whether the engine keeps a bf16 copy of the weights itself; else autocast.
+        own_kernels: whether a compiler of its own computes each operation, so that losses differ
+            from the plain loop's by rounding, and weights by what AdamW makes of that.
         max_share: of what a replica holds, on 4 processes; None: as much as it wants.
         reason: returns why a cell does not run; None if it does.
     """
 
     arguments: Callable[[Cell], dict[str, Any]]
     owns_bf16: bool = False
+    own_kernels: bool = False
     max_share: float | None = None
     reason: Callable[[Cell], str | None] = lambda cell: None
 
@@ -157,6 +165,10 @@ def _fp16_on_gpu(cell: Cell) -> str | None:
     return None
 
 
+def _one_in_fp32_or_bf16(cell: Cell) -> str | None:
+    return "torch_xla computes in fp32 or bf16" if cell.precision == "fp16" else _alone(cell)
+
+
 def _sharded_backends() -> dict[str, Backend]:
     engine = partial(Backend, owns_bf16=True)
     both = _together(_fsdp(reshard_after_forward=True), _tensor_parallel(2))
@@ -198,6 +210,7 @@ BACKENDS: dict[str, Backend] = {
     "ddp": Backend(_none, reason=_several),
     **_sharded_backends(),
     **_deepspeed_backends(),
+    "xla": Backend(_none, own_kernels=True, reason=_one_in_fp32_or_bf16),
     "compile_single": Backend(_compiled(_none), reason=_alone),
     "compile_ddp": Backend(_compiled(_none), reason=_several),
     "compile_fsdp": Backend(_compiled(_fsdp()), owns_bf16=True),
@@ -217,7 +230,10 @@ def reason_not_to_run(cell: Cell, num_gpus: int) -> str | None:
 def matrix(task: Task, device: str) -> Iterator[Cell]:
     """Yield every cell, run or not, in the order of the table."""
     for backend, precision, world_size, accumulation in itertools.product(
-        BACKENDS, PRECISIONS, WORLD_SIZES, ACCUMULATIONS
+        [name for name in BACKENDS if (name == "xla") == (device == "xla")],
+        PRECISIONS,
+        WORLD_SIZES,
+        ACCUMULATIONS,
     ):
         yield Cell(backend, precision, world_size, accumulation, task, device=device)
         if precision == "bf16" and accumulation == 1:
@@ -231,5 +247,5 @@ def matrix(task: Task, device: str) -> Iterator[Cell]:
                 yield Cell(
                     backend, precision, world_size, accumulation, special, variant, device=device
                 )
-    for backend, world_size in itertools.product(FLOAT8, WORLD_SIZES):
+    for backend, world_size in itertools.product(() if device == "xla" else FLOAT8, WORLD_SIZES):
         yield Cell(backend, "fp8", world_size, task=task, device=device)

@@ -18,6 +18,9 @@ from tests.parity.task import Task, text
 
 FLOORS = 5  # fp32: so many noise floors
 MOST = 1e-5  # fp32: and no more than this
+# Between XLA's kernels and torch's on a CPU gradients of one batch differ by 9e-7, and weights by
+# 7e-7 after 50 updates of AdamW by equal gradients.
+OWN_KERNELS = 1e-6
 AUTOCAST = 1e-3
 ENGINE_OWNED = 1e-2
 # The unit roundoff of e4m3, in which forward passes multiply, is 2**-4: 16 times that of bf16,
@@ -132,8 +135,8 @@ def noise_floor(cell: Cell) -> Difference:
     Nor is it below one unit in the last place.
     """
     num_chunks = max(2, cell.world_size * cell.accumulation)
-    whole = plain(cell.task, 1, cell.device)
-    found = compare(plain(cell.task, num_chunks, cell.device), whole)
+    whole = plain(cell.task, 1, cell.reference_device)
+    found = compare(plain(cell.task, num_chunks, cell.reference_device), whole)
     return Difference(max(found.loss, UNIT), max(found.weight, UNIT))
 
 
@@ -154,6 +157,8 @@ def compare(found: Run, wanted: Run) -> Difference:
 
 def gate_of(cell: Cell) -> Difference:
     """Return the largest differences that `cell` may show."""
+    if cell.precision == "no" and BACKENDS[cell.backend].own_kernels:
+        return Difference(OWN_KERNELS, MOST)
     if cell.precision == "no":
         floor = noise_floor(cell)
         return Difference(min(FLOORS * floor.loss, MOST), min(FLOORS * floor.weight, MOST))
@@ -169,7 +174,7 @@ def gate_of(cell: Cell) -> Difference:
 def judge(cell: Cell, answers: Sequence[dict[str, Any]], seconds: float) -> Verdict:
     """Return the verdict on what the processes of `cell` answered, by rank."""
     is_float8 = cell.precision == "fp8"
-    exact = plain(cell.task, 1, cell.device)
+    exact = plain(cell.task, 1, cell.reference_device)
     wanted = plain_float8(cell.task, cell.device) if is_float8 else exact
     runs: list[Run] = [answer["run"] for answer in answers]
     verdict = Verdict(cell, gate=gate_of(cell), seconds=seconds, types=answers[0]["types"])

@@ -70,7 +70,7 @@ def storages(objects: list[Any]) -> dict[int, torch.UntypedStorage]:
     """Return all storages with memory of their own that a tensor among `objects` uses."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors(objects):
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
+        if tensor.layout != torch.strided or tensor.device.type in ("meta", "xla"):
             continue
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr():

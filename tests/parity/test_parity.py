@@ -60,11 +60,13 @@ ALWAYS = ("ddp",)  # the others are slow tests
 
 def test_every_cell_runs_or_has_a_reason() -> None:
     cells = list(matrix(TASK, "cpu"))
-    number = len(BACKENDS) * (3 * 3 * 2 + 3 * 2 + 3) + 3 * len(FLOAT8)
+    here = set(BACKENDS) - {"xla"}
+    number = len(here) * (3 * 3 * 2 + 3 * 2 + 3) + 3 * len(FLOAT8)
     assert len(cells) == len(set(cells)) == number
     reasons = {cell: reason_not_to_run(cell, 0) for cell in cells}
     run_by = {cell.backend for cell, reason in reasons.items() if reason is None}
-    assert run_by == set(BACKENDS)
+    assert run_by == here
+    assert {cell.backend for cell in matrix(TASK, "xla")} == {"xla"}
     assert all(reason is None or len(reason) > 20 for reason in reasons.values())
     on_gpu = Cell("ddp", world_size=2, device="cuda")
     assert "there are 1" in (reason_not_to_run(on_gpu, 1) or "")
