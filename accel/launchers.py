@@ -108,7 +108,7 @@ def notebook_launcher(
     if not str(use_port).isdecimal() or int(use_port) > MAX_PORT:
         rule = f"it is a TCP port, at most {MAX_PORT}"
         found.add(f"use_port={use_port!r}", rule, "Give a number, or 0.")
-    if kind not in ("cpu", "mps") and 1 < device_count(kind) < number:
+    if kind not in ("cpu", "mps") and device_count(kind) < number:
         rule = f"each process has a device of its own, and this machine has {device_count(kind)}"
         found.add(f"num_processes={number}", rule, "Give fewer.")
     found.raise_if()

@@ -64,6 +64,10 @@ class DeviceKind:
         if device.index is not None:
             torch.accelerator.set_device_index(device.index)
 
+    def free_memory(self, index: int) -> int:
+        """Return the bytes that are free on the device `index`."""
+        return int(torch.accelerator.get_memory_info(index)[0])
+
     def synchronize(self, device: torch.device) -> None:
         """Wait until all work queued on `device` is done."""
         torch.accelerator.synchronize(device)
@@ -142,6 +146,13 @@ class Xla(DeviceKind):
 
     def use(self, device: torch.device) -> None:
         pass
+
+    def free_memory(self, index: int) -> int:
+        raise ConfigError.of(
+            "a device map of this machine's memory",
+            "torch_xla places models by itself",
+            "Give max_memory and devices by name, or unset PJRT_DEVICE.",
+        )
 
     def synchronize(self, device: torch.device) -> None:
         self._module("core.xla_model").wait_device_ops()

@@ -8,11 +8,10 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from accel.logging import get_logger
-from accel.machine.device import default_device_type, device_count
+from accel.machine.device import default_device_type, device_count, device_kind
 from accel.machine.errors import ConfigError
 from accel.weights.sizes import (
     Dtype,
@@ -79,9 +78,10 @@ def _accelerators() -> list[int]:
 
 
 def _free_on_accelerators() -> dict[Place, int]:
-    if default_device_type() == "mps":
+    kind = default_device_type()
+    if kind == "mps":
         return {"mps": _free_memory()}
-    return {n: torch.accelerator.get_memory_info(n)[0] for n in _accelerators()}
+    return {n: device_kind(kind).free_memory(n) for n in _accelerators()}
 
 
 def _free_memory() -> int:

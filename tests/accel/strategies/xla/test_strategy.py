@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel import Accelerator
+from accel import Accelerator, infer_auto_device_map, notebook_launcher
 from accel.machine.enums import DistributedType
 from accel.machine.errors import ConfigError
 from accel.utils import set_seed
-from tests.helpers import reset_accel
+from tests.helpers import python, ran, reset_accel, write_file
 
 torch_xla = pytest.importorskip("torch_xla", reason="torch_xla is not installed: make test-xla")
 metrics = pytest.importorskip("torch_xla.debug.metrics")
@@ -114,6 +115,9 @@ def test_model_and_batches_are_on_the_device_of_torch_xla() -> None:
         assert parameter.device.type == "xla"
     inputs, targets = next(iter(loader))
     shardings = [torch_xla._XLAC._get_xla_sharding_spec(one) for one in (inputs, targets)]
+    own = torch.ones(4, 8).to(accelerator.device)  # of no prepared loader
+    model(own)
+    assert torch_xla._XLAC._get_xla_sharding_spec(own) == shardings[0]
     assert shardings == (["{devices=[2,1]0,1}", "{devices=[2]0,1}"] if number == 2 else ["", ""])
 
 
@@ -216,3 +220,38 @@ def test_what_it_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Accelerator(**arguments)
+    with pytest.raises(ConfigError, match=r"num_processes=8.*this machine has 1"):
+        notebook_launcher(print, num_processes=8)
+    with pytest.raises(ConfigError, match="torch_xla places models by itself"):
+        infer_auto_device_map(torch.nn.Linear(2, 2))
+
+
+def test_a_notebook_trains_in_its_own_process() -> None:
+    found: list[Accelerator] = []
+    notebook_launcher(lambda: found.append(Accelerator()))
+    assert found[0].device == torch_xla.device()
+
+
+def test_a_launched_script_is_on_the_device(tmp_path: Path) -> None:
+    script = write_file(tmp_path / "train.py", "import accel; print(accel.Accelerator().device)")
+    answer = ran(python("-m", "accel.commands", "launch", "--tpu", str(script)), tmp_path)
+    assert answer.stdout.splitlines()[-1] == "xla:0", answer.stderr
+
+
+def test_processes_of_torch_xla_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would train alone."""
+    monkeypatch.delenv("XLA_USE_SPMD", raising=False)
+    text = """
+        import torch_xla
+        from accel import Accelerator
+        def train(index):
+            Accelerator()
+        if __name__ == "__main__":
+            torch_xla.launch(train)
+    """
+    script = write_file(tmp_path / "train.py", textwrap.dedent(text))
+    answer = ran(python(str(script)), tmp_path)
+    refused = "one process drives all devices of its machine"
+    assert (refused in answer.stderr) == (runtime.global_runtime_device_count() > 1)
